@@ -1,5 +1,5 @@
-"""The processes of one host: starting ranks, watching them, ending them with all that they started.
+"""The processes of one host: starts and watches ranks, and ends them with all that they started.
 
-It imports `coordinator` and what is below. Start with `launch`, then `rank_monitor`. `fork_server` runs as a process of its own
-and forks ranks that have their imports done.
+This package imports `coordinator` and the packages below it. Start with `launch`, then `rank_monitor`. `fork_server` runs as
+a process of its own and forks ranks that have already imported their modules.
 """

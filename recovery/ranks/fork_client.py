@@ -1,9 +1,9 @@
-"""Warm starts: ranks that are forked from a process that has imported already what they import
-(`ckpt.recovery.ranks.fork_server`).
+"""The client of the fork server, for warm starts: ranks are forked from a process with their modules imported.
 
-A new interpreter needs seconds to import torch; a fork of one that has done so needs milliseconds. Whatever can't be started so
-is started cold, as without this file: nothing here raises but where a log can't be written, and `reason` says why not. All is
-to be called from the main thread: what is started here ends with the thread that starts it.
+A new interpreter needs seconds to import torch, but a fork of a process that has imported it needs milliseconds. A command
+that can't be started warm is started cold, as without this file. Nothing here raises except if a log can't be written;
+`reason` contains why there is no warm start. Call everything from the main thread, because processes that are started here
+end with the thread that started them (`processes.die_with_parent`).
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from ckpt.recovery.ranks import fork_server as other_side
-from ckpt.recovery.ranks import processes
+from ckpt.recovery.ranks import fork_server, processes
 
 _PYTHON_NAME = re.compile(r"python(\d+(\.\d+)*)?[dt]?")
 _PYTHON_FLAGS = frozenset("bBdEIOPqRsSuv")
 _FORK_SECONDS = 5.0
-"""A busy host may take its time; longer, and a cold start is sooner there."""
+"""The longest wait for an answer of the fork server. After that a cold start is faster, even on a busy host."""
 
 
 class NotForkable(Exception):
-    """A command that can't be started warm, and why."""
+    """A command can't be started warm. The message contains why."""
 
 
 class ScriptNotFound(NotForkable):
-    """Nor can it be started cold: Python will not find its script."""
+    """A command can't be started cold either, because its script does not exist."""
 
 
 def split_python_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`python -u train.py --lr 1` as (python -u) and (train.py --lr 1); a module as (-m, module, …). Raises Cold."""
+    """Return the interpreter with its flags, and the script with its arguments.
+
+    `python -u train.py --lr 1` becomes (python -u) and (train.py --lr 1). A module becomes (-m, module, …). Raises NotForkable.
+    """
     if not _PYTHON_NAME.fullmatch(os.path.basename(command[0])):
         raise NotForkable(f"{command[0]} is not python")
     at, flags = 1, [command[0]]
@@ -74,7 +76,7 @@ def split_python_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class ForkedRank:
-    """A rank that was forked: what the rest of this part needs of a subprocess.Popen."""
+    """A forked rank, with the part of the interface of subprocess.Popen that this package uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -82,11 +84,11 @@ class ForkedRank:
         processes.register_child(pid)
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while the rank runs."""
         return self._wait_status(os.WNOHANG)
 
     def wait(self) -> int:
-        """The exit status, once it has ended."""
+        """Wait for the end of the rank and return its exit status."""
         status = self._wait_status(0)
         assert status is not None
         return status
@@ -95,7 +97,7 @@ class ForkedRank:
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, options)
-            except ChildProcessError:  # somebody else has heard how it ended: not well, for all we know
+            except ChildProcessError:  # other code has reaped it, so the status is lost: assume a failure
                 pid, status = self.pid, 255 << 8
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
@@ -103,13 +105,13 @@ class ForkedRank:
 
 
 class ForkServerClient:
-    """The process that forks the ranks of one command, as often as it is asked to, until `close`."""
+    """The client of one fork server, which forks ranks of one command until `close`."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.reason = ""
-        """Why there is no warm start; empty as long as there may be one."""
+        """Why there is no warm start; empty while one is possible."""
         self.note = ""
-        """What is not imported ahead, and why."""
+        """The packages that are not pre-imported, and why."""
         self._environ = _shared_environ(environ)
         self._process: subprocess.Popen[bytes] | None = None
         self._output = tempfile.TemporaryFile()
@@ -119,20 +121,23 @@ class ForkServerClient:
 
     @classmethod
     def start(cls, command: Sequence[str], environ: Mapping[str, str], imports: Path) -> Self:
-        """Start it, at low priority. environ: of a rank. imports: what a rank told (`ckpt.training.import_report`), which it
-        reads now.
+        """Start a fork server at low priority and return its client.
 
-        This process becomes the one that adopts orphans: so the ranks become its children.
+        This process becomes the one that adopts orphans, so the forked ranks become its children.
+
+        command: the command of the ranks.
+        environ: the environment of a rank.
+        imports: the import report of a rank (`ckpt.training.import_report`), which the fork server reads at its start.
         """
         client = cls(environ)
         try:
             flags, script = split_python_command(command)
-        except NotForkable as why:
-            client._shut_down(str(why))
+        except NotForkable as error:
+            client._shut_down(str(error))
             return client
         processes.adopt_orphans()
         control = client._server_socket.fileno()
-        arguments = [other_side.BOOTSTRAP, other_side.__file__, str(control), str(imports), "{}"]
+        arguments = [fork_server.BOOTSTRAP, fork_server.__file__, str(control), str(imports), "{}"]
         try:
             client._process = subprocess.Popen(
                 [*flags, "-c", *arguments, *script], stdin=subprocess.DEVNULL, stdout=client._output, stderr=client._output,
@@ -146,12 +151,12 @@ class ForkServerClient:
 
     @property
     def pid(self) -> int | None:
-        """Its process, which is a session of its own; None where there is none."""
+        """The fork server's process, which has a session of its own; None if there is none."""
         return self._process.pid if self._process else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can fork now. Does not wait."""
+        """Whether the fork server can fork now. This does not wait."""
         if not self._ready and not self.reason:
             kind, text = self._read_answer(0.0)
             if kind == "ready":
@@ -161,16 +166,16 @@ class ForkServerClient:
         return self._ready and not self.reason
 
     def fork(self, environ: Mapping[str, str], log: Path) -> ForkedRank | None:
-        """A rank that runs the command with this environment, its output appended to the log; None: start it cold.
+        """Fork a rank that runs the command with this environment; None: start it cold.
 
-        It is a child of this process in a session of its own, and ends when this process does. Raises OSError where the
-        log can't be written.
+        Its output is appended to the log. The rank is a child of this process in a session of its own, and ends when this
+        process ends. Raises OSError if the log can't be written.
         """
         if not self.is_ready:
             return None
-        ours, theirs = self._environ, _shared_environ(environ)
-        if differs := sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name)):
-            self._shut_down(f"the environment has changed: {', '.join(differs)}")
+        before, now = self._environ, _shared_environ(environ)
+        if changed := sorted(name for name in before | now if before.get(name) != now.get(name)):
+            self._shut_down(f"the environment has changed: {', '.join(changed)}")
             return None
         body = json.dumps({"environ": dict(environ), "parent": os.getpid()}).encode()
         go_read, go_write = os.pipe()
@@ -184,14 +189,14 @@ class ForkServerClient:
             if kind != "pid":
                 return None
             rank = ForkedRank(int(text))
-            with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile: it says so itself
-                os.write(go_write, other_side.GO_BYTE)
+            with contextlib.suppress(BrokenPipeError):  # the rank was killed in between; its exit status shows that
+                os.write(go_write, fork_server.GO_BYTE)
             return rank
         finally:
             os.close(go_write)
 
     def close(self) -> None:
-        """End it. The ranks go on."""
+        """End the fork server. Its ranks continue."""
         self._shut_down("it was closed")
 
     def _send_request(self, head: bytes, descriptors: Sequence[int], body: bytes) -> None:
@@ -203,7 +208,7 @@ class ForkServerClient:
             self._shut_down(self._end_reason())
 
     def _read_answer(self, seconds: float) -> tuple[str, str]:
-        """What it says next, as ("ready" or "pid", text); ("", "") where it says nothing in time, or says why not."""
+        """Return the next answer as ("ready" or "pid", text); ("", "") if none arrives in time or there is no warm start."""
         until = time.monotonic() + seconds
         while not self.reason and b"\n" not in self._received:
             try:
@@ -228,8 +233,8 @@ class ForkServerClient:
     def _end_reason(self) -> str:
         if self.reason:
             return self.reason
-        said = os.pread(self._output.fileno(), 1 << 20, 0).decode("utf-8", "replace").strip()
-        return f"the process has ended ({said.splitlines()[-1][:200] if said else 'it has said nothing'})"
+        output = os.pread(self._output.fileno(), 1 << 20, 0).decode("utf-8", "replace").strip()
+        return f"the process has ended ({output.splitlines()[-1][:200] if output else 'without output'})"
 
     def _shut_down(self, reason: str) -> None:
         if self.reason:
@@ -244,7 +249,7 @@ class ForkServerClient:
 
 
 class ForkServers:
-    """The warm starts of one command, for the life of a run: a forge, and where a rank has imported more, a better one."""
+    """The fork servers of one command during a run: the current one, and its replacement when a rank has imported more."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -254,20 +259,22 @@ class ForkServers:
         self._imported: set[str] = set()
 
     def update(self, environ: Mapping[str, str], imports: Path) -> None:
-        """See whether rank 0 has told what it has imported, and prepare for the next start. To be called often; never waits.
+        """Read a new import report of rank 0, if there is one, and start or replace the fork server.
 
-        environ, imports: of that rank, as for `Forge.begin`.
+        The agent calls this several times a second. It never waits.
+
+        environ, imports: the environment and the import report of that rank, as for `ForkServerClient.start`.
         """
         try:
-            seen = imports, imports.stat().st_mtime_ns
-            if seen != self._seen_imports and self._next is None:
-                self._seen_imports = seen
+            version = imports, imports.stat().st_mtime_ns
+            if version != self._seen_imports and self._next is None:
+                self._seen_imports = version
                 modules = json.loads(imports.read_text())["modules"].keys()
                 if self._current is None or not self._current.is_ready or not modules <= self._imported:
                     self._imported = set(modules)
                     self._next = ForkServerClient.start(self._command, environ, imports)
         except OSError:
-            pass  # not yet
+            pass  # there is no report yet
         if self._next is None or not (self._next.is_ready or self._next.reason):
             return
         retired = self._next
@@ -278,12 +285,12 @@ class ForkServers:
         self._next = None
 
     def fork(self, environ: Mapping[str, str], log: Path) -> ForkedRank | None:
-        """As `Forge.fork`."""
+        """Fork a rank as `ForkServerClient.fork` does; None: start it cold."""
         return None if self._current is None else self._current.fork(environ, log)
 
     @property
     def status_text(self) -> str:
-        """In words: whether the next start is a warm one, or why not."""
+        """Text: whether the next start is a warm start, or why not."""
         if self._current is None:
             return "no warm start yet: " + ("what it needs is being imported" if self._next else "no rank has done a step")
         if not self._current.is_ready:
@@ -291,12 +298,12 @@ class ForkServers:
         return "the next start is warm" + (f", {self._current.note}" if self._current.note else "")
 
     def close(self) -> None:
-        """End what was begun. The ranks go on."""
+        """End the fork servers. Their ranks continue."""
         for client in (self._current, self._next):
             if client is not None:
                 client.close()
 
 
 def _shared_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What all ranks of all attempts are told."""
-    return {name: value for name, value in environ.items() if name not in other_side.PER_RANK_VARIABLES}
+    """Return the variables that are the same for all ranks of all attempts."""
+    return {name: value for name, value in environ.items() if name not in fork_server.PER_RANK_VARIABLES}

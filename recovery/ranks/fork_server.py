@@ -1,13 +1,17 @@
-"""The other side of a warm start: a process that has imported what the ranks import, and forks a rank when it is asked to.
+"""The fork server: a process that imports the modules of the ranks once, and forks a rank on each request.
 
-The ranks' own interpreter runs this file, with the ranks' own flags, and nothing of ckpt is imported before the ranks'
-modules are. Left out is a package that starts a thread or a process or opens an accelerator when it is imported, for a fork
-would break it; one that looks at a variable that differs between ranks, or that the script sets first; and one that can't
-be imported alone. Then all begins anew without it. What is no installed library is never imported: it may have been edited.
+The interpreter of the ranks runs this file with the ranks' flags. Nothing of ckpt is imported before the ranks' modules.
+These packages are left out, and after each the process restarts itself without it:
 
-It hears from a socket, and ends when that closes. A request is the length of its body, with two descriptors, the log and the
-end of a pipe; the body is {"environ", "parent"}. The answers are lines: "ready NOTE", "pid NUMBER", "cold REASON". A rank
-begins when it reads a byte from the pipe; so none runs that nobody knows of.
+- a package whose import starts a thread or a process or opens an accelerator, because a fork would break it;
+- a package whose import reads a variable that differs between ranks, or that the script sets before the import;
+- a package that can't be imported alone.
+
+Only installed libraries are imported, because other files may be edited between attempts.
+
+The process reads requests from a socket and ends when it closes. A request is the length of its body, with two descriptors:
+the log, and the read end of a pipe. The body is {"environ", "parent"}. The answers are lines: "ready NOTE", "pid NUMBER",
+"cold REASON". A rank starts when it reads a byte from the pipe, so no rank runs that the client does not know.
 """
 
 from __future__ import annotations
@@ -32,10 +36,10 @@ from typing import Any, NoReturn
 
 BOOTSTRAP = (
     "import sys; sys.flags.safe_path or sys.path.pop(0); from importlib.machinery import SourceFileLoader; "
-    "here = {}; exec(SourceFileLoader('forge', sys.argv[1]).get_code('forge'), here); here['main']()"
+    "here = {}; exec(SourceFileLoader('fork_server', sys.argv[1]).get_code('fork_server'), here); here['main']()"
 )
-"""What the interpreter runs, with: this file, the socket, the file of `ckpt.training.import_report`, what to leave out, the
-script."""
+"""The code that the interpreter runs. Its arguments: this file, the socket, the import report (`ckpt.training.import_report`),
+the packages to leave out as JSON, and the script with its arguments."""
 
 PER_RANK_VARIABLES = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
@@ -43,27 +47,28 @@ PER_RANK_VARIABLES = frozenset({
     "CKPT_SKIP", "CKPT_BEFORE", "CKPT_SPIKE_LIMIT", "CKPT_MTBF", "CKPT_AGENT",
     "CKPT_MEMORY", "CKPT_MEMORY_BEFORE", "CKPT_MEMORY_WAIT",
 })  # fmt: skip
-"""Variables that differ between ranks or attempts: all that a rank is told and that is not the same for all."""
+"""Variables that differ between ranks or attempts."""
 
 GO_BYTE = b"g"
 
 _NATIVE_PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_")
-"""Read by native code when it is loaded, which can't be watched."""
+"""Prefixes of variables that native code reads when it is loaded. Such reads can't be observed."""
 _ACCELERATOR_PREFIXES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio", "/dev/neuron")
 _FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
-"""They are handed over a fork by who owns them: pyarrow's allocator does so."""
+"""Threads that their libraries restart after a fork: that of pyarrow's allocator."""
 _NEVER_IMPORTED = {"mpi4py"}
-"""It begins MPI when it is imported."""
+"""Importing mpi4py starts MPI."""
 _MAX_LEFT_OUT = 8
+"""With more packages than this to leave out, there is no warm start."""
 _SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Import, serve, and in each rank: return from here as `python` would from the script."""
+    """Import the modules and serve requests. In each forked rank, run the script and return."""
     control = socket.socket(fileno=int(sys.argv[2]))
     without: dict[str, str] = json.loads(sys.argv[4])
     script = sys.argv[5:]
-    command = [*sys.orig_argv[: -len(sys.argv) - 1], *script]  # less "-c", START and what follows
+    command = [*sys.orig_argv[: -len(sys.argv) - 1], *script]  # without "-c", BOOTSTRAP and its own arguments
     if not sys.flags.safe_path:
         sys.path[:0] = [os.getcwd() if script[0] == "-m" else os.path.dirname(os.path.realpath(script[0]))]
     with open(sys.argv[3]) as file:
@@ -72,19 +77,19 @@ def main() -> None:
     before = dict(os.environ)
     refused = _run_in_thread(lambda: _import_all(import_report["modules"], import_report["environ"], without), control)
     if refused is not None:
-        package, why = refused
+        package, reason = refused
         if len(without) >= _MAX_LEFT_OUT:
             _exit_not_forkable(
-                control, f"{package}: {why}; and as many as {_MAX_LEFT_OUT} other packages can't be imported ahead"
+                control, f"{package}: {reason}; and as many as {_MAX_LEFT_OUT} other packages can't be imported ahead"
             )
-        _restart(without | {package: why}, before)
+        _restart(without | {package: reason}, before)
     if not _is_single_threaded():
         _exit_not_forkable(control, "a thread was started late by one of the packages that are imported")
     for name, value in import_report["environ"].items():
         if name.startswith(_NATIVE_PREFIXES) and os.environ.get(name) != value:
             _exit_not_forkable(control, f"the script sets {name}, and libraries have read it when they are loaded")
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    _send_line(control, "ready " + "; ".join(f"without {package}: {why}" for package, why in without.items()))
+    _send_line(control, "ready " + "; ".join(f"without {package}: {reason}" for package, reason in without.items()))
     environ, log = _serve_forks(control, stamps)
     _become_rank(environ, log)
     os.environ.update(set_by_imports)
@@ -96,7 +101,7 @@ def main() -> None:
 
 
 class _ImportRefused(BaseException):
-    """Nothing may catch it: half a package must not stay."""
+    """An import is refused. It is a BaseException so that a package does not catch it and stay half imported."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -104,7 +109,11 @@ class _ImportRefused(BaseException):
 
 
 class _LibraryFinder:
-    """Finds what the others find, and refuses what is left out, what is no library, and what a rank has from elsewhere."""
+    """A meta path finder that delegates to the others.
+
+    It refuses packages that are left out, modules that are not of an installed library, and modules that the rank has from
+    another file.
+    """
 
     def __init__(self, origins: Mapping[str, str | None], without: Mapping[str, str]) -> None:
         self._origins = origins
@@ -131,15 +140,15 @@ def _is_library(name: str, spec: importlib.machinery.ModuleSpec) -> bool:
     if name == "ckpt" or spec.origin in ("built-in", "frozen"):
         return True
     standard = os.path.dirname(os.__file__)
-    places = [spec.origin] if spec.origin else [*(spec.submodule_search_locations or [])]
+    paths = [spec.origin] if spec.origin else [*(spec.submodule_search_locations or [])]
     return all(
-        place.startswith(standard + os.sep) or not {"site-packages", "dist-packages"}.isdisjoint(place.split(os.sep))
-        for place in places
+        path.startswith(standard + os.sep) or not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep))
+        for path in paths
     )
 
 
 class _WatchedEnviron(os._Environ[str]):
-    """The environment, which remembers what was looked at."""
+    """The environment, which records the names of variables that are read."""
 
     read_names: set[str] = set()
 
@@ -151,8 +160,13 @@ class _WatchedEnviron(os._Environ[str]):
 def _import_all(
     origins: Mapping[str, str | None], script_sets: Mapping[str, str | None], without: Mapping[str, str]
 ) -> tuple[str, str] | None:
-    """A package that is to be left out, and why; None where all went well."""
-    with contextlib.suppress(OSError):  # of this thread only: nobody but root could take it back for the process
+    """Import all modules of a rank. Return a package to leave out, and why; None if all are imported.
+
+    origins: the file of each module in the rank.
+    script_sets: the variables that the script sets before it imports.
+    without: the packages that are left out already.
+    """
+    with contextlib.suppress(OSError):  # of this thread only, because only root can raise the priority again
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     finder: Any = _LibraryFinder(origins, without)
     plain = os.environ.__class__
@@ -163,8 +177,8 @@ def _import_all(
             package = name.partition(".")[0]
             if name in sys.modules or package in without or package in _NEVER_IMPORTED or name.startswith("__"):
                 continue
-            if why := _try_import(name, package) or _find_fork_hazard() or _find_read_variable(script_sets):
-                return package, why
+            if reason := _try_import(name, package) or _find_fork_hazard() or _find_read_variable(script_sets):
+                return package, reason
     finally:
         sys.meta_path.remove(finder)
         os.environ.__class__ = plain
@@ -178,13 +192,13 @@ def _try_import(name: str, package: str) -> str:
         return "" if refused.name == package else f"it needs {refused.name}, which is left out"
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
-            return ""  # made by other means than an import
+            return ""  # the rank has created this module without an import
         return f"it can't be imported alone ({type(error).__name__}: {error})"
     return ""
 
 
 def _find_fork_hazard() -> str:
-    """What a fork would not survive."""
+    """Return what would break in a fork of this process; "" nothing."""
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             opened = os.readlink(f"/proc/self/fd/{number}")
@@ -193,7 +207,7 @@ def _find_fork_hazard() -> str:
     if _child_pids():
         return "it starts a process when it is imported"
     if _count_threads() > 2:
-        if (child := _fork()) == 0:  # threads that know of forks, as those of OpenBLAS, end before one
+        if (child := _fork()) == 0:  # threads that handle forks, as those of OpenBLAS, end before one
             os._exit(0)
         os.waitpid(child, 0)
         if _count_threads() > 2:
@@ -219,7 +233,7 @@ def _child_pids() -> list[int]:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads: what there may be is known
+        warnings.simplefilter("ignore")  # Python warns about threads, which are checked already
         return os.fork()
 
 
@@ -233,26 +247,26 @@ def _find_read_variable(script_sets: Mapping[str, str | None]) -> str:
 
 
 def _run_in_thread(work: Callable[[], tuple[str, str] | None], control: socket.socket) -> tuple[str, str] | None:
-    """Let a thread of its own do it, at the lowest priority, which then is gone; end where nobody is there any more."""
-    found: list[tuple[str, str] | None] = []
-    thread = threading.Thread(target=lambda: found.append(work()))
+    """Return the result of `work` in a thread, whose low priority ends with it. End the process if the client has gone."""
+    results: list[tuple[str, str] | None] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
     while thread.is_alive():
         if select.select([control], [], [], 0.05)[0]:
             os._exit(0)
-    return found[0]
+    return results[0]
 
 
 def _restart(without: Mapping[str, str], environ: Mapping[str, str]) -> NoReturn:
     for child in _child_pids():
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    place = len(sys.orig_argv) - len(sys.argv) + 4
-    os.execve(sys.executable, [*sys.orig_argv[:place], json.dumps(without), *sys.orig_argv[place + 1 :]], environ)
+    index = len(sys.orig_argv) - len(sys.argv) + 4  # the argument with the packages to leave out
+    os.execve(sys.executable, [*sys.orig_argv[:index], json.dumps(without), *sys.orig_argv[index + 1 :]], environ)
 
 
 def _is_single_threaded() -> bool:
-    """Whether no thread is left but this one; one that was joined may take a moment to be gone."""
+    """Return whether this is the only thread. A joined thread may take a moment to end in the kernel."""
     until = time.monotonic() + 5
     while _count_threads() > 1 and time.monotonic() < until:
         time.sleep(0.001)
@@ -266,13 +280,13 @@ def _send_line(control: socket.socket, line: str) -> None:
     control.sendall(" ".join(line.splitlines()).encode("utf-8", "replace") + b"\n")
 
 
-def _exit_not_forkable(control: socket.socket, why: str) -> NoReturn:
-    _send_line(control, f"cold {why}")
+def _exit_not_forkable(control: socket.socket, reason: str) -> NoReturn:
+    _send_line(control, f"cold {reason}")
     os._exit(0)
 
 
 def _file_stamps(files: Mapping[str, str | None]) -> dict[str, tuple[int, int, int] | None]:
-    """What changes when a file does."""
+    """Return modification time, size and inode of each file; None if it does not exist."""
     found: dict[str, tuple[int, int, int] | None] = {}
     for path in files.values():
         if path is not None and os.sep in path:
@@ -285,7 +299,7 @@ def _file_stamps(files: Mapping[str, str | None]) -> dict[str, tuple[int, int, i
 
 
 def _serve_forks(control: socket.socket, stamps: Mapping[str, tuple[int, int, int] | None]) -> tuple[dict[str, str], int]:
-    """Fork a rank for each request; returns in the ranks only, once they are to begin: their environment and log."""
+    """Fork a rank for each request. Return only in the ranks, when they may start: their environment and log."""
     libc = ctypes.CDLL(None)
     files = {path: path for path in stamps}
     while True:
@@ -294,7 +308,7 @@ def _serve_forks(control: socket.socket, stamps: Mapping[str, tuple[int, int, in
             os._exit(0)
         request = json.loads(_receive_exactly(control, struct.unpack("I", head)[0]))
         log, go_read = descriptors
-        changed = next((path for path, mark in _file_stamps(files).items() if mark != stamps[path]), None)
+        changed = next((path for path, stamp in _file_stamps(files).items() if stamp != stamps[path]), None)
         if changed is not None:
             _exit_not_forkable(control, f"{changed} has changed")
         for stream in (sys.stdout, sys.stderr):
@@ -320,52 +334,52 @@ def _serve_forks(control: socket.socket, stamps: Mapping[str, tuple[int, int, in
 def _receive_exactly(control: socket.socket, nbytes: int) -> bytes:
     data = bytearray()
     while len(data) < nbytes:
-        got = control.recv(nbytes - len(data))
-        if not got:
+        received = control.recv(nbytes - len(data))
+        if not received:
             os._exit(0)
-        data += got
+        data += received
     return bytes(data)
 
 
 def _fork_orphan() -> int:
-    """Fork twice, so that the rank becomes a child of whoever adopts orphans, in a session of its own: 0 in the rank.
+    """Fork a rank in a session of its own. Return its process id; 0 in the rank; -1 if it can't be forked.
 
-    -1 where there can be none.
+    It forks twice, so that the rank becomes a child of the process that adopts orphans.
     """
     pid_read, pid_write = os.pipe()
     try:
-        between = _fork()
+        intermediate = _fork()
     except OSError:
         return -1
-    if between == 0:
+    if intermediate == 0:
         os.close(pid_read)
         try:
             if _fork():
                 os._exit(0)
         except OSError:
             os._exit(1)
-        os.setsid()  # before anybody knows of it: it is ended by its session
+        os.setsid()  # before the client knows the rank, because it ends ranks by their sessions
         os.write(pid_write, struct.pack("i", os.getpid()))
         os.close(pid_write)
         return 0
     os.close(pid_write)
     pid_bytes = os.read(pid_read, 4)
     os.close(pid_read)
-    os.waitpid(between, 0)  # only then is the rank adopted
+    os.waitpid(intermediate, 0)  # the rank is adopted only after this process has ended
     return int(struct.unpack("i", pid_bytes)[0]) if pid_bytes else -1
 
 
-# --- being a rank ----------------------------------------------------------------------------------------------
+# --- in a rank -------------------------------------------------------------------------------------------------
 
 
 def _become_rank(environ: Mapping[str, str], log: int) -> None:
-    """Be as a process that was started with this environment and log."""
+    """Make this process equal to one that was started with this environment and log."""
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     os.environ.clear()
     os.environ.update(environ)
-    if "numpy.random" in sys.modules:  # each rank draws numbers of its own; `random` sees to that by itself
+    if "numpy.random" in sys.modules:  # each rank needs random numbers of its own; `random` reseeds itself after a fork
         sys.modules["numpy.random"].seed()
     if "torch.random" in sys.modules:
         sys.modules["torch.random"].default_generator.seed()
@@ -375,7 +389,7 @@ def _become_rank(environ: Mapping[str, str], log: int) -> None:
 
 
 def _run_script(script: list[str]) -> None:
-    """As `python` runs it: what is raised looks as if this file were not there."""
+    """Run the script as `python` does. Tracebacks do not show the frames of this file."""
     module: Any = sys.modules["__main__"]
     for name in [name for name in vars(module) if not name.startswith("__")]:
         delattr(module, name)
@@ -399,11 +413,11 @@ def _run_script(script: list[str]) -> None:
 
 
 def _trim_traceback(hook: Callable[..., Any]) -> Callable[..., None]:
-    ours = {_run_script.__code__.co_filename, "<string>"}
+    hidden_files = {_run_script.__code__.co_filename, "<string>"}
 
-    def shown(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+    def trimmed_hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_code.co_filename in hidden_files:
             trace = trace.tb_next
         hook(kind, error.with_traceback(trace), trace)
 
-    return shown
+    return trimmed_hook

@@ -1,4 +1,4 @@
-"""Who this host is in a run: its name, its address, and that nobody else on it has that name."""
+"""Finds the name and the address of this host, and locks the folder of the run against other agents."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from pathlib import Path
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 
 LAUNCHERS = ("local", "mpiexec", "slurm", "torchrun", "k8s")
-"""mpiexec starts the ranks of one host; the others have started this agent on each of its hosts."""
+"""mpiexec starts the ranks of one host. The launchers after it have started this agent on each host."""
 
 
 def host_name(launcher: str, environ: Mapping[str, str]) -> str:
-    """What a launcher calls this host."""
+    """Return the name by which a launcher knows this host."""
     if launcher == "slurm" and environ.get("SLURMD_NODENAME"):
         return environ["SLURMD_NODENAME"]
     if launcher == "torchrun" and (number := environ.get("GROUP_RANK")):
         if not (number.isascii() and number.isdigit()):
             raise InvalidArgument(f"GROUP_RANK={number!r} is no number of a host; unset it, or start ckpt-run by torchrun")
         return f"host-{int(number):04d}"
-    if launcher == "k8s" and environ.get("HOSTNAME"):  # the name of the pod: a stateful set keeps it
+    if launcher == "k8s" and environ.get("HOSTNAME"):  # the name of the pod, which a stateful set keeps
         return environ["HOSTNAME"]
     return socket.gethostname()
 
 
 def check_host_name(name: str) -> str:
-    """The name of a host, which names files too. Raises InvalidArgument."""
+    """Return the name of a host if it can also be part of file names. Raises InvalidArgument."""
     if not re.fullmatch(r"[^\W_][\w.-]{0,199}", name, re.ASCII):
         raise InvalidArgument(f"{name!r} can't be the name of a host: give letters, digits, '-', '_' and '.' as --name")
     return name
 
 
 _HOST_COUNT_SOURCES = {"slurm": ("srun", "SLURM_STEP_NUM_NODES"), "torchrun": ("torchrun --no-python", "GROUP_WORLD_SIZE")}
-"""Launchers that tell each agent how many hosts they have started one on: by which command, and in which variable."""
+"""For launchers that pass the number of hosts to each agent: the command, and the variable with the number."""
 
 
 def require_host_count(launcher: str, environ: Mapping[str, str]) -> None:
-    """Raise InvalidArgument where a launcher does not tell this agent on how many hosts it has started one."""
+    """Raise InvalidArgument if the launcher does not pass the number of hosts to this agent."""
     if launcher == "k8s":
         raise InvalidArgument(
-            "--launcher k8s: a pod is told its name, and not how many there are: each would run a job of its own; give "
+            "--launcher k8s: a pod knows its name, but not the number of pods, so each would run a job of its own; give "
             "--nnodes, without the spares"
         )
     if launcher in _HOST_COUNT_SOURCES and host_count(launcher, environ) is None:
@@ -55,7 +55,7 @@ def require_host_count(launcher: str, environ: Mapping[str, str]) -> None:
 
 
 def launcher_hint(launcher: str, command: Sequence[str]) -> str:
-    """What to say where the command starts ranks of its own, and nothing else tells that; "" elsewhere."""
+    """Return a hint if the command is a launcher that starts ranks of its own, which ckpt-run can't see; else ""."""
     name = os.path.basename(command[0])
     if launcher != "local" or name not in ("mpiexec", "mpirun", "srun"):
         return ""
@@ -64,13 +64,18 @@ def launcher_hint(launcher: str, command: Sequence[str]) -> str:
 
 
 def host_count(launcher: str, environ: Mapping[str, str]) -> int | None:
-    """How many hosts a launcher has started agents on; None where it does not say."""
+    """Return on how many hosts a launcher has started agents; None if its variable is not set."""
     value = environ.get(_HOST_COUNT_SOURCES[launcher][1], "") if launcher in _HOST_COUNT_SOURCES else ""
     return int(value) if value.isascii() and value.isdigit() else None
 
 
 def host_address(state: str | None) -> str:
-    """Where other hosts reach this one: the address from which it reaches the state; loopback where that is a file."""
+    """Return the address at which other hosts reach this one.
+
+    It is the source address of packets to the run log's server. It is the loopback address if the run log is a file.
+
+    state: the URL of the run log in etcd; None: a file.
+    """
     if state is None:
         return "127.0.0.1"
     found = re.match(r"etcd://(?:https?://)?(\[[^]]+\]|[^:/,]+):(\d+)", state)
@@ -87,24 +92,28 @@ def host_address(state: str | None) -> str:
 
 
 def lock_run(folder: Path) -> int:
-    """Keep other runs out of a folder until this process ends."""
+    """Lock a folder against other runs until this process ends. Raises CkptError if another process has locked it."""
     return _lock(folder, "lock", _in_use_message(folder))
 
 
 def lock_host_name(folder: Path, name: str) -> tuple[int, str]:
-    """Keep a name for this agent until it ends; another one where that is taken, as by a second agent on the same host."""
-    _lock(folder, "lock", _in_use_message(folder), fcntl.LOCK_SH)  # beside other agents, and not beside a run on one host
+    """Lock a host name for this agent until it ends, and return the descriptor and the name.
+
+    If another agent has locked the name, as a second agent on the same host, a number is appended.
+    """
+    # A shared lock: other agents may use the folder, but a run on one host may not.
+    _lock(folder, "lock", _in_use_message(folder), fcntl.LOCK_SH)
     for number in range(1, 1000):
-        tried = name if number == 1 else f"{name}-{number}"
+        candidate = name if number == 1 else f"{name}-{number}"
         try:
-            return _lock(folder, f"{tried}.lock", ""), tried
+            return _lock(folder, f"{candidate}.lock", ""), candidate
         except _InUseError:
             continue
     raise CkptError(f"too many agents in {folder}; give another --run-dir")
 
 
 class _InUseError(CkptError):
-    """By another process."""
+    """Another process has the lock."""
 
 
 def _in_use_message(folder: Path) -> str:

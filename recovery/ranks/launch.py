@@ -1,4 +1,4 @@
-"""Starting the ranks of this host: each in a session of its own, with a log of its own, told who it is as torchrun tells it."""
+"""Starts the ranks of this host, each in a session and with a log of its own, with the variables of torchrun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PORT_RANGE, _PORT_TRIES = 10_000, 32
 
 @dataclass(slots=True)
 class RankProcess:
-    """A rank that runs."""
+    """A started rank."""
 
     number: int
     process: subprocess.Popen[bytes] | ForkedRank
@@ -35,16 +35,19 @@ class RankProcess:
     log: Path
 
     is_shared: bool = False
-    """The process is mpiexec, which has started all of them."""
+    """Whether the process is mpiexec, which has started all ranks of this host."""
 
     status: int = 0
-    """How it has ended: the exit status, or less than 0 for a signal."""
+    """The exit status, or the negative number of the signal that ended the rank."""
 
     def has_ended(self) -> bool:
-        """Whether it has. It is not reaped before `stop`: no other process can have its number until its session is ended."""
+        """Return whether the rank has ended.
+
+        It is not reaped before `stop`, so that no other process gets its number before its session is ended.
+        """
         try:
             found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # somebody else has heard how it ended: not well, for all we know
+        except ChildProcessError:  # other code has reaped it, so the status is lost: assume a failure
             self.status = self.process.poll() or 255
             return True
         if found is not None:
@@ -53,40 +56,44 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """0 where it is not known yet."""
+        """The process id of the rank; 0 if it is not known yet."""
         return self.heartbeat_page.read().pid if self.is_shared else self.process.pid
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """The ranks of an attempt that are this host's, and what all ranks must know."""
+    """The ranks of this host in one attempt, and the facts that their environment contains."""
 
     run: str
     attempt: int
     first_rank: int
     rank_count: int
-    """Here; the first of them has local rank 0."""
+    """The number of ranks on this host. The first of them has local rank 0."""
     world_size: int
     host_index: int
-    """Its number among the hosts."""
+    """The index of this host among the hosts of the attempt."""
     address: str
     port: int
-    """Where rank 0 may listen for the others."""
+    """The port at `address` on which rank 0 may listen for the other ranks."""
     extra_environment: Mapping[str, str]
-    """Environment beside."""
+    """Further environment variables."""
 
 
 _TRANSIENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
-"""Errors that time may mend."""
+"""Errors that may disappear with time."""
 
 _STUCK_SECONDS = 60.0
+"""How long a killed rank may take to end before this is an error."""
 
 AGENT_VARIABLE = "CKPT_AGENT"
-"""The environment variable by which all that the ranks of an agent start is known."""
+"""The environment variable that marks the ranks of an agent and all processes that they start."""
 
 
 def build_rank_environment(spec: LaunchSpec, number: int, page: Path) -> Mapping[str, str]:
-    """What a rank is told. OMP_NUM_THREADS is 1 where nothing is said and there are several, as torchrun has it."""
+    """Return the environment variables of a rank.
+
+    As with torchrun, OMP_NUM_THREADS is 1 if it is not set and there are several ranks.
+    """
     local = number - spec.first_rank
     variables = {
         "RANK": str(number),
@@ -106,7 +113,7 @@ def build_rank_environment(spec: LaunchSpec, number: int, page: Path) -> Mapping
         "CKPT_ATTEMPT": str(spec.attempt),
         pulses.PAGE_VARIABLE: str(page),
         "PYTHONUNBUFFERED": "1",
-        # Not those of the torchrun that this agent may run under: its store is at another port, its error file is its own.
+        # This agent may run under torchrun, whose store has another port, and whose error file is not for the ranks.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": "",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
@@ -124,9 +131,12 @@ def start(
     fork_servers: ForkServers | None = None,
     through_mpi: bool = False,
 ) -> list[RankProcess]:
-    """Start the ranks of this host. Raises CkptError where the command can't be started; then none runs.
+    """Start the ranks of this host. Raises CkptError if the command can't be started; then no rank runs.
 
-    warm: forks them from a process that has imported what they import, where that can be. through_mpi: mpiexec starts them.
+    pages: the folder of the heartbeat pages.
+    logs: the folder of the logs of this attempt.
+    fork_servers: fork the ranks for a warm start, if that is possible.
+    through_mpi: whether mpiexec starts the ranks.
     """
     numbers = range(spec.first_rank, spec.first_rank + spec.rank_count)
     files = [logs / f"rank-{number}.log" for number in numbers]
@@ -145,12 +155,12 @@ def start(
                 spec.first_rank, str(pages / f"{spec.attempt}-{{}}"), str(logs / "rank-{}.log")
             )
             process = _spawn(mpi.mpiexec_command(command, spec.rank_count), {**variables, **mpi_variables}, files[0])
-        for number, pulse, file in zip(numbers, heartbeat_pages, files, strict=True):
+        for number, heartbeat_page, file in zip(numbers, heartbeat_pages, files, strict=True):
             if not through_mpi:
                 variables = build_rank_environment(spec, number, _page_path(pages, spec, number))
                 forked = fork_servers and fork_servers.fork({**os.environ, **variables}, file)
                 process = forked or _spawn(command, variables, file)
-            ranks.append(RankProcess(number, process, os.pidfd_open(process.pid), pulse, file, through_mpi))
+            ranks.append(RankProcess(number, process, os.pidfd_open(process.pid), heartbeat_page, file, through_mpi))
     except OSError as error:
         stop(ranks, "")
         if error.errno in _TRANSIENT_ERRORS:
@@ -160,11 +170,11 @@ def start(
 
 
 def require_startable(command: Sequence[str]) -> None:
-    """Raise CkptError where a command can't be started: before a run of it is begun, and takes the place of the one before."""
+    """Raise CkptError if a command can't be started. Call it before a new run replaces the one before."""
     _require_script(command)
     if shutil.which(command[0]) is None:
-        is_there = "/" in command[0] and os.path.exists(command[0])
-        raise _start_error(command, os.strerror(errno.EACCES if is_there else errno.ENOENT))
+        exists = "/" in command[0] and os.path.exists(command[0])
+        raise _start_error(command, os.strerror(errno.EACCES if exists else errno.ENOENT))
 
 
 def _start_error(command: Sequence[str], reason: str | None) -> CkptError:
@@ -172,7 +182,7 @@ def _start_error(command: Sequence[str], reason: str | None) -> CkptError:
 
 
 def _require_script(command: Sequence[str]) -> None:
-    """What Python would say at each start, and only in the log."""
+    """Raise CkptError if the script does not exist. Python would report it at each start, and only in the log."""
     try:
         split_python_command(command)
     except ScriptNotFound as error:
@@ -182,13 +192,13 @@ def _require_script(command: Sequence[str]) -> None:
 
 
 def prepare_fork_server(fork_servers: ForkServers, spec: LaunchSpec, pages: Path) -> None:
-    """See to it that the next start is a warm one. To be called often; never waits."""
+    """Prepare the fork server for the next start. The agent calls this several times a second. It never waits."""
     page = _page_path(pages, spec, spec.first_rank)
     fork_servers.update({**os.environ, **build_rank_environment(spec, spec.first_rank, page)}, import_report.report_path(page))
 
 
 def _remove_old_pages(pages: Path, attempt: int) -> None:
-    """Remove the pages of attempts before: where memory has run short, this one has theirs."""
+    """Remove the pages of earlier attempts, so that this attempt can use their memory."""
     for page in pages.iterdir():
         before = re.fullmatch(r"(\d+)-\d+", page.name)
         if before and int(before[1]) != attempt:
@@ -210,36 +220,37 @@ def _spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> s
 
 
 def stop(ranks: Sequence[RankProcess], mark: str) -> None:
-    """End the ranks and all that bears the mark of what they have started."""
+    """End the ranks, and all processes with the mark of this agent in their environment."""
     processes.kill_sessions([rank.process.pid for rank in ranks], mark)
     until = time.monotonic() + _STUCK_SECONDS
     for rank in ranks:
         while rank.process.poll() is None:
             if time.monotonic() > until:
-                what = f"rank {rank.number}, process {rank.process.pid}, can't be ended"
-                raise CkptError(f"{what}: it hangs in the kernel; restart this host")
+                raise CkptError(
+                    f"rank {rank.number}, process {rank.process.pid}, can't be ended: it hangs in the kernel; restart this host"
+                )
             time.sleep(0.001)
         os.close(rank.pidfd)
         rank.heartbeat_page.close()
 
 
 def free_port(address: str) -> int:
-    """One that nobody listens on now, at an address of this host.
+    """Return a port at an address of this host on which nothing listens now.
 
-    It is below those that the kernel gives to who connects: one of these would be taken before rank 0 listens there.
+    It is below the ephemeral ports, because the kernel may give one of those to a connection before rank 0 listens.
     """
-    least = _first_ephemeral_port()
-    some = random.SystemRandom().sample(range(max(1024, least - _PORT_RANGE), max(1024 + _PORT_TRIES, least)), _PORT_TRIES)
-    return next(filter(None, (_try_bind(address, port) for port in some)), 0) or _try_bind(address, 0)
+    end = _first_ephemeral_port()
+    ports = random.SystemRandom().sample(range(max(1024, end - _PORT_RANGE), max(1024 + _PORT_TRIES, end)), _PORT_TRIES)
+    return next(filter(None, (_try_bind(address, port) for port in ports)), 0) or _try_bind(address, 0)
 
 
 def _try_bind(address: str, port: int) -> int:
-    """The port, where it can be listened on, and 0 where it is taken. 0 as the port: any."""
+    """Return the port if it is free, else 0. Port 0 means any port."""
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as found:
-            found.bind(place)
-            return int(found.getsockname()[1])
+        family, _, _, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(sockaddr)
+            return int(probe.getsockname()[1])
     except OSError as error:
         if error.errno == errno.EADDRINUSE and port:
             return 0
@@ -247,7 +258,7 @@ def _try_bind(address: str, port: int) -> int:
 
 
 def _first_ephemeral_port() -> int:
-    """The least of the ports that the kernel gives to who connects."""
+    """Return the first of the ports that the kernel gives to outgoing connections."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):

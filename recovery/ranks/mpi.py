@@ -1,7 +1,7 @@
-"""Ranks that mpiexec starts, for programs that use MPI's own world: `ckpt-run --launcher mpiexec`.
+"""Starts ranks by mpiexec, for programs that use MPI's own world: `ckpt-run --launcher mpiexec`.
 
-mpiexec starts this module once for each rank. It learns from the variables of the MPI which rank it is, says so as ckpt-run
-does elsewhere, and becomes the program.
+mpiexec runs this module once for each rank. The module reads the rank from the variables of the MPI, sets the same variables
+as ckpt-run does for other ranks, and replaces itself by the program.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _LOG_VARIABLE, _PAGE_VARIABLE, _FIRST_RANK_VARIABLE = "CKPT_MPI_LOG", "CKPT_MPI_
 
 
 def mpiexec_command(wrapped: Sequence[str], count: int) -> list[str]:
-    """What starts so many ranks. Raises CkptError where there is no mpiexec."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
+    """Return the command that starts `count` ranks. Raises CkptError if mpiexec is not installed."""
+    in_environment = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(in_environment) if in_environment.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
         raise CkptError("there is no mpiexec here; install an MPI (pip install mpich), or leave out --launcher mpiexec")
-    return [found, "-n", str(count), sys.executable, "-m", "ckpt.recovery.ranks.mpi", *wrapped]
+    return [mpiexec, "-n", str(count), sys.executable, "-m", "ckpt.recovery.ranks.mpi", *wrapped]
 
 
 def wrapper_environment(first: int, page: str, log: str) -> dict[str, str]:
-    """What the module needs beside. page, log: with "{}" for the number of the rank."""
+    """Return the variables that this module reads. page, log: paths with "{}" for the number of the rank."""
     return {_FIRST_RANK_VARIABLE: str(first), _PAGE_VARIABLE: page, _LOG_VARIABLE: log}
 
 
 def mpi_rank(environ: Mapping[str, str]) -> int:
-    """The number that MPI has given this process."""
+    """Return the rank that MPI has given this process."""
     for variable in _RANK_VARIABLES:
         if environ.get(variable, "").isdigit():
             return int(environ[variable])
@@ -41,6 +41,7 @@ def mpi_rank(environ: Mapping[str, str]) -> int:
 
 
 def main(wrapped: Sequence[str]) -> None:
+    """Set up the environment of the rank and execute the program."""
     from ckpt.training import heartbeat_page
 
     local = mpi_rank(os.environ)

@@ -1,8 +1,9 @@
-"""A process that outlives the one that looks after the ranks, just long enough to end what that has left running.
+"""The orphan guard: a process that ends the ranks of an agent that was killed or has stopped.
 
-It reads the sessions of the ranks from a pipe ("+123", "-123"). When the other end closes, it ends those that are left, and
-itself. So nothing goes on after `ckpt-run`, even where that is killed; and the pages of the ranks do not stay in memory. With
-several hosts it ends the ranks also where their agent has stood still for so long that the others go on without it.
+It reads the sessions of the ranks from a pipe ("+123", "-123"). When the agent ends, the pipe closes. Then the guard ends the
+remaining ranks, removes their heartbeat pages from memory, and ends itself. So no rank outlives `ckpt-run`, even if that is
+killed. With several hosts, the guard also ends the ranks if their agent was stopped for so long that the other hosts continue
+without it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ _POLL_SECONDS = 0.5
 
 
 class OrphanGuard:
-    """Its caller's side. mark: what the ranks, and all they start, have in their environment (NAME=value).
-    pages: a folder that is of no use without them. lost_seconds: after so long without a `beat` the ranks are ended,
-    too; 0 never."""
+    """The agent's side of an orphan guard.
+
+    mark: the environment variable (NAME=value) of the ranks and of all processes that they start.
+    pages: the folder of the heartbeat pages, which is removed with the ranks.
+    lost_seconds: the ranks are also ended after this time without `send_heartbeat`; 0 never.
+    """
 
     def __init__(self, mark: str, pages: Path, lost_seconds: float = 0.0) -> None:
         self._command = [sys.executable, "-m", "ckpt.recovery.ranks.orphan_guard", mark, str(pages), str(lost_seconds)]
@@ -39,31 +43,33 @@ class OrphanGuard:
         return process
 
     def ensure_running(self) -> None:
-        """Start another where it was killed. To be called often."""
+        """Start another guard process if the current one was killed. The agent calls this several times a second."""
         if self._process.poll() is None:
             return
-        with contextlib.suppress(OSError):  # no memory for one just now: the next look tries again
+        with contextlib.suppress(OSError):  # there may be no memory for it now; the next call tries again
             process = self._start_process()
-            self._ended_processes.append(self._process)  # kept, as another thread may be writing to its pipe
+            self._ended_processes.append(self._process)  # keep its pipe open, as another thread may write to it
             self._process = process
         for session in self._sessions:
             self._send_line(f"+{session}")
 
     def add(self, session: int) -> None:
+        """Guard the session of a rank."""
         self._sessions.add(session)
         self._send_line(f"+{session}")
 
     def remove(self, session: int) -> None:
+        """Guard the session of a rank no longer, because it has ended."""
         self._sessions.discard(session)
         self._send_line(f"-{session}")
 
     def send_heartbeat(self) -> None:
-        """The caller is alive."""
+        """Tell the guard that the agent is alive."""
         self._send_line(".")
 
     def _send_line(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it was killed: until `look`, only the caller ends the ranks
+        with contextlib.suppress(OSError):  # the guard was killed; until `ensure_running`, only the agent ends the ranks
             os.write(self._process.stdin.fileno(), f"{line}\n".encode())
 
     def close(self) -> None:
@@ -73,7 +79,7 @@ class OrphanGuard:
 
 
 def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
-    """The other side."""
+    """Run the guard process until its input closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()
@@ -95,9 +101,9 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
                 elif line[:1] == b"-":
                     sessions.discard(int(line[1:]))
         elif gap > 2 * _POLL_SECONDS:
-            last_input_at = now  # the whole host stood still
+            last_input_at = now  # the whole host was suspended, not only the agent
         elif lost_seconds and now - last_input_at > lost_seconds:
-            processes.kill_sessions(sessions, mark)  # the others take this host for lost, and go on without it
+            processes.kill_sessions(sessions, mark)  # the other hosts take this one for lost and continue without it
     processes.kill_sessions(sessions, mark)
     shutil.rmtree(pages, ignore_errors=True)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Processes of this host: started so that they can be found again, watched without polling, and ended with all they started."""
+"""Functions for processes of this host: find those of a session or with a mark, kill them, reap orphans."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """End this process when the thread that started it ends, however that ends."""
+    """Make the kernel kill this process when the thread that started it ends, in whatever way."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what children leave behind."""
+    """Make this process the parent of orphaned descendants."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def process_state(pid: int) -> str:
-    """The state of a process as /proc has it: R, S, D, T (stopped), Z …; "" where there is none."""
+    """Return the state of a process from /proc: R, S, D, T (stopped), Z …; "" if it does not exist."""
     return (_stat_fields(pid) or [""])[0]
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """What /proc says of a process behind its name: state, parent, group, session …; empty where there is none."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, group, session …; empty if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -42,13 +42,15 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def find_processes(sessions: Iterable[int], mark: str = "") -> list[int]:
-    """All living processes of some sessions, and those that were started with `mark` (NAME=value) in their environment: a child
-    that has left its session has kept that."""
-    session_ids, sought = {str(session) for session in sessions}, mark.encode()
+    """Return all living processes of some sessions, and those with `mark` (NAME=value) in their environment.
+
+    A descendant that has left its session still has the mark.
+    """
+    session_ids, encoded_mark = {str(session) for session in sessions}, mark.encode()
     found = []
     for name in os.listdir("/proc"):
         fields = _stat_fields(int(name)) if name.isdigit() else []
-        if fields and fields[0] != "Z" and (fields[3] in session_ids or _has_mark(int(name), sought)):
+        if fields and fields[0] != "Z" and (fields[3] in session_ids or _has_mark(int(name), encoded_mark)):
             found.append(int(name))
     return found
 
@@ -64,10 +66,10 @@ def _has_mark(pid: int, mark: bytes) -> bool:
 
 
 def kill_sessions(sessions: Iterable[int], mark: str = "") -> None:
-    """Kill all processes of some sessions, and those that bear a mark, stopped ones too."""
+    """Kill all processes of some sessions, and those with a mark, also stopped ones."""
     session_ids = list(sessions)
-    kill_process_groups(session_ids)  # at once; then those that have left its group
-    for _ in range(200):  # a process that is just being started is found in the next round
+    kill_process_groups(session_ids)  # this reaches most at once; the loop finds those that have left their group
+    for _ in range(200):  # a process that is just being started is found in the next pass
         remaining = find_processes(session_ids, mark)
         if not remaining:
             return
@@ -78,14 +80,14 @@ def kill_sessions(sessions: Iterable[int], mark: str = "") -> None:
 
 
 def kill_process_groups(sessions: Iterable[int]) -> None:
-    """Kill the leaders of some sessions and their process groups, without waiting for anything."""
+    """Kill the leaders of some sessions with their process groups. Does not wait."""
     for leader in sessions:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
 
 
 def reap_orphans() -> None:
-    """Take leave of orphans that have ended. Not of our own children, whose exit somebody waits for."""
+    """Reap orphans that have ended, but not registered children, for whose exit other code waits."""
     for pid in _orphans():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -95,7 +97,7 @@ _registered_children: set[int] = set()
 
 
 def register_child(pid: int) -> None:
-    """A child that is waited for elsewhere."""
+    """Exclude a child from `reap_orphans`, because other code waits for it."""
     _registered_children.add(pid)
 
 
@@ -113,7 +115,7 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 def oom_kill_count() -> int:
-    """How many processes of this control group the kernel has killed for memory."""
+    """Return how many processes of this control group the kernel has killed because memory ran out."""
     for path in _oom_count_files():
         with contextlib.suppress(OSError), open(path) as file:
             for line in file:
@@ -124,7 +126,7 @@ def oom_kill_count() -> int:
 
 
 def _oom_count_files() -> Iterator[str]:
-    """Where the kernel counts them: for the group itself, or what a container sees as the root."""
+    """Yield the files in which the kernel counts them: of the control group itself, and of a container's root."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         groups = [line.rstrip("\n").split(":", 2) for line in file]
         for _, controllers, group in groups:

@@ -1,7 +1,7 @@
-"""Which environment variables an entry of the run log may set in the ranks.
+"""Filters the environment variables that an entry of the run log sets in the ranks.
 
 A variable such as LD_PRELOAD, PATH or PYTHONSTARTUP makes a process run other code. So only the variables that ckpt-run itself
-writes into a `start` entry are passed on; whoever can write the log can set no others.
+writes into a `start` entry are passed on. Somebody who can write the log can set no others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_CHARACTERS = 100_000
 
 
 def allowed_environment(given: object) -> dict[str, str]:
-    """The allowed variables of a `start` entry. The others are dropped, and a warning names them."""
+    """Return the allowed variables of a `start` entry. The others are dropped, and a warning names them."""
     if not isinstance(given, Mapping):
         log.warning("the run log gives the ranks an environment that is a %s; it is ignored", type(given).__name__)
         return {}

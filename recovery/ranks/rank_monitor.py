@@ -1,4 +1,4 @@
-"""Looks after the ranks of one attempt on this host: what they do, and what goes wrong with them first."""
+"""`RankMonitor`, which watches the ranks of one attempt on this host and finds their first failure."""
 
 from __future__ import annotations
 
@@ -25,42 +25,46 @@ from ckpt.recovery.run_log.agent_reports import HostFailure, SlowestRank
 from ckpt.training.heartbeat_page import STACKS_SIGNAL, RankHeartbeat
 
 _UNOBSERVED_SECONDS = 1.0
-"""Who has not looked for so long can't say who was silent."""
+"""After a longer gap between two polls, the silence of ranks before the gap does not count."""
 _SILENT_SECONDS = 0.1
-"""Who has said something since is not stopped."""
+"""A rank with a heartbeat within this time is not stopped."""
 _STOPPED_SECONDS = 0.5
-"""A process may be stopped for a moment, as by a debugger that attaches."""
+"""A rank that is stopped for longer counts as failed. A debugger that attaches stops it only for a moment."""
 
 _SIGTERM_SECONDS = 1.0
-"""Who sends SIGTERM to all processes of a job has sent it to `ckpt-run` by then, too."""
+"""If SIGTERM was sent to all processes of a job, it reaches `ckpt-run` within this time, too."""
 
 _PACE_SECONDS = 10.0
-"""How fast the job goes on is that of this last time."""
+"""The duration of a step is measured over this last time."""
 
 _STACK_READERS, _STACK_SECONDS = 8, 5.0
-"""So many stacks are read at once, and so long at most."""
+"""How many stacks are read at a time, and how long one may take."""
 
 _OOM_DETAIL = "was killed by the kernel, as there was no memory left (SIGKILL)"
 _LAST_LINE_CHARACTERS = 400
-"""Characters of the last line of a log. The names of long folders come first in it, and the reason after them."""
+"""The most characters of the last line of a log. In it, long folder names may precede the reason."""
 
 _MPIEXEC_NOISE = ("This typically refers to a problem with your application.", "Please see the FAQ page", "====")
-"""How mpiexec of MPICH ends what it says of a rank that has failed."""
+"""The beginnings of the last lines that MPICH's mpiexec writes about a failed rank."""
 
 
 class RankMonitor:
-    """The ranks of one attempt. Call `look` often."""
+    """Watches the ranks of one attempt. The agent calls `poll` several times a second.
+
+    best_step: the newest step that any attempt has done; steps up to it count as repeated.
+    straggler_seconds: the time window in which the pace of the ranks is measured.
+    """
 
     def __init__(
         self, ranks: Sequence[RankProcess], limits: HangLimits, best_step: int, straggler_seconds: float = 60.0
     ) -> None:
         self.ranks = tuple(ranks)
         self.failure: HostFailure | None = None
-        """What went wrong first."""
+        """The first failure."""
         self.stop_step: int | None = None
-        """The step to stop after, where there is one."""
+        """The step to stop after; None if no stop is requested."""
         self.is_leaving = False
-        """Whether the agent was asked to end: a stop will come."""
+        """Whether the agent was requested to end, so that a stop request will follow."""
         self._limits = limits
         self._best_step = best_step
         self._heartbeats = {rank.number: rank.heartbeat_page.read() for rank in ranks}
@@ -72,38 +76,38 @@ class RankMonitor:
         self._sent_sigterm = False
         self._polled_at = time.monotonic()
         self._observed_since = 0.0
-        self._step_times: deque[tuple[float, int]] = deque()  # when the newest step was seen to grow, and to what
+        self._step_times: deque[tuple[float, int]] = deque()  # the times at which the newest step grew, and the steps
 
-    # --- what they do ------------------------------------------------------------------------------------------
+    # --- progress of the ranks ---------------------------------------------------------------------------------
 
     @property
     def has_ended(self) -> bool:
-        """Whether all have ended."""
+        """Whether all ranks have ended."""
         return not self._running
 
     @property
     def heartbeats(self) -> dict[int, RankHeartbeat]:
-        """What each has said last, by number."""
+        """The last heartbeat of each rank, by its number."""
         return dict(self._heartbeats)
 
     @property
     def uses_ckpt(self) -> bool:
-        """Whether any of them uses ckpt."""
+        """Whether any of the ranks uses ckpt."""
         return any(beat.pid for beat in self._heartbeats.values())
 
     @property
     def step(self) -> int:
-        """The last one that all have done."""
+        """The last step that all ranks have done."""
         return min(beat.step for beat in self._heartbeats.values())
 
     @property
     def newest(self) -> int:
-        """The last one that any has done."""
+        """The last step that any rank has done."""
         return max(beat.step for beat in self._heartbeats.values())
 
     @property
     def step_seconds(self) -> float:
-        """What a step takes of late, with the saves between them; without, where none was seen yet."""
+        """The recent duration of a step, including the saves between steps; before the first steps, the usual duration."""
         if len(self._step_times) < 2:
             return self._limits.usual_step_seconds()
         (began, first), *_, (ended, last) = self._step_times
@@ -111,28 +115,28 @@ class RankMonitor:
 
     @property
     def newest_committed(self) -> tuple[int, int]:
-        """Line of training and number of the newest step that is committed; (0, -1) where there is none."""
+        """Line of training and number of the newest committed step; (0, -1) if there is none."""
         return max((beat.line, beat.committed) for beat in self._heartbeats.values())
 
     @property
     def durable(self) -> int:
-        """The newest that is committed in another place than the memory of hosts; -1 none."""
+        """The newest step that is committed outside of the memory of hosts; -1 none."""
         return max(beat.durable for beat in self._heartbeats.values())
 
     @property
     def saved(self) -> int:
-        """The newest that was committed in this attempt; -1 none."""
+        """The newest step that was committed in this attempt; -1 none."""
         _, committed = self.newest_committed
         return committed if committed > self.restored else -1
 
     @property
     def restored(self) -> int:
-        """The step that this attempt went on from; -1 none."""
+        """The step that this attempt resumed from; -1 none."""
         return max(beat.restored for beat in self._heartbeats.values())
 
     @property
     def time_category(self) -> TimeCategory:
-        """What the first of them does."""
+        """What the first rank of this host spends its time on."""
         beat = self._heartbeats[self.ranks[0].number]
         if beat.phase == "load":
             return "restore"
@@ -143,26 +147,29 @@ class RankMonitor:
         return "redo" if beat.step + 1 <= self._best_step else "useful"
 
     def slowest_rank(self, now: float, late: Collection[int] = ()) -> SlowestRank | None:
-        """The one that is behind; None where none uses ckpt. late: of several at one step, one of these."""
-        heard = [(number, beat) for number, beat in self._heartbeats.items() if beat.pid and number in self._running]
-        if not heard:
+        """Return the rank that is behind the others; None if none uses ckpt.
+
+        late: of several ranks at the same step, one of these is chosen.
+        """
+        running = [(number, beat) for number, beat in self._heartbeats.items() if beat.pid and number in self._running]
+        if not running:
             return None
-        number, beat = min(heard, key=lambda each: (each[1].step, each[0] not in late, each[1].since))
-        if late and beat.step < 0:  # nobody has done a step: one that has not come so far as to open a Checkpointer is behind
+        number, beat = min(running, key=lambda item: (item[1].step, item[0] not in late, item[1].since))
+        if late and beat.step < 0:  # no rank has done a step, so one that has not opened a Checkpointer is behind
             number = min((n for n in self._running if not self._heartbeats[n].pid), default=number)
             beat = self._heartbeats[number]
         return SlowestRank(number, beat.step, now - beat.since, beat.phase)
 
     @property
     def paces(self) -> tuple[RankPace, ...]:
-        """Of those that run, where enough was seen."""
+        """The pace of the running ranks of which enough steps were observed."""
         found = (self._measures[number].pace for number in self._running)
         return tuple(pace for pace in found if pace is not None)
 
     def request_stop(self, step: int, agreed: bool) -> None:
-        """Ask them to save after this step, and to end; agreed: the ranks of all hosts have heard of it."""
+        """Request that the ranks save after this step and end. agreed: the ranks of all hosts have acknowledged it."""
         self.stop_step = step
-        if not self.uses_ckpt and not self._sent_sigterm:  # they may know what to do with a signal
+        if not self.uses_ckpt and not self._sent_sigterm:  # a program without ckpt may handle the signal
             self._sent_sigterm = True
             for rank in self._running.values():
                 with contextlib.suppress(ProcessLookupError):
@@ -174,7 +181,7 @@ class RankMonitor:
 
     @property
     def stop_progress(self) -> Literal["ahead", "heard", "past"]:
-        """Of the step to stop after: as in agents.Report."""
+        """The progress of the stop request, as in `AgentReport.stop`."""
         beats = [self._heartbeats[number] for number in self._running]
         if self.stop_step is None:
             return "ahead"
@@ -182,12 +189,12 @@ class RankMonitor:
             return "heard"
         return "past" if any(b.step >= self.stop_step and b.acknowledged_stop != self.stop_step for b in beats) else "ahead"
 
-    # --- what goes wrong ---------------------------------------------------------------------------------------
+    # --- failures of ranks -------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[RankProcess]:
-        """See how they are; returns those that have ended since. now: by CLOCK_MONOTONIC."""
+        """Update the state of all ranks and return those that have ended since. now: the time by CLOCK_MONOTONIC."""
         before = self._polled_at
-        if now - before > _UNOBSERVED_SECONDS:  # it was this process, or the whole host, that stood still
+        if now - before > _UNOBSERVED_SECONDS:  # this process or the whole host was stopped
             self._observed_since = now
             self._stopped.clear()
         self._polled_at = now
@@ -202,7 +209,8 @@ class RankMonitor:
                 self._step_times.popleft()
         failed = sorted((rank for rank in ended if rank.status != 0), key=self._failure_order)
         if self.failure is None:
-            bad = self._find_divergence()  # ranks whose loss was good fail, too, where another leaves out a save
+            # First, because ranks with a good loss fail too if another rank leaves out a save.
+            bad = self._find_divergence()
             if bad is not None:
                 self.failure = bad
             elif failed:
@@ -214,11 +222,12 @@ class RankMonitor:
         return ended
 
     def _read_heartbeats(self, polled_at: float) -> None:
-        """What they say, and how long it took them. looked: when they were heard before."""
+        """Read the heartbeats, and learn how long phases and steps take. polled_at: the time of the poll before."""
         for rank in self.ranks:
             before, beat = self._heartbeats[rank.number], rank.heartbeat_page.read()
             if beat.beats != before.beats:
-                if before.pid:  # on the average, where several came since the last look: the first lasted until that
+                if before.pid:
+                    # The average, if there were several beats since the last poll. The first one came after that poll.
                     took = (beat.since - before.since) / (beat.beats - before.beats)
                     if before.since >= self._observed_since:
                         self._limits.learn(before.phase, max(took, polled_at - before.since))
@@ -228,7 +237,7 @@ class RankMonitor:
                 self._heartbeats[rank.number] = beat
 
     def _find_divergence(self) -> HostFailure | None:
-        """The first loss by which one of them diverged."""
+        """Return the earliest bad loss of the ranks as a failure."""
         found = [(beat.bad, number) for number, beat in self._heartbeats.items() if beat.bad is not None]
         if not found:
             return None
@@ -238,7 +247,10 @@ class RankMonitor:
         return HostFailure("diverged", ranks, f"had a loss of {bad.loss:g} in step {bad.step}", bad=bad)
 
     def _find_signalled(self, now: float) -> HostFailure | None:
-        """Ranks that were asked to end, where the job was not: they hold it back (Pulse.hold), and are ended here."""
+        """Return a failure for ranks that got SIGTERM although the job was not requested to end.
+
+        Such ranks delay the signal (`HeartbeatPage.defer_sigterm`), so the agent ends them.
+        """
         beats = {number: self._heartbeats[number] for number in self._running}
         ranks = tuple(number for number, beat in beats.items() if 0 < beat.sigterm_at < now - _SIGTERM_SECONDS)
         if not ranks or self.is_leaving or self.stop_step is not None:
@@ -246,6 +258,7 @@ class RankMonitor:
         return HostFailure("signal", ranks, "was asked to end by SIGTERM")
 
     def _find_silent(self, now: float) -> HostFailure | None:
+        """Return a failure for a rank that is stopped, or that has sent no heartbeat within the limit of its phase."""
         for rank in self._running.values():
             beat = self._heartbeats[rank.number]
             if (
@@ -271,17 +284,17 @@ class RankMonitor:
             return None
         for beat in late.values():
             self._limits.learn_hang(beat.phase, self._silent_seconds(beat, now))
-        # Whoever is behind is the cause: the others wait for it, in a collective or for its part of a save.
-        slow = self.slowest_rank(now, late)
-        assert slow is not None
-        more = self._describe_departed(slow.step)
-        if slow.phase == "end" and (line := _last_line(next(r.log for r in self.ranks if r.number == slow.rank))):
-            more += f"; its log ends with: {line}"  # perhaps an exception that has taken it out of its loop
-        detail = slow.describe(str(self.ranks[0].log.parent), more)
-        return HostFailure("hang", (slow.rank,), detail, slow.silent_seconds)
+        # The rank that is behind is the cause: the others wait for it, in a collective or for its part of a save.
+        slowest = self.slowest_rank(now, late)
+        assert slowest is not None
+        more = self._describe_departed(slowest.step)
+        if slowest.phase == "end" and (line := _last_line(next(r.log for r in self.ranks if r.number == slowest.rank))):
+            more += f"; its log ends with: {line}"  # an exception may have ended its training loop
+        detail = slowest.describe(str(self.ranks[0].log.parent), more)
+        return HostFailure("hang", (slowest.rank,), detail, slowest.silent_seconds)
 
     def _describe_departed(self, step: int) -> str:
-        """Ranks that have left, and have done no more than those that wait now: perhaps for them."""
+        """Return a text about ranks that left at `step` or before. Ranks that wait may wait for them."""
         text = ""
         for number, beat in self._heartbeats.items():
             if beat.pid and beat.step <= step:
@@ -292,47 +305,47 @@ class RankMonitor:
         return text
 
     def _silent_seconds(self, beat: RankHeartbeat, now: float) -> float:
-        """Seconds, of which this process has seen all."""
+        """Return the seconds since a heartbeat, without times in which this process did not run."""
         return now - max(beat.since, self._observed_since)
 
     def _failure_order(self, rank: RankProcess) -> tuple[bool, bool]:
-        """Signals first, and who fails as another has failed last."""
+        """Return a sort key: ranks ended by a signal first, ranks that may have failed because of another one last."""
         return rank.status > 0, not self._heartbeats[rank.number].trouble
 
     def _failure_cause(self, rank: RankProcess) -> Cause:
         if rank.status == -signal.SIGKILL and processes.oom_kill_count() > self._oom_kills:
             return "out of memory"
         beat = self._heartbeats[rank.number]
-        trouble = beat.trouble if beat.step < 0 else ""  # else the program has found a way around it
+        trouble = beat.trouble if beat.step < 0 else ""  # a program that has done steps was not stopped by the trouble
         return "signal" if rank.status < 0 else trouble or "exit"
 
     def save_stacks(self) -> None:
-        """The stacks of all threads of all ranks, beside their logs, before they are killed."""
+        """Write the stacks of all threads of all ranks next to their logs, before the ranks are killed."""
         if self._has_stacks:
             return
         self._has_stacks = True
-        spy = _find_py_spy()
+        py_spy = _find_py_spy()
         with ThreadPoolExecutor(_STACK_READERS) as pool:
             for rank in self._running.values():
-                pool.submit(self._save_stack, rank, spy)
+                pool.submit(self._save_stack, rank, py_spy)
 
-    def _save_stack(self, rank: RankProcess, spy: str | None) -> None:
-        if spy is not None and _dump_stacks(spy, rank):
+    def _save_stack(self, rank: RankProcess, py_spy: str | None) -> None:
+        if py_spy is not None and _dump_stacks(py_spy, rank):
             return
         if self._heartbeats[rank.number].pid == rank.pid and processes.process_state(rank.pid) != "T":
             with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, STACKS_SIGNAL)  # into its own log
+                os.kill(rank.pid, STACKS_SIGNAL)  # the rank writes them into its own log
                 time.sleep(0.2)
 
 
 def _fields_without_heartbeat(beat: RankHeartbeat) -> tuple[int, float, int, int]:
-    """What changes without a beat: a Checkpointer is opened, a signal arrives, a save in the background is committed."""
+    """Return the fields that change without a heartbeat: at the opening of a Checkpointer, a signal, a background commit."""
     return beat.pid, beat.sigterm_at, beat.committed, beat.durable
 
 
-def _dump_stacks(spy: str, rank: RankProcess) -> bool:
-    """Whether py-spy has written the stacks of a rank; it may not be allowed to, or not know this Python."""
-    command = [spy, "dump", "--nonblocking", "--pid", str(rank.pid)]
+def _dump_stacks(py_spy: str, rank: RankProcess) -> bool:
+    """Write the stacks of a rank by py-spy. Return False if it lacks the permission or does not support this Python."""
+    command = [py_spy, "dump", "--nonblocking", "--pid", str(rank.pid)]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         with (rank.log.parent / f"rank-{rank.number}.stacks").open("wb") as out:
             done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_STACK_SECONDS, check=False)
@@ -341,12 +354,12 @@ def _dump_stacks(spy: str, rank: RankProcess) -> bool:
 
 
 def _find_py_spy() -> str | None:
-    beside = Path(sys.executable).parent / "py-spy"
-    return str(beside) if beside.exists() else shutil.which("py-spy")
+    in_environment = Path(sys.executable).parent / "py-spy"
+    return str(in_environment) if in_environment.exists() else shutil.which("py-spy")
 
 
 def _describe_end(rank: RankProcess) -> str:
-    """In words, with the last thing that the rank has said."""
+    """Return a text: how a rank has ended, with the last line of its log."""
     code = rank.status
     if code < 0:
         with contextlib.suppress(ValueError):
@@ -357,7 +370,7 @@ def _describe_end(rank: RankProcess) -> str:
 
 
 def _last_line(log: Path) -> str:
-    """That says something."""
+    """Return the last line of a log that is not empty and not noise of mpiexec."""
     lines = [line.strip() for line in _read_tail(log).splitlines() if line.strip() and not line.startswith(_MPIEXEC_NOISE)]
     return lines[-1][:_LAST_LINE_CHARACTERS] if lines else ""
 

@@ -1,5 +1,4 @@
-"""Signals that ask this process to end. They are noted and interrupt nothing: neither what makes something, nor what clears
-it away."""
+"""`Signals`, which records requests to end this process, so that they interrupt neither setup nor cleanup."""
 
 from __future__ import annotations
 
@@ -15,36 +14,40 @@ _END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """What came so far."""
+    """The end signals that have arrived so far."""
 
     def __init__(self) -> None:
         self.first = 0
-        """Its number; 0: none came."""
+        """The number of the first signal; 0 none."""
         self.first_at = 0.0
-        """Of `time.monotonic`."""
+        """When it arrived, by `time.monotonic`."""
         self.count = 0
 
     @contextmanager
     def installed(self, select: selectors.BaseSelector) -> Iterator[None]:
-        """From the main thread: signals are noted, and `select` returns when one comes (`key.data` is this)."""
+        """Record signals within this context, and make `select` return when one arrives (`key.data` is this object).
+
+        Use it from the main thread.
+        """
         wake, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         wake.setblocking(False)
         select.register(self._wakeup, selectors.EVENT_READ, self)
-        handled = [number for number in _END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it
+        # A signal that is ignored, as SIGHUP under nohup, stays ignored.
+        handled = [number for number in _END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, self._record) for number in handled}
         wakeup = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         try:
             yield
         finally:
             signal.set_wakeup_fd(wakeup)
-            for number, handler in previous.items():  # who asks again while it ends changes nothing
+            for number, handler in previous.items():  # after a first signal, further ones do not interrupt the end
                 signal.signal(number, handler if not self.first else signal.SIG_IGN)
             wake.close()
             self._wakeup.close()
 
     def clear_wakeup(self) -> None:
-        """After `select` has returned for them: it waits again."""
+        """Consume the wake-up after `select` has returned for it, so that `select` waits again."""
         self._wakeup.recv(4096)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
