@@ -502,7 +502,7 @@ def test_tls(tmp_path: Path) -> None:
         (["--data", "d", "--listen", "::1:7070"], "such as 127.0.0.1:7070 or [::1]:7070"),
         (["--data", "d", "--capacity", "-5"], "is not a size"),
         (["--data", "d", "--domain", "rack"], "KEY=VALUE"),
-        (["--data", "d", "--tls-cert", __file__], "go together"),
+        (["--data", "d", "--tls-cert", __file__], "must be given together"),
         (["--data", "d", "--token-file", "/dev/null"], "use 16 or more"),
     ],
 )

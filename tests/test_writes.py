@@ -173,7 +173,7 @@ def test_a_part_that_failed_is_not_forgotten(tree: MountOperations, namespace: N
     for i in range(2):
         (tmp_path / f"disk{i}").unlink()
         (tmp_path / f"gone{i}").rename(tmp_path / f"disk{i}")
-    with pytest.raises(OSError, match="could not be written before"):
+    with pytest.raises(OSError, match="an earlier write failed"):
         close(tree, "/a", handle)
 
 

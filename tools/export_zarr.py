@@ -1,4 +1,4 @@
-"""Writes a step as a Zarr v3 group: an array for each leaf in uncompressed chunks, values and ties as attributes."""
+"""Writes a step as a Zarr v3 group: an uncompressed array for each leaf, values and ties as attributes."""
 
 from __future__ import annotations
 

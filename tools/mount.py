@@ -1,8 +1,8 @@
-"""ckpt-mount: a namespace as a directory, through FUSE.
+"""The command ckpt-mount: shows a namespace as a directory, through FUSE.
 
-Each byte of a file is written once, in any order, and is there, durably, when the file is closed, renamed, or fsync returns:
-so the usual write, fsync, rename is safe. What would change a file that is there is refused (EOPNOTSUPP); replacing it and
-writing on at its end are not. Closing, fsync and rename tell where that failed.
+Each byte of a file is written once, in any order. It is durable and visible when the file is closed or renamed, or when fsync
+returns. So the usual sequence of write, fsync and rename is safe. Changing existing bytes is refused (EOPNOTSUPP); replacing a
+file and appending to it are allowed. Close, fsync and rename return the errors of writes.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from ckpt.tools.unmount_signals import unmount_on_signals
 _CODEC_NAME = "ckpt_names"
 
 _HIDDEN_PREFIX = ".fuse_hidden"
-"""How libfuse begins the name that it gives a file which is removed, or replaced, while it is open: until it is closed."""
+"""The prefix of the name that libfuse gives an open file that is removed or replaced, until the file is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Owner and mode of every file and folder. A namespace keeps neither; the kernel checks these at each access."""
+    """The owner and mode of every file and folder. A namespace stores neither. The kernel checks them at each access."""
 
     uid: int = field(default_factory=os.getuid)
     gid: int = field(default_factory=os.getgid)
     umask: int = 0o022
 
     def attributes(self, is_folder: bool) -> dict[str, int]:
-        """In the terms of fusepy."""
+        """Return mode and owner as attributes of fusepy."""
         mode = stat.S_IFDIR | 0o777 if is_folder else stat.S_IFREG | 0o666
         return {"st_mode": mode & ~self.umask, "st_uid": self.uid, "st_gid": self.gid}
 
 
 class MountOperations:
-    """The operations of a mounted namespace, in the terms of fusepy."""
+    """The file-system operations of a mounted namespace, as fusepy calls them. Each may raise OSError."""
 
     def __init__(self, namespace: Namespace, root: str, ownership: Ownership | None = None) -> None:
         self._namespace = namespace
@@ -87,7 +87,7 @@ class MountOperations:
     def _full_path(self, path: str) -> str:
         return "/".join(p for p in (self._root, path.strip("/")) if p)
 
-    # --- looking -----------------------------------------------------------------------------------------------
+    # --- attributes and listings -------------------------------------------------------------------------------
 
     def getattr(self, path: str, handle: int | None = None) -> dict[str, Any]:
         full = self._full_path(path)
@@ -118,7 +118,7 @@ class MountOperations:
         return [".", "..", *sorted({name[skip:].partition("/")[0] for name in self._namespace.list(full)})]
 
     def statfs(self, path: str) -> dict[str, int]:
-        calls = {name: place.info for name, place in self._namespace.open_members.items()}
+        calls = {name: open_member.info for name, open_member in self._namespace.open_members.items()}
         answers, _ = self._namespace.fan_out.ask(calls, self._namespace.config.credentials.deadline_seconds)
         overhead = self._namespace.config.redundancy.overhead
         free = int(sum(info.free_bytes or 0 for info in answers.values()) / overhead)
@@ -144,15 +144,15 @@ class MountOperations:
 
     def create(self, path: str, mode: int, info: Any = None) -> int:
         full = self._full_path(path)
-        made = self._namespace.put(full, b"", new=True)
-        self._discard_writes(full)  # by another client, if it is still being written here
-        return self._add_write_handle(full, MountFile(self._namespace, full, made))
+        created = self._namespace.put(full, b"", new=True)
+        self._discard_writes(full)  # another client deleted the file while it was being written here
+        return self._add_write_handle(full, MountFile(self._namespace, full, created))
 
     def truncate(self, path: str, length: int, handle: int | None = None) -> None:
         full = self._full_path(path)
         writing = self._files_in_writing.get(full) if handle is None else self._handles.get(handle)
         if isinstance(writing, MountFile):
-            writing.truncate(length, replace=handle is None)  # None: it is about to be opened, with O_TRUNC
+            writing.truncate(length, replace=handle is None)  # without a handle, an open with O_TRUNC follows
             return
         file = self._namespace.stat(full)
         if file is None:
@@ -160,7 +160,7 @@ class MountOperations:
         if length == file.head.nbytes:
             return
         if length:
-            raise OSError(errno.EOPNOTSUPP, "a file can be emptied, not cut")
+            raise OSError(errno.EOPNOTSUPP, "a file can be emptied, but not shortened")
         self._namespace.put(full, b"")
 
     def read(self, path: str, size: int, offset: int, handle: int) -> bytes:
@@ -177,13 +177,13 @@ class MountOperations:
         return writing.write(data, offset)
 
     def flush(self, path: str, handle: int) -> None:
-        """Close, which tells the program whether it failed."""
+        """Make the writes durable and visible when a program closes the file; it gets the error if that fails."""
         writing = self._handles.get(handle)
         if isinstance(writing, MountFile):
             writing.publish()
 
     def fsync(self, path: str, datasync: int, handle: int) -> None:
-        """Make what was written until now durable, and visible: from here on it can't be changed, only written on."""
+        """Make the writes durable and visible. From then on the program can append to them, but not change them."""
         self.flush(path, handle)
 
     def release(self, path: str, handle: int) -> None:
@@ -213,7 +213,7 @@ class MountOperations:
         self._namespace.make_folder(self._full_path(path))
 
     def rmdir(self, path: str) -> None:
-        with suppress(FileNotFoundError):  # it was there by its files alone, which are gone
+        with suppress(FileNotFoundError):  # the folder existed only because of its files, which are deleted
             remove_folder(self._namespace, self._full_path(path))
 
     def rename(self, old: str, new: str) -> None:
@@ -225,7 +225,7 @@ class MountOperations:
             move_folder(self._namespace, first, second, self._rename_file)
 
     def _rename_file(self, old: str, new: str) -> None:
-        """Of a file, which may be open for writing: then what was written goes with it, and what is still to be."""
+        """Rename a file. If it is open for writing, earlier and later writes belong to the new name."""
         with self._lock:
             writing = self._files_in_writing.get(old)
         if writing is None:
@@ -242,13 +242,13 @@ class MountOperations:
                 self._files_in_writing[new] = self._files_in_writing.pop(old)
 
     def _discard_writes(self, path: str) -> None:
-        """What is written to it through handles that are open goes nowhere."""
+        """Discard what is written to a deleted or replaced file through open handles."""
         with self._lock:
             writing = self._files_in_writing.pop(path, None)
         if writing is not None:
             writing.remove()
 
-    # What a copying program asks for, and nothing here depends on.
+    # Copying programs call these. They have no effect.
     def chmod(self, path: str, mode: int) -> None: ...
 
     def chown(self, path: str, uid: int, gid: int) -> None: ...
@@ -259,14 +259,14 @@ class MountOperations:
         self.getattr(path)
         return 0
 
-    def _add_handle(self, what: FileReader | MountFile) -> int:
+    def _add_handle(self, file: FileReader | MountFile) -> int:
         with self._lock:
             handle, self._next_handle = self._next_handle, self._next_handle + 1
-            self._handles[handle] = what
+            self._handles[handle] = file
         return handle
 
     def _add_write_handle(self, path: str, writing: MountFile) -> int:
-        """Another handle of a file that is being written: all of them write one file."""
+        """Return a new handle of a file that is being written. All its handles share one MountFile."""
         with self._lock:
             writing = self._files_in_writing.setdefault(path, writing)
             writing.handles += 1
@@ -274,7 +274,7 @@ class MountOperations:
 
 
 def _find_codec(encoding: str) -> codecs.CodecInfo | None:
-    """UTF-8, and what is not that as no name can have it, so that it is refused as any other wrong name (EINVAL)."""
+    """Return a codec for names: UTF-8, where other bytes become characters that no valid name has, so they cause EINVAL."""
     if encoding != _CODEC_NAME:
         return None
     return codecs.CodecInfo(
@@ -286,7 +286,10 @@ def _find_codec(encoding: str) -> codecs.CodecInfo | None:
 
 @contextmanager
 def serve_mount(url: str, folder: Path, options: dict[str, Any], ownership: Ownership | None = None) -> Iterator[None]:
-    """Serve until the folder is unmounted, as a signal that ends a process does."""
+    """Mount the namespace and serve it until the folder is unmounted, also by a signal; then enter the context.
+
+    options: those of fusepy. Raises CkptError if the folder can't be mounted.
+    """
     try:
         import fuse
     except (ImportError, OSError) as error:
@@ -295,19 +298,19 @@ def serve_mount(url: str, folder: Path, options: dict[str, Any], ownership: Owne
         ) from error
     codecs.register(_find_codec)
     unmount_on_signals(folder.absolute())
-    fuse.signal = lambda number, _: signal.getsignal(number)  # it would take our handler of SIGINT away
+    fuse.signal = lambda number, _: signal.getsignal(number)  # otherwise fusepy replaces our handler of SIGINT
     namespace, root = open_namespace(url)
-    _ = namespace.ring  # whether the nodes are there is told now
+    _ = namespace.ring  # raises now if the nodes can't be reached
     try:
         fuse.FUSE(MountOperations(namespace, root, ownership), str(folder), encoding=_CODEC_NAME, **options)
     except RuntimeError as error:
-        message = f"mounting {url} at {folder} failed; see what FUSE says above, and that /dev/fuse may be used"
+        message = f"mounting {url} at {folder} failed; see the messages of FUSE above, and check that you may use /dev/fuse"
         raise CkptError(message) from error
     yield
 
 
 class _OctalMask(click.ParamType):  # type: ignore[type-arg]
-    """A mask of permissions."""
+    """The type of an option with a permission mask, as an octal number."""
 
     name = "octal"
 
@@ -315,7 +318,7 @@ class _OctalMask(click.ParamType):  # type: ignore[type-arg]
         if isinstance(value, int):
             return value
         if not re.fullmatch("0?[0-7]{1,3}", value):
-            self.fail(f"{value} is no mask of permissions; write an octal number, such as 022 or 077", param, context)
+            self.fail(f"{value} is not a permission mask; write an octal number, such as 022 or 077", param, context)
         return int(value, 8)
 
 
@@ -325,12 +328,12 @@ class _OctalMask(click.ParamType):  # type: ignore[type-arg]
     epilog="""\b
 Examples:
   ckpt-mount ckpt://host1:7070,host2:7070/ /mnt/ckpt
-  fusermount3 -u /mnt/ckpt                      to end it, as SIGTERM and Ctrl-C do""",
+  fusermount3 -u /mnt/ckpt                      unmount; SIGTERM and Ctrl-C do the same""",
 )
 @click.argument("url")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--background", is_flag=True, help="Return when it is mounted.")
-@click.option("--allow-other", is_flag=True, help="Other users may use it, as --umask allows (see fuse.conf).")
+@click.option("--background", is_flag=True, help="Return when the folder is mounted, and serve in the background.")
+@click.option("--allow-other", is_flag=True, help="Let other users use the mount, as --umask allows (see fuse.conf).")
 @click.option("--uid", type=click.IntRange(0), help="Owner of all files, by number.  [default: this user]")
 @click.option("--gid", type=click.IntRange(0), help="Group of all files, by number.  [default: that of this user]")
 @click.option(
@@ -338,7 +341,7 @@ Examples:
     type=_OctalMask(),
     default=0o022,
     metavar="OCTAL",
-    help="What owner, group and others may not do: 022 others only read, 077 they do not even read.  [default: 022]",
+    help="The permissions that are removed: with 022 others can only read, with 077 they can't read.  [default: 022]",
 )
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
 def command(
@@ -346,13 +349,13 @@ def command(
 ) -> int:  # fmt: skip
     """Show the namespace at URL as the directory FOLDER.
 
-    Each byte of a file is written once, and is there, durably, when the file is closed or fsync returns. Files can be replaced,
-    renamed, removed and written on at their end; what would change what they have, or had when fsync returned, is refused
-    (EOPNOTSUPP). A rename keeps what was written until then.
+    Each byte of a file is written once, and is durable when the file is closed or fsync returns. Files can be replaced,
+    renamed, deleted and appended to. Changing bytes that are durable is refused (EOPNOTSUPP). A rename also makes the writes
+    durable.
     """
     if background:
         return _mount_in_background(folder)
-    # default_permissions: the kernel checks owner and mode. Without it every user who reaches the mount could write and delete.
+    # default_permissions: the kernel checks owner and mode. Without it, every user with access to the mount could write.
     options = {
         "foreground": True, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True, "default_permissions": True,
     }  # fmt: skip
@@ -365,7 +368,7 @@ def command(
 
 
 def _mount_in_background(folder: Path) -> int:
-    """Start this command once more, without --background, and return when the folder is mounted."""
+    """Start this command again without --background, and return its exit status if it ends, or 0 when the folder is mounted."""
     again = [sys.executable, "-m", "ckpt.tools.mount", *(word for word in sys.argv[1:] if word != "--background")]
     before = os.stat(folder).st_dev
     with tempfile.TemporaryFile() as stderr_file:
@@ -382,7 +385,7 @@ def _mount_in_background(folder: Path) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command as a console script."""
     common.run(command)
 
 

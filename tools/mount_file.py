@@ -1,4 +1,4 @@
-"""A file of a mount that is being written: in any order, each byte once, and made visible whenever that is asked for."""
+"""The class MountFile, a file of a mount that is being written: in any order, each byte once, visible on demand."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ckpt.aggregator.records.file_record import INLINE_BYTES, PathRecord, has_sa
 
 _WINDOW_BYTES = 8 << 20
 _MAX_WINDOWS = 32
-"""Parts of a file that may be incomplete at a time; each takes 8 MiB."""
+"""The most parts of a file that may be incomplete at a time. Each takes 8 MiB."""
 
 
 class _WriteWindow:
-    """A part of a file in memory, until all of it was written."""
+    """A part of a file in memory, until all its bytes are written."""
 
     def __init__(self) -> None:
         self.data = bytearray(_WINDOW_BYTES)
-        self.filled: list[tuple[int, int]] = []  # in order, apart from each other
+        self.filled: list[tuple[int, int]] = []  # the written ranges (begin, end), in order and not adjacent
 
     def put(self, begin: int, data: bytes) -> bool:
-        """Take bytes; whether the window is full now."""
+        """Store bytes at an offset; return whether the window is full now."""
         end = begin + len(data)
         self.data[begin:end] = data
         separate = [(b, e) for b, e in self.filled if e < begin or b > end]
@@ -32,13 +32,16 @@ class _WriteWindow:
         return self.filled == [(0, _WINDOW_BYTES)]
 
     def truncate(self, end: int) -> None:
-        """Forget what lies behind."""
+        """Discard the bytes from `end` on."""
         self.data[end:] = bytes(_WINDOW_BYTES - end)
         self.filled = [(b, min(e, end)) for b, e in self.filled if b < end]
 
 
 class MountFile:
-    """A file that is being written. What was made visible once can't be changed any more, only written on."""
+    """A file that is being written. Bytes that are visible can't be changed any more, but more can be appended.
+
+    base: the record of the existing file to which the writes are appended; None if they replace it.
+    """
 
     def __init__(self, namespace: Namespace, path: str, base: PathRecord | None) -> None:
         self.path = path
@@ -52,24 +55,24 @@ class MountFile:
         self._base = base
         self._writer: FileWriter | None = None
         self._windows: dict[int, _WriteWindow] = {}
-        self._stored: set[int] = set()  # windows that are full and gone to the members
-        self._fixed_bytes = 0 if base is None else base.head.nbytes  # nothing below can be changed any more
+        self._stored: set[int] = set()  # windows that are full and written to the members
+        self._fixed_bytes = 0 if base is None else base.head.nbytes  # bytes below this offset can't be changed
         self.length = self._fixed_bytes
         self._is_dirty = False
         self._has_failed = False
 
     def write(self, data: bytes, offset: int) -> int:
-        """Take bytes of a place where there are none yet. Raises OSError EOPNOTSUPP where there are."""
+        """Write bytes at an offset, and return their number. Raises OSError EOPNOTSUPP if that would change visible bytes."""
         with self._lock:
             if offset < self._fixed_bytes:
-                raise OSError(errno.EOPNOTSUPP, "what a file has can't be changed")
+                raise OSError(errno.EOPNOTSUPP, "the bytes of a file can't be changed")
             self._is_dirty = True
             done = 0
             while done < len(data):
                 number, begin = divmod(offset + done, _WINDOW_BYTES)
                 part = data[done : done + _WINDOW_BYTES - begin]
                 if number in self._stored or (number not in self._windows and len(self._windows) >= _MAX_WINDOWS):
-                    raise OSError(errno.EOPNOTSUPP, "each byte is written once, and not in too many places at a time")
+                    raise OSError(errno.EOPNOTSUPP, "each byte can be written once, and not in too many places at a time")
                 if self._windows.setdefault(number, _WriteWindow()).put(begin, part):
                     self._store_window(number)
                 done += len(part)
@@ -77,10 +80,11 @@ class MountFile:
         return len(data)
 
     def truncate(self, length: int, replace: bool = False) -> None:
-        """ftruncate: empty, longer, or shorter as far as nothing of it is visible yet. Raises Changed where another has changed
-        what is to be emptied.
+        """Set the length of the file, as ftruncate does. It may become empty, longer, or shorter if the end is not visible yet.
 
-        anew: as O_TRUNC says: what is written from now on replaces whatever is there when it is made visible.
+        replace: as with O_TRUNC, later writes replace the file at the time when they become visible, whatever it is then.
+
+        Raises Changed if another client has changed a file that should become empty, and OSError EOPNOTSUPP for another length.
         """
         with self._lock:
             if not length and self.length:
@@ -92,7 +96,7 @@ class MountFile:
                 self._is_dirty = base is None
                 return
             if length < self._fixed_bytes:
-                raise OSError(errno.EOPNOTSUPP, "a file can be emptied, not cut")
+                raise OSError(errno.EOPNOTSUPP, "a file can be emptied, but not shortened")
             self._is_dirty = self._is_dirty or length != self.length
             shorter, self.length = length < self.length, length
             if shorter:
@@ -101,26 +105,29 @@ class MountFile:
                 if number in self._windows:
                     self._windows[number].truncate(end)
                 if any((n + 1) * _WINDOW_BYTES > length for n in self._stored):
-                    self._publish()  # which cuts it; else it would be there again when the file gets longer
+                    self._publish()  # truncates the stored windows; otherwise their bytes reappear if the file grows again
 
     def publish(self) -> None:
-        """Make visible, durably, what was written."""
+        """Make the writes durable and visible. Raises StoreError or OSError if that fails."""
         with self._lock:
             self._publish()
 
     def rename(self, path: str) -> None:
-        """Give the file, with all that was written until now, another name."""
+        """Make the writes durable and visible, and then rename the file."""
         with self._lock:
             self._publish()
             self._namespace.rename(self.path, path)
             self.path = path
             base, current = self._base, self._namespace.stat(path)
-            # If it is another one by now, what is written from here on must not be added to it, and Changed says so.
+            # If the name has another file by now, later writes must not be appended to it: they raise Changed.
             if base is not None and current is not None and has_same_content(current, base):
                 self._base = current
 
     def remove(self, path: str | None = None) -> None:
-        """The name is gone, or (`path`) kept only until the file is closed: what is written from now on is nobody's."""
+        """Record that the file was deleted: later writes are discarded.
+
+        path: the name under which the file stays until it is closed; None if it has no name any more.
+        """
         with self._lock:
             if path is not None:
                 self._namespace.rename(self.path, path)
@@ -128,7 +135,7 @@ class MountFile:
             self._is_removed = True
 
     def discard(self) -> None:
-        """Throw away what could not be made visible."""
+        """Discard the writes that are not visible yet."""
         with self._lock:
             self._abort()
 
@@ -138,10 +145,10 @@ class MountFile:
 
     def _publish(self) -> None:
         if self._has_failed:
-            raise OSError(errno.EIO, f"{self.path}: a part could not be written before; write it anew")
+            raise OSError(errno.EIO, f"{self.path}: an earlier write failed; write the file again")
         if not self._is_dirty or self._is_removed:
             return
-        self._has_failed = True  # unless all of this succeeds: where it stopped a second try would not know
+        self._has_failed = True  # until all of this succeeds, because a second try would not know what is missing
         writer = self._ensure_writer()
         if self.length <= INLINE_BYTES and not self._stored and (self._base is None or self._base.layout is None):
             window = self._windows.pop(0, None)
@@ -168,6 +175,6 @@ class MountFile:
             base = self._base
             current = self._namespace.stat(self.path) if base is not None and base.layout is not None else None
             if base is not None and current is not None and current.head.version == base.head.version:
-                self._base = current  # a repair may have put its pieces elsewhere
+                self._base = current  # a repair may have moved its fragments
             self._writer = self._namespace.create(self.path, aligned=False, base=self._base)
         return self._writer

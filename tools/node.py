@@ -1,4 +1,4 @@
-"""ckpt-node: serve one device to a namespace, and look after namespaces."""
+"""The command ckpt-node: serves one device to a namespace, and administers namespaces (`ckpt-node admin`)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Examples:
   ckpt-node --data /mnt/nvme0                                  on this host alone, port 7070
   ckpt-node --data /mnt/nvme0 --listen 0.0.0.0:7070 --token-file token \\
             --tls-cert node.pem --tls-key node.key --domain rack=r1,host=h3
-  ckpt-node --data /mnt/nvme0 --etcd http://host9:2379 --cluster lab   announced, see the documentation
+  ckpt-node --data /mnt/nvme0 --etcd http://host9:2379 --cluster lab   announced in etcd, see the documentation
   ckpt-node admin status ckpt://host1:7070,host2:7070,host3:7070
 
 A client names the nodes: ckpt.save(state, "ckpt://host1:7070,host2:7070,host3:7070/run").
-SIGTERM ends it once the writes under way are done.""",
+After SIGTERM, the node waits for the running writes, and then ends.""",
 )
 @node_options
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
@@ -53,7 +53,7 @@ def command(
     announcement: AnnouncementOptions,
     repair: RepairOptions,
 ) -> int:
-    """Serve the folder --data as one node, or (admin) look after a namespace of nodes."""
+    """Serve the folder --data as one node, or administer a namespace of nodes (admin)."""
     if context.invoked_subcommand is not None:
         return 0
     return serve_node(_service_spec(service, access, announcement, repair))
@@ -62,9 +62,9 @@ def command(
 def _service_spec(
     service: ServiceOptions, access: AccessOptions, announcement: AnnouncementOptions, repair: RepairOptions
 ) -> ServiceSpec:
-    """Check the options, and what the files hold that they name."""
+    """Return what to serve; raise UsageError for options, or files that they name, that can't be used."""
     if service.data is None:
-        raise click.UsageError("--data is missing: the folder, on the disk that this node is to serve")
+        raise click.UsageError("--data is missing: give the folder to serve, on the disk of this node")
     host, port = parse_address(service.listen, "--listen")
     _check_access(service.listen, host, access)
     announcement_spec = parse_announcement(announcement, host)
@@ -94,22 +94,22 @@ def _service_spec(
 
 
 def _check_access(listen: str, host: str, access: AccessOptions) -> None:
-    """Refuse to be open to other hosts without a word, and TLS options that don't go together."""
+    """Raise UsageError if other hosts could reach the node without --insecure, or if TLS options don't fit together."""
     if not is_loopback(host) and not access.insecure and (access.token_file is None or access.tls_cert is None):
         raise click.UsageError(
-            f"--listen {listen} can be reached from other hosts: give --token-file, --tls-cert and --tls-key, or say --insecure"
+            f"--listen {listen} can be reached from other hosts: give --token-file, --tls-cert and --tls-key, or --insecure"
         )
     if (access.tls_cert is None) != (access.tls_key is None):
-        raise click.UsageError("--tls-cert and --tls-key go together")
+        raise click.UsageError("--tls-cert and --tls-key must be given together")
     if access.tls_ca is not None and access.tls_cert is None:
-        raise click.UsageError("--tls-ca asks clients for a certificate: the node needs --tls-cert and --tls-key itself")
+        raise click.UsageError("--tls-ca requires certificates of clients: the node also needs --tls-cert and --tls-key")
 
 
 command.add_command(admin)
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command as a console script."""
     common.run(command)
 
 

@@ -1,4 +1,4 @@
-"""ckpt-node admin: look after a namespace of nodes: status, scrub, repair, drain, rebalance, forget."""
+"""The commands of `ckpt-node admin` for a namespace: status, scrub, repair, drain, rebalance, forget."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 _GRACE_OPTION = click.option(
     "--grace", default=3600.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS",
-    help="Leave objects alone that no record names and that are younger: somebody may be writing them.",
+    help="Keep objects without a record that are younger than this: a client may be writing them.",
 )  # fmt: skip
 _RATE_OPTION = click.option(
-    "--rate", type=common.Size(), metavar="SIZE", help="Write no more than this a second, such as 200MB."
+    "--rate", type=common.Size(), metavar="SIZE", help="The most bytes to write per second, such as 200MB."
 )
 
 
 @click.group("admin", context_settings=SETTINGS)
 def admin() -> None:
-    """Look after a namespace: ckpt-node admin COMMAND ckpt://…"""
+    """Administer a namespace: ckpt-node admin COMMAND ckpt://…"""
 
 
 @admin.command("status", context_settings=SETTINGS)
@@ -46,8 +46,8 @@ def status(url: str, as_json: bool) -> int:
     calls = {name: open_member.info for name, open_member in namespace.open_members.items()}
     answers, errors = namespace.fan_out.ask(calls, namespace.config.credentials.deadline_seconds)
     domains = {
-        n: "/".join(place.member.location.domain or domain_of_labels(answers.get(n)))
-        for n, place in namespace.open_members.items()
+        n: "/".join(open_member.member.location.domain or domain_of_labels(answers.get(n)))
+        for n, open_member in namespace.open_members.items()
     }
     if as_json:
         members = [
@@ -78,13 +78,13 @@ def status(url: str, as_json: bool) -> int:
 
 @admin.command("scrub", context_settings=SETTINGS)
 @click.argument("url")
-@click.option("--quick", is_flag=True, help="Only compare lists; read nothing.")
+@click.option("--quick", is_flag=True, help="Compare only lists of objects, and read none of them.")
 @_GRACE_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
-    """Let all members read and check what they hold, and say what is missing, rotten or forgotten. Changes nothing.
+    """Let all members read and check their objects, and report missing, damaged and left-over ones. Changes nothing.
 
-    Exit status: 0 all is whole, 1 something is not.
+    Exit status: 0 all files are complete, 1 some are not.
     """
     from ckpt.aggregator.file_io.namespace import open_namespace
 
@@ -112,13 +112,13 @@ def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
 
 @admin.command("repair", context_settings=SETTINGS)
 @click.argument("url")
-@click.option("--quick", is_flag=True, help="Repair what lists show to be missing; read nothing to find rot.")
+@click.option("--quick", is_flag=True, help="Repair only what is missing in lists of objects, and read none to find damage.")
 @_GRACE_OPTION
 @_RATE_OPTION
 def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
-    """Make whole what a scrub finds, the most endangered files first. Can be cut off and run again.
+    """Repair what a scrub finds, the most endangered files first. It can be interrupted and run again.
 
-    Exit status: 0 all is whole, 1 something could not be made so.
+    Exit status: 0 all files are complete, 1 some could not be repaired.
     """
     from ckpt.aggregator.file_io.namespace import open_namespace
     from ckpt.aggregator.maintenance import repair as repairs
@@ -129,16 +129,16 @@ def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
     total = sum(f.file.head.nbytes for f in found.damaged_files if f.state != "lost")
     with common.progress(total, "repairing") as advance:
         done = repairs.repair_namespace(namespace, found, rate, advance)
-    is_left = bool(done.failed or found.missing_members)
-    now = "not all whole yet" if is_left else "nothing is missing now" if quick else "all whole now"
+    is_incomplete = bool(done.failed or found.missing_members)
+    result = "not all whole yet" if is_incomplete else "nothing is missing now" if quick else "all whole now"
     emit(
         f"{format_count(done.files, 'file')} made whole ({format_size(done.nbytes)} written), "
-        f"{format_count(done.records, 'record')} brought "
-        f"up to date, {format_count(done.orphans, 'forgotten object')} deleted; {now}"
+        f"{format_count(done.records, 'record')} brought up to date, "
+        f"{format_count(done.orphans, 'forgotten object')} deleted; {result}"
     )
-    for path, why in done.failed.items():
-        emit(f"{path}: {why}")
-    return int(is_left)
+    for path, reason in done.failed.items():
+        emit(f"{path}: {reason}")
+    return int(is_incomplete)
 
 
 @admin.command("drain", context_settings=SETTINGS)
@@ -146,9 +146,9 @@ def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
 @click.argument("member")
 @_RATE_OPTION
 def drain(url: str, member: str, rate: int | None) -> int:
-    """Move all that lies on MEMBER to the others, before its disk goes. Give it the weight 0 in the TOML file first.
+    """Move all data of MEMBER to the others, before its disk is removed. Give it the weight 0 in the TOML file first.
 
-    It still keeps records: `forget` it before it goes for ever.
+    It still keeps records: use `forget` before it is removed for good.
     """
     from ckpt.aggregator.file_io.namespace import open_namespace
     from ckpt.aggregator.maintenance import rebalance
@@ -156,7 +156,7 @@ def drain(url: str, member: str, rate: int | None) -> int:
     namespace, _ = open_namespace(url)
     with common.progress(_member_used_bytes(namespace, member), "moving") as advance:
         status = _print_moved(rebalance.drain_member(namespace, member, _limit_rate(advance, rate)))
-    if any(spot.name == member and spot.weight > 0 for spot in namespace.locations):
+    if any(location.name == member and location.weight > 0 for location in namespace.locations):
         emit(f"new files still go to {member}: give it the weight 0 in the TOML file and drain it again, or `forget` it")
     return status
 
@@ -165,7 +165,7 @@ def drain(url: str, member: str, rate: int | None) -> int:
 @click.argument("url")
 @_RATE_OPTION
 def rebalance(url: str, rate: int | None) -> int:
-    """Move files to where they would be written today: onto members that are new, or were away. New ones keep records, too."""
+    """Move files to where they would be written today, such as to new members. New members also keep records afterwards."""
     from ckpt.aggregator.file_io.namespace import open_namespace
     from ckpt.aggregator.maintenance import rebalance
 
@@ -177,12 +177,12 @@ def rebalance(url: str, rate: int | None) -> int:
 @admin.command("forget", context_settings=SETTINGS)
 @click.argument("url")
 @click.argument("member")
-@click.option("--destroyed", is_flag=True, help="It never comes back: go on even if, of two members, one alone is left.")
+@click.option("--destroyed", is_flag=True, help="MEMBER never returns: continue even if only one of two members is left.")
 @_RATE_OPTION
 def forget(url: str, member: str, destroyed: bool, rate: int | None) -> int:
-    """Take MEMBER out for ever, whether it answers or is lost: what it holds and keeps goes to the others.
+    """Remove MEMBER for good, whether it answers or is lost. The others get its data and its records.
 
-    URL still names it, and a new one in its place if there is one. Clients go on meanwhile; change their URLs after that.
+    URL must still name it, and also its replacement if there is one. Clients continue meanwhile; change their URLs afterwards.
     """
     from ckpt.aggregator.file_io.namespace import open_namespace
     from ckpt.aggregator.maintenance import rebalance
@@ -198,7 +198,7 @@ def forget(url: str, member: str, destroyed: bool, rate: int | None) -> int:
 
 
 def _member_used_bytes(namespace: Namespace, member: str) -> int | None:
-    """The bytes on a member; None where it does not say."""
+    """Return the bytes on a member; None if it does not report them."""
     try:
         return namespace.open_members[member].info().used_bytes if member in namespace.open_members else None
     except StoreError:
@@ -206,7 +206,7 @@ def _member_used_bytes(namespace: Namespace, member: str) -> int | None:
 
 
 def _limit_rate(advance: common.Advance, rate: int | None) -> common.Advance:
-    """What holds up whoever writes more than `rate` bytes a second."""
+    """Return an `advance` that also waits, so that no more than `rate` bytes are written per second."""
     from ckpt.aggregator.maintenance.repair import ByteRateLimiter
 
     pace = ByteRateLimiter(rate)
@@ -219,9 +219,10 @@ def _limit_rate(advance: common.Advance, rate: int | None) -> common.Advance:
 
 
 def _print_moved(done: RepairReport) -> int:
+    """Print what was moved, and what was not; return the exit status."""
     emit(f"{format_count(done.files, 'file')} moved, {format_size(done.nbytes)}")
-    for path, why in done.failed.items():
-        emit(f"{path}: {why}")
+    for path, reason in done.failed.items():
+        emit(f"{path}: {reason}")
     return int(bool(done.failed))
 
 

@@ -1,4 +1,4 @@
-"""What the text of options of ckpt-node means: addresses, failure domains, tokens and certificates."""
+"""Parses the values of options of ckpt-node: addresses, failure domains, token files and certificates."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.node.credentials import TokenFile
 
 _MONITOR_OFFSET = 1000
-"""From a node's port to that of its metrics: nodes on consecutive ports don't collide."""
+"""The distance from the port of a node to that of its metrics, so that nodes on consecutive ports don't collide."""
 
 
 def monitor_port(port: int) -> int:
-    """The default port of health and metrics; 0, any free one, where the node takes any."""
+    """Return the default port of health and metrics for the port of a node; 0 for 0, which means any free port."""
     if not port:
         return 0
     return port + _MONITOR_OFFSET if port + _MONITOR_OFFSET < 1 << 16 else port - _MONITOR_OFFSET
 
 
 def open_token_file(file: Path | None) -> TokenFile | None:
+    """Return the tokens in a file, or None without a file; raise UsageError if it can't be used."""
     try:
         return None if file is None else TokenFile(file)
     except InvalidArgument as error:
@@ -28,7 +29,10 @@ def open_token_file(file: Path | None) -> TokenFile | None:
 
 
 def read_certificate(chain: Path, key: Path) -> tuple[bytes, bytes]:
-    """What is in the files, once that is known to be of use: gRPC says only that the server did not start."""
+    """Return the content of both files; raise InvalidArgument if they can't be used.
+
+    They are checked here, because gRPC would report only that the server did not start.
+    """
     import ssl
 
     try:
@@ -41,6 +45,7 @@ def read_certificate(chain: Path, key: Path) -> tuple[bytes, bytes]:
 
 
 def read_authority(file: Path) -> bytes:
+    """Return the certificates of an authority in a file; raise InvalidArgument if they can't be used."""
     import ssl
 
     try:
@@ -52,6 +57,7 @@ def read_authority(file: Path) -> bytes:
 
 
 def parse_address(text: str, option: str) -> tuple[str, int]:
+    """Return the host and the port of an address; raise UsageError, which names the option, for another text."""
     host, _, port = text.rpartition(":")
     bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not host or bare or not port.isdigit() or int(port) > 65535:
@@ -60,6 +66,7 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
 
 
 def parse_labels(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the failure domains in KEY=VALUE,…; raise UsageError for another text."""
     found = []
     for item in filter(None, text.split(",")):
         key, separator, value = item.partition("=")

@@ -1,4 +1,4 @@
-"""The options of ckpt-node: what is served and where, who may reach it, where it is announced, what it repairs."""
+"""The options of ckpt-node: what it serves, who has access, where it is announced, and what it repairs."""
 
 from __future__ import annotations
 
@@ -17,46 +17,56 @@ _FILE_TYPE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
-        "--data", type=click.Path(file_okay=False, path_type=Path), help="The folder that is served; one disk, one node."
+        "--data", type=click.Path(file_okay=False, path_type=Path), help="The folder to serve: one node for each disk."
     ),
-    click.option("--listen", default="127.0.0.1:7070", show_default=True, metavar="HOST:PORT", help="Port 0 takes a free one."),
+    click.option(
+        "--listen", default="127.0.0.1:7070", show_default=True, metavar="HOST:PORT", help="Port 0 chooses a free one."
+    ),
     click.option(
         "--monitor", metavar="HOST:PORT", help="Health and metrics over HTTP; default: the same host, the port + 1000."
     ),
     click.option("--domain", default="", metavar="KEY=VALUE,…", help="Failure domains, the widest first: rack=r1,host=h3."),
-    click.option("--capacity", type=common.Size(), help="Take no more than this, such as 2TB. Default: what the disk has."),
-    click.option("--token-file", type=_FILE_TYPE, help="What clients must know."),
-    click.option("--tls-cert", type=_FILE_TYPE, help="Certificate chain, PEM."),
-    click.option("--tls-key", type=_FILE_TYPE, help="Its key, PEM."),
-    click.option("--tls-ca", type=_FILE_TYPE, help="Ask clients for one of this CA."),
-    click.option("--insecure", is_flag=True, help="Listen beyond this host without token or TLS."),
-    click.option("--read-only", is_flag=True, help="Take no writes."),
-    click.option("--no-near", is_flag=True, help="Let clients on this host, too, send every byte over the wire."),
+    click.option("--capacity", type=common.Size(), help="The most bytes to store, such as 2TB. Default: the size of the disk."),
+    click.option("--token-file", type=_FILE_TYPE, help="The tokens, of which clients must have one; one on each line."),
+    click.option("--tls-cert", type=_FILE_TYPE, help="The certificate chain of this node, PEM."),
+    click.option("--tls-key", type=_FILE_TYPE, help="The key of the certificate, PEM."),
+    click.option("--tls-ca", type=_FILE_TYPE, help="Require a certificate of this authority from clients, PEM."),
+    click.option("--insecure", is_flag=True, help="Allow access from other hosts without token or TLS."),
+    click.option("--read-only", is_flag=True, help="Refuse all writes."),
+    click.option("--no-near", is_flag=True, help="Serve clients on this host over the wire, too, without passing descriptors."),
     click.option("--etcd", metavar="URL,…", help="Announce this node in etcd while it serves: http://host:2379,http://…"),
-    click.option("--cluster", metavar="NAME", help="The cluster to announce it in. Goes with --etcd."),
+    click.option("--cluster", metavar="NAME", help="The cluster in which to announce the node. Needs --etcd."),
     click.option(
-        "--advertise", metavar="HOST:PORT", help="Where clients reach it; its name. Default: --listen. Goes with --etcd."
+        "--advertise",
+        metavar="HOST:PORT",
+        help="The address for clients, and the name of the node. Default: --listen. Needs --etcd.",
     ),
-    click.option("--repair", "repairing", metavar="URL", help="Look after this namespace, when no other node does."),
+    click.option("--repair", "repairing", metavar="URL", help="Scrub and repair this namespace, if no other node does."),
     click.option(
         "--repair-every",
         default=600.0,
         show_default=True,
         type=click.FloatRange(0, min_open=True),
         metavar="SECONDS",
-        help="How often it is looked through.",
+        help="The time between two scrubs of that namespace.",
     ),
     click.option(
-        "--repair-rate", type=common.Size(), metavar="SIZE", help="Repairs write no more than this a second, such as 200MB."
+        "--repair-rate", type=common.Size(), metavar="SIZE", help="The most bytes that repairs write per second, such as 200MB."
     ),
-    click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(0), help="SIGTERM waits so long."),
+    click.option(
+        "--drain-seconds",
+        default=30.0,
+        show_default=True,
+        type=click.FloatRange(0),
+        help="How long the node waits for running writes after SIGTERM.",
+    ),
 )
 """In the order of --help."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """What is served, and where. Fields are named as the options, whose help says what they mean."""
+    """What is served, and where. The fields have the names of the options, whose help explains them."""
 
     data: Path | None
     listen: str
@@ -70,7 +80,7 @@ class ServiceOptions:
 
 @dataclass(frozen=True, slots=True)
 class AccessOptions:
-    """Who may reach the node."""
+    """Who has access to the node."""
 
     token_file: Path | None
     tls_cert: Path | None
@@ -90,7 +100,7 @@ class AnnouncementOptions:
 
 @dataclass(frozen=True, slots=True)
 class RepairOptions:
-    """Which namespace the node looks after."""
+    """Which namespace the node scrubs and repairs."""
 
     repairing: str | None
     repair_every: float
@@ -98,7 +108,7 @@ class RepairOptions:
 
 
 def node_options(function: CommandFunction) -> CommandFunction:
-    """Give a command the options of ckpt-node: they reach it as `service`, `access`, `announcement` and `repair`."""
+    """Add the options of ckpt-node to a command, which gets them as `service`, `access`, `announcement` and `repair`."""
     gathered = {
         "service": ServiceOptions,
         "access": AccessOptions,

@@ -1,4 +1,4 @@
-"""The life of one node: it starts to serve, waits for the signal to end, and lets the calls under way end."""
+"""Runs one node: it serves until SIGTERM or SIGINT, waits for running calls, and ends."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt.node")
 
 _END_SECONDS = 3.0
-"""What the end of the server may take beyond the time for the calls under way."""
+"""How long the end of the server may take after the time for running calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepairSpec:
-    """The namespace that a node looks after, when no other node does."""
+    """The namespace that a node scrubs and repairs, if no other node does."""
 
     url: str
     every_seconds: float
     bytes_per_second: int | None
 
     def start(self, identity: str) -> RepairLeader:
-        """identity: of the device of this node."""
+        """Start the repairs in a thread. identity: that of the device of this node."""
         from ckpt.aggregator.file_io.namespace import open_namespace
         from ckpt.aggregator.maintenance.repair_leader import RepairLeader
 
@@ -48,11 +48,11 @@ class RepairSpec:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """What a node serves, where, and what it does beside."""
+    """What a node serves, where, and which other tasks it has."""
 
     data: Path
     capacity: int | None
-    """In bytes; None: what the disk has."""
+    """In bytes; None for the size of the disk."""
     listen: tuple[str, int]
     monitor: tuple[str, int]
     """Where health and metrics are served."""
@@ -64,7 +64,7 @@ class ServiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class _RunningNode:
-    """What a node has started, and ends."""
+    """The parts that a node has started, and must end."""
 
     device: Device
     server: NodeServer
@@ -79,20 +79,21 @@ class _EndSignals:
     _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
-        self._receiver, self._wake = socket.socketpair()  # no Event: a signal that comes just before its wait does not end that
+        self._receiver, self._wake = socket.socketpair()  # a signal just before Event.wait would not end that wait
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for each in self._NUMBERS:
             signal.signal(each, lambda *_: None)
 
     def wait(self) -> None:
+        """Wait for the signal."""
         while self._receiver.recv(1)[0] not in self._NUMBERS:
             pass
         signal.set_wakeup_fd(-1)
 
 
 def serve_node(spec: ServiceSpec) -> int:
-    """Serve until SIGTERM or SIGINT, and let what is under way then come to its end. Returns the exit status."""
+    """Serve until SIGTERM or SIGINT, wait for running calls, and return the exit status."""
     from ckpt.storage.member.device import Device
     from ckpt.storage.node.server import NodeServer
 
@@ -104,7 +105,7 @@ def serve_node(spec: ServiceSpec) -> int:
     metrics_server = _start_metrics(server, *spec.monitor)
     end_signals = _EndSignals()
     if spec.options.certificate is None and not is_loopback(host):
-        log.warning("--insecure: anyone who reaches %s:%d reads and writes everything", host, server.port)
+        log.warning("--insecure: anyone who reaches %s:%d can read and write everything", host, server.port)
     announced = (
         spec.announcement.announce(f"{host}:{server.port}", spec.options.labels, server.identity) if spec.announcement else None
     )
@@ -115,13 +116,13 @@ def serve_node(spec: ServiceSpec) -> int:
         device.path, host, server.port, metrics, format_size(used), format_size(free), server.identity[:8],
     )  # fmt: skip
     repair_leader = spec.repair.start(server.identity) if spec.repair else None
-    end_signals.wait()  # it serves since it was made; `serve` would only wait, and take the signals
+    end_signals.wait()  # the server runs since it was created; `serve` would only wait, and handle the signals
     _end_node(_RunningNode(device, server, metrics_server, announced, repair_leader), spec.drain_seconds)
     return 0
 
 
 class _OneLineFormatter(logging.Formatter):
-    """A line an event, tracebacks and whatever clients say included."""
+    """Formats each event in one line, including tracebacks and texts of clients."""
 
     def format(self, record: logging.LogRecord) -> str:
         return " | ".join(line.strip() for line in super().format(record).splitlines() if line.strip(" ^~"))
@@ -137,7 +138,7 @@ def _require_free_port(host: str, port: int) -> None:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host.strip("[]"), port), family=family):
-            pass  # gRPC's own error says less, in more lines
+            pass  # the error of gRPC has less information in more lines
     except OSError as error:
         message = f"can't listen on {host}:{port}: {error.strerror or error}; choose another --listen"
         raise InvalidArgument(message) from error
@@ -148,13 +149,13 @@ def _start_metrics(server: NodeServer, host: str, port: int) -> MetricsServer | 
 
     try:
         return MetricsServer(server, host.strip("[]"), port)
-    except OSError as error:  # a node without metrics serves as well
+    except OSError as error:  # a node can serve without metrics
         log.warning("no health and metrics: can't listen on %s:%d: %s; choose another --monitor", host, port, error.strerror)
         return None
 
 
 def _end_node(node: _RunningNode, drain_seconds: float) -> None:
-    """End the node. Where calls don't end in time, this ends the process."""
+    """End the node. If calls don't end in time, end the process."""
     until = time.monotonic() + drain_seconds
     log.info("draining: %d uploads under way", len(node.server.uploads))
     ending = threading.Thread(target=_end_service, args=(node, until), name="ckpt-node-end", daemon=True)
@@ -168,19 +169,19 @@ def _end_node(node: _RunningNode, drain_seconds: float) -> None:
             node.metrics_server.close()
         node.device.close()
     log.info("ended")
-    if stuck:  # Flight has no other way out of a call, and waits for them at the end of the process, too
+    if stuck:  # Flight can't abort a call, and would also wait for it when the process ends
         logging.shutdown()
         os._exit(0)
 
 
 def _end_service(node: _RunningNode, until: float) -> None:
-    """Let what is under way come to its end."""
+    """Refuse new calls, wait for running ones until a time of time.monotonic(), and shut the server down."""
     node.server.is_draining = True
     if node.announced is not None:
         node.announced.close()
     aborted = node.server.drain(max(0.0, until - time.monotonic()))
     if aborted:
-        log.warning("%d uploads were thrown away: they were not done when the time for it was over", aborted)
+        log.warning("%d uploads were discarded: they were not finished in time", aborted)
     if node.repair_leader is not None:
         node.repair_leader.close(max(0.0, until - time.monotonic()))
     node.server.shutdown()

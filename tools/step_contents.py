@@ -1,6 +1,6 @@
-"""What a step holds, for the commands: arrays, plain values and ties by name, and the arrays' bytes piece by piece.
+"""The contents of a step for the commands: arrays, plain values and ties by name, and array data in pieces.
 
-Every writer of `ckpt-restore` goes through `Contents.read`, so memory is bounded whatever the size of a leaf.
+Every writer of `ckpt-restore` reads by `Contents.read`, so the memory does not depend on the size of a leaf.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckpt.state.tree import Node
 from ckpt.storage.base.errors import CkptError, IntegrityError
 
 PIECE_BYTES = 32 << 20
-"""A few blocks: large enough to read at the speed of the disk, small enough to be held twice."""
+"""The size of a piece, a few blocks: large enough to read at the speed of the disk, small enough to be in memory twice."""
 
 Data = np.ndarray[Any, Any]
 
@@ -35,35 +35,36 @@ class Array:
     """One array of a step."""
 
     name: str
-    """What it is called outside: its leaf's name, or that of a tie where only the tie was asked for."""
+    """Its name in the output: that of its leaf, or of a tied leaf if only that was chosen."""
     leaf: str
+    """The name of its leaf in the step."""
     dtype: str
-    """As ckpt names it."""
+    """The element type, as ckpt names it."""
     shape: tuple[int, ...]
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """How numpy shows its elements."""
+        """The numpy type of its elements."""
         return numpy_dtype(self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """The bytes of all elements."""
         return self.numpy.itemsize * math.prod(self.shape)
 
     @property
     def is_numpy(self) -> bool:
-        """Whether the type is numpy's own, rather than one of ml_dtypes or torch."""
+        """Whether the type is one of numpy, and not of ml_dtypes or torch."""
         return not hasattr(ml_dtypes, self.dtype) and dtype_name(self.numpy) == self.dtype
 
     @property
     def native(self) -> np.dtype[Any] | None:
-        """The type in this machine's byte order if it is one of numpy's numbers, else None."""
+        """The type in the byte order of this machine if it is a number type of numpy, otherwise None."""
         return self.numpy.newbyteorder("=") if self.is_numpy and self.numpy.kind in "biufc" else None
 
     @property
     def raw(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """Type and shape of the array as plain integers: of the same size, or bytes along one more axis."""
+        """The type and shape of the array as plain integers: of the same size, or bytes with one more axis."""
         nbytes = self.numpy.itemsize
         if nbytes in (1, 2, 4, 8):
             return np.dtype(f"u{nbytes}"), self.shape
@@ -71,7 +72,7 @@ class Array:
 
 
 def as_raw(data: Data) -> Data:
-    """The elements as plain integers, as `Array.raw` describes them."""
+    """Return the elements as plain integers, as `Array.raw` describes them."""
     nbytes = data.dtype.itemsize
     if nbytes in (1, 2, 4, 8):
         return data.view(f"u{nbytes}")
@@ -81,7 +82,7 @@ def as_raw(data: Data) -> Data:
 
 
 class ArrayPiece(NamedTuple):
-    """A part of an array: `data` is what lies in `box`."""
+    """A part of an array: the data of one box."""
 
     array: Array
     box: Box
@@ -90,26 +91,28 @@ class ArrayPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The chosen entries of a step."""
+    """The chosen arrays and values of a step."""
 
     checkpoint: Checkpoint
     tree: Node
+    """The whole state tree of the step."""
     only: tuple[str, ...]
+    """The patterns of the chosen names; empty for all."""
     arrays: list[Array]
     tied: dict[str, str]
     """Further names of arrays: second name → `Array.name`."""
     values: dict[str, Any]
-    """Plain values by path, as JSON; what JSON lacks is a node of docs/reference/format.md, such as {"bytes": …}."""
+    """Plain values by path, as JSON; other types are nodes of docs/reference/format.md, such as {"bytes": …}."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """The bytes of all arrays."""
         return sum(a.nbytes for a in self.arrays)
 
     def read(self) -> Iterator[ArrayPiece]:
-        """All arrays in order, each in C order, verified; an array without elements is one empty piece.
+        """Yield the verified data of all arrays in order, each in C order; an array without elements is one empty piece.
 
-        Small arrays are read together: they share blocks, and a block is read once.
+        Small arrays are read together, because they share blocks, so that each block is read once.
         """
         batch: list[Array] = []
         pending = 0
@@ -139,7 +142,7 @@ class Contents:
 
 
 def read_contents(checkpoint: Checkpoint, only: Iterable[str] = ()) -> Contents:
-    """What a step holds, or the part of it that matches; raise LeafNotFound for a pattern that matches nothing."""
+    """Return the contents of a step, or the part that matches patterns; raise LeafNotFound for one that matches nothing."""
     only = tuple(only)
     tree = checkpoint.tree()
     saved = checkpoint.saved()
@@ -170,14 +173,14 @@ def read_contents(checkpoint: Checkpoint, only: Iterable[str] = ()) -> Contents:
         seen.add(leaf)
         if matches(path):
             add(leaf, leaf if first else _unused_name(path, collections.ChainMap[str, Any](tied, saved)))
-    for leaf in saved:  # arrays where `entries` does not look, such as in a set
+    for leaf in saved:  # arrays that `entries` does not list, such as those in a set
         if leaf not in seen and matches(leaf):
             add(leaf, leaf)
     return Contents(checkpoint, tree, only, list(arrays.values()), tied, values)
 
 
 def _unused_name(path: str, taken: Container[str]) -> str:
-    while path in taken:  # {"a.b": x, "a": {"b": y}}: two entries of one name
+    while path in taken:  # two entries may have one name: {"a.b": x, "a": {"b": y}}
         path += "~"
     return path
 
@@ -195,7 +198,7 @@ def _node_to_json(node: Node) -> Any:
 
 
 def piece_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """A part of an array, contiguous in C order, of at most PIECE_BYTES, that tiles it with little left over."""
+    """Return the shape of pieces of an array: contiguous in C order, at most PIECE_BYTES, and of nearly equal sizes."""
     piece = list(shape)
     for axis in range(len(shape)):
         if itemsize * math.prod(piece) <= PIECE_BYTES:
@@ -206,24 +209,24 @@ def piece_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def tile_boxes(shape: tuple[int, ...], piece: tuple[int, ...]) -> Iterator[Box]:
-    """The tiles of an array, in C order."""
+    """Yield the boxes that tile an array, in C order."""
     starts = (range(0, length, extent) for length, extent in zip(shape, piece, strict=True))
     for offset in itertools.product(*starts):
         yield Box(offset, tuple(min(p, n - o) for p, n, o in zip(piece, shape, offset, strict=True)))
 
 
-def check_paths(names: Iterable[str], what: str) -> None:
-    """Refuse names that cannot lie side by side where `/` makes groups."""
+def check_paths(names: Iterable[str], format_name: str) -> None:
+    """Raise CkptError for names that a format can't have together, because `/` in a name makes groups."""
     unique_names = set(names)
     for name in unique_names:
         parts = name.split("/")
         above = ("/".join(parts[:i]) for i in range(1, len(parts)))
         if (group := next((a for a in above if a in unique_names), None)) is not None:
             raise CkptError(
-                f"{what} cannot hold the leaves {group} and {name}: '/' makes groups there, and {group} would be a "
-                "group and an array at once; choose another format, or one of the two with --only"
+                f"{format_name} can't have both leaves {group} and {name}: '/' makes groups, so {group} would be a group and "
+                "an array; choose another format, or one of the two with --only"
             )
         if any(not part.strip(".") or "\0" in part for part in parts):
             raise CkptError(
-                f"{what} cannot hold a leaf of the name {name!r}; choose another format, or other leaves with --only"
+                f"{format_name} can't have a leaf with the name {name!r}; choose another format, or other leaves with --only"
             )

@@ -1,4 +1,4 @@
-"""The condition of a repository's steps, told from their records and one listing; damage is reported, not raised."""
+"""Determines the state of steps from their commit records and one listing; damage is reported, not raised."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ StepState = Literal["ok", "incomplete", "damaged", "unreadable", "unfinished"]
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step: `incomplete` misses files, `damaged` has a bad record, `unreadable` can't be looked at now or by this version,
-    `unfinished` was never committed."""
+    """The state of one step.
+
+    `incomplete`: files are missing. `damaged`: its record is bad. `unreadable`: its record can't be read now, or not by this
+    version. `unfinished`: it was never committed.
+    """
 
     step: int
     state: StepState
     commit: CommitRecord | None
     problems: tuple[str, ...] = ()
+    """Messages about what is wrong."""
     bad_files: frozenset[str] = frozenset()
     """Files of the step that are missing or have another length."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether something that was committed is no longer whole. An unfinished step may be in the making."""
+        """Whether a committed step is not good any more. An unfinished step has not failed: its save may be running."""
         return self.state in ("incomplete", "damaged", "unreadable")
 
 
@@ -49,17 +53,17 @@ class LeafReport:
     stored_bytes: float
     """Its share of the bytes in the packs."""
     codecs: tuple[str, ...]
-    """Configurations of the codecs of its blocks; none for blocks that are stored as they are."""
+    """The configurations of the codecs of its blocks, without blocks that have no codec."""
     written_in: tuple[int, ...]
-    """Steps whose packs hold its blocks."""
+    """The steps whose packs contain its blocks."""
     missing: bool
     """Whether a pack with one of its blocks is missing or has another length."""
 
 
 def survey_steps(repo: Repository, steps: Iterable[int]) -> list[StepReport]:
-    """The condition of each step. Records are read before the listing, so that a save under way looks unfinished.
+    """Return the state of each step. Records are read before the listing, so that a step that is being saved is unfinished.
 
-    Left out is a step that was deleted, and of which only blocks are there that others of these steps need.
+    A deleted step is left out, if it has only packs to which others of these steps refer.
     """
     found = [_check_record(repo, step) for step in steps]
     needed = {f.name for r in found if r.commit for f in _record_files(r.commit)}
@@ -72,7 +76,7 @@ def survey_steps(repo: Repository, steps: Iterable[int]) -> list[StepReport]:
             continue
         report = _check_files(report, files)
         if report.state == "incomplete" and _check_record(repo, report.step).state == "unfinished":
-            continue  # deleted while we looked
+            continue  # the step was deleted after its record was read
         reports.append(report)
     return reports
 
@@ -92,7 +96,7 @@ def _check_record(repo: Repository, step: int) -> StepReport:
 
 
 def state_of_error(error: CkptError) -> StepState:
-    """The state of a step that raises this."""
+    """Return the state of a step whose record or data raise this error."""
     return "damaged" if isinstance(error, IntegrityError) else "unreadable"
 
 
@@ -105,7 +109,7 @@ def _step_folder(name: str) -> str:
 
 
 def _list_files(repo: Repository, folders: set[str]) -> Iterator[Entry]:
-    if len(folders) > 8:  # one walk; a handful of folders costs less than walking all steps
+    if len(folders) > 8:  # one listing of all steps; for few folders, listing each is faster
         yield from repo.store.list("steps")
         return
     for folder in folders:
@@ -116,8 +120,8 @@ def _check_files(report: StepReport, files: dict[str, int]) -> StepReport:
     if report.state == "unfinished":
         prefix = f"steps/{report.step}/"
         sizes = [nbytes for name, nbytes in files.items() if name.startswith(prefix)]
-        holds = f"{format_count(len(sizes), 'file')}, {format_size(sum(sizes))}"
-        problem = f"no commit record: the save is under way or was cut off ({holds})"
+        content = f"{format_count(len(sizes), 'file')}, {format_size(sum(sizes))}"
+        problem = f"no commit record: the save is under way or was cut off ({content})"
         return StepReport(report.step, "unfinished", None, (problem,))
     if report.commit is None:
         return report
@@ -132,7 +136,7 @@ def _check_files(report: StepReport, files: dict[str, int]) -> StepReport:
 
 
 def report_leaves(checkpoint: Checkpoint, bad_files: frozenset[str]) -> dict[str, LeafReport]:
-    """Every array of a step by its leaf's name."""
+    """Return a report of each array of a step, by the name of its leaf. bad_files: those of the report of the step."""
     found = {}
     for name, rows in checkpoint.manifest().by_leaf().items():
         stored_rows = [r for r in rows if r.pack is not None]
@@ -154,7 +158,7 @@ def _pack_step(row: Row) -> int:
 
 
 def select_manifest(checkpoint: Checkpoint, leaves: Iterable[str] | None = None) -> Manifest:
-    """The manifest, or the part of it that these leaves need."""
+    """Return the manifest of a step, or the part of it with these leaves."""
     manifest = checkpoint.manifest()
     if leaves is None:
         return manifest
@@ -162,10 +166,10 @@ def select_manifest(checkpoint: Checkpoint, leaves: Iterable[str] | None = None)
 
 
 def stored_bytes(manifest: Manifest) -> int:
-    """Bytes that `verify` reads."""
+    """Return the bytes that `verify_manifest` reads."""
     return manifest.stored_bytes()
 
 
 def verify_manifest(checkpoint: Checkpoint, manifest: Manifest, advance: Advance) -> int:
-    """Read and check every block of `manifest`; return their bytes, or raise IntegrityError with leaf and file."""
+    """Read and check every block of a manifest; return the bytes read, or raise IntegrityError with leaf and file."""
     return verify_blocks(checkpoint.store, manifest, checkpoint.where, advance)
