@@ -1,9 +1,9 @@
 """Computes the next entries of the run log from the log and the reports of the agents. Pure.
 
-The coordinator calls it in a loop. A new coordinator continues where the log of a dead one ends.
-
     run → start → failure → decision → start → … → end
                ↘ stop ↗      (the run was requested to end, or a host leaves: all ranks save after the same step)
+
+The coordinator calls it in a loop. A new coordinator continues where the log of a dead one ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from ckpt.storage.base.plural import format_count
 
 _STOP_AHEAD_SECONDS = 0.5
 """With several hosts: how far ahead the first stop step lies. A few times the delay until the agents read it."""
-
 _ARRIVAL_SECONDS = 2.0
 """Hosts that are started together have all arrived by then."""
 

@@ -1,4 +1,4 @@
-"""Where the time of a run went, second by second, and what a simulated run would lose to failures.
+"""The goodput ledger of a run, which accounts for every second, and a simulator of runs with failures.
 
-It imports `policy`. Start with `ledger`.
+This package imports `policy`. Start with `ledger`.
 """

@@ -1,8 +1,9 @@
-"""Where the time went: every second of a run has one name, and their sum is the wall time.
+"""The goodput ledger: a file in which every second of a run has one category, so their sum is the wall time.
 
-A file of lines, one for each stretch of time. The newest ones are written again in their place, so that what a run leaves when
-it is killed is right up to a moment before, and what is noticed late can still change their names. On several hosts each agent
-that leads has a file of its own: one that stood still, and does not know yet that another leads, spoils none but its own.
+The file has one line for each span of time. The newest lines are rewritten in place, so that the ledger of a killed run is
+right up to a moment before, and an event that is detected late can still change their category. With several hosts, each
+agent that leads has a file of its own. So a leader that was stopped, and does not know that another leads, damages only its
+own file.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ TimeCategory = Literal["useful", "redo", "stall", "restore", "spawn", "detect", 
 TIME_CATEGORIES: tuple[TimeCategory, ...] = get_args(TimeCategory)
 
 LEDGER_FILE = "ledger.jsonl"
-"""Of a run on one host."""
+"""The name of the ledger file of a run on one host."""
 
 _LEDGER_GLOB = "ledger*.jsonl"
 _WRITE_SECONDS = 0.5
 _SPAN_SECONDS, _SPAN_SHARE = 1.0, 0.01
-"""A line in which the job goes on ends when it is longer than both this and this part of all time: it says how far that was."""
+"""A span in which the job makes steps ends when it is longer than both these seconds and this share of the wall time, so that
+the ledger records the progress."""
 _SETTLE_SECONDS = 10.0
-"""What ended longer ago keeps its name. A lost host is noticed sooner."""
+"""A span that ended longer ago keeps its category. A lost host is detected sooner."""
 _STARTING_SECONDS = 10.0
 """Longer than Python takes to start. A shell that has become this process (`exec ckpt-run …`) may be hours old."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerSpan:
-    """A stretch of time that was spent on one thing."""
+    """A span of time that was spent on one category."""
 
     at: float
     """Its end, in seconds since 1970."""
@@ -48,11 +50,11 @@ class LedgerSpan:
     seconds: float
     attempt: int
     step: int = -1
-    """The newest that all ranks had done at its end; -1 none, or nobody said."""
+    """The newest step that all ranks had done at its end; -1 none or unknown."""
     committed: int = -1
-    """The newest committed step, likewise."""
+    """The newest committed step at its end; -1 none or unknown."""
     since: float = 0.0
-    """From when on who wrote it has accounted without a gap, in seconds since 1970."""
+    """Since when its writer has accounted without a gap, in seconds since 1970."""
 
     @property
     def began(self) -> float:
@@ -60,61 +62,66 @@ class LedgerSpan:
 
 
 def ledger_file_name(host: str) -> str:
-    """The ledger of one host of several."""
+    """Return the name of the ledger file of one of several hosts."""
     return f"ledger-{host}.jsonl"
 
 
 class GoodputLedger:
-    """Accounts in a file for the time since `began`, by CLOCK_MONOTONIC; by default since this process was started.
+    """Writes the ledger file of one agent.
 
-    A disk that is full stops nothing: what could not be written is kept, and written as soon as that goes.
+    If the disk is full, spans are kept in memory and written as soon as that is possible.
+
+    began: the beginning of the first span, by CLOCK_MONOTONIC; by default the start of this process.
     """
 
     def __init__(self, path: Path, began: float | None = None) -> None:
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._settled_offset = os.lseek(self._file, 0, os.SEEK_END)
-        # A line that a crash has cut off is left alone: the next one begins behind it.
-        cut = self._settled_offset > 0 and os.pread(self._file, 1, self._settled_offset - 1) != b"\n"
-        self._separator = b"\n" if cut else b""
-        self._unsettled_spans: list[LedgerSpan] = []  # not on the disk for good yet, in order
+        # A line that a crash has cut off is left as it is: the next one begins after it.
+        is_cut_off = self._settled_offset > 0 and os.pread(self._file, 1, self._settled_offset - 1) != b"\n"
+        self._separator = b"\n" if is_cut_off else b""
+        self._unsettled_spans: list[LedgerSpan] = []  # spans that may still change, in order
         self._has_failed = False
-        # One offset for the whole run: its lines follow each other without a gap, whatever is done to the clock.
+        # One clock offset for the whole run, so that the lines follow each other without a gap even if the clock is set.
         self._clock = time.time() - time.monotonic()
         self._first_began = self._began = self._until = self._written_at = process_start_time() if began is None else began
         self._since = round(self._began + self._clock, 6)
         self._name: TimeCategory = "spawn"
         self._attempt = 0
         self._step = self._committed = -1
-        self._begin_step = -1  # the step at the beginning of the line under way
+        self._begin_step = -1  # the step at the beginning of the current span
 
     def account(self, name: TimeCategory, attempt: int, step: int = -1, committed: int = -1) -> None:
-        """The time since the last call was spent on this. step, committed: how far the job is now, where that is known."""
-        moment = time.monotonic()
-        longest = max(_SPAN_SECONDS, _SPAN_SHARE * (moment - self._first_began))
-        goes_on = self._step > self._begin_step and self._until - self._began >= longest
-        if goes_on or (name, attempt) != (self._name, self._attempt):
+        """Account the time since the last call to a category.
+
+        step, committed: the newest step that all ranks have done, and the newest committed step; -1 none or unknown.
+        """
+        now = time.monotonic()
+        longest = max(_SPAN_SECONDS, _SPAN_SHARE * (now - self._first_began))
+        is_long_enough = self._step > self._begin_step and self._until - self._began >= longest
+        if is_long_enough or (name, attempt) != (self._name, self._attempt):
             self._end_span(self._until)
             self._name, self._attempt = name, attempt
-        self._until, self._step, self._committed = moment, step, committed
-        if moment - self._written_at >= _WRITE_SECONDS:
+        self._until, self._step, self._committed = now, step, committed
+        if now - self._written_at >= _WRITE_SECONDS:
             self._write_spans()
 
     def relabel(self, name: TimeCategory, seconds: float) -> None:
-        """The last so many seconds of this attempt were spent on this; beyond the line under way at most about ten."""
+        """Give the last seconds of this attempt another category. Earlier than the current span, this reaches about 10 s."""
         moment = self._until - max(0.0, seconds)
         while self._began > moment and self._unsettled_spans and self._unsettled_spans[-1].attempt == self._attempt:
-            line = self._unsettled_spans.pop()
-            self._began = line.began - self._clock
+            span = self._unsettled_spans.pop()
+            self._began = span.began - self._clock
             if self._began < moment:
-                self._unsettled_spans.append(replace(line, at=moment + self._clock, seconds=moment - self._began))
+                self._unsettled_spans.append(replace(span, at=moment + self._clock, seconds=moment - self._began))
                 self._began = moment
         if self._began < moment:
             self._end_span(moment)
         self._name = name
 
     def _end_span(self, moment: float) -> None:
-        """The line under way ends here, and the next one begins."""
+        """End the current span at this moment and begin the next one."""
         self._unsettled_spans.append(self._current_span(moment))
         self._began, self._begin_step = moment, self._step
 
@@ -124,22 +131,25 @@ class GoodputLedger:
 
     def _write_spans(self) -> None:
         self._written_at = time.monotonic()
-        settled = sum(line.at - self._clock < self._until - _SETTLE_SECONDS for line in self._unsettled_spans)
-        for_good = self._separator + b"".join(map(_encode_span, self._unsettled_spans[:settled]))
-        data = for_good + b"".join(map(_encode_span, [*self._unsettled_spans[settled:], self._current_span(self._until)]))
+        settled = sum(span.at - self._clock < self._until - _SETTLE_SECONDS for span in self._unsettled_spans)
+        settled_data = self._separator + b"".join(map(_encode_span, self._unsettled_spans[:settled]))
+        data = settled_data + b"".join(map(_encode_span, [*self._unsettled_spans[settled:], self._current_span(self._until)]))
         try:
             if os.pwrite(self._file, data, self._settled_offset) == len(data):
                 os.ftruncate(self._file, self._settled_offset + len(data))
-                self._settled_offset += len(for_good)
+                self._settled_offset += len(settled_data)
                 self._separator, self._has_failed = b"", False
                 del self._unsettled_spans[:settled]
         except OSError as error:
             if not self._has_failed:
-                log.warning("%s can't be written: %s; it is tried again and again", self._path.name, error.strerror)
+                log.warning("%s can't be written: %s; it is tried again every half second", self._path.name, error.strerror)
             self._has_failed = True
 
     def close(self, ended: bool = True) -> None:
-        """With the time until now; where it is not `over`, and others account for that, up to the last call."""
+        """Write the last spans and close the file.
+
+        ended: whether the run has ended, so that the time until now counts. Otherwise another agent accounts for it.
+        """
         if ended:
             self.account(self._name, self._attempt, self._step, self._committed)
         self._write_spans()
@@ -150,73 +160,74 @@ def _encode_span(span: LedgerSpan) -> bytes:
     seconds = round(span.seconds, 6)
     if seconds <= 0:
         return b""
-    said: dict[str, object] = {"at": round(span.at, 6), "name": span.name, "seconds": seconds, "attempt": span.attempt}
-    said |= {key: step for key, step in (("step", span.step), ("committed", span.committed)) if step >= 0}
-    return json.dumps(said | {"since": span.since}).encode() + b"\n"
+    fields: dict[str, object] = {"at": round(span.at, 6), "name": span.name, "seconds": seconds, "attempt": span.attempt}
+    fields |= {key: step for key, step in (("step", span.step), ("committed", span.committed)) if step >= 0}
+    return json.dumps(fields | {"since": span.since}).encode() + b"\n"
 
 
 def process_start_time() -> float:
-    """When this process was started, by CLOCK_MONOTONIC, and never earlier; now, where that can't be known (not Linux)."""
+    """Return when this process was started, by CLOCK_MONOTONIC, and never an earlier time; now if that is unknown."""
     try:
         with open("/proc/self/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])  # proc(5): starttime, cut to whole ticks
+            ticks = int(file.read().rpartition(")")[2].split()[19])  # proc(5): starttime, rounded down to whole ticks
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return time.monotonic()
-    now = time.monotonic()  # last: whoever is kept waiting in between says too late a moment, not too early a one
+    now = time.monotonic()  # read last: if this process is delayed in between, the result is too late, not too early
     return now - age if 0 <= age <= _STARTING_SECONDS else now
 
 
 def read_ledgers(folder: Path) -> list[LedgerSpan]:
-    """All that is in a folder, in order. What a crash has cut off is left out."""
+    """Return the spans of all ledger files in a folder, in order. A line that a crash has cut off is left out."""
     return merge_ledgers([read_ledger_file(path) for path in sorted(folder.glob(_LEDGER_GLOB))])
 
 
 def read_ledger_file(path: Path) -> list[LedgerSpan]:
-    """Those of one file; none where it is not there."""
-    found = []
+    """Return the spans of one ledger file; none if it does not exist."""
+    spans = []
     try:
         with path.open("rb") as file:
-            for text in file:
+            for line in file:
                 try:
-                    found.append(decode(LedgerSpan, read_json(text)))
+                    spans.append(decode(LedgerSpan, read_json(line)))
                 except Malformed:
                     continue
     except FileNotFoundError:
         pass
-    return found
+    return spans
 
 
 def merge_ledgers(ledgers: Sequence[Sequence[LedgerSpan]]) -> list[LedgerSpan]:
-    """Those of agents that led one after the other. Pure.
+    """Return the spans of agents that led one after the other, without overlaps. Pure.
 
-    One that stood still accounts on until it learns that another leads: from when that one accounts, it is right.
+    An agent that was stopped continues to account until it learns that another one leads. So its spans end where those of
+    the next leader begin.
     """
     if len(ledgers) == 1:
         return list(ledgers[0])
-    terms = sorted({(line.since, number) for number, ledger in enumerate(ledgers) for line in ledger})
-    until = {
-        (since, number): next((other for other, whose in terms[i + 1 :] if whose != number), math.inf)
+    terms = sorted({(span.since, number) for number, ledger in enumerate(ledgers) for span in ledger})
+    term_ends = {
+        (since, number): next((other for other, owner in terms[i + 1 :] if owner != number), math.inf)
         for i, (since, number) in enumerate(terms)
     }
-    found = []
+    merged = []
     for number, ledger in enumerate(ledgers):
-        for line in ledger:
-            end = min(line.at, until[line.since, number])
-            if (seconds := round(end - line.began, 6)) > 0:
-                found.append(replace(line, at=end, seconds=seconds))
-    return sorted(found, key=lambda line: line.at)
+        for span in ledger:
+            end = min(span.at, term_ends[span.since, number])
+            if (seconds := round(end - span.began, 6)) > 0:
+                merged.append(replace(span, at=end, seconds=seconds))
+    return sorted(merged, key=lambda span: span.at)
 
 
 def total_seconds_by_category(folder: Path) -> Mapping[str, float]:
-    """Seconds by name."""
-    found: dict[str, float] = defaultdict(float)
-    for line in read_ledgers(folder):
-        found[line.name] += line.seconds
-    return found
+    """Return the seconds of each category in the ledgers of a folder."""
+    totals: dict[str, float] = defaultdict(float)
+    for span in read_ledgers(folder):
+        totals[span.name] += span.seconds
+    return totals
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
-    """The share of the time that was useful work, 0 to 1."""
+    """Return the useful share of the time, 0 to 1. seconds: the seconds of each category."""
     total = sum(seconds.values())
     return seconds.get("useful", 0.0) / total if total else 0.0

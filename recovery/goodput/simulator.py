@@ -1,8 +1,8 @@
-"""Plays out days of training with failures in a moment, by the very decisions that the live coordinator takes.
+"""Simulates days of training with failures, with the same decision functions as a real run.
 
-The world (`World`) is numbers: how often what breaks, how long each thing takes. What is decided (`Policy`) is functions: by
-default `decide` and `daly`, as they are live; another one can be given. Time jumps from one event to the next: a save, its
-commit, a failure, a host that comes back from repair.
+`World` is numbers: how often things fail, and how long each phase takes. `Policy` is functions: by default `decide` and
+Daly's interval, as in a real run; others can be given. Time jumps from one event to the next: a save, its commit, a failure,
+the return of a repaired host.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ckpt.recovery.policy.decide import Budget, Cause, Decision, Failure, decide
 from ckpt.training.save_interval import daly_interval_seconds
 
 _DECIDE_SECONDS = 0.01
-"""A record that is made durable."""
+"""The time to decide: one durable append to the run log."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureKind:
-    """One way to fail."""
+    """One kind of failure."""
 
     cause: Cause
     share: float
-    """Of all failures, relative to the others."""
+    """The share of all failures, relative to the other kinds."""
     detect_seconds: float
-    """From the last useful moment to the notice."""
+    """The time from the last useful moment to the detection."""
     takes_host: bool = False
-    """The host is gone until it is repaired."""
+    """Whether the host is lost until it is repaired."""
 
 
 FAILURE_KINDS = (
@@ -43,74 +43,75 @@ FAILURE_KINDS = (
     FailureKind("hang", 0.1, 60.0),
     FailureKind("stopped", 0.05, 0.5),
 )
-"""About what logs of large clusters show: most failures end a process, some take its host, some are silent."""
+"""Shares as in the logs of large clusters, roughly: most failures end a process, some take its host, some are silent."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What training meets with. All times in seconds."""
+    """The simulated cluster and job. All times are in seconds."""
 
     hosts: int = 64
     ranks_per_host: int = 8
     host_mtbf_seconds: float = 64 * 3 * 3600.0
-    """Mean time between failures of one host; all together fail `hosts` times as often."""
+    """The mean time between failures of one host. All hosts together fail `hosts` times as often."""
     step_seconds: float = 1.0
     stall_seconds: float = 0.5
-    """Training waits so long for a save."""
+    """How long training waits for a save."""
     durable_seconds: float = 20.0
-    """From the end of the stall to the commit."""
+    """The time from the end of that wait to the commit."""
     stop_seconds: float = 0.1
     spawn_seconds: float = 10.0
     restore_seconds: float = 20.0
     spares: int = 0
     repair_seconds: float = 4 * 3600.0
-    """Until a host that was lost is back."""
+    """The time until a lost host returns."""
     kinds: Sequence[FailureKind] = FAILURE_KINDS
     broken_step: int | None = None
-    """A step that fails every time: the program must be mended."""
+    """A step that fails every time, because of a fault of the program; None none."""
 
     @property
     def mtbf_seconds(self) -> float:
-        """Of the whole job."""
+        """The mean time between failures of the whole job."""
         return self.host_mtbf_seconds / self.hosts
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is decided, and how often is saved."""
+    """The decisions of a run: how often it saves, and what it does after a failure."""
 
     interval_seconds: float
-    """From the end of one save to the next."""
+    """The time from the end of one save to the next save."""
     decide: Callable[[Sequence[Failure], Budget], Decision] = decide
     budget: Budget = field(default_factory=Budget)
 
 
 def daly_policy(world: World) -> Policy:
-    """As every="auto" has it, with all known."""
+    """Return the policy of every="auto" for a world whose numbers are all known."""
     return Policy(daly_interval_seconds(world.stall_seconds, world.mtbf_seconds))
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it."""
+    """The result of one simulated run."""
 
     wall_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(map(str, TIME_CATEGORIES), 0.0))
-    """By the names of the ledger; their sum is the wall time."""
+    """The seconds of each category of the goodput ledger. Their sum is the wall time."""
     decisions: Counter[str] = field(default_factory=Counter)
-    """By action."""
+    """The number of decisions, by action."""
     failures: Counter[str] = field(default_factory=Counter)
-    """By cause."""
+    """The number of failures, by cause."""
     saves: int = 0
-    """That were committed."""
+    """The number of committed saves."""
     best_step: int = -1
     """The newest step that was ever done."""
     committed: int = -1
+    """The newest committed step; -1 none."""
     redone_steps: int = 0
     resume_steps: list[int] = field(default_factory=list)
-    """The step at which each attempt went on."""
+    """The first step of each attempt."""
     halt_reason: str = ""
-    """Why it was given up."""
+    """Why the run was given up; "" if it was not."""
 
     @property
     def goodput(self) -> float:
@@ -118,7 +119,10 @@ class Outcome:
 
 
 def simulate(world: World, policy: Policy, days: float, seed: int = 0) -> Outcome:
-    """So many days of training, or less where it is given up. The same seed gives the same failures under any policy."""
+    """Simulate some days of training and return the result. The run may be given up earlier.
+
+    The same seed gives the same failures under any policy.
+    """
     run = _Simulation(world, policy, days * 86400.0, random.Random(seed))
     run.play()
     return run.outcome
@@ -129,7 +133,7 @@ _PROGRAM_FAILURE = FailureKind("exit", 0.0, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class _FailureEvent:
-    """Something that will break."""
+    """A failure at some time in the future."""
 
     at: float
     kind: FailureKind
@@ -137,25 +141,28 @@ class _FailureEvent:
 
 
 class _SimulationEnded(Exception):
-    """The days are over."""
+    """The simulated days are over."""
 
 
 class _JobFailed(Exception):
-    """Something broke, just now."""
+    """A failure has happened now."""
 
 
 class _Simulation:
+    """One simulated run. `play` fills in `outcome`."""
+
     def __init__(self, world: World, policy: Policy, until: float, random_source: random.Random) -> None:
         self._world, self._policy, self._until, self._random = world, policy, until, random_source
         self.outcome = Outcome()
-        self._next_failure = self._draw_failure(0.0)  # drawn by the clock alone, so that no policy changes what comes
-        self._last_failure: _FailureEvent | None = None  # the last one; None: the program itself
-        self._repair_times: list[float] = []  # when hosts come back
+        self._next_failure = self._draw_failure(0.0)  # depends on the clock alone, so all policies meet the same failures
+        self._last_failure: _FailureEvent | None = None  # None: the last failure was one of the program
+        self._repair_times: list[float] = []  # when lost hosts return
         self._free_spares = world.spares
-        self._pending_save: tuple[float, int] | None = None  # a save under way: when it will be committed, its step
-        self._step = -1  # done last in this attempt
+        self._pending_save: tuple[float, int] | None = None  # a save under way: the time of its commit, and its step
+        self._step = -1  # the last step of this attempt
 
     def play(self) -> None:
+        """Run attempts until the days are over or a decision halts the run."""
         budget, failures = self._policy.budget, []
         try:
             while True:
@@ -176,7 +183,7 @@ class _Simulation:
     # --- one attempt -------------------------------------------------------------------------------------------
 
     def _run_attempt(self, began: float) -> Failure:
-        """Until it fails; raises _End where the days are over first."""
+        """Run an attempt until it fails, and return the failure. Raises _SimulationEnded if the days are over before."""
         world, outcome = self._world, self.outcome
         self._step, restored = -1, -1
         try:
@@ -188,34 +195,34 @@ class _Simulation:
         except _JobFailed:
             pass
         self._commit_pending(outcome.wall_seconds)
-        self._pending_save = None  # what was under way is lost with the ranks
+        self._pending_save = None  # a save under way is lost with the ranks
         kind, rank = (_PROGRAM_FAILURE, 0) if self._last_failure is None else (self._last_failure.kind, self._last_failure.rank)
         outcome.failures[kind.cause] += 1
         self._spend("detect", kind.detect_seconds)
         self._spend("stop", world.stop_seconds)
-        known_committed = (
-            outcome.committed if restored >= 0 or self._step >= 0 else -1
-        )  # ranks that never restored know of no step
+        # Ranks that have neither restored nor made a step report no committed step.
+        known_committed = outcome.committed if restored >= 0 or self._step >= 0 else -1
         return Failure(
             kind.cause, (rank,), "failed", self._step, known_committed, outcome.wall_seconds - began, restored=restored
         )
 
     def _train(self) -> None:
-        """Save, train for an interval, save …"""
-        size = self._world.step_seconds
-        due = max(1, math.ceil(self._policy.interval_seconds / size - 1e-9))
+        """Save after the first step, then train for an interval and save, until a failure or the end of the days."""
+        step_seconds = self._world.step_seconds
+        interval_steps = max(1, math.ceil(self._policy.interval_seconds / step_seconds - 1e-9))
         if self._step < 0:
             self._train_steps(1)
             self._save()
         while True:
-            self._train_steps(due)
-            while self._pending_save is not None:  # one at a time
-                self._train_steps(max(1, math.ceil((self._pending_save[0] - self.outcome.wall_seconds) / size - 1e-9)))
+            self._train_steps(interval_steps)
+            while self._pending_save is not None:  # a save waits for the one before
+                remaining = self._pending_save[0] - self.outcome.wall_seconds
+                self._train_steps(max(1, math.ceil(remaining / step_seconds - 1e-9)))
             self._save()
-            self._skip_ahead(max(due, math.ceil(self._world.durable_seconds / size - 1e-9)))
+            self._skip_ahead(max(interval_steps, math.ceil(self._world.durable_seconds / step_seconds - 1e-9)))
 
     def _skip_ahead(self, steps: int) -> None:
-        """Right after a save: the same again and again (so many steps, and a save), as often as nothing else happens."""
+        """Right after a save, repeat `steps` and a save at once, as often as nothing else happens in between."""
         world, outcome = self._world, self.outcome
         remaining = min(self._next_failure.at, self._until) - outcome.wall_seconds
         rounds = int(remaining / (steps * world.step_seconds + world.stall_seconds)) - 1
@@ -232,27 +239,28 @@ class _Simulation:
         self._pending_save = (outcome.wall_seconds + world.durable_seconds, self._step)
 
     def _train_steps(self, count: int) -> None:
-        """Some steps, those first that were done before."""
+        """Do some steps. The first of them may be repeated ones."""
         while count > 0:
             redone = min(count, max(0, self.outcome.best_step - self._step))
-            stretch = redone or count
+            uniform_count = redone or count
             broken = self._world.broken_step
-            if broken is not None and self._step < broken <= self._step + stretch:
-                stretch = broken - self._step - 1
-                self._spend_steps(stretch, redone > 0)
+            if broken is not None and self._step < broken <= self._step + uniform_count:
+                uniform_count = broken - self._step - 1
+                self._spend_steps(uniform_count, redone > 0)
                 self._spend_at_risk("useful", self._world.step_seconds)
                 self._last_failure = None
                 raise _JobFailed
-            self._spend_steps(stretch, redone > 0)
-            count -= stretch
+            self._spend_steps(uniform_count, redone > 0)
+            count -= uniform_count
 
     def _spend_steps(self, count: int, is_redo: bool) -> None:
-        began, size = self.outcome.wall_seconds, self._world.step_seconds
+        """Do steps that are all new or all repeated."""
+        began, step_seconds = self.outcome.wall_seconds, self._world.step_seconds
         try:
-            self._spend_at_risk("redo" if is_redo else "useful", count * size)
+            self._spend_at_risk("redo" if is_redo else "useful", count * step_seconds)
             done = count
         except (_JobFailed, _SimulationEnded):
-            done = min(count, int((self.outcome.wall_seconds - began) / size + 1e-9))
+            done = min(count, int((self.outcome.wall_seconds - began) / step_seconds + 1e-9))
             raise
         finally:
             self._step += done
@@ -274,7 +282,7 @@ class _Simulation:
     # --- hosts and time ----------------------------------------------------------------------------------------
 
     def _replace_lost_host(self) -> None:
-        """A spare takes the place of a host that was lost; without one, all wait for the repair."""
+        """Replace a lost host by a spare. Without a spare, the job waits for a repair."""
         if self._last_failure is None or not self._last_failure.kind.takes_host:
             return
         now = self.outcome.wall_seconds
@@ -282,16 +290,16 @@ class _Simulation:
         self._free_spares += sum(at <= now for at in self._repair_times)
         self._repair_times = [at for at in self._repair_times if at > now]
         if self._free_spares == 0:
-            back = min(self._repair_times)
-            self._spend("wait", back - now)
-            self._repair_times.remove(back)
+            repaired_at = min(self._repair_times)
+            self._spend("wait", repaired_at - now)
+            self._repair_times.remove(repaired_at)
             self._free_spares += 1
         self._free_spares -= 1
 
     def _spend_at_risk(self, name: TimeCategory, seconds: float) -> None:
-        """Spend time in which something may break."""
+        """Spend time in which a failure may happen."""
         now = self.outcome.wall_seconds
-        while self._next_failure.at < now:  # while nothing ran, nothing broke
+        while self._next_failure.at < now:  # a failure while nothing ran has no effect
             self._next_failure = self._draw_failure(self._next_failure.at)
         failure = self._next_failure
         if failure.at >= now + seconds:
@@ -302,20 +310,20 @@ class _Simulation:
         raise _JobFailed
 
     def _spend(self, name: TimeCategory, seconds: float) -> None:
-        """Time passes. Raises _End at the end of the days."""
-        left = self._until - self.outcome.wall_seconds
-        spent = min(seconds, left)
+        """Spend time on a category. Raises _SimulationEnded at the end of the days."""
+        remaining = self._until - self.outcome.wall_seconds
+        spent = min(seconds, remaining)
         self.outcome.seconds[name] += spent
         self.outcome.wall_seconds += spent
-        if seconds >= left:
+        if seconds >= remaining:
             self.outcome.wall_seconds = self._until
             raise _SimulationEnded
 
     def _draw_failure(self, moment: float) -> _FailureEvent:
-        world, chance = self._world, self._random
-        at = moment + chance.expovariate(1.0 / world.mtbf_seconds)
-        kind = chance.choices(world.kinds, [each.share for each in world.kinds])[0]
-        return _FailureEvent(at, kind, chance.randrange(world.hosts * world.ranks_per_host))
+        world, random_source = self._world, self._random
+        at = moment + random_source.expovariate(1.0 / world.mtbf_seconds)
+        kind = random_source.choices(world.kinds, [kind.share for kind in world.kinds])[0]
+        return _FailureEvent(at, kind, random_source.randrange(world.hosts * world.ranks_per_host))
 
 
 # --- many runs -------------------------------------------------------------------------------------------------
@@ -323,11 +331,11 @@ class _Simulation:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """What one interval comes to, over several seeds."""
+    """The results of one interval, over several seeds."""
 
     interval_seconds: float
     daly: bool
-    """It is the one that every="auto" takes."""
+    """Whether it is the interval of every="auto"."""
     goodputs: tuple[float, ...]
     outcomes: tuple[Outcome, ...]
 
@@ -336,22 +344,21 @@ class SweepPoint:
         return fmean(self.goodputs)
 
     def mean(self, name: TimeCategory) -> float:
-        """The share of the time that was spent on this."""
+        """Return the mean share of the time that was spent on a category."""
         return fmean(outcome.seconds[name] / outcome.wall_seconds for outcome in self.outcomes)
 
 
 def sweep(world: World, days: float, seeds: int, intervals: Sequence[float] = ()) -> list[SweepPoint]:
-    """Goodput by interval, each with the same failures; by default at Daly's interval, and around it.
+    """Simulate several intervals with the same failures, by default Daly's interval and others around it.
 
-    An interval shorter than a save takes comes to the same as one of that length: a save waits for the one before.
+    An interval shorter than a save gives the same result as one of that length, because a save waits for the one before.
     """
     best = daly_policy(world).interval_seconds
     around = [best * factor for factor in _INTERVAL_FACTORS if best * factor >= world.durable_seconds]
-    wanted = {*(intervals or around), best}
     points = []
-    for interval in sorted(wanted):
+    for interval in sorted({*(intervals or around), best}):
         outcomes = tuple(simulate(world, Policy(interval), days, seed) for seed in range(seeds))
-        points.append(SweepPoint(interval, interval == best, tuple(each.goodput for each in outcomes), outcomes))
+        points.append(SweepPoint(interval, interval == best, tuple(outcome.goodput for outcome in outcomes), outcomes))
     return points
 
 
@@ -359,5 +366,5 @@ _INTERVAL_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1 / 1.4, 1.4, 2, 4, 8, 16)
 
 
 def total_seconds_by_category(outcomes: Sequence[Outcome]) -> Mapping[str, float]:
-    """Seconds by name, over all."""
+    """Return the seconds of each category, summed over all outcomes."""
     return {name: sum(outcome.seconds[name] for outcome in outcomes) for name in TIME_CATEGORIES}

@@ -1,4 +1,7 @@
-"""The memory tier of a run: a folder in the memory of each host that outlives the ranks, their agent too, and not the run."""
+"""The folder of the memory tier on this host: its path, its size, and its drain at the end of a run.
+
+The folder outlives the ranks and the agent, but not the run.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,18 @@ from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.tiers import manager, tier_spec
 
 BROUGHT_TEXT = "was brought"
-"""In what is said of a step that was only in memory."""
+"""Part of the text about a step that was only in memory and has been copied."""
 
 
 def memory_folder(run_folder: Path, host: str = "") -> Path | None:
-    """Where it is: the same whenever ckpt-run works in this folder, for this one of several hosts; None without shared memory,
-    or where another is named. Made by who first writes there, so that nothing is left of a run that keeps no steps in it."""
+    """Return the memory folder of a run; None without shared memory, or if the environment names another memory.
+
+    It is the same for each `ckpt-run` with this run folder and host. The first writer creates it, so a run without steps in
+    memory leaves nothing.
+
+    run_folder: the folder of the run.
+    host: the name of this host in a run of several hosts.
+    """
     if os.environ.get(tier_spec.MEMORY_VARIABLE):
         return None
     try:
@@ -29,30 +38,34 @@ def memory_folder(run_folder: Path, host: str = "") -> Path | None:
 
 
 def used_bytes(folder: Path) -> int:
-    """Of the memory of this host, by all that is in the folder: also what is kept for its pages alone."""
+    """Return the bytes of memory that all files in the folder take, also files that are kept only to reuse their pages."""
     used = 0
-    for where, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(OSError):  # it is deleted, or renamed, just now
-                used += os.lstat(os.path.join(where, name)).st_blocks * 512
+            with contextlib.suppress(OSError):  # the file was deleted or renamed in between
+                used += os.lstat(os.path.join(parent, name)).st_blocks * 512
     return used
 
 
 def drain_folder(folder: Path) -> str:
-    """At the end of a run: copy what is newest to where it belongs, and give the memory free. In words what was done."""
-    done, said = drain_urls([str(folder)])
+    """Copy the newest step to the repository at the end of a run, free the memory, and return a text about the result."""
+    done, text = drain_urls([str(folder)])
     if done:
         shutil.rmtree(folder, ignore_errors=True)
-    return said
+    return text
 
 
 def drain_urls(urls: Sequence[str]) -> tuple[bool, str]:
-    """Copy what is newest in memories, the newest of them first, to where it belongs. Whether they are needed no more, and in
-    words what was done."""
+    """Copy the newest step in these memories to the repository.
+
+    Returns whether the memories are no longer needed, and a text about the result.
+
+    urls: the memories, the newest first.
+    """
     try:
-        said = manager.drain(*urls)
+        text = manager.drain(*urls)
     except CkptError as error:
-        said = f"{urls[0]} {manager.NOT_DRAINED}: {error}"
-    if manager.NOT_DRAINED in said:
-        return False, f"{said}; the memory is kept: start ckpt-run again, or copy it with ckpt-restore"
-    return True, said
+        text = f"{urls[0]} {manager.NOT_DRAINED}: {error}"
+    if manager.NOT_DRAINED in text:
+        return False, f"{text}; the memory is kept: start ckpt-run again, or copy it with ckpt-restore"
+    return True, text

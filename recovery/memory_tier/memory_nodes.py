@@ -1,13 +1,14 @@
-"""A process that serves folders in the memory of this host as storage nodes, to the ranks of all hosts of a run.
+"""The process that serves folders in the memory of this host as storage nodes, and the agent's side of it.
 
-Each node is a folder that is named by its port. What is in it outlives the process, and its caller: the next one serves the
-same folders at the same ports. It is told what to do by lines on its standard input, and ends with it.
+The ranks of all hosts of a run use the nodes. The folder of each node is named by its port. It outlives the process and the
+agent: the next process serves the same folders at the same ports. The process reads commands as lines from its standard
+input, and ends when that closes. The first line is its configuration.
 
-    in   fresh               one node more, empty
-         drop HOST:PORT      end it, and remove what it holds
-    out  serves HOST:PORT    of a folder that was there
-         ready               these are all
-         fresh HOST:PORT     the one that was asked for
+    in   fresh               start one more node, empty
+         drop HOST:PORT      end a node, and remove its data
+    out  serves HOST:PORT    a node of an existing folder is served
+         ready               all existing folders are served
+         fresh HOST:PORT     the requested node is served
          fails REASON
 """
 
@@ -41,45 +42,47 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt.run")
 
 _RESTART_SECONDS = 1.0
-"""After it has ended by itself."""
+"""The pause before a process that has ended by itself is started again."""
 _FRESH_SECONDS = 20.0
-"""Who is not ready after so long is not waited for."""
+"""How long a fresh node is awaited. After that the host counts as one without a node."""
 _PROCESS_END_SECONDS = 2.0
-"""The process before may take so long to end."""
+"""How long an earlier process may take to end and to free its ports."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSecurity:
-    """What keeps strangers out of nodes that other hosts can reach. The token is that of the clients, in the environment."""
+    """How nodes that other hosts can reach are protected. The token itself is in the environment, as for clients."""
 
     token: bool = False
-    """Whether there is one."""
+    """Whether there is a token."""
     certificate: str = ""
-    """File of the chain, PEM; `key` belongs to it."""
+    """The PEM file with the certificate chain."""
     key: str = ""
+    """The PEM file with the key of the certificate."""
     authority: str = ""
-    """File of who has signed the certificates of all hosts: clients speak TLS then."""
+    """The PEM file of the authority that has signed the certificates of all hosts. With it, clients use TLS."""
     insecure: bool = False
+    """Whether nodes may be served without a token and TLS."""
 
     def missing_options(self, address: str) -> str:
-        """The options that are missing for nodes at this address; "" none."""
+        """Return the options that are missing for nodes at this address; "" none."""
         tls = {"--tls-cert": self.certificate, "--tls-key": self.key, "--ca-file": self.authority}
-        lacking = [name for name, file in tls.items() if not file]
-        if self.insecure or is_loopback(address):  # all of it, or nothing
-            return ", ".join(lacking) if len(lacking) < len(tls) else ""
-        return ", ".join(lacking if self.token else ["--token-file", *lacking])
+        missing = [name for name, file in tls.items() if not file]
+        if self.insecure or is_loopback(address):  # TLS is optional, but needs all three options
+            return ", ".join(missing) if len(missing) < len(tls) else ""
+        return ", ".join(missing if self.token else ["--token-file", *missing])
 
 
 class MemoryNodes:
-    """Its caller's side; all but `look` and `close` may be read at any time. Nothing here waits but `close`."""
+    """The agent's side of the process. Only `close` waits. The main thread calls the methods."""
 
     def __init__(self, folder: Path, address: str, security: NodeSecurity) -> None:
         self.nodes: tuple[str, ...] = ()
-        """HOST:PORT of all that are served."""
+        """HOST:PORT of all nodes that are served."""
         self.fresh = ""
-        """One of them, that is empty."""
+        """The one of them that is empty and that no attempt has used; "" none."""
         self.folder = folder
-        """In the memory of this host, with all that the nodes hold."""
+        """The folder in the memory of this host with the data of all nodes."""
         self._host = f"[{address}]" if ":" in address else address
         self._configuration = json.dumps([str(folder), address, security.certificate, security.key])
         self._ready = self._fresh_requested = False
@@ -91,15 +94,17 @@ class MemoryNodes:
 
     @property
     def state(self) -> Literal["off", "coming", "ready"]:
-        """Whether there is a fresh node, or will be in a moment."""
+        """ready: there is a fresh node. coming: there will be one in a moment. off: neither."""
         if self._ready and self.fresh in self.nodes:
             return "ready"
         return "coming" if time.monotonic() - self._fresh_missing_since < _FRESH_SECONDS else "off"
 
     def update(self, used_nodes: Collection[str]) -> None:
-        """Hear what it says, and see to it that one node is fresh, and no node is there for nothing. Call it often.
+        """Read answers of the process, request a fresh node if there is none, and drop nodes that are not used.
 
-        named: the nodes that are in use, or may be.
+        The agent calls this several times a second.
+
+        used_nodes: HOST:PORT of the nodes that are in use, or may be.
         """
         now = time.monotonic()
         self._read_lines()
@@ -111,20 +116,20 @@ class MemoryNodes:
             return
         if self.fresh in used_nodes:
             self.fresh, self._fresh_missing_since = "", now
-        for at in self.nodes:
-            if at not in used_nodes and at != self.fresh:
-                self._send_line(f"drop {at}")
-        self.nodes = tuple(at for at in self.nodes if at in used_nodes or at == self.fresh)
+        for node in self.nodes:
+            if node not in used_nodes and node != self.fresh:
+                self._send_line(f"drop {node}")
+        self.nodes = tuple(node for node in self.nodes if node in used_nodes or node == self.fresh)
         if self.fresh not in self.nodes and not self._fresh_requested and now >= self._retry_at:
             self._fresh_requested = True
             self._send_line("fresh")
 
     def node_address(self, path: Path) -> str:
-        """HOST:PORT of the node whose folder this is."""
+        """Return HOST:PORT of the node with this folder."""
         return f"{self._host}:{path.name}"
 
     def close(self, remove: bool) -> None:
-        """End it. free: and remove all that it holds."""
+        """End the process. remove: also delete the data of all nodes."""
         if self._process is not None:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
@@ -165,43 +170,46 @@ class MemoryNodes:
                 self._received += data
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
-            kind, _, what = line.decode().partition(" ")
+            kind, _, text = line.decode().partition(" ")
             if kind == "ready":
                 self._ready = True
             elif kind == "fails":
-                self._warn(what)
+                self._warn(text)
                 self._fresh_requested, self._retry_at = False, time.monotonic() + _RESTART_SECONDS
             else:
-                self.nodes = tuple(sorted({*self.nodes, what}))
+                self.nodes = tuple(sorted({*self.nodes, text}))
             if kind == "fresh":
-                self.fresh, self._fresh_requested = what, False
+                self.fresh, self._fresh_requested = text, False
         if (status := self._process.poll()) is not None:
             self._handle_end(f"has ended with status {status}")
 
-    def _handle_end(self, what: str) -> None:
+    def _handle_end(self, text: str) -> None:
+        """Note that the process has ended, for a restart after a pause. text: what happened to it."""
         now = time.monotonic()
-        if self._ready:  # it may come back as it went
+        if self._ready:  # a process that was ready will probably be ready again after the restart
             self._fresh_missing_since = now
         self._process, self.nodes, self._ready = None, (), False
         self._retry_at = now + _RESTART_SECONDS
-        self._warn(f"the process that serves it {what}; it is started again")
+        self._warn(f"the process that serves it {text}; it is started again")
 
-    def _warn(self, what: str) -> None:
-        if what != self._last_warning:
-            log.warning("the memory of this host: %s", what)
-        self._last_warning = what
+    def _warn(self, text: str) -> None:
+        if text != self._last_warning:
+            log.warning("the memory of this host: %s", text)
+        self._last_warning = text
 
     def _send_line(self, line: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, and is started again
+        with contextlib.suppress(OSError):  # the process has ended, and will be started again
             os.write(self._process.stdin.fileno(), f"{line}\n".encode())
 
 
-# --- the other side ----------------------------------------------------------------------------------------------
+# --- in the process ----------------------------------------------------------------------------------------------
 
 
 class _ServedNodes:
+    """The nodes that this process serves."""
+
     def __init__(self, folder: Path, address: str, options: NodeOptions) -> None:
         self._folder = folder
         self._address = address
@@ -210,7 +218,8 @@ class _ServedNodes:
         self._servers: dict[str, tuple[NodeServer, Device]] = {}
 
     def serve_existing(self) -> None:
-        for path in sorted(self._folder.glob("*")):  # none where nothing was kept yet
+        """Serve the nodes of all existing folders, and print the result of each."""
+        for path in sorted(self._folder.glob("*")):
             if path.name.isdigit():
                 try:
                     print("serves", self._serve_folder(path, time.monotonic() + _PROCESS_END_SECONDS), flush=True)
@@ -218,16 +227,17 @@ class _ServedNodes:
                     print(f"fails {path} can't be served: {_one_line(error)}", flush=True)
 
     def create(self) -> str:
+        """Serve a new, empty node and return its HOST:PORT."""
         for _ in range(20):
-            with socket.create_server((self._address, 0), family=self._family) as found:
-                path = self._folder / str(found.getsockname()[1])
-            if not path.exists():  # else one that could not be served had this port
+            with socket.create_server((self._address, 0), family=self._family) as probe:
+                path = self._folder / str(probe.getsockname()[1])
+            if not path.exists():  # a folder with this port belongs to a node that could not be served
                 return self._serve_folder(path)
         raise StoreError(f"no port of {self._address} is free")
 
-    def drop(self, at: str) -> None:
-        """Without waiting for its callers."""
-        server, device = self._servers.pop(at)
+    def drop(self, node: str) -> None:
+        """End a node and remove its data, without waiting for its calls to end."""
+        server, device = self._servers.pop(node)
         threading.Thread(target=_remove_node, args=(server, Path(device.path)), daemon=True).start()
 
     @property
@@ -242,7 +252,7 @@ class _ServedNodes:
         while True:
             try:
                 with socket.create_server((self._address, port), family=self._family):
-                    pass  # gRPC would share the port with whoever else of this user listens there
+                    pass  # this fails if the port is in use; gRPC would share it with another process of this user
                 device = Device(path)
                 server = NodeServer(device, self._host, port, self._options)
                 break
@@ -250,14 +260,14 @@ class _ServedNodes:
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.1)
-        at = f"{self._host}:{server.port}"
-        self._servers[at] = server, device
+        node = f"{self._host}:{server.port}"
+        self._servers[node] = server, device
         failpoint("keeper.serves")
-        return at
+        return node
 
 
 def nodes_with_objects(folder: Path) -> list[Path]:
-    """The nodes in the memory of this host that hold any object. Raises StoreError where that can't be read."""
+    """Return the folders of nodes in the memory of this host that have objects. Raises StoreError if they can't be read."""
     from ckpt.storage.local.directory import LocalStore
     from ckpt.storage.member.device import OBJECTS
 
@@ -278,7 +288,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def serve_nodes() -> None:
-    """Serve until the standard input ends."""
+    """Run the process until its standard input closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
@@ -296,15 +306,15 @@ def serve_nodes() -> None:
     nodes.serve_existing()
     print("ready", flush=True)
     for line in sys.stdin:
-        kind, _, what = line.strip().partition(" ")
+        kind, _, node = line.strip().partition(" ")
         try:
             if kind == "fresh":
                 print("fresh", nodes.create(), flush=True)
             else:
-                nodes.drop(what)
+                nodes.drop(node)
         except (CkptError, OSError) as error:
             print(f"fails {_one_line(error)}", flush=True)
-    os._exit(0)  # what is half-written is no more when its folder is served again
+    os._exit(0)  # half-written objects are removed when the folder is served again
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The fork server: a process that imports the modules of the ranks once, and forks a rank on each request.
+"""The fork server, which imports the ranks' modules and forks ranks; one file, as it runs without ckpt.
 
 The interpreter of the ranks runs this file with the ranks' flags. Nothing of ckpt is imported before the ranks' modules.
 These packages are left out, and after each the process restarts itself without it:
