@@ -211,7 +211,7 @@ def test_an_end_that_was_wanted_is_no_failure(asked: Path, capfd: pytest.Capture
 def test_a_report_says_whose_time_is_not_in_it(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (asked / ledger_file_name("a")).unlink()
     assert ask(commands.report, asked) == 0
-    assert "this is a part of the time only: a coordinated, too" in capfd.readouterr().err
+    assert "this is only a part of the time: a also coordinated" in capfd.readouterr().err
     assert ask(commands.report, asked, "--json") == 0
     assert json.loads(capfd.readouterr().out)["not_here"] == ["a"]
 
@@ -220,7 +220,7 @@ def test_a_report_without_a_ledger(asked: Path, monkeypatch: pytest.MonkeyPatch)
     """The state is elsewhere, and says who had it."""
     entries = commands._open_entries(asked, None)
     monkeypatch.setattr(commands, "_open_entries", lambda *_: entries)
-    with pytest.raises(CkptError, match="holds no ledger of this run; give --run-dir as a or b had it"):
+    with pytest.raises(CkptError, match="has no ledger of this run; give the --run-dir of a or b"):
         ask(commands.report, asked / "none", "--state", "etcd://127.0.0.1:1/lab")
 
 

@@ -623,14 +623,14 @@ def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
         (["whyy"], 1, "there is no command whyy; did you mean `ckpt-run why`?"),
         (["-n", "0", "--", "true"], 2, "is not in the range"),
         ([], 2, "Missing argument"),
-        (["--spares", "1", "--", "true"], 1, "--spares 1 is of hosts, beside --nnodes 2 or more"),
+        (["--spares", "1", "--", "true"], 1, "--spares 1 needs --nnodes 2 or more"),
         (["--min", "2", "--", "true"], 1, "--min 2 is more than the 1 host of --nnodes"),
         (["--straggler", "1", "--", "true"], 2, "is not in the range"),
         (["--dir", "nowhere://x", "--", "true"], 1, '(pip install "ckpt-store[s3]"), or another scheme of fsspec\n'),
         (["--dir", "/proc/none", "--", "true"], 1, "--dir can't be used: "),
         (["--dir", str(Path(__file__).parent), "--", "true"], 1, "is not a checkpoint repository; name an empty or a new"),
         (["--dir", __file__, "--", "true"], 1, f"{__file__}/ckpt.json failed: Not a directory; a part of this path is a file"),
-        (["--dir", "", "--", "true"], 1, "--dir names nothing"),
+        (["--dir", "", "--", "true"], 1, "--dir is empty"),
         (["--", ""], 1, "the command is empty"),
         (["--address", "192.0.2.1", "--", "true"], 1, "give one of this host as --address"),
         (["--metrics", "127.0.0.1:99999", "--", "true"], 1, "write HOST:PORT, such as 127.0.0.1:9200"),
@@ -657,7 +657,7 @@ def test_wrong_usage(tmp_path: Path, arguments: list[str], status: int, message:
 
 def test_what_is_no_number() -> None:
     for option in ("grace", "patience", "give-up", "hang", "first-hang", "spike", "straggler", "straggler-after"):
-        with pytest.raises(click.BadParameter, match="nan is no number that can be used here"):
+        with pytest.raises(click.BadParameter, match="nan can't be used here"):
             run_command.main([f"--{option}", "nan", "--", "true"], standalone_mode=False)
 
 
@@ -811,12 +811,12 @@ def test_no_run_here(tmp_path: Path, what: str, there: bool) -> None:
     command = [sys.executable, "-m", "ckpt.tools.run", *what.split(), "--run-dir", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "holds no run; give its folder as --run-dir" in done.stderr
+    assert f"there is no run in {tmp_path / 'none'}; give its folder as --run-dir" in done.stderr
     assert [path.name for path in tmp_path.rglob("*")] == ["none"] * there, "nothing is made there"
     if there:
         (tmp_path / "none" / "ledger-h1.jsonl").touch()
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert "holds only the ledger of a host; give --state as the run had it" in done.stderr
+        assert "has only the ledger of a host; also give the --state of the run" in done.stderr
 
 
 def test_plain_commands(tmp_path: Path) -> None:
@@ -1095,7 +1095,7 @@ def test_another_user_may_look(start: Callable[..., Run], tmp_path: Path) -> Non
         assert "only the user of the run can see its ranks" in status.stdout
         assert "rank 1 was killed by SIGKILL" in asks("plan", "--fail", "1").stdout
         for words in (("drain",), ("inject", "kill")):
-            assert "do it as the user of the run" in asks(*words).stderr
+            assert "run the command as the user of the run" in asks(*words).stderr
         run.process.terminate()
         assert run.end() == 128 + signal.SIGTERM
         for words in (("why",), ("report",)):

@@ -485,9 +485,9 @@ def test_status_and_plan(job: Callable[..., Job]) -> None:
     assert "rank 3 was killed by SIGKILL" in run.ask("plan", "--dry-run", "--fail", "3").stdout
     assert run.ask("plan").stdout.startswith("suppose  rank 0 is killed\ndecision  rank 0 was killed by SIGKILL")
     everyone = [word for name in "abcd" for word in ("--lose", name)]
-    assert "then no host is left that could decide" in run.ask("plan", *everyone).stderr
+    assert "without any host nothing is decided" in run.ask("plan", *everyone).stderr
     assert run.ask("plan", "--lose", "nobody").returncode == 1
-    assert "there is no rank 6; there are 6 ranks, from 0 on" in run.ask("plan", "--fail", "6").stderr
+    assert "there is no rank 6: the run has 6 ranks, numbered from 0" in run.ask("plan", "--fail", "6").stderr
     assert [e.kind for e in run.log()] == [e.kind for e in log], "nothing was done"
 
 

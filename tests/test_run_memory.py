@@ -456,7 +456,7 @@ def test_hosts_that_strangers_reach(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "memory" in line]
-    assert "give --token-file, --tls-cert, --tls-key, --ca-file, or say --insecure or --no-memory" in line
+    assert "give --token-file, --tls-cert, --tls-key, --ca-file, or --insecure or --no-memory" in line
 
 
 # --- which nodes -------------------------------------------------------------------------------------------------

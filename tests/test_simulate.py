@@ -149,7 +149,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--mtbf", "soon"], "write seconds, or a time such as"), (["--step", "0"], "--step: give more than 0")],
+    [(["--mtbf", "soon"], "write seconds, or a time such as"), (["--step", "0"], "--step: give a time above 0")],
 )
 def test_wrong_usage(arguments: list[str], message: str) -> None:
     done = command(*arguments)

@@ -1,4 +1,4 @@
-"""ckpt-run: keeps a training job running."""
+"""The command ckpt-run: runs a training job, and restarts it from its last checkpoint after a failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.command("ckpt-run", context_settings=run_queries.SETTINGS | {"ignore_unknown_options": False})
 @run_options
 def command(state: str | None, job: JobOptions, host: HostRunOptions, security: SecurityOptions) -> int:
-    """Run COMMAND as so many ranks, and start them again from what they saved when one of them fails.
+    """Run COMMAND as a number of ranks, and restart them from their last checkpoint if one of them fails.
 
     \b
       ckpt-run -n 4 -- python train.py --lr 1e-4
@@ -35,15 +35,15 @@ def command(state: str | None, job: JobOptions, host: HostRunOptions, security: 
     \b
       ckpt-run status                what hosts and ranks do now
       ckpt-run why                   what was decided, and why
-      ckpt-run plan --fail 2         what would be decided if that happened now
+      ckpt-run plan --fail 2         what would be decided if rank 2 failed now
       ckpt-run drain                 save, and end
-      ckpt-run inject kill --rank 2  do something bad to a rank, to see what happens
+      ckpt-run inject kill --rank 2  make a rank fail, to see what happens
       ckpt-run report                where the time went
       ckpt-run simulate              what failures cost, and how often to save
 
-    A rank is told who it is as by torchrun (RANK, WORLD_SIZE, MASTER_ADDR …). A rank that uses ckpt.Checkpointer is
-    noticed when it hangs, too, and is asked to save before the job ends. Exit status: 0 all ranks ended well, 1 the job was
-    given up, 128 + n it was ended by signal n.
+    Ranks get the environment variables of torchrun (RANK, WORLD_SIZE, MASTER_ADDR …). If a rank uses ckpt.Checkpointer,
+    ckpt-run also notices when it hangs, and lets it save before the job ends. Exit status: 0 all ranks succeeded, 1 the job was
+    given up, 128 + n signal n ended it.
     """
     from ckpt.recovery.agent.agent import Agent
     from ckpt.recovery.agent.host_options import HostOptions
@@ -83,7 +83,7 @@ def command(state: str | None, job: JobOptions, host: HostRunOptions, security: 
 
 
 def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:
-    """For this process and the ranks, which inherit it."""
+    """Set environment variables of this process, which the ranks inherit."""
     from ckpt.training.loss_spikes import FACTOR_VARIABLE
 
     if job.spike is not None:
@@ -96,33 +96,30 @@ def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:
 
 
 def _check_hosts(job: JobOptions, launcher: str, hosts: int, state: str | None) -> None:
-    """Refuse numbers of hosts that don't go together, or not with the launcher."""
+    """Raise InvalidArgument for numbers of hosts that don't fit together, or don't fit the launcher."""
     if job.spares and hosts < 2:
         raise InvalidArgument(
-            f"--spares {job.spares} is of hosts, beside --nnodes 2 or more; "
-            "one host has a process ready for warm starts without it"
+            f"--spares {job.spares} needs --nnodes 2 or more, because spares are hosts; leave it out on one host"
         )
     if job.least is not None and job.least > hosts:
         raise InvalidArgument(f"--min {job.least} is more than the {format_count(hosts, 'host')} of --nnodes")
     if launcher == "mpiexec" and hosts > 1:
         raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
     if launcher in ("slurm", "torchrun", "k8s") and hosts > 1 and state is None:
-        raise InvalidArgument(
-            f"{hosts} hosts share no file that could hold the state of the run; give --state etcd://HOST:PORT/NAME"
-        )
+        raise InvalidArgument(f"{hosts} hosts share no file for the state of the run; give --state etcd://HOST:PORT/NAME")
 
 
 def _check_command(command: Sequence[str], launcher: str) -> None:
-    """Refuse a command that can't be started, and print what the launcher lacks."""
+    """Raise CkptError for a command that can't be started; print a hint if the launcher needs another option."""
     if not command[0].strip():
-        raise InvalidArgument("the command is empty, as a variable that is not set; write ckpt-run -- python train.py")
+        raise InvalidArgument("the command is empty (an unset variable?); write ckpt-run -- python train.py")
     _require_startable(command)
     if hint := host_identity.launcher_hint(launcher, command):
         common.print_error("ckpt-run", hint)
 
 
 def _share_directory(url: str) -> str:
-    """A URL that steps can be saved to, whatever folder it is seen from; the ranks inherit it."""
+    """Return the absolute URL of --dir, and put it into the environment, which the ranks inherit."""
     from ckpt.repository.repository import DIRECTORY_VARIABLE
 
     os.environ[DIRECTORY_VARIABLE] = url = _usable_url(url)
@@ -130,7 +127,7 @@ def _share_directory(url: str) -> str:
 
 
 def _require_startable(command: Sequence[str]) -> None:
-    """Refuse a command that can't be started: it may be meant for what is asked of a run."""
+    """Raise CkptError for a command that can't be started, and suggest a similar subcommand of ckpt-run."""
     from ckpt.recovery.ranks import launch
 
     try:
@@ -142,11 +139,11 @@ def _require_startable(command: Sequence[str]) -> None:
 
 
 def _usable_url(url: str) -> str:
-    """A URL that steps can be saved to, whatever folder it is seen from."""
+    """Return a URL that does not depend on the current folder; raise CkptError if no step can be saved to it."""
     from ckpt.repository.repository import open_repository
 
     if not url:
-        raise InvalidArgument("--dir names nothing, as a variable that is not set; give a folder or a URL, or leave it out")
+        raise InvalidArgument("--dir is empty (an unset variable?); give a folder or a URL, or leave it out")
     url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
     try:
         open_repository(url).ensure()
@@ -156,7 +153,10 @@ def _usable_url(url: str) -> str:
 
 
 def _node_security(address: str, options: SecurityOptions) -> NodeSecurity | None:
-    """For the memory of this host, which others are to reach; None, and a line that says why, where strangers could, too."""
+    """Return the security options of the memory node of this host, which other hosts use.
+
+    Returns None, and prints the reason, if anyone on the network could use it.
+    """
     from ckpt.recovery.memory_tier.memory_nodes import NodeSecurity
     from ckpt.storage.node.credentials import is_loopback
 
@@ -165,8 +165,8 @@ def _node_security(address: str, options: SecurityOptions) -> NodeSecurity | Non
     security = NodeSecurity(has_token, options.tls_cert or "", options.tls_key or "", authority, options.insecure)
     if lacks := security.missing_options(address):
         common.print_error(
-            "ckpt-run", f"no memory is kept for Tier('memory'), as others would reach it at {address}: give {lacks}, or say "
-            "--insecure or --no-memory",
+            "ckpt-run", f"no memory is kept for Tier('memory'), because other hosts could reach it at {address}: give {lacks}, "
+            "or --insecure or --no-memory",
         )  # fmt: skip
         return None
     if options.insecure and not is_loopback(address):
@@ -200,7 +200,7 @@ _SUBCOMMANDS = {
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command as a console script."""
     if len(sys.argv) > 1 and sys.argv[1] in _SUBCOMMANDS:
         common.run(_SUBCOMMANDS[sys.argv.pop(1)])
     common.run(command)

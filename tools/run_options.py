@@ -1,4 +1,4 @@
-"""The options of ckpt-run: what all hosts of a job agree on, what is this host's own, and who may reach its memory."""
+"""The options of ckpt-run: those of the job, which are the same on all hosts, those of this host, and security."""
 
 from __future__ import annotations
 
@@ -21,115 +21,129 @@ _FILE_TYPE = click.Path(exists=True, dir_okay=False, resolve_path=True)
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("-n", "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes on each host."),
-    click.option("--nnodes", type=click.IntRange(1), help="Hosts; start it on each. More wait as spares.  [default: 1]"),
-    click.option("--min", "least", type=click.IntRange(1), help="Go on with so many hosts, if need be.  [default: all]"),
+    click.option(
+        "--nnodes",
+        type=click.IntRange(1),
+        help="The number of hosts; start ckpt-run on each. Further hosts wait as spares.  [default: 1]",
+    ),
+    click.option(
+        "--min", "least", type=click.IntRange(1), help="Continue with this many hosts, if there are no more.  [default: all]"
+    ),
     click.option(
         "--spares",
         type=click.IntRange(0),
         default=0,
         show_default=True,
-        help="So many more hosts are expected to wait, and it is said when there are fewer.",
+        help="The number of hosts that should wait as spares; a note is logged if there are fewer.",
     ),
     run_queries.state_option,
-    click.option("--dir", "directory", metavar="URL", help="Where ranks save that name no URL: ckpt.Checkpointer(), CKPT_DIR."),
+    click.option(
+        "--dir", "directory", metavar="URL", help="The URL for ckpt.Checkpointer() without a URL; ranks get it as CKPT_DIR."
+    ),
     run_queries.folder_option,
     click.option(
         "--launcher",
         type=click.Choice(host_identity.LAUNCHERS),
         default="local",
         show_default=True,
-        help="mpiexec: starts the ranks. Others start this command on each host: its name is theirs, and but for k8s --nnodes.",
+        help="What starts processes. mpiexec starts the ranks; the others start this command on each host, and give it the "
+        "host name and, except k8s, --nnodes.",
     ),
-    click.option("--name", help="Of this host.  [default: as the launcher or the system calls it]"),
-    click.option("--address", help="Where other hosts reach this one.  [default: the one that reaches the state]"),
+    click.option("--name", help="The name of this host.  [default: its name in the launcher or the system]"),
+    click.option("--address", help="The address of this host for other hosts.  [default: that of its connection to the state]"),
     click.option(
         "--restarts",
         type=click.IntRange(0),
         default=10,
         show_default=True,
-        help="Restarts in a row without a newer step.",
+        help="The most restarts in a row without a newer step.",
     ),
     click.option(
         "--grace",
         type=common.Number(0),
         default=30.0,
         show_default=True,
-        help="Seconds to save in, after SIGTERM.",
+        help="Seconds for a last save after SIGTERM.",
     ),
     click.option(
         "--patience",
         type=common.Number(0, never=True),
         default=30.0,
         show_default=True,
-        help="Seconds to wait for a host in place of a lost one, before going on with fewer.",
+        help="Seconds to wait for a replacement of a lost host, before the job continues with fewer.",
     ),
     click.option(
         "--give-up",
         type=common.Number(0, never=True),
         default=600.0,
         show_default=True,
-        help="Seconds to wait for too few hosts, and for all of them at first.",
+        help="Seconds to wait for enough hosts, and at the start for all of them, before the job is given up.",
     ),
     click.option(
         "--hang",
         type=common.Number(1, never=True),
         default=10.0,
         show_default=True,
-        help="Least seconds of silence that are a hang, in a step; elsewhere, as in a save, 30 times as many.",
+        help="Seconds without a heartbeat in a step that are never a hang; in other phases, such as a save, 30 times as many.",
     ),
     click.option(
         "--first-hang",
         type=common.Number(1, never=True),
-        help="Most seconds of silence, in any phase, and as long as little is learned of it.  [default: 900 in a step]",
+        help="Seconds without a heartbeat that are always a hang, in any phase; the limit until enough steps are measured.  "
+        "[default: 900 in a step]",
     ),
     click.option(
         "--spike",
         type=common.Number(0, min_open=True),
         metavar="FACTOR",
-        help="A loss that is so many times the usual spread above the usual is a failure; 10 is a good value. Off unless "
-        "given.",
+        help="A loss that exceeds the median by FACTOR times the usual spread is a failure; 10 is a good value. Off by "
+        "default.",
     ),
     click.option(
         "--straggler",
         type=common.Number(1, min_open=True),
         metavar="FACTOR",
-        help="Go on without a host that has a rank FACTOR times as slow as the median, where a spare waits; else it is only "
-        "said.",
+        help="Replace a host by a spare if a rank of it is FACTOR times as slow as the median; without a spare, only log it.",
     ),
     click.option(
         "--straggler-after",
         type=common.Number(0, min_open=True),
         default=60.0,
         show_default=True,
-        help="Seconds that a rank must have been slow.",
+        help="Seconds that a rank must have been slow before.",
     ),
-    click.option("--again", is_flag=True, help="Begin anew where the run on several hosts has come to its end."),
+    click.option("--again", is_flag=True, help="Begin another run if the run on several hosts has ended."),
     click.option(
         "--warm/--cold",
         default=True,
         show_default=True,
-        help="Keep a process that has imported what ranks import, to fork them.",
+        help="Keep a fork server, a process with the imports of the ranks, to restart them fast.",
     ),
     click.option(
         "--memory/--no-memory",
         default=True,
         show_default=True,
-        help="Hosts keep memory for Tier('memory'), a copy of everything on two of them.",
+        help="Keep memory of the hosts for Tier('memory'), with a copy of each step on two of them.",
     ),
     click.option(
         "--token-file",
         type=_FILE_TYPE,
-        help="The job's secret, the same on all hosts: signs its log in etcd.  [default: $CKPT_TOKEN, $CKPT_TOKEN_FILE]",
+        help="The secret of the job, the same on all hosts, which signs its log in etcd.  [default: $CKPT_TOKEN, "
+        "$CKPT_TOKEN_FILE]",
     ),
     click.option("--tls-cert", type=_FILE_TYPE, help="The certificate chain of this host, PEM."),
-    click.option("--tls-key", type=_FILE_TYPE, help="Its key, PEM."),
+    click.option("--tls-key", type=_FILE_TYPE, help="The key of the certificate, PEM."),
     click.option(
         "--ca-file", type=_FILE_TYPE, help="The authority of the certificates of all hosts.  [default: $CKPT_CA_FILE]"
     ),
-    click.option("--insecure", is_flag=True, help="Let other hosts reach the memory of this one without token or TLS."),
-    click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus' metrics there, at /metrics."),
+    click.option("--insecure", is_flag=True, help="Let other hosts use the memory of this host without token or TLS."),
+    click.option("--metrics", metavar="HOST:PORT", help="Serve Prometheus metrics at this address, at /metrics."),
     click.option(
-        "--show", type=click.Choice(["0", "all", "none"]), default="0", show_default=True, help="Whose output to show."
+        "--show",
+        type=click.Choice(["0", "all", "none"]),
+        default="0",
+        show_default=True,
+        help="The ranks whose output is shown.",
     ),
     click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED),
 )
@@ -138,7 +152,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """What is the same on all hosts of a job. Fields are named as the options, whose help says what they mean."""
+    """The options that are the same on all hosts. The fields have the names of the options, whose help explains them."""
 
     command: tuple[str, ...]
     ranks: int
@@ -155,11 +169,11 @@ class JobOptions:
     straggler_after: float
 
     def host_count(self, launcher: str, environment: Mapping[str, str]) -> int:
-        """How many hosts the job runs on, without spares: as --nnodes says, or else the launcher."""
+        """Return the number of hosts of the job, without spares: that of --nnodes, or of the launcher."""
         return self.nnodes or (host_identity.host_count(launcher, environment) or 1) - self.spares
 
     def run_spec(self, hosts: int, directory: str | None) -> RunSpec:
-        """What the hosts agree on, for the log of the run. directory: as all hosts name it."""
+        """Return the specification of the run, on which all hosts agree. directory: the URL of --dir, None without it."""
         from ckpt.recovery.run_log.run_spec import RunSpec
 
         return RunSpec(
@@ -170,7 +184,7 @@ class JobOptions:
 
 @dataclass(frozen=True, slots=True)
 class HostRunOptions:
-    """What is this host's own."""
+    """The options of this host alone."""
 
     run_dir: Path
     launcher: str
@@ -185,7 +199,7 @@ class HostRunOptions:
     show: str
 
     def hang_limits(self) -> HangLimits:
-        """How long a rank may be silent."""
+        """Return how long a rank may send no heartbeat."""
         from ckpt.recovery.policy.hang_limits import INITIAL_LIMIT_SECONDS, HangLimits, uniform_initial_limits
 
         first = INITIAL_LIMIT_SECONDS if self.first_hang is None else uniform_initial_limits(self.first_hang)
@@ -194,7 +208,7 @@ class HostRunOptions:
 
 @dataclass(frozen=True, slots=True)
 class SecurityOptions:
-    """Who may reach the memory of this host, and how its log is signed."""
+    """Who may use the memory of this host, and how its log is signed."""
 
     token_file: str | None
     tls_cert: str | None
@@ -204,7 +218,7 @@ class SecurityOptions:
 
 
 def run_options(function: CommandFunction) -> CommandFunction:
-    """Give a command the options of ckpt-run: they reach it as `state`, `job`, `host` and `security`."""
+    """Add the options of ckpt-run to a command, which gets them as `state`, `job`, `host` and `security`."""
     for gathered in (("job", JobOptions), ("host", HostRunOptions), ("security", SecurityOptions)):
         function = gather_options(*gathered)(function)
     for option in reversed(_OPTIONS):

@@ -1,4 +1,4 @@
-"""Pictures: where the time of a run went, and what a simulation found."""
+"""Draws plots: how a run spent its time, and the results of a simulation."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ MEANINGS: Mapping[TimeCategory, str] = {
 TEXT_COLOUR, FAINT_COLOUR, FAILURE_COLOUR = "#343a40", "#868e96", "#c92a2a"
 
 _SHARES_LEFT = 0.26
-"""Where the bar of shares begins, right of the large figure."""
+"""Where the bar of shares begins, to the right of the large number."""
 
 _MAX_ROWS = 12
-"""So many attempts get a row each; more of them share one."""
+"""Up to this number, each attempt has a row of its own; more attempts share one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _FailureMark:
-    """A failure, at its place on the axis of time that was accounted for."""
+    """A failure and its position on the axis of accounted seconds."""
 
     at: float
     attempt: int
@@ -44,20 +44,20 @@ class _FailureMark:
 
 
 def draw_run(spans: Sequence[LedgerSpan], entries: Sequence[LogEntry], file: Path) -> None:
-    """The picture of a run as PNG: its progress, its attempts as coloured bars, and the shares. Needs matplotlib.
+    """Draw a run into a PNG file: its progress, its attempts as coloured bars, and the shares of time. Needs matplotlib.
 
-    lines: of the ledger. entries: of the record.
+    spans: those of the goodput ledger. entries: those of the run log.
     """
     plt = _pyplot()
     seconds: dict[str, float] = defaultdict(float)
-    for line in spans:
-        seconds[line.name] += line.seconds
+    for span in spans:
+        seconds[span.name] += span.seconds
     starts = _span_starts(spans)
     marks = _failure_marks(spans, starts, entries)
-    attempts = sorted({line.attempt for line in spans})
+    attempts = sorted({span.attempt for span in spans})
     one_row = len(attempts) > _MAX_ROWS
-    steps = any(line.step >= 0 for line in spans)
-    heights = [1.3, *([2.6] if steps else []), 0.55 + (0.7 if one_row else 0.34 * len(attempts))]
+    has_steps = any(span.step >= 0 for span in spans)
+    heights = [1.3, *([2.6] if has_steps else []), 0.55 + (0.7 if one_row else 0.34 * len(attempts))]
     fig, axes = plt.subplots(
         len(heights), 1, figsize=(12, sum(heights) + 1.1), height_ratios=heights, layout="constrained", squeeze=False
     )
@@ -76,7 +76,10 @@ def draw_run(spans: Sequence[LedgerSpan], entries: Sequence[LogEntry], file: Pat
 
 
 def draw_sweep(points: Sequence[SweepPoint], title: str, file: Path) -> None:
-    """Goodput by the interval between saves as PNG, Daly's marked, with the spread over the seeds. Needs matplotlib."""
+    """Draw goodput by the interval between saves into a PNG file, with the spread over the seeds. Needs matplotlib.
+
+    Daly's interval is marked.
+    """
     plt = _pyplot()
     fig, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[3, 2], layout="constrained")
     x = [point.interval_seconds for point in points]
@@ -123,11 +126,11 @@ def draw_sweep(points: Sequence[SweepPoint], title: str, file: Path) -> None:
     plt.close(fig)
 
 
-# --- the parts of a run's picture ------------------------------------------------------------------------------
+# --- the parts of the plot of a run ----------------------------------------------------------------------------
 
 
 def _draw_shares(ax: Any, seconds: Mapping[str, float], failures: int) -> None:
-    """One bar, the goodput in large."""
+    """Draw the shares of time as one bar, and the goodput as a large number."""
     total = sum(seconds.values()) or 1.0
     ax.set_axis_off()
     ax.set_xlim(0, 1)
@@ -161,15 +164,15 @@ def _draw_shares(ax: Any, seconds: Mapping[str, float], failures: int) -> None:
 def _draw_progress(
     ax: Any, spans: Sequence[LedgerSpan], starts: Sequence[float], marks: Sequence[_FailureMark], scale: float
 ) -> None:
-    """The step over time, a line an attempt, and what was committed."""
+    """Draw the step over time, with a line for each attempt, and the last committed step."""
     done: dict[int, list[tuple[float, int]]] = defaultdict(list)
     saved: list[tuple[float, int]] = []
-    for start, line in zip(starts, spans, strict=True):
-        at = (start + line.seconds) / scale
-        if line.step >= 0 and line.name in ("useful", "redo", "stall"):
-            done[line.attempt].append((at, line.step))
-        if line.committed > (saved[-1][1] if saved else -1):
-            saved.append((at, line.committed))
+    for start, span in zip(starts, spans, strict=True):
+        at = (start + span.seconds) / scale
+        if span.step >= 0 and span.name in ("useful", "redo", "stall"):
+            done[span.attempt].append((at, span.step))
+        if span.committed > (saved[-1][1] if saved else -1):
+            saved.append((at, span.committed))
     for number, points in enumerate(done.values()):
         ax.plot(*zip(*points, strict=True), color=COLOURS["useful"], linewidth=1.6, label=None if number else "step")
     if saved:
@@ -200,11 +203,11 @@ def _draw_attempts(
     scale: float,
     one_row: bool,
 ) -> None:
-    """The attempts as bars, coloured by what the time was spent on, each failure with its cause."""
+    """Draw the attempts as bars, coloured by how they spent their time, and each failure with its cause."""
     row = dict.fromkeys(attempts, 0) if one_row else {attempt: number for number, attempt in enumerate(attempts)}
     bars: dict[tuple[int, TimeCategory], list[tuple[float, float]]] = defaultdict(list)
-    for start, line in zip(starts, spans, strict=True):
-        bars[row[line.attempt], line.name].append((start / scale, line.seconds / scale))
+    for start, span in zip(starts, spans, strict=True):
+        bars[row[span.attempt], span.name].append((start / scale, span.seconds / scale))
     for (number, name), ranges in bars.items():
         ax.broken_barh(ranges, (number - 0.38, 0.76), color=COLOURS[name], linewidth=0)
     total = (starts[-1] + spans[-1].seconds) / scale if spans else 1.0
@@ -213,10 +216,10 @@ def _draw_attempts(
         ax.plot([at, at], [number - 0.46, number + 0.46], color=FAILURE_COLOUR, linewidth=1.4, clip_on=False)
         if one_row:
             continue
-        ends = [start + line.seconds for start, line in zip(starts, spans, strict=True) if line.attempt == mark.attempt]
+        ends = [start + span.seconds for start, span in zip(starts, spans, strict=True) if span.attempt == mark.attempt]
         end = max(ends) / scale
-        fits_right = end < 0.62 * total  # else beside the left end of its bar
-        begin = min(start for start, line in zip(starts, spans, strict=True) if line.attempt == mark.attempt) / scale
+        fits_right = end < 0.62 * total  # otherwise the text is to the left of the bar
+        begin = min(start for start, span in zip(starts, spans, strict=True) if span.attempt == mark.attempt) / scale
         ax.annotate(
             mark.text,
             (end if fits_right else begin, number),
@@ -237,21 +240,21 @@ def _draw_attempts(
         ax.set_ylabel(f"{len(attempts)}\nattempts", rotation=0, ha="right", va="center", fontsize=9, color=TEXT_COLOUR)
 
 
-# --- where and how ---------------------------------------------------------------------------------------------
+# --- positions, texts and style --------------------------------------------------------------------------------
 
 
 def _span_starts(spans: Sequence[LedgerSpan]) -> list[float]:
-    """Where each line begins, in seconds that are accounted for: the time between two runs in one folder is left out."""
+    """Return where each span begins, in accounted seconds: the time between two runs in one folder is left out."""
     found, at = [], 0.0
-    for line in spans:
+    for span in spans:
         found.append(at)
-        at += line.seconds
+        at += span.seconds
     return found
 
 
 def _failure_marks(spans: Sequence[LedgerSpan], starts: Sequence[float], entries: Sequence[LogEntry]) -> list[_FailureMark]:
-    """The failures; one is written down while its attempt is stopped, so that it lies at the begin of that."""
-    begins = [line.began for line in spans]
+    """Return the marks of the failures. A failure is logged while its attempt is stopped, so it is moved to before that."""
+    begins = [span.began for span in spans]
     found = []
     for entry in entries:
         if not is_failure(entry) or not spans:
@@ -289,7 +292,7 @@ def _time_unit(seconds: float) -> tuple[str, float]:
 
 
 def _format_duration(seconds: float) -> str:
-    """1.2 s, 3.4 min, 5.6 h."""
+    """Return a duration as text, such as 1.2 s, 3.4 min or 5.6 h."""
     unit, size = next(((u, s) for u, s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)) if seconds >= 2 * s), ("s", 1.0))
     value = seconds / size
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}" if value >= 0.1 else f"{value:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""What one asks a run under ckpt-run, and tells it: why, status, report, plan, drain, inject."""
+"""The subcommands of ckpt-run for an existing run: why, status, report, plan, drain, inject."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ folder_option = click.option(
     type=click.Path(path_type=Path),
     default="ckpt-run-files",
     show_default=True,
-    help="Where the run keeps its record and logs.",
+    help="The folder with the log of the run and the output of its ranks.",
 )
 state_option = click.option("--state", metavar="URL", help="The state of a run on several hosts: etcd://HOST:PORT,…/NAME.")
 
@@ -38,25 +38,25 @@ state_option = click.option("--state", metavar="URL", help="The state of a run o
 @click.command("ckpt-run why", context_settings=SETTINGS)
 @folder_option
 @state_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on each line.")
 def why(run_dir: Path, state: str | None, as_json: bool) -> int:
     """Print what was decided, and why."""
-    from ckpt.recovery.run_log.base import entry_to_json as lines
+    from ckpt.recovery.run_log.base import entry_to_json
 
     entries = _open_entries(run_dir, state)
     for entry, after in zip_longest(entries, entries[1:]):
-        again = entry.kind == "stop" and after is not None and after.kind == "stop"  # with the step that all have agreed on
+        is_repeated = entry.kind == "stop" and after is not None and after.kind == "stop"  # the next one has the agreed step
         if as_json:
-            emit(lines(entry))
-        elif entry.kind not in ("run", "failure") and not again:
+            emit(entry_to_json(entry))
+        elif entry.kind not in ("run", "failure") and not is_repeated:
             at = datetime.datetime.fromtimestamp(entry.at).strftime("%H:%M:%S")
-            what, where = _describe_facts(entry)
-            emit(f"{at}  attempt {entry.attempt}  {entry.kind}  {what}{common.printable(entry.text)}{where}")
+            prefix, suffix = _describe_facts(entry)
+            emit(f"{at}  attempt {entry.attempt}  {entry.kind}  {prefix}{common.printable(entry.text)}{suffix}")
     return 0
 
 
 def _describe_facts(entry: LogEntry) -> tuple[str, str]:
-    """What stands before and after the text of an entry."""
+    """Return the texts to print before and after the text of an entry."""
     from ckpt.recovery.policy.coordinated_stop import StopRequest
     from ckpt.recovery.run_log.entry_facts import DecisionFacts, facts_of
 
@@ -71,7 +71,7 @@ def _describe_facts(entry: LogEntry) -> tuple[str, str]:
 @folder_option
 @state_option
 def status(run_dir: Path, state: str | None) -> int:
-    """Show what a run does now: its hosts, and the ranks of this one. Exit status: 0 it runs, 1 it does not."""
+    """Show what a run does now: its hosts, and the ranks of this host. Exit status: 0 it runs, 1 it does not."""
     from ckpt.recovery.run_log.run_state import RunState
 
     entries = _open_entries(run_dir, state)
@@ -117,50 +117,50 @@ def status(run_dir: Path, state: str | None) -> int:
 
 
 def _not_running_reason(run_state: RunState, reports: Mapping[str, AgentReport]) -> str:
-    """Why a run is not under way; "" where it is."""
+    """Return why a run is not running; "" if it is."""
     if run_state.has_ended and run_state.last is not None:
         return f"it does not run: {run_state.last.text}"
     return "" if reports else "it does not run: its agents are gone; start ckpt-run again, and it goes on"
 
 
 def _host_activity(report: AgentReport, run_state: RunState) -> str:
-    """What a host does; its ranks may be those of an attempt before."""
+    """Return what a host does. A report may still be of an earlier attempt; then the host waits."""
     if all(member.name != report.name for member in run_state.members):
         return "spare"
     return report.doing if report.doing != "idle" and report.attempt == run_state.attempt else "waits"
 
 
 def _is_access_denied(report: AgentReport) -> bool:
-    """Whether the pages of its ranks are here, and another user's."""
+    """Return whether the heartbeat pages of an agent are on this host, but belong to another user."""
     return Path(report.pages).exists() and not os.access(report.pages, os.R_OK | os.X_OK)
 
 
 def _rank_rows(report: AgentReport) -> Iterator[tuple[str, ...]]:
-    """What the ranks of an agent do, where it is on this host."""
+    """Yield a table row for each rank of an agent on this host."""
     from ckpt.training.heartbeat_page import HeartbeatPage
 
     pages, attempt = Path(report.pages), report.attempt
-    takes = {pace.rank: f"{1e3 * pace.seconds:.3g} ms" for pace in report.paces}
+    step_times = {pace.rank: f"{1e3 * pace.seconds:.3g} ms" for pace in report.paces}
     numbers = (page.name.removeprefix(f"{attempt}-") for page in pages.glob(f"{attempt}-*"))
     for number in sorted(int(number) for number in numbers if number.isdigit()):
         try:
             beat = HeartbeatPage(pages / f"{attempt}-{number}").read()
         except FileNotFoundError:  # the run has just ended
             continue
-        does, silent = ("ended", "") if beat.ended else (beat.phase, f"{time.monotonic() - beat.since:.1f} s")
+        phase, silent = ("ended", "") if beat.ended else (beat.phase, f"{time.monotonic() - beat.since:.1f} s")
         yield (
             str(number),
             str(beat.pid or "?"),
-            does,
+            phase,
             _format_step(beat.step),
             _format_step(beat.committed),
             silent,
-            takes.get(number, ""),
+            step_times.get(number, ""),
         )
 
 
 def _living_agents(run_dir: Path, state: str | None) -> dict[str, AgentReport]:
-    """The agents that say something while one listens."""
+    """Return the last reports of the agents that publish reports now, by host name. Raises CkptError if there is no run."""
     _require_run(run_dir, state)
     from ckpt.recovery.run_log.agent_reports import find_living_agents
     from ckpt.recovery.run_log.base import open_run_log
@@ -176,16 +176,15 @@ def _living_agents(run_dir: Path, state: str | None) -> dict[str, AgentReport]:
 @folder_option
 @state_option
 def drain(run_dir: Path, state: str | None) -> int:
-    """Let a run save, and end: all ranks after the same step."""
+    """Let a run save and end: all ranks after the same step."""
     from ckpt.recovery.run_log.base import Draft, open_run_log
     from ckpt.recovery.run_log.run_state import RunState
 
     _require_run(run_dir, state)
     opened = open_run_log(run_dir, state)
     while True:
-        run_state = RunState().apply_entries(
-            _require_entries(opened, run_dir, state)
-        )  # as an agent reads them: its token must fit
+        # Read the entries as an agent does, with the token of the job.
+        run_state = RunState().apply_entries(_require_entries(opened, run_dir, state))
         if reason := _not_running_reason(run_state, {} if run_state.has_ended else _living_agents(run_dir, state)):
             raise CkptError(reason)
         if opened.append(run_state.number, [Draft(run_state.attempt, "request", "drain", {})]):
@@ -197,11 +196,16 @@ def drain(run_dir: Path, state: str | None) -> int:
 @click.command("ckpt-run plan", context_settings=SETTINGS)
 @folder_option
 @state_option
-@click.option("--dry-run", is_flag=True, help="Nothing is done in any case.")
+@click.option("--dry-run", is_flag=True, help="Has no effect: this command never changes anything.")
 @click.option("--lose", multiple=True, metavar="HOST", help="Suppose that this host is lost.")
-@click.option("--fail", type=click.IntRange(0), metavar="RANK", help="Suppose that this rank is killed; without both, rank 0.")
+@click.option(
+    "--fail",
+    type=click.IntRange(0),
+    metavar="RANK",
+    help="Suppose that this rank is killed.  [default: rank 0, without --lose]",
+)
 def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...], fail: int | None) -> int:
-    """Say what would be decided if something went wrong now, without doing it."""
+    """Print what would be decided if something failed now, without doing it."""
     from ckpt.recovery.coordinator.dry_run import predict_entries
     from ckpt.recovery.run_log.run_state import RunState
 
@@ -211,18 +215,18 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
         raise CkptError(reason)
     ranks = sum(member.count for member in run_state.members)
     if fail is not None and fail >= ranks:
-        raise CkptError(f"there is no rank {fail}; there are {format_count(ranks, 'rank')}, from 0 on")
+        raise CkptError(f"there is no rank {fail}: the run has {format_count(ranks, 'rank')}, numbered from 0")
     for name in lose:
         if name not in reports:
-            raise CkptError(f"{name} is no host of this run; there are {', '.join(sorted(reports))}")
+            raise CkptError(f"{name} is not a host of this run, which has {', '.join(sorted(reports))}")
     if set(lose) == set(reports):
-        raise CkptError("then no host is left that could decide; start ckpt-run again, and it goes on from what was saved")
+        raise CkptError("without any host nothing is decided; ckpt-run would continue from the last step when it is started")
     if fail is None and not lose:
         fail = 0
     supposed = [f"{name} is lost" for name in lose] + [f"rank {fail} is killed"] * (fail is not None)
     emit(f"suppose  {' and '.join(supposed)}")
     for draft in predict_entries(entries, reports, lose, fail):
-        if draft.kind != "failure":  # the decision says what has failed
+        if draft.kind != "failure":  # the text of the decision names the failure
             emit(f"{draft.kind}  {common.printable(draft.text)}")
     return 0
 
@@ -233,19 +237,19 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
 @folder_option
 @state_option
 def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
-    """Do something bad to a rank of this host, to see what happens: kill it, stop it, end it, let it dump core."""
+    """Make a rank of this host fail, to see what happens: kill it, stop it, terminate it, or let it dump core."""
     from ckpt.training.heartbeat_page import HeartbeatPage
 
     reports = _living_agents(run_dir, state).values()
     if any(map(_is_access_denied, reports)):
-        raise CkptError("this user lacks the permission to signal the ranks: do it as the user of the run")
+        raise CkptError("this user may not send signals to the ranks: run the command as the user of the run")
     pages = [Path(report.pages) / f"{report.attempt}-{rank}" for report in reports]
     page = next((page for page in pages if page.exists()), None)
     if page is None:
-        raise CkptError(f"there is no rank {rank} here now: see `ckpt-run status {_run_options(run_dir, state)}`")
+        raise CkptError(f"rank {rank} does not run on this host now: see `ckpt-run status {_run_options(run_dir, state)}`")
     pid = HeartbeatPage(page).read().pid
     if not pid:
-        raise CkptError(f"rank {rank} has not opened a Checkpointer yet, so its process is not known")
+        raise CkptError(f"rank {rank} has not opened a Checkpointer yet, so its process is unknown; try again later")
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "abort": signal.SIGABRT}[fault]
     try:
         os.kill(pid, number)
@@ -259,10 +263,10 @@ def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
 @folder_option
 @state_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.option("--prometheus", is_flag=True, help="Print it in Prometheus' text format.")
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw it into this file.")
+@click.option("--prometheus", is_flag=True, help="Print metrics in the text format of Prometheus.")
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a plot into this file.")
 def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, png: Path | None) -> int:
-    """Print where the time of a run went, or draw it."""
+    """Print how a run spent its time, or draw it."""
     from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, goodput, read_ledgers, total_seconds_by_category
     from ckpt.recovery.run_log.run_state import is_failure
 
@@ -270,8 +274,8 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
     failures = sum(map(is_failure, entries))
     missing_hosts = _hosts_without_ledger(run_dir, entries)
     if state is not None and not seconds:
-        whose = " or ".join(missing_hosts) or "ckpt-run"
-        raise CkptError(f"{run_dir} holds no ledger of this run; give --run-dir as {whose} had it")
+        owners = " or ".join(missing_hosts) or "ckpt-run"
+        raise CkptError(f"{run_dir} has no ledger of this run; give the --run-dir of {owners}")
     slow = [entry for entry in entries if entry.kind == "note" and "straggler" in entry.facts]
     total = sum(seconds.values())
     if png is not None:
@@ -298,14 +302,14 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
     if missing_hosts:
         common.print_error(
             "ckpt-run report",
-            f"this is a part of the time only: {', '.join(missing_hosts)} coordinated, too, and accounted in "
-            "another --run-dir; bring the ledger-*.jsonl of all into one",
+            f"this is only a part of the time: {', '.join(missing_hosts)} also coordinated, and the ledgers are in another "
+            "--run-dir; copy the ledger-*.jsonl of all hosts into one folder",
         )
     return 0
 
 
 def _hosts_without_ledger(run_dir: Path, entries: Sequence[LogEntry]) -> list[str]:
-    """The hosts of a run on several that led it, and whose ledgers are not in this folder."""
+    """Return the hosts that have coordinated a run on several hosts, and whose ledgers are not in this folder."""
     from ckpt.recovery.goodput.ledger import ledger_file_name
     from ckpt.recovery.run_log.entry_facts import LeadFacts, RunFacts, facts_of
 
@@ -319,18 +323,18 @@ def _format_step(step: int) -> str:
 
 
 def _require_run(run_dir: Path, state: str | None) -> None:
-    """Refuse a folder that holds no run: nothing is made there."""
+    """Raise CkptError if there is no run in a folder. Nothing is created."""
     from ckpt.recovery.goodput.ledger import ledger_file_name
     from ckpt.recovery.run_log.sqlite import RUN_LOG_FILE
 
     if state is None and not (run_dir / RUN_LOG_FILE).exists():
         if any(run_dir.glob(ledger_file_name("*"))):
-            raise CkptError(f"{run_dir} holds only the ledger of a host; give --state as the run had it")
-        raise CkptError(f"{run_dir} holds no run; give its folder as --run-dir")
+            raise CkptError(f"{run_dir} has only the ledger of a host; also give the --state of the run")
+        raise CkptError(f"there is no run in {run_dir}; give its folder as --run-dir")
 
 
 def _run_options(run_dir: Path, state: str | None) -> str:
-    """The options by which a run is found again."""
+    """Return the options of ckpt-run that name this run."""
     return f"--run-dir {run_dir}" if state is None else f"--run-dir {run_dir} --state {state}"
 
 

@@ -1,4 +1,4 @@
-"""ckpt-run simulate: what failures cost, and how often to save, before the machine is booked."""
+"""The command `ckpt-run simulate`: simulates a training with failures, to choose the interval between saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d
 
 
 def time(text: str) -> float:
-    """Seconds, from a number or from one with a unit: 250ms, 30s, 5m, 3h, 2d."""
+    """Return the seconds of a text: a number, which may have a unit, such as 250ms, 30s, 5m, 3h or 2d."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([a-z]*)", text.strip())
     if not found or found[2] not in _UNITS:
         raise click.BadParameter(f"{text}: write seconds, or a time such as 250ms, 30s, 5m, 3h, 2d")
@@ -37,7 +37,7 @@ def _time_option(flag: str, default: str, text: str) -> Callable[[_Command], _Co
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJob:
-    """The job, its machine and its failures, all times in seconds. Fields are named as the options."""
+    """The job, its machine and its failures, with all times in seconds. The fields have the names of the options."""
 
     hosts: int
     ranks: int
@@ -51,7 +51,7 @@ class SimulatedJob:
     spares: int
 
     def world(self) -> World:
-        """As the simulator takes it, which counts failures of one host."""
+        """Return the parameters of the simulator. Its mean time between failures is that of one host."""
         from ckpt.recovery.goodput.simulator import World
 
         return World(
@@ -62,7 +62,7 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRuns:
-    """What is played out: each interval (none: intervals around Daly's), so many days, once for each seed."""
+    """What is simulated: each interval, for a number of days, once for each seed. Without intervals: those around Daly's."""
 
     every: tuple[float, ...]
     days: float
@@ -71,24 +71,24 @@ class SimulatedRuns:
 
 @click.command("ckpt-run simulate", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--hosts", type=click.IntRange(1), default=64, show_default=True)
-@click.option("--ranks", type=click.IntRange(1), default=8, show_default=True, help="On each host.")
-@_time_option("--mtbf", "3h", "Mean time between failures, of the whole job.")
-@_time_option("--step", "1s", "A training step.")
-@_time_option("--stall", "0.5s", "What a save takes from training.")
-@_time_option("--durable", "20s", "From the end of that to the commit.")
-@_time_option("--spawn", "10s", "Until the ranks have imported what they need.")
-@_time_option("--restore", "20s", "Reading a checkpoint.")
-@_time_option("--repair", "4h", "Until a host that was lost is back.")
-@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Hosts that stand by.")
-@click.option("--every", type=time, multiple=True, help="An interval to try, as often as wanted. Default: around Daly's.")
+@click.option("--ranks", type=click.IntRange(1), default=8, show_default=True, help="The ranks on each host.")
+@_time_option("--mtbf", "3h", "The mean time between failures of the whole job.")
+@_time_option("--step", "1s", "The time of a training step.")
+@_time_option("--stall", "0.5s", "The time that training waits for a save.")
+@_time_option("--durable", "20s", "The time from the end of the stall to the commit.")
+@_time_option("--spawn", "10s", "The time in which ranks start and import their modules.")
+@_time_option("--restore", "20s", "The time to read a checkpoint.")
+@_time_option("--repair", "4h", "The time until a lost host is back.")
+@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="The hosts that wait as spares.")
+@click.option("--every", type=time, multiple=True, help="An interval to try; may be repeated. Default: around Daly's interval.")
 @click.option("--days", type=common.Number(0, min_open=True), default=30.0, show_default=True)
-@click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="Runs for each interval.")
+@click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="The simulated runs for each interval.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw goodput by interval into this file.")
 @gather_options("job", SimulatedJob)
 @gather_options("runs", SimulatedRuns)
 def command(job: SimulatedJob, runs: SimulatedRuns, as_json: bool, png: Path | None) -> int:
-    """Play out training with failures, by the decisions that ckpt-run takes, for several intervals between saves.
+    """Simulate training with failures and the decisions of ckpt-run, for several intervals between saves.
 
     \b
       ckpt-run simulate --hosts 512 --mtbf 3h --step 5s --stall 2s
@@ -98,15 +98,15 @@ def command(job: SimulatedJob, runs: SimulatedRuns, as_json: bool, png: Path | N
 
     for name, value in (("--mtbf", job.mtbf), ("--step", job.step), *(("--every", value) for value in runs.every)):
         if value <= 0:
-            raise click.UsageError(f"{name}: give more than 0")
+            raise click.UsageError(f"{name}: give a time above 0")
     if png is not None:
         common.require_plot(png)
     points = sweep(job.world(), runs.days, runs.seeds, runs.every)
     if png is not None:
         from ckpt.tools.run_plots import draw_sweep
 
-        what = f"{format_count(job.hosts, 'host')}, a failure every {job.mtbf / 3600:.3g} h, a save stalls for {job.stall:g} s"
-        draw_sweep(points, f"{what}; {runs.days:g} days, {format_count(runs.seeds, 'seed')}", png)
+        title = f"{format_count(job.hosts, 'host')}, a failure every {job.mtbf / 3600:.3g} h, a save stalls for {job.stall:g} s"
+        draw_sweep(points, f"{title}; {runs.days:g} days, {format_count(runs.seeds, 'seed')}", png)
     if as_json:
         common.emit_json([_point_to_json(point) for point in points])
     else:
@@ -115,7 +115,7 @@ def command(job: SimulatedJob, runs: SimulatedRuns, as_json: bool, png: Path | N
 
 
 def _point_to_json(point: SweepPoint) -> dict[str, Any]:
-    """One interval; seconds and counts are means over its runs."""
+    """Return the result of one interval as JSON. Seconds and counts are means over its runs."""
     from ckpt.recovery.goodput.ledger import TIME_CATEGORIES
 
     outcomes = point.outcomes
@@ -132,7 +132,7 @@ def _point_to_json(point: SweepPoint) -> dict[str, Any]:
 
 
 def _print_points(points: Sequence[SweepPoint], runs: SimulatedRuns) -> None:
-    """A table, a row for each interval."""
+    """Print a table with a row for each interval."""
     from ckpt.recovery.goodput.ledger import TIME_CATEGORIES
 
     shown = [name for name in TIME_CATEGORIES if name != "useful" and any(p.mean(name) >= 5e-5 for p in points)]
@@ -149,8 +149,8 @@ def _print_points(points: Sequence[SweepPoint], runs: SimulatedRuns) -> None:
     outcomes = [outcome for p in points for outcome in p.outcomes]
     failures = sum(sum(o.failures.values()) for o in outcomes) / len(outcomes)
     emit(
-        f"shares of the time in %; {failures:.0f} failures in {runs.days:g} days, "
-        f"on average of {format_count(runs.seeds, 'seed')}"
+        f"shares of the time in %; {failures:.0f} failures in {runs.days:g} days, on average of "
+        f"{format_count(runs.seeds, 'seed')}"
     )
     if given_up := [outcome for outcome in outcomes if outcome.halt_reason]:
         emit(f"{len(given_up)} of {len(outcomes)} runs were given up: {given_up[0].halt_reason}")
