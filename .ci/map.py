@@ -1,9 +1,10 @@
-"""Prints the map of the code: which room imports which, how deep, and what has grown too large. `make map` runs it.
+"""Prints the import graph of the packages, its depth, and what is too large. `make map` runs it.
 
     python .ci/map.py          prints the map
     python .ci/map.py --docs   writes the rooms and their files into docs/design/architecture.md
 
-An edge is an import that runs, at the top of a file or inside of a function, without those for type checkers only.
+A room is a folder, or a file at the top of ckpt/, with a list of the rooms that it may import. An edge is an import at the top
+of a file or inside a function. Imports for type checkers only do not count.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ END = "<!-- end: rooms -->"
 
 
 def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
-    """The sets of names that reach each other (Tarjan's strongly connected components)."""
+    """Return the sets of names that reach each other (Tarjan's strongly connected components)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -51,7 +52,7 @@ def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def depth(edges: Mapping[str, set[str]]) -> int:
-    """The number of names on the longest chain of imports; a cycle counts once."""
+    """Return the number of names on the longest chain of imports; a cycle counts once."""
     group_of = {name: tuple(group) for group in cycles(edges) for name in group}
     above = {group_of.get(name, (name,)) for name in edges}
 
@@ -64,7 +65,7 @@ def depth(edges: Mapping[str, set[str]]) -> int:
 
 
 def room_edges(layer: str | None = None) -> dict[str, set[str]]:
-    """Which room imports which: of one layer, or of all."""
+    """Return which room imports which, by room name: of one layer, or of all."""
     edges: dict[str, set[str]] = {}
     for module in modules():
         room = room_of(module)
@@ -75,7 +76,7 @@ def room_edges(layer: str | None = None) -> dict[str, set[str]]:
 
 
 def functions() -> list[tuple[str, int, int]]:
-    """Name, lines and arguments of each function."""
+    """Return the name of each function, the number of its lines, and the number of its arguments without self."""
     found = []
     for name, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -114,7 +115,7 @@ def print_map() -> None:
 
 
 def rooms_page() -> str:
-    """The rooms and their files in Markdown, the highest layer first."""
+    """Return the rooms and their files in Markdown, the highest layer first."""
     lines = []
     for layer in reversed(layers()):
         lines += [f"### {layer.name}/: {layer.what}", ""]
@@ -131,7 +132,7 @@ def rooms_page() -> str:
 
 
 def page_with_rooms() -> str:
-    """docs/design/architecture.md as it should be."""
+    """Return the content of docs/design/architecture.md with the present rooms."""
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{rooms_page()}{END}{rest.split(END)[1]}"

@@ -1,4 +1,7 @@
-"""The rooms of the code: which folder may import which, read from docs/design/rooms.toml. For `make map` and the tests."""
+"""The rooms of the code: which folder may import which. `make map` and the tests use it.
+
+A room is a folder, or a file at the top of ckpt/. The table of rooms is docs/design/rooms.toml.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ FOLDERS = {
     "recovery": "ckpt.recovery",
     "tools": "ckpt.tools",
 }
-"""Folders of the repository and the packages that they are installed as, the lowest first."""
+"""The folders of the repository and the packages as which they are installed, the lowest layer first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,9 @@ class Room:
     name: str
     layer: str
     imports: frozenset[str]
-    """Rooms of the same layer, with all that those may import."""
+    """The rooms of the same layer that it may import, including what those may import."""
     files: frozenset[str] = frozenset()
-    """Single modules of other rooms."""
+    """Single modules of other rooms that it may import, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Layer:
 
 @cache
 def layers() -> tuple[Layer, ...]:
-    """The table, the lowest layer first."""
+    """Return the layers of the table, the lowest first."""
     found = []
     for layer in tomllib.loads(TABLE.read_text())["layer"]:
         direct = {room["name"]: room["imports"] for room in layer["rooms"]}
@@ -64,13 +67,13 @@ def _closure(name: str, direct: Mapping[str, list[str]]) -> Iterator[str]:
 
 @cache
 def rooms() -> dict[str, Room]:
-    """All rooms by name."""
+    """Return all rooms by name."""
     return {room.name: room for layer in layers() for room in layer.rooms}
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """All files of the packages, by the name under which they are imported."""
+    """Return all files of the packages, by the name under which they are imported."""
     names = {}
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -80,23 +83,23 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> Room:
-    """The room of a module. Raises KeyError for a module that no room of the table contains."""
-    known, name = rooms(), module
-    if module.count(".") == 1 and not modules()[module].name == "__init__.py" and module not in known:
+    """Return the room of a module. Raises KeyError for a module that no room of the table contains."""
+    by_name, name = rooms(), module
+    if module.count(".") == 1 and not modules()[module].name == "__init__.py" and module not in by_name:
         raise KeyError(f"{module} is not in {TABLE.relative_to(ROOT)}: add it as a room, or move it into one")
-    while name not in known:
+    while name not in by_name:
         above = name.rpartition(".")[0]
         if above == "ckpt":
             raise KeyError(f"{module} is not in {TABLE.relative_to(ROOT)}: add its folder as a room")
         name = above
-    return known[name]
+    return by_name[name]
 
 
 @cache
 def imports(module: str, with_types: bool = False) -> frozenset[str]:
-    """The modules of the project that a module imports, at its top or inside of a function.
+    """Return the modules of the project that a module imports, at its top or inside a function.
 
-    with_types: also those that only type checkers import.
+    with_types: include those that only type checkers import.
     """
     names = modules()
     tree = ast.parse(names[module].read_text())
@@ -105,7 +108,7 @@ def imports(module: str, with_types: bool = False) -> frozenset[str]:
 
 
 def forbidden(module: str, with_types: bool = True) -> list[str]:
-    """The imports of a module that the table does not allow."""
+    """Return the imports of a module that the table does not allow."""
     room, order = room_of(module), list(FOLDERS)
     wrong = []
     for target in imports(module, with_types):
@@ -120,7 +123,7 @@ def forbidden(module: str, with_types: bool = True) -> list[str]:
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below, without what only type checkers see."""
+    """Yield the nodes below, without those in `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             continue
@@ -139,6 +142,6 @@ def _targets(node: ast.AST, names: Mapping[str, Path]) -> Iterator[str]:
 
 
 def first_line(path: Path) -> str:
-    """The first sentence of a file's docstring."""
+    """Return the first paragraph of the docstring of a file, in one line."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     return " ".join(text.split("\n\n")[0].split())

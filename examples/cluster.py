@@ -1,4 +1,4 @@
-"""Six nodes on this machine: save, kill two, load, repair. What each step shows is printed.
+"""Starts six nodes on this machine, saves a state, kills two nodes, loads the state, and repairs the namespace.
 
 Usage:
 
@@ -22,7 +22,7 @@ NODES = 6
 
 
 def start(folder: Path, port: int = 0) -> tuple[subprocess.Popen[str], int]:
-    """A node, and the port it listens on."""
+    """Start a node; return its process, and the port on which it listens. Port 0 chooses a free one."""
     listen = ["--listen", f"127.0.0.1:{port}", "--monitor", "127.0.0.1:0"]
     command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(folder), *listen]
     node = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -33,12 +33,14 @@ def start(folder: Path, port: int = 0) -> tuple[subprocess.Popen[str], int]:
     raise SystemExit("a node did not start")
 
 
-def admin(what: str, url: str) -> None:
-    print(f"\n$ ckpt-node admin {what} ckpt://…", flush=True)
-    subprocess.run([sys.executable, "-m", "ckpt.tools.node", "admin", what, url], check=False)
+def admin(command: str, url: str) -> None:
+    """Run a command of `ckpt-node admin`, and show its output."""
+    print(f"\n$ ckpt-node admin {command} ckpt://…", flush=True)
+    subprocess.run([sys.executable, "-m", "ckpt.tools.node", "admin", command, url], check=False)
 
 
 def main() -> None:
+    """Run the example."""
     with tempfile.TemporaryDirectory(prefix="ckpt-cluster-") as folder:
         nodes, ports = map(list, zip(*(start(Path(folder) / f"node{i}") for i in range(NODES)), strict=True))
         try:
@@ -54,11 +56,11 @@ def main() -> None:
             for node in nodes[:2]:
                 node.kill()
                 node.wait()
-            print("\ntwo nodes are dead; loading all the same")
+            print("\ntwo nodes are dead; loading without them")
             loaded = ckpt.load(url)
             print("equal to what was saved:", np.array_equal(loaded["w"], state["w"]))
 
-            print("\nthe two come back, one of them with an empty disk")
+            print("\nthe two nodes start again, one of them with an empty disk")
             subprocess.run(["rm", "-rf", str(Path(folder) / "node0" / "objects")], check=True)
             for i in range(2):
                 nodes[i], _ = start(Path(folder) / f"node{i}", ports[i])

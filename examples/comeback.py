@@ -1,9 +1,9 @@
-"""A training on four ranks under ckpt-run meets a fault every few seconds, and goes on as if nothing had happened.
+"""Runs a training on four ranks under ckpt-run with a fault every few seconds, and shows that it loses nothing.
 
     python examples/comeback.py
 
-Trains the GPT of fsdp.py once undisturbed and once with faults: ranks that are killed, stopped, caught in a busy loop, that
-raise an exception. Compares the losses of both runs bit for bit. Ends with 1 if any differs.
+It trains the GPT of fsdp.py once undisturbed, and once with faults: ranks are killed, stopped, run into a busy loop, or raise
+an exception. Then it compares the losses of both runs bit for bit. The exit status is 1 if any differs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUSY, BAD = signal.SIGUSR1, signal.SIGALRM
 
 
 def rank() -> None:
-    """fsdp.py as it is, but that it can be told to go wrong from inside: two faults that no signal makes by itself."""
+    """Run fsdp.py unchanged, as one rank. Two signals make it fail from inside: by a busy loop or by an exception."""
 
     def busy(*_: object) -> None:
         while True:
@@ -46,7 +46,7 @@ def rank() -> None:
 
     signal.signal(BUSY, busy)
     signal.signal(BAD, bad)
-    random.seed(0)  # fsdp.py seeds those of torch only; these are saved, too, and are to be the same in both runs
+    random.seed(0)  # fsdp.py seeds only torch; these generators are saved, too, and must be equal in both runs
     np.random.seed(0)
     folder, sys.argv = Path(sys.argv[2]), [str(HERE / "fsdp.py"), *sys.argv[3:]]
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
@@ -54,12 +54,13 @@ def rank() -> None:
 
 
 class Job:
-    """fsdp.py under ckpt-run, seen from outside: by its losses and by what ckpt-run says."""
+    """fsdp.py under ckpt-run, which is observed by its losses and by the messages of ckpt-run."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.folder, self.ranks = folder, args.ranks
         self.log = folder / "losses.jsonl"
-        self.said: list[str] = []
+        self.messages: list[str] = []
+        """The lines that ckpt-run has printed."""
         folder.mkdir(parents=True)
         command = [sys.executable, "-m", "ckpt.tools.run", "-n", str(args.ranks), "--run-dir", str(folder / "run")]
         command += ["--hang", "3", "--show", "none", *shlex.split(args.run_options), "--"]
@@ -67,8 +68,8 @@ class Job:
         command += ["--steps", str(args.steps), "--every", str(args.every), *shlex.split(args.model)]
         self._began = time.monotonic()
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        self._reader = threading.Thread(target=self._read_messages, daemon=True)
+        self._reader.start()
 
     def __enter__(self) -> Job:
         return self
@@ -77,69 +78,72 @@ class Job:
         self._process.terminate()
         self._process.wait()
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self.said.append(line.strip().removeprefix("ckpt-run: "))
+            self.messages.append(line.strip().removeprefix("ckpt-run: "))
 
     def losses(self) -> list[Loss]:
+        """Return the losses of all steps so far."""
         return read_losses(self.log)
 
     def until(self, reached: Callable[[], bool]) -> bool:
-        """Wait for something; False where the job has ended before."""
+        """Wait until a condition holds; return False if the job has ended before."""
         while not reached():
             if self._process.poll() is not None:
                 return False
             if time.monotonic() - self._began > TIMEOUT_SECONDS:
-                sys.exit(f"it did not get there in {TIMEOUT_SECONDS} s; the logs are in {self.folder / 'run' / 'logs'}")
+                sys.exit(f"no progress in {TIMEOUT_SECONDS} s; see the logs in {self.folder / 'run' / 'logs'}")
             time.sleep(0.01)
         return True
 
     def end(self) -> list[Loss]:
+        """Wait for the end of the job, and return its losses. End this program if the job failed."""
         self.until(lambda: False)
-        self._listener.join()
+        self._reader.join()
         if self._process.returncode:
-            sys.exit(f"ckpt-run ended with {self._process.returncode}: {' '.join(self.said[-1:])}")
+            sys.exit(f"ckpt-run ended with {self._process.returncode}: {' '.join(self.messages[-1:])}")
         return self.losses()
 
     def signal(self, number: int, *ranks: int) -> None:
+        """Send a signal to ranks."""
         for each in ranks:
-            with suppress(ProcessLookupError):  # ckpt-run has ended it already, as another is dead
+            with suppress(ProcessLookupError):  # ckpt-run has already ended the rank, because another is dead
                 os.kill(int((self.folder / f"pid-{each}").read_text()), number)
 
 
 FAULTS: dict[str, tuple[str, Callable[[Job, int], None]]] = {
     "kill": ("rank {} is killed (SIGKILL)", lambda job, one: job.signal(signal.SIGKILL, one)),
-    "stop": ("rank {} is stopped (SIGSTOP): it lives, and does nothing", lambda job, one: job.signal(signal.SIGSTOP, one)),
-    "busy": ("rank {} falls into a busy loop; the others wait for it", lambda job, one: job.signal(BUSY, one)),
+    "stop": ("rank {} is stopped (SIGSTOP): it is alive, and does nothing", lambda job, one: job.signal(signal.SIGSTOP, one)),
+    "busy": ("rank {} runs into a busy loop; the others wait for it", lambda job, one: job.signal(BUSY, one)),
     "raise": ("rank {} raises an exception", lambda job, one: job.signal(BAD, one)),
     "all": ("all ranks are killed at once", lambda job, one: job.signal(signal.SIGKILL, *range(job.ranks))),
 }
 
 
 def disturbed(chapter: Chapter, job: Job, faults: list[str], seconds: float) -> list[Loss]:
-    """One fault after the other, each some seconds after the training has come back from the one before."""
+    """Inject one fault after the other, each some seconds after the training has recovered; return all losses."""
     for fault in faults:
         seen, began = len(job.losses()), time.monotonic()
-        enough = 12  # steps, by which ckpt-run has learned how long one takes
+        enough = 12  # after this number of steps, ckpt-run knows how long a step takes
         if not job.until(lambda: len(job.losses()) >= seen + enough and time.monotonic() - began >= seconds):  # noqa: B023
-            sys.exit(f"the training was over before {fault!r}: give more --steps")
+            sys.exit(f"the training ended before {fault!r}: give more --steps")
         one = random.randrange(job.ranks)
-        text, inflict = FAULTS[fault]
-        said, at = len(job.said), time.monotonic()
-        inflict(job, one)
+        text, inject = FAULTS[fault]
+        printed, at = len(job.messages), time.monotonic()
+        inject(job, one)
         chapter.event(f"[bold red]{text.format(one)}[/] after step {job.losses()[-1].step}")
-        job.until(lambda: len(job.said) > said)  # noqa: B023
-        for line in job.said[said:]:
+        job.until(lambda: len(job.messages) > printed)  # noqa: B023
+        for line in job.messages[printed:]:
             chapter.detail(f"ckpt-run: {escape(line)}")
         seen = len(job.losses())
         if job.until(lambda: len(job.losses()) > seen):  # noqa: B023
-            chapter.event(f"step {job.losses()[seen].step} is done: it is back, {time.monotonic() - at:.1f} s after the fault")
+            chapter.event(f"step {job.losses()[seen].step} is done, {time.monotonic() - at:.1f} s after the fault")
     return job.end()
 
 
 def compare(expected: list[Loss], found: list[Loss]) -> bool:
-    """Whether every loss is the one of the run that nothing disturbed."""
+    """Print and return whether every loss equals that of the undisturbed run."""
     by_step = {item.step: item for item in expected}
     differ = sum(item != by_step[item.step] for item in found)
     missing = len(by_step.keys() - {item.step for item in found})
@@ -152,7 +156,7 @@ def compare(expected: list[Loss], found: list[Loss]) -> bool:
 
 
 def compare_checkpoints(expected: Path, found: Path) -> bool:
-    """Whether the newest checkpoints of both runs hold the same bytes."""
+    """Print and return whether the newest checkpoints of both runs have the same bytes."""
     one, other = (ckpt.open(folder)[ckpt.open(folder).steps()[-1]] for folder in (expected, found))
     equal = list(one) == list(other) and all(np.asarray(one[n]).tobytes() == np.asarray(other[n]).tobytes() for n in one)
     nbytes = sum(leaf.nbytes for leaf in one.leaves())
@@ -162,30 +166,31 @@ def compare_checkpoints(expected: Path, found: Path) -> bool:
 
 
 def main() -> int:
+    """Run the example, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path("comeback-run"), help="where to work (what is there is replaced)")
+    parser.add_argument("--dir", type=Path, default=Path("comeback-run"), help="the folder to work in, which is replaced")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
-    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS), help="in this order")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of training before the next fault, at least")
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS), help="the faults, in this order")
+    parser.add_argument("--seconds", type=float, default=2.0, help="the least seconds of training before the next fault")
     parser.add_argument("--model", default="--width 64 --layers 2", help="more arguments for fsdp.py")
     parser.add_argument("--run-options", default="", help="more arguments for ckpt-run")
     args = parser.parse_args()
     shutil.rmtree(args.dir, ignore_errors=True)
-    quiet, rough = args.dir / "undisturbed", args.dir / "disturbed"
+    undisturbed_dir, disturbed_dir = args.dir / "undisturbed", args.dir / "disturbed"
     console.print(f"\nexamples/fsdp.py on {args.ranks} ranks: {args.steps} steps, a checkpoint every {args.every}.\n")
-    with Chapter(1, "A training that nothing disturbs") as chapter, Job(quiet, args) as job:
+    with Chapter(1, "A training without faults") as chapter, Job(undisturbed_dir, args) as job:
         expected = job.end()
         chapter.event(f"done: the loss fell from {expected[0].loss:.2f} to {expected[-1].loss:.2f}")
-    with Chapter(2, f"The same training, {len(args.faults)} faults") as chapter, Job(rough, args) as job:
+    with Chapter(2, f"The same training with {len(args.faults)} faults") as chapter, Job(disturbed_dir, args) as job:
         found = disturbed(chapter, job, args.faults, args.seconds)
         chapter.event(f"done: step {found[-1].step} was the last")
     with Chapter(3, "Do the two differ?"):
         equal = compare(expected, found)
-        equal = compare_checkpoints(quiet / "checkpoints", rough / "checkpoints") and equal
+        equal = compare_checkpoints(undisturbed_dir / "checkpoints", disturbed_dir / "checkpoints") and equal
     with Chapter(4, "Where the time went"):
-        command = ["report", "--run-dir", str(rough / "run")]
+        command = ["report", "--run-dir", str(disturbed_dir / "run")]
         console.print(f"[bold]$ ckpt-run {shlex.join(command)}")
         done = subprocess.run([sys.executable, "-m", "ckpt.tools.run", *command], check=True, stdout=subprocess.PIPE, text=True)
         console.print(done.stdout, markup=False, soft_wrap=True, end="")

@@ -1,4 +1,4 @@
-"""A script that checkpoints by torch.distributed.checkpoint, as one finds them; two lines of it are changed, and marked.
+"""Saves by torch.distributed.checkpoint to a repository: a typical DCP script in which two marked lines are changed.
 
     torchrun --nproc-per-node=2 examples/dcp_swap.py dcp-run/checkpoints
 
@@ -23,6 +23,7 @@ from ckpt.adapters.dcp import Reader, Writer
 
 
 def main() -> None:
+    """Train, and save every few steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="where the checkpoints go")
     parser.add_argument("--steps", type=int, default=100)
@@ -32,7 +33,7 @@ def main() -> None:
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
-    background = dist.new_group(backend="gloo")  # async_save talks while the training does: not in the same group
+    background = dist.new_group(backend="gloo")  # async_save communicates during the training, so it needs its own group
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = GPT(args.width, args.layers, context=32)

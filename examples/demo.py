@@ -1,7 +1,7 @@
-"""`make demo`: a training is killed in the middle of a save and goes on as if nothing had happened.
+"""The program of `make demo`: kills a training in the middle of a save, and shows that it continues without a loss.
 
-Trains the GPT of train.py once undisturbed and once with two kills (SIGKILL, which no program can catch), and compares
-the losses of both runs bit for bit. Ends with 1 if any differs.
+It trains the GPT of train.py once undisturbed, and once with two kills (SIGKILL, which no program can catch). Then it compares
+the losses of both runs bit for bit. The exit status is 1 if any differs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.table import Table
 import ckpt
 
 STEPS, EVERY = 300, 30
-HELD_SAVE = 4  # the save that the first kill hits
+KILLED_SAVE = 4  # the number of the save during which the first kill happens
 TIMEOUT_SECONDS = 600
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
@@ -37,7 +37,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What train.py logs of one step."""
+    """What train.py logs for one step."""
 
     step: int
     loss: float
@@ -45,7 +45,7 @@ class Loss:
 
 
 class Training:
-    """A train.py under way, seen from outside: by its log, its folder and its process id."""
+    """A running train.py, which is observed by its log, its folder and its process id."""
 
     def __init__(self, folder: Path, log: Path, failpoints: str = "") -> None:
         self.folder, self._log = folder, log
@@ -66,11 +66,14 @@ class Training:
         self._process.wait()
 
     def losses(self) -> list[Loss]:
-        """Of this process only."""
+        """Return the losses of this process, without those of earlier ones."""
         return read_losses(self._log)[self._skip :]
 
     def watch(self, until: int | None = None, exists: Path | None = None) -> list[Loss]:
-        """Show the progress until step `until` is done and `exists` is there, or until the process ends."""
+        """Show the progress until step `until` is done and the path `exists` exists, or until the process ends.
+
+        Returns the losses.
+        """
         with console.status("starting …") as status:
             while time.monotonic() - self._began < TIMEOUT_SECONDS:
                 ended = self._process.poll() is not None
@@ -81,37 +84,37 @@ class Training:
                         return losses
                 if ended:
                     if self._process.returncode or until is not None:
-                        self._give_up(f"train.py ended with {self._process.returncode}")
+                        self._exit(f"train.py ended with {self._process.returncode}")
                     return losses
                 time.sleep(0.02)
-        self._give_up(f"train.py did not get there in {TIMEOUT_SECONDS} s")
+        self._exit(f"train.py made no progress in {TIMEOUT_SECONDS} s")
 
     def kill(self) -> list[Loss]:
-        """SIGKILL, and proof that it was what ended the process."""
+        """Kill the process by SIGKILL, check that this ended it, and return the losses."""
         os.kill(self._process.pid, signal.SIGKILL)
         if self._process.wait() != -signal.SIGKILL:
-            self._give_up(f"train.py ended with {self._process.returncode} before it was killed")
+            self._exit(f"train.py ended with {self._process.returncode} before it was killed")
         return self.losses()
 
-    def _give_up(self, what: str) -> NoReturn:
-        console.print(f"[bold red]{what}[/]. It said:")
+    def _exit(self, message: str) -> NoReturn:
+        console.print(f"[bold red]{message}[/]. Its output:")
         console.print(self._errors.read_text()[-4000:], markup=False)
         sys.exit(1)
 
 
 def read_losses(log: Path) -> list[Loss]:
-    """All complete lines of a log."""
+    """Return the losses in all complete lines of a log."""
     text = log.read_text() if log.exists() else ""
     return [Loss(**json.loads(line)) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def committed(folder: Path) -> str:
-    """The steps that exist."""
+    """Return the numbers of the committed steps as text."""
     return ", ".join(map(str, ckpt.open(folder).steps())) or "none"
 
 
 class Chapter:
-    """A heading, then lines with the seconds since it began."""
+    """Prints a heading, and then lines with the seconds since its start."""
 
     def __init__(self, number: int, title: str) -> None:
         console.print(Rule(f"[bold]{number}  {title}", align="left"))
@@ -124,9 +127,11 @@ class Chapter:
         console.print()
 
     def event(self, text: str) -> None:
+        """Print a line with the time."""
         console.print(f"[dim]{time.monotonic() - self._began:7.1f} s[/]  {text}")
 
     def detail(self, text: str) -> None:
+        """Print a line without the time."""
         console.print(f"           [dim]{text}")
 
 
@@ -134,6 +139,7 @@ class Chapter:
 
 
 def undisturbed(chapter: Chapter, folder: Path, log: Path) -> list[Loss]:
+    """Train without a kill, and return the losses."""
     with Training(folder, log) as training:
         losses = training.watch()
     chapter.event(f"done: {len(losses)} steps, the loss fell from {losses[0].loss:.2f} to {losses[-1].loss:.2f}")
@@ -141,20 +147,20 @@ def undisturbed(chapter: Chapter, folder: Path, log: Path) -> list[Loss]:
 
 
 def killed_in_a_save(chapter: Chapter, folder: Path, log: Path) -> list[Loss]:
-    """Hold a save at the fail point where its data are written and its commit is not, see that, and kill."""
-    step = HELD_SAVE * EVERY - 1
+    """Stop a save at a fail point after its data and before its commit, and kill the training; return the losses."""
+    step = KILLED_SAVE * EVERY - 1
     saved = folder / "steps" / str(step)
     chapter.event("started in an empty folder, at step 0")
-    with Training(folder, log, failpoints=f"save.pack=sleep:120@{HELD_SAVE}") as training:
+    with Training(folder, log, failpoints=f"save.pack=sleep:120@{KILLED_SAVE}") as training:
         training.watch(until=step + random.randrange(4, 15), exists=saved / "pack")
         losses = training.kill()
     chapter.event(f"[bold red]SIGKILL[/] in the middle of saving step {step}; training had reached {losses[-1].step}")
     found = sorted(file for file in saved.rglob("*") if file.is_file())
-    chapter.detail("what that save left behind, a temporary file and no commit.json:")
+    chapter.detail("the files of that save are a temporary file and no commit.json:")
     for file in found:
         chapter.detail(f"  {file.relative_to(folder)}, {file.stat().st_size / 1e6:.1f} MB")
     if not found or any(file.name == "commit.json" for file in found):
-        sys.exit(f"the kill was to hit the save of step {step}, and did not: run the demo again")
+        sys.exit(f"the kill did not happen during the save of step {step}: run the demo again")
     chapter.detail(f"so step {step} does not exist:")
     chapter.detail(f"$ ckpt-inspect {folder}")
     for line in inspect(str(folder)).splitlines():
@@ -163,10 +169,10 @@ def killed_in_a_save(chapter: Chapter, folder: Path, log: Path) -> list[Loss]:
 
 
 def killed_somewhere(chapter: Chapter, folder: Path, log: Path) -> list[Loss]:
-    """Kill at a moment that chance picks."""
+    """Kill the training at a random moment, and return the losses."""
     with Training(folder, log) as training:
         start = training.watch(until=0)[0].step
-        chapter.event(f"started again, goes on with step {start}")
+        chapter.event(f"started again, continues with step {start}")
         training.watch(until=random.randrange(start + EVERY, STEPS - 2 * EVERY))
         time.sleep(random.uniform(0, 0.2))
         losses = training.kill()
@@ -176,9 +182,10 @@ def killed_somewhere(chapter: Chapter, folder: Path, log: Path) -> list[Loss]:
 
 
 def finished(chapter: Chapter, folder: Path, log: Path) -> list[Loss]:
+    """Start the training again and let it end, and return the losses."""
     with Training(folder, log) as training:
         start = training.watch(until=0)[0].step
-        chapter.event(f"started again, goes on with step {start}")
+        chapter.event(f"started again, continues with step {start}")
         losses = training.watch()
     chapter.event(f"done: step {losses[-1].step} was the last")
     chapter.detail(f"steps that exist: {committed(folder)}")
@@ -186,25 +193,25 @@ def finished(chapter: Chapter, folder: Path, log: Path) -> list[Loss]:
 
 
 def compare(reference: list[Loss], runs: list[list[Loss]]) -> bool:
-    """Show the losses around each kill; whether all are equal, bit for bit."""
+    """Print the losses around each kill; return whether all are equal, bit for bit."""
     expected = {item.step: item for item in reference}
-    tried = [{item.step: item for item in run} for run in runs]
+    by_run = [{item.step: item for item in run} for run in runs]
     table = Table("step", "undisturbed", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for number in range(len(runs)):
         table.add_column(f"process {number + 1}")
     table.add_column()
-    shown = sorted({s for death in pairwise(tried) for s in around(*death)})
+    shown = sorted({s for kill in pairwise(by_run) for s in around(*kill)})
     for before, step in zip([None, *shown], shown, strict=False):
         if before is not None and step > before + 1:
             table.add_row("[dim]…")
-        cells = [t.get(step) for t in tried]
+        cells = [losses.get(step) for losses in by_run]
         equal = all(c == expected[step] for c in cells if c)
         texts = [f"{c.loss:.8f}" if c else "[dim]·" for c in (expected[step], *cells)]
         table.add_row(str(step), *texts, "[green]equal" if equal else "[bold red]DIFFERENT")
     console.print(table)
     differ = [item for run in runs for item in run if item != expected[item.step]]
-    missing = expected.keys() - {step for t in tried for step in t}
-    twice = sum(map(len, tried)) - len(expected) + len(missing)
+    missing = expected.keys() - {step for losses in by_run for step in losses}
+    twice = sum(map(len, by_run)) - len(expected) + len(missing)
     console.print(f"\n{len(expected)} steps, and {twice} done again after the kills: ", end="")
     if differ or missing:
         console.print(f"[bold red]{len(differ)} losses differ, {len(missing)} are missing")
@@ -214,32 +221,33 @@ def compare(reference: list[Loss], runs: list[list[Loss]]) -> bool:
 
 
 def around(first: dict[int, Loss], second: dict[int, Loss]) -> set[int]:
-    """The steps worth a look: where the second process took over, and where the first one died."""
-    resumed, died = min(second), max(first)
-    return {s for s in (resumed - 1, resumed, resumed + 1, died - 1, died, died + 1) if s >= 0}
+    """Return the steps to show: around the first step of the second process, and around the last step of the first one."""
+    resumed, killed = min(second), max(first)
+    return {s for s in (resumed - 1, resumed, resumed + 1, killed - 1, killed, killed + 1) if s >= 0}
 
 
 def compare_checkpoints(reference: Path, killed: Path) -> bool:
-    """Whether the last checkpoints of both runs hold the same bytes."""
+    """Print and return whether the last checkpoints of both runs have the same bytes."""
     one, other = ckpt.open(reference)[STEPS - 1], ckpt.open(killed)[STEPS - 1]
     names = list(one)
     equal = names == list(other) and one.tree() == other.tree()
     equal = equal and all(np.asarray(one[n]).tobytes() == np.asarray(other[n]).tobytes() for n in names)
     nbytes = sum(leaf.nbytes for leaf in one.leaves())
-    console.print(f"The last checkpoints, {len(names)} arrays of {nbytes / 1e6:.1f} MB and all else: ", end="")
+    console.print(f"The last checkpoints, {len(names)} arrays of {nbytes / 1e6:.1f} MB and all plain values: ", end="")
     console.print("[bold green]equal, bit for bit" if equal else "[bold red]DIFFERENT")
     return equal
 
 
 def inspect(*arguments: str) -> str:
-    """What the command ckpt-inspect prints."""
+    """Return the output of the command ckpt-inspect."""
     command = [sys.executable, "-m", "ckpt.tools.inspect", *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def main() -> int:
+    """Run the demo, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path("demo-run"), help="where to work (what is there is replaced)")
+    parser.add_argument("--dir", type=Path, default=Path("demo-run"), help="the folder to work in, which is replaced")
     folder: Path = parser.parse_args().dir
     began = time.monotonic()
     reference, killed = folder / "undisturbed", folder / "killed"
@@ -252,19 +260,19 @@ def main() -> int:
 
     console.print("\nexamples/train.py teaches a small GPT the source code of Python's standard library:")
     console.print(f"{STEPS} steps on one core, a checkpoint every {EVERY} steps, the last 3 are kept.\n")
-    with Chapter(1, "A training that nothing disturbs") as chapter:
+    with Chapter(1, "A training without kills") as chapter:
         losses = undisturbed(chapter, reference, logs[0])
     with Chapter(2, "The same training, killed twice") as chapter:
         runs = [part(chapter, killed, logs[1]) for part in (killed_in_a_save, killed_somewhere, finished)]
     with Chapter(3, "Do the two differ?"):
         equal = compare(losses, runs)
         equal = compare_checkpoints(reference, killed) and equal
-    with Chapter(4, "What lies on the disk"):
-        some = ["--only=model.blocks.0.*", "--only=optimizer.state.6.*"]
-        for arguments in ([str(killed), "--verify"], [str(killed), str(STEPS - 1), *some]):
+    with Chapter(4, "What is on the disk"):
+        patterns = ["--only=model.blocks.0.*", "--only=optimizer.state.6.*"]
+        for arguments in ([str(killed), "--verify"], [str(killed), str(STEPS - 1), *patterns]):
             console.print(f"[bold]$ ckpt-inspect {shlex.join(arguments)}")
             console.print(inspect(*arguments), markup=False, soft_wrap=True)
-    console.print(f"[dim]{time.monotonic() - began:.0f} s. What was written is in {folder}/, the code in examples/.")
+    console.print(f"[dim]{time.monotonic() - began:.0f} s. The files are in {folder}/, the code in examples/.")
     return 0 if equal else 1
 
 

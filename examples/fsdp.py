@@ -1,9 +1,9 @@
-"""Trains the GPT of train.py on several ranks, sharded by FSDP2. Kill it, start it again on as many ranks as you like.
+"""Trains the GPT of train.py on several ranks, sharded by FSDP2. Kill it, and restart it on any number of ranks.
 
     torchrun --nproc-per-node=2 examples/fsdp.py fsdp-run/checkpoints
 
-All that concerns checkpoints are the lines marked `# ckpt`. Each rank copies its own shards and trains on while they are
-written; parameters that several ranks hold are written once. Ranks make no collective call for it.
+Only the lines marked `# ckpt` are about checkpoints. Each rank copies its own shards, and continues to train while they are
+written. Parameters that several ranks have are written once. Ranks make no collective call for that.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ckpt.adapters.torch import ModelState  # ckpt
 
 
 def main() -> None:
+    """Train, and save every few steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="where the checkpoints go: a folder, s3://…")
     parser.add_argument("--losses", help="append the loss of each step to this file, as lines of JSON")
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8, help="of all ranks together")
+    parser.add_argument("--batch", type=int, default=8, help="batch size of all ranks together")
     args = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +46,7 @@ def main() -> None:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    torch.manual_seed(1 + rank)  # other dropout on each
+    torch.manual_seed(1 + rank)  # different dropout on each rank
     data = Windows(python_source(), args.context, args.batch)
 
     def train_step() -> float:
@@ -69,11 +70,11 @@ def main() -> None:
     state = {
         "train": ModelState(model, optimizer),  # ckpt: by name, so that any number of ranks can load it
         "data": data,
-        "random": ckpt.RandomState(),  # ckpt: each rank's own
+        "random": ckpt.RandomState(),  # ckpt: the random generators of each rank
     }
     with ckpt.Checkpointer(args.url, every=args.every, keep=3) as ck:  # ckpt: all ranks of torch.distributed
         ck.attach(optimizer)  # ckpt: copy parameters and moments while the next forward and backward run
-        state, start = ck.restore(state)  # ckpt: the newest whole step, the same one on every rank
+        state, start = ck.restore(state)  # ckpt: the newest complete step, the same one on every rank
         for step in range(start, args.steps):
             loss = train_step()
             report(step, loss)

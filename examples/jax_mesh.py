@@ -1,4 +1,4 @@
-"""Train a small network in jax over a mesh of devices, saved by its shards while it trains; run it again and it goes on.
+"""Trains a small network in jax on a mesh of devices, and saves its shards. Run it again, and it continues.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/jax_mesh.py --steps 20
 XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/jax_mesh.py --steps 40    # on half of the devices
@@ -19,7 +19,7 @@ WIDTH = 64
 
 
 def initial(mesh: Mesh) -> dict[str, jax.Array]:
-    """Weights cut over the devices."""
+    """Return new weights, sharded over the devices."""
     first, second = jax.random.split(jax.random.key(0))
     columns = NamedSharding(mesh, PartitionSpec(None, "model"))
     rows = NamedSharding(mesh, PartitionSpec("model", None))

@@ -1,4 +1,4 @@
-"""Six storage nodes on this machine, to try things with, until Ctrl-C. `make cluster` runs it.
+"""Runs six storage nodes on this machine until Ctrl-C, for experiments. `make cluster` runs it.
 
 Usage:
 
@@ -17,9 +17,10 @@ from cluster import NODES, start
 
 
 def main() -> None:
+    """Start the nodes, print commands to try, and wait for Ctrl-C."""
     with ExitStack() as stack:
-        given = sys.argv[1] if len(sys.argv) > 1 else stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-nodes-"))
-        folder = Path(given)
+        path = sys.argv[1] if len(sys.argv) > 1 else stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-nodes-"))
+        folder = Path(path)
         nodes = []
         for i in range(NODES):
             node, port = start(folder / f"node{i}", 7070 + 10 * i)

@@ -1,8 +1,8 @@
-"""Trains a small GPT on the source code of Python itself. Kill it whenever you like: started again, it goes on.
+"""Trains a small GPT on the source code of Python. Kill it at any time: when it is started again, it continues.
 
     python examples/train.py demo-run/checkpoints
 
-All that concerns checkpoints are the lines marked `# ckpt`, most of them at the end of `main`.
+Only the lines marked `# ckpt` are about checkpoints; most of them are at the end of `main`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ckpt  # ckpt
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer network, each added to its input."""
+    """A residual block: causal self-attention, and then a network with two layers."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, the loss of predicting each next byte out."""
+    """A GPT over bytes. It returns the loss of predicting the next byte at each position."""
 
     def __init__(self, width: int, layers: int, context: int, heads: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
@@ -57,19 +57,19 @@ class GPT(nn.Module):
 
 
 class Windows:
-    """Stretches of the text, far apart and none twice before all were seen. `cursor`, the next one, is its state."""
+    """Parts of the text, in a scattered order, each once before any repeats. Its state is `cursor`, the number of the next."""
 
-    STRIDE = 1_000_003  # a prime, so that its multiples come by every place of the text
+    STRIDE = 1_000_003  # a prime, so that its multiples reach every position of the text
 
     def __init__(self, text: bytes, context: int, batch: int) -> None:
         self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.context, self.batch, self.cursor = context, batch, 0
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """A batch of inputs, and the same shifted by one byte."""
-        places = range(self.cursor, self.cursor + self.batch)
+        """Return a batch of inputs, and the targets, which are the inputs shifted by one byte."""
+        numbers = range(self.cursor, self.cursor + self.batch)
         self.cursor += self.batch
-        starts = [place * self.STRIDE % (len(self.bytes) - self.context - 1) for place in places]
+        starts = [number * self.STRIDE % (len(self.bytes) - self.context - 1) for number in numbers]
         windows = torch.stack([self.bytes[at : at + self.context + 1] for at in starts]).long()
         return windows[:, :-1], windows[:, 1:]
 
@@ -81,12 +81,13 @@ class Windows:
 
 
 def python_source() -> bytes:
-    """The text to learn: the top modules of the standard library, some 5 MB."""
+    """Return the text to learn: the top modules of the standard library, about 5 MB."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     return b"\n".join(file.read_bytes() for file in files)
 
 
 def main() -> None:
+    """Train, and save every few steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="where the checkpoints go: a folder, s3://…")
     parser.add_argument("--log", help="append the loss of each step to this file, as lines of JSON")
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args()
 
-    # The same bits in every run: sums are always made in one order, by one thread.
+    # One thread and deterministic algorithms sum in a fixed order, so that every run gives the same bits.
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -127,11 +128,11 @@ def main() -> None:
 
     state = {
         "model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data,
-        "random": ckpt.RandomState(),  # ckpt: the generators; dropout draws from torch's
+        "random": ckpt.RandomState(),  # ckpt: the random generators; dropout uses that of torch
     }  # fmt: skip
     with ckpt.Checkpointer(args.url, every=args.every, keep=3) as ck:  # ckpt
         ck.attach(optimizer)  # ckpt: copy parameters and moments while the next forward and backward run
-        state, start = ck.restore(state)  # ckpt: the newest whole step, where there is one
+        state, start = ck.restore(state)  # ckpt: the newest complete step, if there is one
         for step in range(start, args.steps):
             loss = train_step()
             report(step, loss)

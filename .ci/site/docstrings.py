@@ -1,4 +1,4 @@
-"""Makes lists of the lines of a docstring that describe parameters, written `name: text` without a heading above them."""
+"""An extension of griffe that makes lists of the parameters in docstrings, which are lines of the form `name: text`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PARAMETER = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")
 
 
 class PlainParameters(griffe.Extension):
-    """Rewrites each docstring before it is parsed."""
+    """Rewrites each docstring before griffe parses it."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring is not None:
@@ -19,7 +19,7 @@ class PlainParameters(griffe.Extension):
 
 
 def with_lists(text: str) -> str:
-    """`name: text` at the beginning of a line, with what is indented below it, becomes an item of a list."""
+    """Return a docstring in which each line `name: text`, with the indented lines below it, is an item of a list."""
     lines, before = [], ""
     for line in text.splitlines():
         if found := _PARAMETER.fullmatch(line):

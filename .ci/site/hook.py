@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: adds the generated pages of the reference, and makes links to files outside docs/ lead to their pages."""
+"""Hooks of mkdocs: add the generated pages of the reference, and point links to files outside docs/ to their pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pages
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made from the code."""
+    """Add the pages that are generated from the code."""
     from mkdocs.structure.files import File
 
     for name, text in pages.all_pages().items():
@@ -21,7 +21,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Pages name SECURITY.md and CHANGELOG.md as they lie in the repository."""
+    """Replace links to SECURITY.md and CHANGELOG.md, which pages write as paths in the repository."""
     up = "../" * page.file.src_uri.count("/")
     for file, target in pages.OUTSIDE.items():
         markdown = re.sub(rf"\]\((?:\.\./)+{re.escape(file)}", f"]({up}{target}", markdown)

@@ -1,4 +1,4 @@
-"""Checks a built site: a browser that shows it fetches nothing from another host."""
+"""Checks that a browser which shows the built site fetches nothing from another host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FETCHED = {
     "link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src",
     "object": "data", "embed": "src", "image": "href", "use": "href",
 }  # fmt: skip
-"""Tags whose attribute a browser fetches by itself. What `a` names is fetched when a reader asks for it."""
+"""Tags and the attribute with a URL that a browser fetches by itself. It fetches that of `a` only on a click."""
 
 
 class _Fetched(HTMLParser):
@@ -21,33 +21,34 @@ class _Fetched(HTMLParser):
         self.found: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        if tag == "link" and given.get("rel") in ("canonical", "next", "prev", "alternate"):
+        values = dict(attrs)
+        if tag == "link" and values.get("rel") in ("canonical", "next", "prev", "alternate"):
             return
-        if (url := given.get(FETCHED.get(tag, ""))) is not None:
+        if (url := values.get(FETCHED.get(tag, ""))) is not None:
             self.found.append(url)
-        self.found += re.findall(r"url\(([^)]+)\)", given.get("style") or "")
+        self.found += re.findall(r"url\(([^)]+)\)", values.get("style") or "")
 
 
-def foreign(site: Path) -> Iterator[str]:
-    """What a browser would fetch from elsewhere: by page."""
+def external_urls(site: Path) -> Iterator[str]:
+    """Yield each file of the site with a URL of another host that a browser would fetch for it."""
     for page in sorted(site.rglob("*.html")):
         parser = _Fetched()
         parser.feed(page.read_text())
-        yield from (f"{page}: {url}" for url in parser.found if _elsewhere(url))
+        yield from (f"{page}: {url}" for url in parser.found if _is_external(url))
     for sheet in sorted(site.rglob("*.css")):
         urls = re.findall(r"(?:url\(|@import )[\"']?([^)\"']+)", sheet.read_text())
-        yield from (f"{sheet}: {url}" for url in urls if _elsewhere(url))
+        yield from (f"{sheet}: {url}" for url in urls if _is_external(url))
 
 
-def _elsewhere(url: str) -> bool:
+def _is_external(url: str) -> bool:
     return url.startswith(("http:", "https:", "//"))
 
 
 def main() -> None:
-    found = list(foreign(Path(sys.argv[1])))
+    """Print the external URLs of the site in a folder; exit with status 1 if there are any."""
+    found = list(external_urls(Path(sys.argv[1])))
     print("\n".join(found), end="\n" if found else "")
-    sys.exit(f"{len(found)} things would be fetched from another host" if found else 0)
+    sys.exit(f"{len(found)} URLs would be fetched from another host; use files of the site instead" if found else 0)
 
 
 if __name__ == "__main__":

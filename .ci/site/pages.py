@@ -1,4 +1,4 @@
-"""The pages of the reference that are made from the code: by name below docs/, their text in Markdown."""
+"""Generates the pages of the reference from the code: each page's path below docs/, and its text in Markdown."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ API = {
     "stores": ("Stores", "For a store of your own: the contract, and its tests.",
                ["ckpt.storage.base.store.Store", "ckpt.storage.testing.StoreContract"]),
 }  # fmt: skip
-"""Of each page its title, its first sentence, and the names that it documents."""
+"""For each page, its title, its first sentence, and the names that it documents."""
 
 MEMBERS = {
     "ckpt.Repository": ["steps", "latest"],
     "ckpt.Checkpoint": ["leaves", "tree", "verify", "protection"],
     "ckpt.SaveHandle": ["result", "wait", "done"],
 }
-"""Of classes whose other methods serve the package itself: those that users call."""
+"""The methods that users call, of classes whose other methods serve the package itself."""
 
 
 def all_pages() -> dict[str, str]:
-    """Every generated page."""
+    """Return the text of every generated page, by its path."""
     found = {f"reference/api/{name}.md": api_page(*parts) for name, parts in API.items()}
     found |= {f"reference/cli/ckpt-{name}.md": command_page(name) for name in COMMANDS}
     found["reference/errors.md"] = errors_page()
@@ -55,7 +55,7 @@ def all_pages() -> dict[str, str]:
 
 
 def api_page(title: str, first: str, names: list[str]) -> str:
-    """A page of docstrings, which mkdocstrings fills."""
+    """Return a page of names, for which mkdocstrings inserts the docstrings."""
     return f"# {title}\n\n{first}\n\n" + "\n".join(f"::: {name}\n{_options(name)}" for name in names)
 
 
@@ -65,7 +65,7 @@ def _options(name: str) -> str:
 
 
 def outside_page(file: str, page: str) -> str:
-    """A file of the repository as a page: its links begin at the root, those of the page at its folder."""
+    """Return a file of the repository as a page, with its links relative to the folder of the page."""
     up = "../" * page.count("/")
     return re.sub(r"\]\(docs/", f"]({up}", (ROOT / file).read_text())
 
@@ -74,10 +74,10 @@ def outside_page(file: str, page: str) -> str:
 
 
 def command_page(name: str) -> str:
-    """What `--help` prints, of the command and of each command below it."""
+    """Return a page with the `--help` of a command and of its subcommands."""
     module = importlib.import_module(f"ckpt.tools.{name}")
     commands = {f"ckpt-{name}": next(c for c in vars(module).values() if getattr(c, "name", None) == f"ckpt-{name}")}
-    commands |= {f"ckpt-{name} {other}": command for other, command in getattr(module, "_OTHERS", {}).items()}
+    commands |= {f"ckpt-{name} {other}": command for other, command in getattr(module, "_SUBCOMMANDS", {}).items()}
     text = [f"# ckpt-{name}\n", "What the command prints with `--help`.\n"]
     for title, command in commands.items():
         for path, help_text in _helps(title, command, None):
@@ -87,7 +87,7 @@ def command_page(name: str) -> str:
 
 
 def _helps(name: str, command: click.Command, parent: click.Context | None) -> Iterator[tuple[str, str]]:
-    """Of a command and of those below it: what one types, and the help."""
+    """Yield the command line and the help of a command and of its subcommands."""
     context = click.Context(command, info_name=name, parent=parent, max_content_width=100, terminal_width=100)
     yield context.command_path, command.get_help(context).rstrip()
     if isinstance(command, click.Group):
@@ -99,7 +99,7 @@ def _helps(name: str, command: click.Command, parent: click.Context | None) -> I
 
 
 def errors_page() -> str:
-    """Each error class below CkptError, in a tree, with its docstring."""
+    """Return a page with CkptError and its subclasses as a tree, each with its docstring."""
     import ckpt
     from ckpt import errors
 

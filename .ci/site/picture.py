@@ -1,4 +1,4 @@
-"""Draws docs/design/save-and-load.svg: `python .ci/site/picture.py` after a change here. A test compares the two."""
+"""Draws docs/design/save-and-load.svg. Run `python .ci/site/picture.py` after a change; a test compares the two."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle with a title and a line below it, by its left edge, top and width."""
+    """A rectangle with a title and a line of text. x and y are those of its upper left corner."""
 
     x: int
     y: int
@@ -35,13 +35,13 @@ class Box:
 
 
 def words(x: float, y: float, text: str, size: int, color: str, *, bold: bool = False, anchor: str = "middle") -> str:
-    """A line of text."""
+    """Return a line of text as SVG."""
     look = f"font-size='{size}' fill='{color}' text-anchor='{anchor}' {FONT}" + (" font-weight='bold'" if bold else "")
     return f"<text x='{x:g}' y='{y:g}' {look}>{escape(text)}</text>"
 
 
 def arrow(x: float, y: float, to_x: float, to_y: float, color: str = BLUE) -> str:
-    """From one point to another."""
+    """Return an arrow from one point to another as SVG."""
     return (
         f"<line x1='{x:g}' y1='{y:g}' x2='{to_x:g}' y2='{to_y:g}' stroke='{color}' stroke-width='2.5' "
         f"marker-end='url(#{color.strip('#')})'/>"
@@ -49,7 +49,7 @@ def arrow(x: float, y: float, to_x: float, to_y: float, color: str = BLUE) -> st
 
 
 def head(color: str) -> str:
-    """The head of arrows of one color."""
+    """Return the definition of the head of arrows of one color as SVG."""
     return (
         f"<marker id='{color.strip('#')}' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7' markerHeight='7' orient='auto'>"
         f"<path d='M0,0 L10,5 L0,10 z' fill='{color}'/></marker>"
@@ -73,7 +73,7 @@ LOAD = [
 
 
 def picture() -> str:
-    """The whole file."""
+    """Return the content of the file."""
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' height='{HEIGHT}'>",
         "<title>A save goes from the state to packs and a commit record; a load goes the other way</title>",
