@@ -7,8 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from test_run_hosts import starts
-from test_run_memory import InMemory, failures, job, keepers
+from helpers.host_runs import starts
+from helpers.memory_runs import InMemory, failures, job, keepers
 
 from ckpt.recovery.ranks import processes
 from ckpt.recovery.run_log.base import LogEntry

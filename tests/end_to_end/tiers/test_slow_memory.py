@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_run_memory import until
+from helpers.processes import until
 
 import ckpt
 from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes, NodeSecurity

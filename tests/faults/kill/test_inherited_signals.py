@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from support import TESTS
+from helpers.folders import TESTS
 
 
 def as_a_background_job() -> None:
@@ -18,8 +18,8 @@ def as_a_background_job() -> None:
 
 def test_tests_of_interrupts_pass_in_a_background_job() -> None:
     cases = [
-        "test_interrupts.py::test_a_program_that_imports_ckpt_hears_of_it_as_ever",
-        "test_faults_async.py::test_an_interrupt_while_saving",
+        "faults/kill/test_interrupts.py::test_a_program_that_imports_ckpt_hears_of_it_as_ever",
+        "faults/races/test_background_errors.py::test_an_interrupt_while_saving",
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(TESTS / case) for case in cases)],

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_groups import env_groups, no_launcher, together
+from helpers.folders import PROGRAMS
+from helpers.meetings import env_groups, no_launcher, together
 
 from ckpt.groups import host_notes
 from ckpt.recovery.ranks.launch import free_port
@@ -19,7 +20,7 @@ from ckpt.storage.local.directory import LocalStore
 
 __all__ = ["no_launcher"]
 
-PROGRAM = Path(__file__).parent / "unreachable_program.py"
+PROGRAM = PROGRAMS / "rank_without_store.py"
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 SECONDS = 400
 """Far below the timeout of the save, 600 s, which ended the wait before."""

@@ -13,13 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import three_nodes
-from support import SOAK, assert_clean, assert_same
-from takeover_program import Server, state, variant_of
+from helpers.nodes import three_nodes
+from helpers.processes import SOAK
+from helpers.repositories import assert_clean
+from helpers.states import assert_same
+from programs.takeover_server import Server, state, variant_of
 
 import ckpt
 
-pytest_plugins = ["moto_server"]
+pytest_plugins = ["helpers.moto_server"]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sees by /proc that a process stands still")
 
 OLD, NEW = 1, 2

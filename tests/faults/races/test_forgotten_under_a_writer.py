@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Here, Process, nodes_config
-from stopped_client import Stopped
+from helpers.nodes import Here, Process, nodes_config
+from helpers.stopped_client import Stopped
 
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import rebalance

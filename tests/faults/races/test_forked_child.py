@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import assert_all_load, assert_clean, finish, python
+from helpers.processes import finish, python
+from helpers.repositories import assert_all_load, assert_clean
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 
 IN_CHILD = """
 import os, sys, traceback
 import ckpt
-from support import state_of
+from helpers.states import state_of
 from ckpt.storage.base.failpoints import set_failpoints
 
 url = sys.argv[1]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import three_nodes
-from support import assert_same, state_of
+from helpers.nodes import three_nodes
+from helpers.states import assert_same, state_of
 
 import ckpt
 from ckpt.aggregator.interfaces.store import NamespaceStore

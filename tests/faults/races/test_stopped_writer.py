@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from cluster import Process
-from stopped_client import Stopped
+from helpers.nodes import Process
+from helpers.stopped_client import Stopped
 
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import scrub as surveys

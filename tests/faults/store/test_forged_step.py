@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support import finish, python, snapshot
+from helpers.processes import finish, python
+from helpers.repositories import snapshot
 
 import ckpt
 from ckpt.format import json_records

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import TESTS, no_fuse
+from helpers.folders import PROGRAMS
+from helpers.mounts import no_fuse
 
 pytestmark = pytest.mark.skipif(no_fuse() is not None, reason=no_fuse() or "")
 
@@ -81,7 +82,7 @@ state["weight"] = state["weight"] + 1
 with saver:
     saver.save(2, state)
 """
-PROGRAMS = {
+JOBS = {
     "saves on": SAVES_ON,
     "closes": CLOSES,
     "ends": ENDS,
@@ -97,7 +98,7 @@ def mount(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     below, folder = tmp_path / "below", tmp_path / "mount"
     below.mkdir()
     folder.mkdir()
-    server = subprocess.Popen([sys.executable, str(TESTS / "passthrough_mount.py"), str(below), str(folder)])
+    server = subprocess.Popen([sys.executable, str(PROGRAMS / "passthrough_mount.py"), str(below), str(folder)])
     try:
         until = time.monotonic() + 60
         while not os.path.ismount(folder):
@@ -122,7 +123,7 @@ def start(code: str, mount: tuple[Path, subprocess.Popen[bytes]], tmp_path: Path
     return process
 
 
-@pytest.mark.parametrize("code", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("code", JOBS.values(), ids=JOBS)
 def test_the_program_ends_with_an_error(mount: tuple[Path, subprocess.Popen[bytes]], tmp_path: Path, code: str) -> None:
     process = start(code, mount, tmp_path, 1.5)
     try:

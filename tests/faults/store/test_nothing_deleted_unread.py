@@ -10,8 +10,9 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from support import FailingStore, assert_same, state_of
-from test_tiers import Places, flip, leave, places, train
+from helpers.failing_store import FailingStore
+from helpers.states import assert_same, state_of
+from helpers.tier_places import Places, flip, leave, places, train
 
 import ckpt
 from ckpt.block_io.replicated_store import bad_files

@@ -5,17 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from docs_snippets import (
-    DOCS,
-    Block,
-    Runner,
-    blocks,
-    changed,
-    diff_lines,
-    differences,
-    masked,
-    matches,
-)
+from helpers.docs_snippets import DOCS, Block, Runner, blocks, changed, diff_lines, differences, masked, matches
 
 PAGES = sorted([*DOCS.glob("howto/*.md"), *DOCS.glob("operations/*.md")])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs_snippets import DOCS, INSTALLED, Runner, blocks, checkout, differences
+from helpers.docs_snippets import DOCS, INSTALLED, Runner, blocks, checkout, differences
 
 TUTORIAL = [DOCS / f"tutorial/{name}.md" for name in ("first-run", "many-ranks", "namespace", "supervised")]
 

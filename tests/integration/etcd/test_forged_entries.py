@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_server import EtcdProcess, needs_etcd, running_etcd, until  # noqa: F401  a fixture
-from test_run_hosts import Job, starts
+from helpers.etcd_server import EtcdProcess, needs_etcd, running_etcd  # noqa: F401  a fixture
+from helpers.host_runs import Job, starts
+from helpers.processes import until
 
 from ckpt.aggregator.cluster.etcd_client import EtcdClient
 from ckpt.recovery.run_log.base import Draft
@@ -57,9 +58,9 @@ def test_a_forged_start_starts_nothing(server: EtcdProcess, tmp_path: Path, monk
             etcd.put(f"{AGENTS}{name}", stolen if name == "y" else json.dumps({**report, "name": "z"}).encode())
         expected = [f"entry {number} of the log of the run is passed over" for number in forged]
         expected.append(f"{AGENTS}y in etcd is no report of an agent of this run")
-        until(lambda: all(text in job.said(name) for text in expected for name in "ab"), 120)
+        until(lambda: all(text in job.said(name) for text in expected for name in "ab"))
         reached = min(job.steps_done(0))
-        until(lambda: min(job.steps_done(0)) > reached + 20, 120)
+        until(lambda: min(job.steps_done(0)) > reached + 20)
         assert [agent.poll() for agent in job.agents.values()] == [None, None]
         log = job.log()
         assert [sorted(hosts) for hosts in starts(log)] == [["a", "b"]]

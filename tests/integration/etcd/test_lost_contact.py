@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from etcd_server import needs_etcd, until
-from netns import Hosts, hosts_on_a_wire
-from test_run import none_left
-from test_run_hosts import OnHosts, answers, is_right, starts
+from helpers.etcd_server import needs_etcd
+from helpers.host_runs import OnHosts, answers, is_right, starts
+from helpers.network_namespaces import Hosts, hosts_on_a_wire
+from helpers.processes import until
+from helpers.runs import none_left
 
 from ckpt.recovery.agent.reachability import Address, AddressCache, find_unreachable
 from ckpt.recovery.ranks import processes
@@ -222,7 +223,7 @@ def test_a_host_that_is_cut_off_while_it_looks_up_a_name(named: Callable[..., tu
     # Its main thread is mostly still in a look-up then. Where it was between two calls, it has reported the loss already.
     assert one.lost() in ([], ["abc"[victim]])
     one.hosts.plug(victim)
-    until(lambda: one.lost() == ["abc"[victim]], 90)
+    until(lambda: one.lost() == ["abc"[victim]])
 
 
 # --- what is in reach --------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import json
 import time
 from pathlib import Path
 
-from etcd_server import EtcdProcess, needs_etcd, until
-from test_run_hosts import Job, starts
+from helpers.etcd_server import EtcdProcess, needs_etcd
+from helpers.host_runs import Job, starts
+from helpers.processes import until
 
 from ckpt.aggregator.cluster.etcd_client import EtcdClient
 
@@ -43,10 +44,10 @@ def test_bad_reports_and_entries_end_no_agent(tmp_path: Path) -> None:
             while not etcd.put_new({f"{LOG}{len(etcd.range(LOG)) + 1:012d}": json.dumps(row).encode()}):
                 pass
         expected = [f"{AGENTS}bad{i} in etcd is no report" for i in (0, 1, 2, 4)] + [f"report of agent bad{i}" for i in (3, 5)]
-        until(lambda: all(text in job.said(name) for text in expected for name in "ab"), 120)
+        until(lambda: all(text in job.said(name) for text in expected for name in "ab"))
         job.until(lambda log: any(entry.text == "read" for entry in log), "the last entry is read")
         reached = min(job.steps_done(0))
-        until(lambda: min(job.steps_done(0)) > reached + 20, 120)
+        until(lambda: min(job.steps_done(0)) > reached + 20)
         assert [agent.poll() for agent in job.agents.values()] == [None, None]
         log = job.log()
         assert [sorted(hosts) for hosts in starts(log)] == [["a", "b"]]

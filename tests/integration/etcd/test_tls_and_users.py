@@ -13,9 +13,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cluster import Process
-from etcd_server import EtcdProcess, needs_etcd, until
-from test_etcd import FACTS, configured
+from helpers.etcd_members import FACTS, configured
+from helpers.etcd_server import EtcdProcess, needs_etcd
+from helpers.nodes import Process
+from helpers.processes import until
 
 from ckpt.aggregator.cluster import config, etcd
 from ckpt.aggregator.cluster.etcd_access import EtcdCredentials, etcd_credentials_from_environment

@@ -9,8 +9,8 @@ from typing import Any
 
 import fsspec
 import pytest
-from cluster import three_nodes
 from fsspec.generic import rsync
+from helpers.nodes import three_nodes
 
 from ckpt.aggregator.interfaces.fsspec_filesystem import CkptFileSystem
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import Process
+from helpers.nodes import Process
 
 _FUSE = os.path.exists("/dev/fuse") and shutil.which("fusermount3") is not None
 pytestmark = pytest.mark.skipif(not _FUSE or os.getuid() != 0, reason="needs /dev/fuse, fusermount3, and root for another user")

@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cluster import Process
-from support import no_fuse, until
+from helpers.mounts import no_fuse
+from helpers.nodes import Process
+from helpers.processes import until
 
 from ckpt.aggregator.file_io.namespace import open_namespace
 

@@ -7,20 +7,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import one_line, state_of
+from helpers.messages import one_line
+from helpers.states import state_of
 
 import ckpt
 from ckpt.storage.base import fencing_probe
 from ckpt.storage.remote.object_store import ObjectStore
 
-pytest_plugins = ["moto_server"]
+pytest_plugins = ["helpers.moto_server"]
 
 
 @pytest.fixture
 def careless(request: pytest.FixtureRequest, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of a bucket at such a server."""
     import boto3
-    from moto_server import serving
+    from helpers.moto_server import serving
 
     with serving("--ignore", request.param) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)

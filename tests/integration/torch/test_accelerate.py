@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusal import refused
+from helpers.refusal import refused
 
 import ckpt
 

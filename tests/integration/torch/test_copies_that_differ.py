@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import check_on_torch_ranks
+from helpers.torchrun import check_on_torch_ranks
 
 pytest.importorskip("torch")
 
@@ -14,4 +14,4 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts processe
 
 
 def test_copies_that_differ_on_four_ranks(tmp_path: Path) -> None:
-    check_on_torch_ranks("copies_program.py", 4, tmp_path, "experts", "batch_norm", "pipeline")
+    check_on_torch_ranks("replica_check.py", 4, tmp_path, "experts", "batch_norm", "pipeline")

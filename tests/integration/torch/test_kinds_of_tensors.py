@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusal import refused
+from helpers.refusal import refused
 
 import ckpt
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support import finish, python
+from helpers.processes import finish, python
 
 import ckpt
 from ckpt.format import json_records

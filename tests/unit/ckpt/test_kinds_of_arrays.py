@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.refusal import refused
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
-from refusal import refused
 
 import ckpt
 

@@ -9,10 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.messages import one_line
+from helpers.refusal import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusal import refused
-from support import one_line
 
 import ckpt
 from ckpt.saving import nan_check

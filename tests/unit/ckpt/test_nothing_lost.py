@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusal import refused
-from support import one_line
+from helpers.messages import one_line
+from helpers.refusal import refused
 
 import ckpt
 from ckpt.training.loss_monitor import as_number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from test_advance import agent, world
+from helpers.agent_worlds import agent, world
 
 from ckpt.recovery.policy.decide import Failure, worth_waiting_seconds
 from ckpt.recovery.run_log import entry_drafts

@@ -8,7 +8,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from support import one_line
+from helpers.messages import one_line
 
 from ckpt.storage.base.errors import NotFound, StoreError
 from ckpt.storage.remote import object_store

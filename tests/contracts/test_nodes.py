@@ -1,0 +1,23 @@
+"""The contract of stores, behind the wire of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.nodes import Here
+
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.testing import StoreContract
+
+
+class TestNodeStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[NodeStore]:
+        made = Here(tmp_path / "node")
+        store = NodeStore(made.address, NodeCredentials(deadline_seconds=20))
+        yield store
+        store.close()
+        made.close()

@@ -1,0 +1,29 @@
+"""The contract of stores, between a client and a node of one host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.nodes import Here
+
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.server import NodeOptions
+from ckpt.storage.testing import StoreContract
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abstract names are Linux's")
+
+
+class TestOverTheWire(StoreContract):
+    """The contract with near off; contracts/test_nodes.py has it with near on."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[NodeStore]:
+        made = Here(tmp_path / "node", NodeOptions(pass_descriptors=False))
+        store = NodeStore(made.address, NodeCredentials(deadline_seconds=20))
+        yield store
+        store.close()
+        made.close()

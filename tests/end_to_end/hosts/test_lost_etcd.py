@@ -1,0 +1,71 @@
+"""etcd is lost for a while, and for good."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from helpers.etcd_server import EtcdProcess, needs_etcd
+from helpers.host_runs import Job, is_right
+from helpers.processes import until
+
+from ckpt.recovery.ranks import processes
+
+
+@needs_etcd
+def test_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
+    """The ranks go on; what happens to them meanwhile is dealt with afterwards, and nobody is taken for lost."""
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", steps=600)
+    try:
+        for name in "abc":
+            run.start(name)
+        run.until_step(12)
+        before = max(run.steps_done(0))
+        server.kill()
+        time.sleep(4.5)
+        until(lambda: max(run._step(run.folder / f"at-0-{rank}") for rank in range(6)) > before + 20)
+        assert all(processes.process_state(run.pid(rank)) for rank in range(6))
+        os.kill(run.pid(2), signal.SIGKILL)
+        waits = "rank 2 was killed by SIGKILL; what is done about it is decided when the state answers"
+        until(lambda: any(waits in run.said(name) for name in "abc"))
+        server.start()
+        assert set(run.ends(*"abc").values()) == {0}
+        log = run.log()
+        assert [(e.facts["cause"], e.facts["ranks"]) for e in log if e.kind == "failure"] == [("signal", [2])]
+        is_right(run, 6)
+        assert sum(run.said(name).count(waits) for name in "abc") == 1
+    finally:
+        run.close()
+        server.kill()
+        shutil.rmtree(server.folder, ignore_errors=True)
+
+
+@needs_etcd
+def test_etcd_goes_away_for_good(tmp_path: Path) -> None:
+    """Each host says how it stands there, and ends when it is asked to."""
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", "--grace", "1", hosts=2, steps=300)
+    try:
+        for name in "ab":
+            run.start(name)
+        run.until_step(5)
+        server.kill()
+        ended = "all ranks of this host have ended well; the run ends when the state answers, or by another signal"
+        until(lambda: all((run.folder / f"end-{rank}.npy").exists() for rank in range(4)))
+        time.sleep(4)  # the ranks have yet to end, and their agents to see it
+        for agent in run.agents.values():
+            agent.send_signal(signal.SIGTERM)
+        assert run.ends(*"ab") == dict.fromkeys("ab", 128 + signal.SIGTERM)
+        for name in "ab":
+            assert run.said(name).count(ended) == 1
+            assert "SIGTERM: without the state the ranks can't be asked to save; they are ended within 7 s" in run.said(name)
+        is_right(run, 4)
+    finally:
+        run.close()
+        server.kill()

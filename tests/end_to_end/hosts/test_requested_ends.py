@@ -1,0 +1,152 @@
+"""Hosts of a run are asked to leave or to end, come late, or name themselves wrongly."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+from helpers.host_runs import ETCD, RUN, Job, is_right, starts
+from helpers.host_runs import job as job
+
+
+@ETCD
+def test_one_host_is_asked_to_leave(job: Callable[..., Job]) -> None:
+    """All save after the same step, and the others go on from there."""
+    run = job("--min", "2")
+    for name in "abc":
+        run.start(name)
+    run.until_step(12)
+    run.agents["b"].send_signal(signal.SIGTERM)
+    assert run.ends("b") == {"b": 128 + signal.SIGTERM}
+    assert run.ends("a", "c") == {"a": 0, "c": 0}
+    log = run.log()
+    (failure,) = [e for e in log if e.kind == "failure"]
+    assert failure.facts["cause"] == "preempted"
+    assert failure.facts["step"] == failure.facts["committed"], "nothing is done twice"
+    assert sorted(starts(log)[-1]) == ["a", "c"]
+    is_right(run, 4)
+
+
+def test_all_are_asked_to_end(job: Callable[..., Job]) -> None:
+    run = job()
+    for name in "abc":
+        run.start(name)
+    run.until_step(12)
+    for name in "abc":
+        run.agents[name].send_signal(signal.SIGTERM)
+    assert set(run.ends(*"abc").values()) == {128 + signal.SIGTERM}
+    for name in "abc":
+        run.start(name)
+    assert set(run.ends(*"abc").values()) == {0}
+    is_right(run, 6)
+
+
+def test_who_comes_after_the_end(job: Callable[..., Job]) -> None:
+    """Is told how it was; to begin anew must be asked for."""
+    run = job("--give-up", "60", hosts=2, steps=30)
+    for name in "ab":
+        run.start(name)
+    assert run.ends(*"ab") == {"a": 0, "b": 0}
+    run.start("b")
+    assert run.ends("b") == {"b": 0}
+    assert run.said("b") == "ckpt-run: the run has ended: all ranks have ended well; to begin another, give --again\n"
+    assert len([e for e in run.log() if e.kind == "run"]) == 1
+    run.options += ["--again"]
+    for name in "ab":
+        run.start(name)
+    assert run.ends(*"ab") == {"a": 0, "b": 0}
+    assert len([e for e in run.log() if e.kind == "run"]) == 2
+
+
+def test_drain(job: Callable[..., Job]) -> None:
+    run = job(steps=10_000)
+    for name in "abc":
+        run.start(name)
+    run.until_step(5)
+    assert run.ask("drain").returncode == 0
+    assert set(run.ends(*"abc").values()) == {0}
+    log = run.log()
+    (agreed,) = [e.facts["step"] for e in log if e.kind == "stop" and e.facts["agreed"]]
+    (told,) = [line for line in run.ask("why").stdout.splitlines() if "  stop  " in line]
+    assert told.endswith(f"  stop  drain, after step {agreed}")
+    assert "have saved and ended, as drain asked" in log[-1].text
+
+
+def test_status_and_plan(job: Callable[..., Job]) -> None:
+    run = job("--min", "2", "--spares", "2", steps=10_000)
+    for name in "abcd":
+        run.start(name)
+    run.until_step(5)
+    run.until(lambda log: log[-1].text == "1 of 2 spare hosts wait; start the same command on more", "said")
+    log = run.log()
+    (spare,) = set("abcd") - set(starts(log)[0])
+    status = run.ask("status").stdout
+    assert f"{spare} " in status
+    assert "spare" in status
+    assert "coordinates" in status
+    assert "1 of 2 spare hosts wait" in status
+    lost = starts(log)[0][1]
+    planned = run.ask("plan", "--dry-run", "--lose", lost).stdout
+    assert planned.startswith(f"suppose  {lost} is lost\ndecision  host {lost} says nothing")
+    assert f"without {lost} (gone) with {spare} instead" in planned
+    planned = run.ask("plan", "--dry-run", "--lose", lost, "--lose", spare).stdout
+    assert "4 ranks on" in planned
+    assert "rank 3 was killed by SIGKILL" in run.ask("plan", "--dry-run", "--fail", "3").stdout
+    assert run.ask("plan").stdout.startswith("suppose  rank 0 is killed\ndecision  rank 0 was killed by SIGKILL")
+    everyone = [word for name in "abcd" for word in ("--lose", name)]
+    assert "without any host nothing is decided" in run.ask("plan", *everyone).stderr
+    assert run.ask("plan", "--lose", "nobody").returncode == 1
+    assert "there is no rank 6: the run has 6 ranks, numbered from 0" in run.ask("plan", "--fail", "6").stderr
+    assert [e.kind for e in run.log()] == [e.kind for e in log], "nothing was done"
+
+
+def test_another_command(job: Callable[..., Job]) -> None:
+    run = job(steps=10_000)
+    run.start("a")
+    run.until(lambda log: bool(log), "begun")
+    run.start("b", program=("sleep", "1"))
+    assert run.ends("b") == {"b": 1}
+    assert "another run is under way there (3 hosts with 2 ranks each" in run.said("b")
+
+
+@ETCD
+def test_hosts_without_their_number(job: Callable[..., Job]) -> None:
+    """Each is a job on one host: they can't share a state."""
+    run = job(hosts=1)
+    run.start("a", program=("sleep", "60"))
+    run.until(lambda log: bool(log), "begun")
+    run.start("b", program=("sleep", "60"))
+    assert run.ends("b") == {"b": 1}
+    said = "another run is under way there (1 host with 2 ranks: sleep 60); for one job on several hosts give --nnodes on each"
+    assert said in run.said("b")
+
+
+def test_a_run_on_one_host_in_the_same_place(job: Callable[..., Job]) -> None:
+    run = job(steps=10_000)
+    for name in "abc":
+        run.start(name)
+    run.until_step(3)
+    command = [*RUN, "--run-dir", str(run.folder / "run"), "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "another ckpt-run works in" in done.stderr
+    assert all(agent.poll() is None for agent in run.agents.values())
+
+
+@ETCD
+def test_two_hosts_of_one_name(job: Callable[..., Job]) -> None:
+    run = job(steps=10_000)
+    run.start("a")
+    run.until(lambda log: bool(log), "begun")
+    time.sleep(1)
+    first = run.agents["a"]
+    run.start("a", files="elsewhere")
+    try:
+        assert run.ends("a") == {"a": 1}
+        assert "another host of this run is called a; give this one another --name" in run.said("a")
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()

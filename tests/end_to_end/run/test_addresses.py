@@ -1,0 +1,74 @@
+"""Ports, addresses and rank numbers that ckpt-run gives to its ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from helpers.runs import none_left
+
+from ckpt.recovery.ranks import launch, processes
+from ckpt.recovery.ranks.host_identity import host_address
+from ckpt.recovery.ranks.launch import LaunchSpec, free_port
+from ckpt.recovery.ranks.launch import start as start_ranks
+from ckpt.recovery.ranks.launch import stop as stop_ranks
+from ckpt.storage.base.http_pages import HttpPage, HttpPages
+
+
+def test_a_rank_keeps_its_number_until_its_session_is_ended(tmp_path: Path) -> None:
+    """Else another process might have it, and be ended for it."""
+    share = LaunchSpec("r", 0, 0, 1, 1, 0, "127.0.0.1", 1, {})
+    command = ["sh", "-c", "sleep 1000 & echo $! > $0; exit 3", str(tmp_path / "child")]
+    (rank,) = start_ranks(command, share, tmp_path, tmp_path / "logs")
+    until = time.monotonic() + 30
+    while not rank.has_ended():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert rank.status == 3
+    assert processes.process_state(rank.process.pid) == "Z"
+    child = int((tmp_path / "child").read_text())
+    assert processes.process_state(child) not in ("", "Z")
+    stop_ranks([rank], "")
+    assert processes.process_state(rank.process.pid) == ""
+    assert none_left([child])
+
+
+def test_the_port_of_a_job_is_none_that_a_connection_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives those of its own range to who connects, at any moment before rank 0 listens."""
+    least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = {free_port("127.0.0.1") for _ in range(50)}
+    assert len(found) > 40
+    assert max(found) < least
+    monkeypatch.setattr(launch, "_first_ephemeral_port", lambda: 2000)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [port])
+        assert free_port("127.0.0.1") not in (0, port)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_addresses_of_version_6() -> None:
+    assert host_address("etcd://[::1]:2379/lab") == "::1"
+    with socket.socket(socket.AF_INET6) as free:
+        free.bind(("::1", free_port("::1")))
+    web = HttpPages("::1", 0, {"/": lambda: HttpPage(b"here")}, "test")
+    try:
+        assert urllib.request.urlopen(f"http://[::1]:{web.port}/").read() == b"here"
+    finally:
+        web.close()
+
+
+def test_spares_are_among_the_hosts_of_a_launcher(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--spares", "1"]
+    environ = os.environ | {"SLURM_STEP_NUM_NODES": "3"}
+    command += ["--launcher", "slurm", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+    assert "2 hosts share no file that could hold the state of the run" in done.stderr

@@ -1,0 +1,120 @@
+"""The examples under ckpt-run: killed and hung, they end with the bits of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.folders import EXAMPLES
+
+import ckpt
+
+
+def ckpt_run(folder: Path, ranks: int, *command: str) -> subprocess.Popen[str]:
+    job = [sys.executable, "-m", "ckpt.tools.run", "-n", str(ranks), "--run-dir", str(folder), "--show", "none", "--"]
+    return subprocess.Popen([*job, *command], stderr=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    try:
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    return said
+
+
+def until_saved(url: Path) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            if ckpt.open(url).steps():
+                return
+        except ckpt.CkptError:
+            pass
+        time.sleep(0.02)
+    raise AssertionError("nothing was saved")
+
+
+def child_of(process: subprocess.Popen[str], words: str) -> int:
+    """A process below ckpt-run whose command line has these words."""
+    below = {process.pid}
+    found = []
+    for path in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            line = (path / "cmdline").read_text().replace("\0", " ")
+        except (OSError, IndexError):
+            continue
+        if parent in below:
+            below.add(int(path.name))
+            if (
+                line.startswith(sys.executable)
+                and words in line
+                and "ckpt.tools.run" not in line
+                and "fork_server.py" not in line
+            ):
+                found.append(int(path.name))
+    return found[-1]
+
+
+def arrays(url: Path) -> dict[str, bytes]:
+    newest = ckpt.open(url)[ckpt.open(url).steps()[-1]]
+    return {name: np.asarray(newest[name]).tobytes() for name in newest}
+
+
+@pytest.mark.parametrize("name", ["train.py", "run_numpy.py", "run_mpi.py"])
+def test_how_little_is_needed(name: str) -> None:
+    """Fewer than ten lines mention ckpt, those of words counted, too."""
+    lines = [line for line in (EXAMPLES / name).read_text().splitlines() if "ckpt" in line or "ck." in line]
+    assert len(lines) < 10, lines
+
+
+def test_numpy(tmp_path: Path) -> None:
+    program = [sys.executable, str(EXAMPLES / "run_numpy.py")]
+    options = ["--steps", "120", "--every", "10"]
+    end(ckpt_run(tmp_path / "a", 2, *program, str(tmp_path / "quiet"), *options, "--seconds", "0"))
+    job = ckpt_run(tmp_path / "b", 2, *program, str(tmp_path / "rough"), *options, "--seconds", "0.02")
+    until_saved(tmp_path / "rough")
+    os.kill(child_of(job, "run_numpy.py"), signal.SIGKILL)
+    assert "was killed by SIGKILL" in end(job)
+    assert ckpt.open(tmp_path / "rough").steps()[-1] == 119
+    assert arrays(tmp_path / "rough") == arrays(tmp_path / "quiet")
+
+
+def test_mpi(tmp_path: Path) -> None:
+    """mpiexec is what ckpt-run starts; a rank that dies takes it along. The field is that of one process alone."""
+    pytest.importorskip("mpi4py")
+    mpiexec = shutil.which("mpiexec", path=os.path.dirname(sys.executable)) or shutil.which("mpiexec")
+    assert mpiexec, "no mpiexec: install the wheel mpich"
+    program, options = [sys.executable, str(EXAMPLES / "run_mpi.py")], ["--steps", "150", "--every", "10"]
+    subprocess.run([*program, str(tmp_path / "alone"), *options, "--seconds", "0"], check=True, timeout=120)
+    job = ckpt_run(tmp_path / "run", 1, mpiexec, "-n", "3", *program, str(tmp_path / "rough"), *options, "--seconds", "0.02")
+    until_saved(tmp_path / "rough")
+    os.kill(child_of(job, "run_mpi.py"), signal.SIGKILL)
+    assert "exited with status" in end(job)
+    assert arrays(tmp_path / "rough") == arrays(tmp_path / "alone")
+
+
+def test_comeback(tmp_path: Path) -> None:
+    """The demo, small: a rank falls into a busy loop."""
+    pytest.importorskip("torch")
+    small = ["--ranks", "2", "--steps", "70", "--every", "5", "--faults", "busy", "--seconds", "0.2"]
+    command = [sys.executable, str(EXAMPLES / "comeback.py"), "--dir", str(tmp_path / "run"), *small]
+    command += ["--model", "--width 32 --layers 1 --context 16 --batch 4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every loss is equal, bit for bit" in done.stdout
+    assert "arrays of" in done.stdout
+    assert re.search(r"step \d+ is done, ", done.stdout)
+    assert done.stdout.count("ckpt-run: rank") == 1
+    assert "said nothing for" in done.stdout
+    assert "1 failure" in done.stdout

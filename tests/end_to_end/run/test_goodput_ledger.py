@@ -1,0 +1,207 @@
+"""The goodput ledger of a run: its lines follow each other without a gap, from the start of ckpt-run to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from helpers.ledgers import ROUNDING, assert_no_gap
+from helpers.runs import Run
+
+from ckpt.recovery.agent import metrics
+from ckpt.recovery.goodput.ledger import (
+    LEDGER_FILE,
+    TIME_CATEGORIES,
+    GoodputLedger,
+    goodput,
+    read_ledgers,
+    total_seconds_by_category,
+)
+from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.sqlite import RUN_LOG_FILE as RECORD
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.storage.base.errors import CkptError
+from ckpt.tools import run_queries as commands
+from ckpt.training.heartbeat_page import RankHeartbeat
+
+
+class Watched(Run):
+    """A run whose record is read in this process: fast enough to strike between two steps."""
+
+    def record(self) -> list[dict]:  # type: ignore[type-arg]
+        return [asdict(entry) for entry in SqliteRunLog(self.files).entries()] if (self.files / RECORD).exists() else []
+
+
+def report(run: Run, *options: str) -> str:
+    command = [sys.executable, "-m", "ckpt.tools.run", "report", "--run-dir", str(run.files), *options]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
+    """A run with three failures that has ended well, and its wall time."""
+    began = time.monotonic()
+    run = Watched(tmp_path_factory.mktemp("run") / "job", steps=80, seconds=0.05)
+    try:
+        for attempt, step in enumerate([11, 22, 33]):
+            run.until_step(step, attempt)
+            os.kill(run.pid(attempt), signal.SIGKILL if attempt != 1 else signal.SIGSTOP)
+        assert run.end() == 0, run.said
+    finally:
+        run.close()
+    return run, time.monotonic() - began
+
+
+def test_every_second_has_a_name(done: tuple[Run, float]) -> None:
+    run, wall = done
+    found = read_ledgers(run.files)
+    assert_no_gap(found)
+    seconds = total_seconds_by_category(run.files)
+    entries = SqliteRunLog(run.files).entries()
+    assert abs(sum(seconds.values()) - (found[-1].at - found[0].began)) < ROUNDING * len(found)
+    assert found[0].began < entries[0].at, "it begins with the process, not with the first attempt"
+    assert found[-1].at > entries[-1].at, "it ends after the last word"
+    assert sum(seconds.values()) < wall
+    assert {line.attempt for line in found} == {0, 1, 2, 3}
+    assert {entry.attempt for entry in entries if entry.kind == "failure"} == {0, 1, 2}
+
+
+def test_a_second_run_in_the_same_folder_goes_on(done: tuple[Run, float]) -> None:
+    run, _ = done
+    before = read_ledgers(run.files)
+    again = Run(run.folder, steps=82)
+    try:
+        assert again.end() == 0, again.said
+    finally:
+        again.close()
+    found = read_ledgers(run.files)
+    assert found[: len(before)] == before
+    assert_no_gap(found[len(before) :])
+    assert found[len(before)].began > before[-1].at
+
+
+def test_killed_it_is_right_up_to_a_moment_before(tmp_path: Path) -> None:
+    """What is under way is written again and again, in its place, also where nothing happens."""
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path), "--", "sleep", "1000"]
+    process = subprocess.Popen(command)
+    try:
+        until = time.monotonic() + 60
+        while sum(total_seconds_by_category(tmp_path).values()) < 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert len(read_ledgers(tmp_path)) == 1
+    finally:
+        process.kill()
+        process.wait()
+    assert len(read_ledgers(tmp_path)) == 1
+    assert total_seconds_by_category(tmp_path)["spawn"] >= 3
+
+
+def test_the_report_in_prometheus_format(done: tuple[Run, float]) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    run, _ = done
+    families = {family.name: family for family in text_string_to_metric_families(report(run, "--prometheus"))}
+    seconds = {sample.labels["name"]: sample.value for sample in families["ckpt_run_seconds"].samples}
+    assert set(seconds) == set(TIME_CATEGORIES)
+    assert seconds == pytest.approx({name: total_seconds_by_category(run.files).get(name, 0.0) for name in TIME_CATEGORIES})
+    causes = {sample.labels["cause"]: sample.value for sample in families["ckpt_run_failures"].samples}
+    assert causes == {"signal": 2, "stopped": 1}
+    assert families["ckpt_run_goodput_ratio"].samples[0].value == pytest.approx(goodput(seconds))
+    assert families["ckpt_run_up"].samples[0].value == 0
+    assert families["ckpt_run_goodput_ratio"].type == "gauge"
+    assert families["ckpt_run_seconds"].type == "counter"
+
+
+def test_the_report_as_a_picture(done: tuple[Run, float], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run, _ = done
+    file = tmp_path / "run.of-today"  # whatever its name is
+    assert "3 failures" in report(run, "--png", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(CkptError, match=f"the folder {tmp_path}/none does not exist; create it, or name another file"):
+        commands.report.main(["--run-dir", str(run.files), "--png", str(tmp_path / "none" / "run.png")], standalone_mode=False)
+    json.loads(report(run, "--json"))
+
+
+def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A limit on the size of files is what a disk that has no more room looks like, short writes included."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 100)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        for number in range(6):
+            ledger.account("useful" if number % 2 else "stall", 0)
+            ledger.relabel("redo", 2.0)
+            time.sleep(0.01)
+            ledger._write_spans()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert caplog.text.count("can't be written") <= 2
+    ledger.close()
+    assert sum(total_seconds_by_category(tmp_path).values()) == pytest.approx(100, abs=5)
+    assert_no_gap(read_ledgers(tmp_path))
+
+
+def test_metrics_of_a_run_under_way() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    entries = [
+        LogEntry(1, 0.0, 0, "start", "", {}),
+        LogEntry(2, 1.0, 0, "failure", "", {"cause": 'a "bad"\nday\\'}),
+        LogEntry(3, 1.0, 0, "decision", "", {"action": "restart"}),
+        LogEntry(4, 1.0, 1, "start", "", {}),
+        LogEntry(5, 2.0, 1, "failure", "", {"cause": "preempted"}),
+    ]
+    beats = {
+        0: RankHeartbeat(5, 7, "step", 90.0, 4, 0.25, 11, None, None),
+        1: RankHeartbeat(5, 6, "step", 99.5, 3, 0.5, 12, None, None),
+    }
+    beats[2] = RankHeartbeat(0, -1, "start", 1.0, -1, 0.0, 0)
+    text = metrics.render_metrics(entries, {"useful": 3.0, "redo": 1.0}, True, beats, now=100.0)
+    samples = {(s.name, *s.labels.values()): s.value for family in text_string_to_metric_families(text) for s in family.samples}
+    assert samples["ckpt_run_up",] == 1
+    assert samples["ckpt_run_attempt",] == 1
+    assert [key for key in samples if key[0] == "ckpt_run_failures_total"] == [("ckpt_run_failures_total", 'a "bad"\nday\\')]
+    assert samples["ckpt_run_decisions_total", "restart"] == 1
+    assert samples["ckpt_run_goodput_ratio",] == 0.75
+    assert samples["ckpt_run_step",] == 6, "the rank that has said nothing yet does not count"
+    assert samples["ckpt_run_committed_step",] == 4
+    assert samples["ckpt_run_loss",] == 0.25
+    assert samples["ckpt_run_rank_silent_seconds", "0"] == 10
+    assert "ckpt_run_up 0\n" in metrics.render_metrics([], {}, False)
+
+
+def test_metrics_are_served(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "ckpt.tools.run", "--metrics", f"127.0.0.1:{port}", "--run-dir"]
+        first = [*command, str(tmp_path / "first"), "--", "true"]
+        done = subprocess.run(first, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, "a port that is taken ends no run"
+        assert f"127.0.0.1:{port} can't be listened on: Address already in use; give another --metrics" in done.stderr
+    process = subprocess.Popen([*command, str(tmp_path / "second"), "--", "sleep", "1000"])
+    try:
+        until = time.monotonic() + 60
+        text = ""
+        while 'ckpt_run_seconds_total{name="spawn"}' not in text or "ckpt_run_attempt 0" not in text:
+            assert time.monotonic() < until, text
+            time.sleep(0.1)
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+                text = page.read().decode()
+        assert "ckpt_run_up 1" in text
+    finally:
+        process.kill()
+        process.wait()

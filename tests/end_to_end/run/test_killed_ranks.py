@@ -1,0 +1,166 @@
+"""ckpt-run brings a job back whose ranks are killed, stopped, hung or end with an error."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.processes import SOAK
+from helpers.runs import RANKS, Run, is_right, kill_all
+from helpers.runs import start as start
+
+from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES
+
+
+def test_a_job_without_a_fault_ends_well(start: Callable[..., Run]) -> None:
+    run = start()
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == []
+    assert run.said == ""
+
+
+KILLS = list(product(range(RANKS), [signal.SIGKILL, signal.SIGSEGV])) if SOAK else [(0, signal.SIGKILL), (2, signal.SIGSEGV)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("rank", "number"), KILLS)
+def test_a_rank_is_killed(start: Callable[..., Run], rank: int, number: signal.Signals) -> None:
+    run = start(steps=100)
+    run.until_step(12)
+    os.kill(run.pid(rank), number)
+    assert run.end() == 0, run.said
+    is_right(run, 100)
+    assert run.failures() == [("signal", [rank])]
+    killed = rf"rank {rank} was killed by {number.name} after step \d+"
+    assert re.search(rf"{killed}; all ranks start again from step \d+, or a newer one", run.said)
+
+
+def test_a_warm_start(start: Callable[..., Run]) -> None:
+    """The ranks are forked from a process that has imported what they import."""
+    run = start("--warm", steps=600)
+    command = [sys.executable, "-m", "ckpt.tools.run", "status", "--run-dir", str(run.files)]
+    until = time.monotonic() + 60
+    while "the next start is warm" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout:
+        assert time.monotonic() < until
+    os.kill(run.pid(1), signal.SIGKILL)
+    run.until_step(1, attempt=1)
+    assert b"fork_server.py" in Path(f"/proc/{run.pid(1)}/cmdline").read_bytes()
+    assert run.end() == 0, run.said
+    is_right(run, 600)
+    assert run.failures() == [("signal", [1])]
+
+
+def test_all_ranks_are_killed_twice(start: Callable[..., Run]) -> None:
+    run = start(seconds=0.05)
+    for attempt, step in enumerate([12, 22]):
+        run.until_step(step, attempt)
+        kill_all(run)
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert len(run.failures()) == 2
+
+
+def test_a_rank_is_stopped(start: Callable[..., Run]) -> None:
+    run = start(seconds=0.03)
+    run.until_step(12)
+    os.kill(run.pid(1), signal.SIGSTOP)
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == [("stopped", [1])]
+
+
+@pytest.mark.parametrize(
+    ("fault", "detail"), [("raise", r"exited with status 1 \(RuntimeError: a bad batch\)"), ("exit", "status 7")]
+)
+def test_a_rank_fails(start: Callable[..., Run], fault: str, detail: str) -> None:
+    run = start(fault=(fault, 17, 1))
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == [("exit", [1])]
+    assert re.search(detail, run.said)
+
+
+def test_a_rank_leaves_the_others(start: Callable[..., Run]) -> None:
+    """With status 0, which is no failure by itself. Those that wait for its part of a save are told at once, and say it."""
+    run = start(fault=("leave", 17, 1))
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert "rank 1 of 3 did not bring its part of step 19 and has ended" in run.said, run.said
+    assert len(run.failures()) == 1
+
+
+def test_a_loss_that_is_not_finite_once(start: Callable[..., Run]) -> None:
+    """It may have been the hardware: the same is tried again, and comes out right."""
+    run = start(fault=("nan", 17, 1))
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == [("diverged", [1])]
+    assert "the loss of step 17 was nan; the same batches are tried again" in run.said
+
+
+def test_a_loss_that_is_never_finite(start: Callable[..., Run]) -> None:
+    """At the second time the batch is passed over, and an older step taken."""
+    run = start(fault=("poison", 17, 1))
+    assert run.end() == 0, run.said
+    assert run.failures() == [("diverged", [1])] * 2
+    assert "the loss of step 17 was nan; the 2nd time there: batches 16 to 17 are passed over" in run.said
+    told = [e["facts"]["environment"] for e in run.record() if e["kind"] == "start"]
+    assert [each.get("CKPT_SKIP") for each in told] == [None, None, "16-17"]
+
+
+def test_a_job_that_always_fails(start: Callable[..., Run]) -> None:
+    """It is given up, with the reason, and does not go on for ever."""
+    run = start(fault=("always", 0, 0))
+    assert run.end() == 1
+    assert len(run.failures()) == MAX_REPEATED_FAILURES
+    look = f"look at {run.files}/logs/2/rank-0.log"
+    assert run.said.strip().endswith(f"times in a row, at the same place, with no newer step saved: {look}")
+    assert "RuntimeError: there is no data" in run.said
+    command = [sys.executable, "-m", "ckpt.tools.run", "why", "--run-dir", str(run.files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "halt: rank 0 exited with status 1 (RuntimeError: there is no data) before the first step" in done.stdout
+
+
+ROTTEN = """
+import ckpt, numpy as np, os
+attempt = int(os.environ["CKPT_ATTEMPT"])
+with ckpt.Checkpointer("repo", every=5, keep=5) as ck:
+    state, start = ck.restore({"a": np.zeros(3)})
+    with open("restored", "a") as file:
+        print(start - 1, file=file)
+    for step in range(start, 50):
+        state["a"] += 1
+        if step == SPOILED and attempt == 0:
+            state["a"][:] = -1e9
+        if state["a"][0] < 0 and step == PLACE:
+            raise RuntimeError("spoiled")
+        ck.step(step, state)
+        ck.wait()
+np.save("end.npy", state["a"])
+"""
+
+
+@pytest.mark.parametrize(("spoiled", "place", "varies", "restored"), [
+    (9, 10, 4, "-1 9 9 4"), (22, 31, 3, "-1 29 29 24 24 19"), (22, 31, 1, "-1 29 29 24 19"),
+])  # fmt: skip
+def test_steps_that_are_whole_and_rotten(tmp_path: Path, spoiled: int, place: int, varies: int, restored: str) -> None:
+    """They make the job fail a few steps later, always there or each time elsewhere: after two of these an older one is taken,
+    and one before that, where that was rotten, too."""
+    rotten = ROTTEN.replace("SPOILED", str(spoiled)).replace("PLACE", f"{place} + attempt % {varies}")
+    command = [sys.executable, "-m", "ckpt.tools.run", "--cold", "--run-dir", "run", "--", sys.executable, "-c", rotten]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "restored").read_text().split() == restored.split()
+    newest = restored.split()[1]
+    assert f"from a step before {newest}, which may be the reason: it failed twice soon after it" in done.stderr
+    assert np.load(tmp_path / "end.npy").tolist() == [50.0] * 3

@@ -1,0 +1,147 @@
+"""ckpt-run is asked to end, is stopped or killed: it leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.runs import RANKS, Run, is_right, none_left
+from helpers.runs import start as start
+
+import ckpt
+from ckpt.recovery.ranks import processes
+
+
+@pytest.mark.parametrize("storm", [1, 3])
+def test_it_is_asked_to_end(start: Callable[..., Run], storm: int) -> None:
+    """Saved at a step that was under way; started again it goes on from there, and no step was lost."""
+    run = start()
+    run.until_step(13)
+    run.process.send_signal(signal.SIGTERM)
+    if storm > 1:  # whoever asks again does not wait
+        for _ in range(storm):
+            time.sleep(0.01)
+            run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.said
+    steps = ckpt.open(run.folder / "repo").steps()
+    assert steps[-1] >= (13 if storm == 1 else 9)
+    assert storm > 1 or "have saved and ended, as SIGTERM asked" in run.said
+    again = start()
+    assert again.end() == 0, again.said
+    is_right(again)
+    assert [e["attempt"] for e in again.record() if e["kind"] == "start"] == [0, 1]
+
+
+def test_it_was_all_that_stood_still(start: Callable[..., Run]) -> None:
+    """A host that is frozen and thawed, ckpt-run and ranks together: nobody has hung."""
+    run = start("--hang", "2", "--cold")
+    run.until_step(12)
+    pids = [run.process.pid, *(run.pid(rank) for rank in range(RANKS))]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(4)
+    for pid in pids:  # ckpt-run first: it looks before they have said anything
+        os.kill(pid, signal.SIGCONT)
+    assert run.end() == 0, run.said
+    is_right(run)
+    assert run.failures() == []
+
+
+def test_ranks_that_do_not_use_ckpt_are_asked_too(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, signal, sys, time\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: ((folder / 'saved').write_text('yes'), sys.exit(0)))\n"
+        "(folder / 'ready').touch()\n"
+        "time.sleep(1000)\n"
+    )
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--", sys.executable, str(program)]
+    run = subprocess.Popen([*command, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert (tmp_path / "saved").read_text() == "yes"
+    assert "rank 0 was ended by SIGTERM, with no Checkpointer opened, before the first step" in said
+
+
+def test_a_console_that_is_full_and_nohup(tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--"]
+    program = ["sh", "-c", "echo much; sleep 1; touch $0", str(tmp_path / "done")]
+    with open("/dev/full", "wb") as full:
+        run = subprocess.Popen([*command, *program], stdout=full, stderr=full)
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("run/logs/0/rank-0.log")):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    run.send_signal(signal.SIGHUP)
+    assert run.wait(60) == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_nothing_is_left_running(start: Callable[..., Run]) -> None:
+    """Not even where ckpt-run itself is killed, and a rank has children of its own."""
+    run = start(steps=10_000, fault=("child", 0, 1))
+    run.until_step(3)
+    pids = [run.pid(rank) for rank in range(RANKS)] + [int((run.folder / "child").read_text())]
+    assert all(processes.process_state(pid) for pid in pids)
+    run.process.kill()
+    run.process.wait()
+    assert none_left(pids)
+    again = start(steps=40)
+    assert again.end() == 0, again.said
+    assert sum(processes.process_state(pid) not in ("", "Z") for pid in pids) == 0
+
+
+def test_the_guardian_is_killed_and_then_ckpt_run(start: Callable[..., Run]) -> None:
+    """Another has taken its place, and ends what the ranks have started."""
+    run = start(steps=10_000, fault=("child", 0, 1))
+    run.until_step(12)
+    (pages,) = [Path(e["facts"]["pages"]) for e in run.record() if e["kind"] == "start"]
+
+    def guardians() -> list[int]:
+        words = [b"ckpt.recovery.ranks.orphan_guard", os.fsencode(pages)]
+        found = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if has(p, words)]
+        return [pid for pid in found if processes.process_state(pid) not in ("", "Z")]
+
+    (first,) = guardians()
+    os.kill(first, signal.SIGKILL)
+    until = time.monotonic() + 60
+    while first in guardians() or not guardians():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    pids = [*(run.pid(rank) for rank in range(RANKS)), int((run.folder / "child").read_text())]
+    run.close()
+    assert none_left(pids)
+    while pages.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def has(file: Path, words: list[bytes]) -> bool:
+    """Whether a command line names all of them."""
+    with contextlib.suppress(OSError):
+        return set(words) <= set(file.read_bytes().split(b"\0"))
+    return False
+
+
+def test_children_of_a_killed_rank_end_with_it(start: Callable[..., Run]) -> None:
+    run = start(fault=("child", 0, 1))
+    run.until_step(3)
+    child = int((run.folder / "child").read_text())
+    os.kill(run.pid(0), signal.SIGKILL)
+    run.until_step(8, attempt=1)
+    assert processes.process_state(child) in ("", "Z")
+    assert run.end() == 0, run.said
+    is_right(run)

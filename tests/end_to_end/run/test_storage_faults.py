@@ -1,0 +1,186 @@
+"""A job under ckpt-run whose storage fails: nodes die, disks fill up, bytes flip."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers.faulty_runs import Starter, ends_well, nodes, url_of, with_bytes
+from helpers.faulty_runs import start as start
+from helpers.folders import fast_folder
+from helpers.host_runs import job as job
+from helpers.processes import until
+from helpers.repositories import snapshot
+from helpers.runs import RANKS, in_memory
+from helpers.tier_places import flip
+
+import ckpt
+from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
+
+
+def test_a_storage_node_is_killed_while_the_job_runs(start: Starter, tmp_path: Path) -> None:
+    """Nothing of the job needs to start again."""
+    with nodes(tmp_path, 3) as storage:
+        run = start(url=url_of(storage), seconds=0.05)
+        run.until_step(12)
+        storage[0].kill()
+        ends_well(run)
+        assert run.failures() == []
+        assert ckpt.open(url_of(storage)).steps()[-1] == 39
+
+
+def test_a_storage_node_is_killed_while_the_job_restarts(start: Starter, tmp_path: Path) -> None:
+    with nodes(tmp_path, 3) as storage:
+        run = start(url=url_of(storage), seconds=0.05, failpoints="namespace.read=sleep:0.3@*")
+        run.until_step(12)
+        run.kill_ranks()
+        until(lambda: (beat := run.beat(0, attempt=1)) is not None and beat.phase == "load", "it restores")
+        storage[1].kill()
+        ends_well(run)
+        assert [cause for cause, _ in run.failures()] == ["signal"]
+
+
+def test_all_storage_nodes_are_away_for_a_while(start: Starter, tmp_path: Path) -> None:
+    """Longer than it takes to fail some times in a row."""
+    with nodes(tmp_path, 2) as storage:
+        run = start(url=url_of(storage), seconds=0.05)
+        run.until_step(12)
+        for node in storage:
+            node.kill()
+        until(lambda: run.kinds().count("failure") > MAX_REPEATED_FAILURES, "a save has failed, and then some restarts")
+        for node in storage:
+            node.start()
+        ends_well(run)
+        assert min(run.restored()) >= 5
+
+
+def test_what_began_before_is_not_given_up_at_once() -> None:
+    """Where it does not come to a step any more it waits, longer and longer, and not for ever."""
+    failures = [Failure("exit", (1,), "exited with status 1", 12, 9, 10.0)]
+    budget = Budget()
+    waits = []
+    while (decision := decide(failures, budget)).action == "restart" and len(waits) < 100:
+        budget = decision.budget
+        waits.append(decision.wait_seconds)
+        failures.append(Failure("exit", (1,), "exited with status 1", -1, -1, 1.0))
+    assert len(waits) == Budget().max_restarts
+    assert waits == sorted(waits)
+    assert sum(waits) > 60
+    assert decision.reason.endswith("before the first step; 10 restarts without a newer step: look at the log")
+
+
+def test_damage_is_no_storage_that_is_away() -> None:
+    """It stays as it is: after three tries that is the end, with what to do."""
+    failures, budget = [Failure("exit", (1,), "exited with status 1", 12, 9, 10.0, restored=5)], Budget()
+    while (decision := decide(failures, budget)).action == "restart":
+        budget = decision.budget
+        failures.append(Failure("damaged", (0, 1), "exited with status 1", -1, -1, 1.0))
+    assert len(failures) == 1 + MAX_REPEATED_FAILURES
+    assert "3 times in a row, as no saved step is whole; bring back the files of one, or remove all of them" in decision.reason
+
+
+def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Starter, tmp_path: Path) -> None:
+    """As where a host is lost with its part of the memory tier. Every step is in the other one, but for a save under way."""
+    with fast_folder(tmp_path) as folder, nodes(folder, 2) as memory:
+        run = start(tiers=(url_of(memory, "near"),), seconds=0.1)
+        run.until_step(12)
+        memory[0].kill()
+        os.kill(run.pid(1), signal.SIGKILL)
+        ends_well(run)
+        (failure,) = [e for e in run.log() if e.kind == "failure"]
+        assert min(run.restored()) > failure.facts["committed"]
+        assert min(run.restored()) >= failure.facts["step"] - 1 >= 11
+        assert ckpt.open(run.folder / "repo").steps()[-1] == 39
+
+
+@pytest.mark.parametrize("point", ["save.append=full@2", "local.fsync=error@3", "save.commit=full@2"])
+def test_a_save_in_the_background_fails(start: Starter, point: str) -> None:
+    run = start(fault=f"points:0:{point}")
+    ends_well(run)
+    assert [cause for cause, _ in run.failures()] == ["exit"], run.said
+    assert f"injected at fail point {point.partition('=')[0]}" in run.said
+    assert ckpt.open(run.folder / "repo").steps()[-1] == 39
+
+
+def test_a_disk_that_is_full_for_a_while(start: Starter, tmp_path: Path) -> None:
+    """Really full; somebody makes room."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("mounting takes root")
+    try:
+        run = start(url=str(small / "repo"), seconds=0.05)
+        run.until_step(12)
+        with (small / "ballast").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        until(lambda: "failure" in run.kinds(), "a save has failed")
+        (small / "ballast").unlink()
+        ends_well(run)
+        assert run.failures()
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+@pytest.mark.parametrize("where", ["memory", "nvme", "repo", "memory nvme"])
+def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Path, where: str) -> None:
+    """In each file of the newest step there: it comes from the next place, or is an older one."""
+    nvme = str(tmp_path / "nvme")
+    run = start(tiers=("memory", nvme), seconds=0.06, steps=24)
+    places = {"memory": in_memory(run), "nvme": Path(nvme), "repo": run.folder / "repo"}
+    run.until_step(13)
+    run.process.send_signal(signal.SIGSTOP)
+    run.kill_ranks()
+    flipped = 0
+    for name in where.split():
+        commits = sorted(places[name].rglob("steps/*/commit.json"), key=lambda path: int(path.parent.name))
+        for path in with_bytes(commits[-1].parent, "*"):
+            flip(path)
+            flipped += 1
+    assert flipped >= 2
+    run.process.send_signal(signal.SIGCONT)
+    ends_well(run, 24)
+    assert len(run.failures()) == 1
+    least = {"memory": 10, "nvme": 12, "repo": 12, "memory nvme": 5}
+    assert min(run.restored()) >= least[where]
+    saved = next(entry.facts["committed"] for entry in run.log() if entry.kind == "failure")
+    assert ("no later one is whole" in run.said) == (min(run.restored()) <= saved)
+    assert ckpt.load(run.folder / "repo", group=None)["w"].shape == (4 * RANKS, 100)
+
+
+def test_the_memory_tier_is_cleared(start: Starter) -> None:
+    """By somebody who cleans up /dev/shm, beneath the ranks that save there."""
+    run = start(tiers=("memory",), seconds=0.06, steps=40)
+    memory = in_memory(run)
+    run.until_step(13)
+    shutil.rmtree(memory, ignore_errors=True)
+    ends_well(run, 40)
+    assert len(run.failures()) == 1
+
+
+def test_all_steps_are_damaged(start: Starter) -> None:
+    """In all places. It is given up with the reason, and nothing is begun anew over them, or removed."""
+    run = start(tiers=("memory",), seconds=0.06, steps=10_000)
+    places = [in_memory(run), run.folder / "repo"]
+    run.until_step(7)
+    run.process.send_signal(signal.SIGSTOP)
+    run.kill_ranks()
+    for path in [path for place in places for path in with_bytes(place, "steps/**/*")]:
+        flip(path)
+    before = snapshot(run.folder / "repo/steps")
+    run.process.send_signal(signal.SIGCONT)
+    assert run.end() == 1
+    assert list(places[0].rglob("steps/*/commit.json"))
+    shutil.rmtree(places[0])
+    assert [cause for cause, _ in run.failures()] == ["signal", *["damaged"] * MAX_REPEATED_FAILURES]
+    assert (
+        f"{MAX_REPEATED_FAILURES} times in a row, as no saved step is whole; bring back the files of one, or remove all"
+        in run.said
+    )
+    assert re.search(rf"look at {run.files}/logs/{MAX_REPEATED_FAILURES}/rank-\d.log", run.said)
+    assert snapshot(run.folder / "repo/steps") == before

@@ -1,0 +1,83 @@
+"""Options of ckpt-run that cannot be used end it before the job starts."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers.faulty_runs import RUN, Faulty, Starter
+from helpers.faulty_runs import start as start
+from helpers.host_runs import job as job
+from helpers.runs import no_memory_is_left
+
+from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES
+
+
+@pytest.mark.parametrize(
+    ("url", "words", "times"),
+    [
+        ("ckpt://127.0.0.1:1/run", "127.0.0.1:1", MAX_REPEATED_FAILURES),  # it may be about to start
+        ("{}/file/repo", "Not a directory", 1),
+        ("/proc/nowhere", "has no directories", 1),
+    ],
+)
+def test_a_url_that_cannot_be_used(start: Starter, tmp_path: Path, url: str, words: str, times: int) -> None:
+    """The job is given up, with what the ranks have said of it; at once where waiting does not help."""
+    (tmp_path / "file").touch()
+    run = start("--cold", url=url.format(tmp_path))
+    assert run.end() == 1
+    lines = run.said.splitlines()
+    found = re.search(rf"ckpt-run: ranks? [012, ]+ exited with status 1 \(.*{words}.*look at (.*)$", lines[-1])
+    assert found, run.said
+    assert len(lines) == times
+    assert words in Path(found[1]).read_text()
+    assert "whether a rank has died" not in run.said
+    assert "Traceback" not in run.said
+
+
+def test_a_metrics_port_that_is_taken_ends_no_run(start: Starter) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = start("--metrics", where)
+        assert run.end() == 0
+    no_metrics = f"no metrics are served: {where} can't be listened on: Address already in use; give another --metrics"
+    assert one_line(run) == no_metrics
+    no_memory_is_left(run.files)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        (["--run-dir", "{}/file"], 1, "file can't be used: File exists; give another --run-dir"),
+        (["--nnodes", "3", "--give-up", "0.5"], 1, "1 of 3 hosts came within 0.5 s; start ckpt-run on more, or lower --min"),
+        (["--nnodes", "2", "--min", "3"], 1, "--min 3 is more than the 2 hosts of --nnodes"),
+        (["--nnodes", "2", "--state", "etcd://127.0.0.1:1/lab"], 1, "127.0.0.1:1"),
+        (["--nnodes", "2", "--state", "nosuch://127.0.0.1:1/lab"], 1, "write etcd://HOST:PORT/NAME"),
+    ],
+)
+def test_options_that_cannot_be_used(tmp_path: Path, options: list[str], status: int, words: str) -> None:
+    (tmp_path / "file").touch()
+    command = [*RUN, "--run-dir", str(tmp_path / "run"), *(option.format(tmp_path) for option in options), "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    no_memory_is_left(tmp_path / "run", socket.gethostname())
+
+
+def test_a_file_that_is_no_program(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("1 2 3")
+    command = [*RUN, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path / "data")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    said = f"ckpt-run: {tmp_path}/data can't be started: Permission denied; give a command that runs by itself\n"
+    assert done.stderr == said
+
+
+def one_line(run: Faulty) -> str:
+    """What it said, where that is but one line."""
+    (line,) = run.said.splitlines()
+    return line.removeprefix("ckpt-run: ")

@@ -1,0 +1,322 @@
+"""The memory tier of a run on several hosts: no step is lost that is in the memory of a host that is left.
+
+The agents are processes of this host; each has memory, nodes and ranks of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.etcd_server import needs_etcd
+from helpers.host_runs import OnHosts, answers, leader_of, starts
+from helpers.memory_runs import InMemory, failures, in_full, keepers, memories_of
+from helpers.memory_runs import job as job
+from helpers.network_namespaces import hosts_on_a_wire
+from helpers.processes import until
+from helpers.runs import none_left
+
+from ckpt.recovery.ranks import processes
+
+
+@in_full
+def test_the_ranks_of_a_host_are_killed(job: Callable[..., InMemory]) -> None:
+    """All of a host: what they saved is in its memory and another's, and at most the step under way is done again."""
+    run = job(hosts=2, steps=13)
+    for name in "ab":
+        run.start(name)
+    run.until_step(6)
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert run.ends(*"ab") == {"a": 0, "b": 0}
+    log = run.log()
+    assert len(failures(log)) == 1
+    assert run.begins(1) >= 5, "the save of step 5 may have been under way"
+    assert memories_of(log)[1][1:] == memories_of(log)[0], "fresh nodes, and those before to read from"
+    assert run.saved()[-1] == 12
+    run.is_right(2)
+    run.is_gone(*"ab")
+
+
+def test_a_host_is_lost(job: Callable[..., InMemory]) -> None:
+    """With its memory. A spare takes its place, in a new namespace; the newest step comes from what is left of the old one,
+    which is given free then."""
+    run = job(hosts=2, steps=13)
+    for name in "abc":
+        run.start(name)
+    run.until_step(6)
+    lost = starts(run.log())[0][1]
+    run.agents[lost].kill()
+    rest = sorted(set("abc") - {lost})
+    assert set(run.ends(*rest).values()) == {0}
+    log = run.log()
+    assert len(failures(log)) == 1
+    assert run.begins(1) >= 5, "the save of step 5 may have been under way"
+    first, second = memories_of(log)
+    assert [host for host, _ in second[0]] == rest
+    assert second[1:] == first
+    (dropped, ended) = [e for e in log if e.kind == "memory"]
+    assert dropped.facts["memory"] == second[:1]
+    assert ended.facts["memory"] == []
+    run.is_right(2)
+    run.is_gone(*rest)
+
+
+def test_a_job_that_is_given_up(job: Callable[..., InMemory]) -> None:
+    """Nobody could copy what is only in memory: the one that leads does, and the others serve theirs as long."""
+    run = job("--restarts", "0", hosts=2, steps=10_000)
+    for name in "ab":
+        run.start(name)
+    run.until_step(6)
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert run.ends(*"ab") == {"a": 1, "b": 1}
+    log = run.log()
+    (failure,) = failures(log)
+    assert [e.kind for e in log][-2:] == ["end", "memory"]
+    assert "was brought from ckpt://127.0.0.1:" in run.said("a")
+    assert run.saved()[-1] >= max(4, failure.facts["committed"])
+    run.is_gone(*"ab")
+
+
+@in_full
+@pytest.mark.parametrize("which", ["both", "one"])
+def test_agents_are_killed_and_started_again(job: Callable[..., InMemory], which: str) -> None:
+    """Of two: what is still in their memory is served again, at the same ports."""
+    run = job("--patience", "20", hosts=2, steps=15)
+    for name in "ab":
+        run.start(name)
+    run.until_step(6)
+    done = min(run.steps_done(0))
+    victims = "ab" if which == "both" else "b"
+    for name in victims:
+        run.agents[name].kill()
+    for name in victims:
+        run.agents[name].wait()
+        run.start(name)
+    assert run.ends(*"ab") == {"a": 0, "b": 0}
+    log = run.log()
+    assert memories_of(log)[0][0] in memories_of(log)[-1]
+    assert run.begins(len(starts(log)) - 1) >= done - 1
+    run.is_right(2)
+    run.is_gone(*"ab")
+
+
+@in_full
+def test_the_last_of_two_goes_on_alone(job: Callable[..., InMemory]) -> None:
+    run = job("--min", "1", hosts=2, steps=20)
+    for name in "ab":
+        run.start(name)
+    run.until_step(6)
+    leader = leader_of(run.log())
+    other = "b" if leader == "a" else "a"
+    run.agents[leader].kill()
+    assert run.ends(other) == {other: 0}
+    log = run.log()
+    assert run.begins(1) >= failures(log)[0].facts["step"] - 1
+    assert [len(each[0]) for each in memories_of(log)] == [2, 1]
+    run.is_right(1)
+    run.is_gone(other)
+
+
+@in_full
+def test_nothing_is_left_running(job: Callable[..., InMemory]) -> None:
+    """Where all agents are killed. What is in memory stays, for those that are started again."""
+    run = job(hosts=2, steps=10_000)
+    for name in "ab":
+        run.start(name)
+    run.until_step(6)
+    assert len(keepers(run)) == 2
+    pids = [run.pid(rank) for rank in range(2)]
+    for process in run.agents.values():
+        process.kill()
+    until(lambda: not keepers(run))
+    assert none_left(pids)
+    assert all(run.files(name) for name in "ab")
+
+
+@in_full
+def test_a_host_that_is_silent(job: Callable[..., InMemory]) -> None:
+    """Its agent and what serves its memory are stopped: calls to it are taken, and never answered. Nobody waits for it."""
+    run = job("--min", "2", steps=30)
+    for name in "abc":
+        run.start(name)
+    run.until_step(6)
+    victim = starts(run.log())[0][1]
+    agent = run.agents[victim].pid
+    (keeper,) = [pid for pid in keepers(run) if int(processes._stat_fields(pid)[1]) == agent]
+    for pid in (agent, keeper):
+        os.kill(pid, signal.SIGSTOP)
+    run.until_step(25, attempt=1)
+    assert run.begins(1) >= failures(run.log())[0].facts["step"] - 1
+    for pid in (keeper, agent):
+        os.kill(pid, signal.SIGCONT)
+    assert set(run.ends(*"abc").values()) == {0}
+    run.is_right(2)
+    run.is_gone(*"abc")
+
+
+@needs_etcd
+@in_full
+def test_a_host_whose_wire_is_cut(job: Callable[..., InMemory], tmp_path: Path) -> None:
+    """What is sent to it is lost without a word."""
+    with hosts_on_a_wire(4) as hosts:
+        hosts.run_etcd(3, tmp_path / "etcd")
+        until(lambda: answers(f"http://{hosts.etcd_at(3)}"))
+        job()
+        state = f"etcd://{hosts.etcd_at(3)}/lab"
+        run = OnHosts(tmp_path / "job", state, "-n", "1", "--memory", "--insecure", "--min", "2", steps=90)
+        run.hosts = hosts
+        for name in "abc":
+            run.start(name)
+        run.until_step(6)
+        log = run.log()
+        victim = starts(log)[0][1]
+        assert all(at.startswith(f"{hosts.network}.") for _, at in memories_of(log)[0][0])
+        hosts.unplug("abc".index(victim))
+        run.until(lambda log: len(starts(log)) == 2, "gone on")
+        run.until_step(30, attempt=1)
+        failure = failures(run.log())[0]
+        assert (failure.facts["cause"], failure.facts["host"]) == ("lost", victim)
+        assert int((run.folder / "from-1-0").read_text()) >= failure.facts["step"] - 1
+        hosts.plug("abc".index(victim))
+        assert set(run.ends(*"abc").values()) == {0}
+        InMemory.is_right(run, 2)  # type: ignore[arg-type]
+        assert not keepers(run)
+
+
+@in_full
+def test_the_leader_dies_while_it_brings_the_newest_home(job: Callable[..., InMemory]) -> None:
+    """The next one does it, from what the others still serve."""
+    run = job("--restarts", "0", steps=10_000)
+    run.start("a", failpoints="agent.home=kill")
+    run.until(lambda log: any(e.kind == "lead" for e in log), "led")
+    for name in "bc":
+        run.start(name)
+    run.until_step(6)
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert run.ends(*"abc") == {"a": -signal.SIGKILL, "b": 1, "c": 1}
+    log = run.log()
+    assert len([e for e in log if e.kind == "lead"]) == 2
+    assert log[-1].kind == "memory"
+    assert run.saved()[-1] >= failures(log)[0].facts["step"] - 2
+    run.is_gone(*"bc")
+
+
+@in_full
+def test_the_repository_is_away_at_the_end(job: Callable[..., InMemory]) -> None:
+    """The memory is kept, and the next run finds what is in it."""
+    run = job("--restarts", "0", hosts=2, steps=13)
+    for name in "ab":
+        run.start(name)
+    run.until_step(6)
+    repo, away = run.folder / "repo", run.folder / "away"
+    os.kill(run.pid(1), signal.SIGSTOP)
+    repo.rename(away)
+    repo.write_text("no folder")
+    assert run.ends(*"ab") == {"a": 1, "b": 1}
+    assert "the memory is kept: start ckpt-run again" in run.said("a")
+    assert not keepers(run)
+    assert run.files("a")
+    repo.unlink()
+    away.rename(repo)
+    done = failures(run.log())[0].facts["step"]
+    for path in run.folder.glob("from-*"):
+        path.unlink()
+    for name in "ab":
+        run.start(name)
+    assert run.ends(*"ab") == {"a": 0, "b": 0}
+    assert run.begins(1) >= done - 1
+    run.is_right(2)
+    run.is_gone(*"ab")
+
+
+@in_full
+def test_asked_to_end(job: Callable[..., InMemory]) -> None:
+    run = job(hosts=2, steps=10_000)
+    for name in "ab":
+        run.start(name)
+    run.until_step(6)
+    for name in "ab":
+        run.agents[name].send_signal(signal.SIGTERM)
+    assert set(run.ends(*"ab").values()) == {128 + signal.SIGTERM}
+    assert run.saved()[-1] == failures(run.log())[0].facts["step"], "the last step that was done"
+    run.is_gone(*"ab")
+
+
+@in_full
+def test_one_host_leaves(job: Callable[..., InMemory]) -> None:
+    run = job("--min", "2", steps=40)
+    for name in "abc":
+        run.start(name)
+    run.until_step(6)
+    run.agents["b"].send_signal(signal.SIGTERM)
+    assert run.ends("b") == {"b": 128 + signal.SIGTERM}
+    assert not run.files("b")
+    assert run.ends("a", "c") == {"a": 0, "c": 0}
+    log = run.log()
+    assert run.begins(1) == failures(log)[0].facts["step"] + 1, "nothing is done twice"
+    run.is_right(2)
+    run.is_gone(*"abc")
+
+
+@in_full
+def test_a_flipped_byte_in_memory(job: Callable[..., InMemory]) -> None:
+    """In each object that one host has: the other copy is taken."""
+    run = job(hosts=2, steps=15)
+    for name in "ab":
+        run.start(name)
+    run.until_step(6)
+    for rank in range(2):
+        os.kill(run.pid(rank), signal.SIGSTOP)
+    flipped = 0
+    for path in run.files("a"):
+        if "objects" in path.parts and path.stat().st_size > 4096:
+            with path.open("r+b") as file:
+                file.seek(100)
+                byte = file.read(1)[0]
+                file.seek(100)
+                file.write(bytes([byte ^ 1]))
+            flipped += 1
+    assert flipped
+    assert run.ends(*"ab") == {"a": 0, "b": 0}
+    assert run.begins(1) >= failures(run.log())[0].facts["committed"] + 1
+    run.is_right(2)
+    run.is_gone(*"ab")
+
+
+@in_full
+def test_what_serves_the_memory_of_a_host_is_killed(job: Callable[..., InMemory]) -> None:
+    """The job goes on without it; it is back at once, with all that it had."""
+    run = job(steps=60)
+    for name in "abc":
+        run.start(name)
+    run.until_step(6)
+    killed = keepers(run)[1]
+    os.kill(killed, signal.SIGKILL)
+    run.until_step(30)
+    assert len(keepers(run)) == 3
+    assert killed not in keepers(run)
+    assert not failures(run.log())
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert set(run.ends(*"abc").values()) == {0}
+    assert run.begins(1) >= 29
+    run.is_right(3)
+    run.is_gone(*"abc")
+
+
+@in_full
+def test_all_that_serves_memory_is_killed(job: Callable[..., InMemory]) -> None:
+    """A save fails then, and the ranks start again from what is served once more."""
+    run = job(hosts=2, steps=30)
+    for name in "ab":
+        run.start(name)
+    run.until_step(6)
+    for pid in keepers(run):
+        os.kill(pid, signal.SIGKILL)
+    assert run.ends(*"ab") == {"a": 0, "b": 0}
+    for attempt, failure in enumerate(failures(run.log()), 1):
+        assert run.begins(attempt) >= max(5, failure.facts["step"] - 1)
+    run.is_right(2)
+    run.is_gone(*"ab")

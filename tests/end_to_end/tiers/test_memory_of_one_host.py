@@ -1,0 +1,112 @@
+"""The memory tier of a run on one host: no step in it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.runs import RANKS, Run, in_memory, is_right, kill_all, none_left
+from helpers.runs import start as start
+
+import ckpt
+from ckpt.recovery.ranks.launch import LaunchSpec, free_port
+from ckpt.recovery.ranks.launch import start as start_ranks
+from ckpt.recovery.ranks.launch import stop as stop_ranks
+
+
+def test_the_next_attempt_starts_where_memory_has_run_short(tmp_path: Path) -> None:
+    """By somebody else, since the first had begun: it has the room of the pages of that."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a small tmpfs")
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(pages)], capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        for attempt in range(3):
+            share = LaunchSpec("r", attempt, 0, 2, 2, 0, "127.0.0.1", 1, {})
+            ranks = start_ranks(["true"], share, pages, tmp_path / "logs")
+            stop_ranks(ranks, "")
+            with contextlib.suppress(OSError), open(pages / "others", "ab", buffering=0) as other:
+                while True:
+                    other.write(bytes(4096))
+        assert sorted(page.name for page in pages.iterdir()) == ["2-0", "2-1", "others"]
+    finally:
+        subprocess.run(["umount", str(pages)], check=True)
+
+
+@pytest.fixture
+def tiered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_TEST_TIER", "1")
+
+
+def test_how_much_is_in_memory_is_said(start: Callable[..., Run], tiered: None) -> None:
+    """Of the steps that are kept, and of one that is saved just now; by status, and as a metric."""
+    port = free_port("127.0.0.1")
+    run = start("--metrics", f"127.0.0.1:{port}", seconds=0.1)
+    in_memory(run)
+    run.until_step(12)
+    until, said = time.monotonic() + 30, ""
+    while "of the memory of" not in said and time.monotonic() < until:
+        command = [sys.executable, "-m", "ckpt.tools.run", "status", "--run-dir", str(run.files)]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert re.search(r"^steps take 0\.\d{3} GB of the memory of ", said, re.MULTILINE), said
+    metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    found = re.search(r"^ckpt_run_memory_bytes (\d+)$", metrics, re.MULTILINE)
+    assert found, metrics
+    assert 0 < int(found[1]) < 1_000_000
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.said
+
+
+def test_no_step_is_lost_that_is_in_memory(start: Callable[..., Run], tiered: None) -> None:
+    """All ranks are killed; at most the step under way is done again."""
+    run = start(seconds=0.1)
+    in_memory(run)
+    run.until_step(12)
+    kill_all(run)
+    assert run.end() == 0, run.said
+    is_right(run)
+    (failure,) = [e for e in run.record() if e["kind"] == "failure"]
+    assert failure["facts"]["committed"] >= failure["facts"]["step"] - 1 >= 11
+    assert ckpt.open(run.folder / "repo").steps()[-1] == 39
+    assert not [p for p in in_memory(run).rglob("*") if p.is_file()], "the memory is free again"
+
+
+def test_what_is_only_in_memory_comes_home(start: Callable[..., Run], tiered: None) -> None:
+    """The job is given up while no rank can copy anything."""
+    run = start("--restarts", "0", seconds=0.1)
+    in_memory(run)
+    run.until_step(12)
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert run.end() == 1, run.said
+    assert re.search(r"step \d+ was brought from file:///dev/shm/\S+ to file://", run.said), run.said
+    assert ckpt.open(run.folder / "repo").steps()[-1] >= 11
+    assert run.record()[-1]["kind"] == "note"
+    assert not [p for p in in_memory(run).rglob("*") if p.is_file()]
+    again = start()
+    assert again.end() == 0, again.said
+    is_right(again)
+
+
+def test_ckpt_run_is_killed_with_steps_in_memory(start: Callable[..., Run], tiered: None) -> None:
+    run = start(seconds=0.1)
+    in_memory(run)
+    run.until_step(12)
+    pids = [run.pid(rank) for rank in range(RANKS)]
+    run.process.kill()
+    run.process.wait()
+    assert none_left(pids)
+    again = start()
+    assert again.end() == 0, again.said
+    is_right(again)
+    assert min(int(line) for line in (run.folder / "begun").read_text().split()[RANKS:]) >= 12

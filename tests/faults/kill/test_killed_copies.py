@@ -1,0 +1,191 @@
+"""SIGKILL at every fail point of a copy between tiers, and `drain` after it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from helpers.failing_store import failing
+from helpers.messages import one_line
+from helpers.processes import python
+from helpers.repositories import assert_all_load, files, reachable
+from helpers.states import assert_same, state_of
+from helpers.tier_places import Places, leave, move_on, train
+from helpers.tier_places import places as places
+from helpers.two_writers import take_over
+
+import ckpt
+from ckpt.storage.base.store import ALIGNMENT
+from ckpt.storage.local.shared_memory import MemoryStore
+from ckpt.tiers.manager import drain
+
+KILLED = """
+import sys, ckpt
+from pathlib import Path
+from helpers.states import state_of
+from helpers.tier_places import Places
+with Places(Path(sys.argv[1])).open() as ck:
+    _, start = ck.restore(state_of(0))
+    for step in range(start, start + 8):
+        ck.step(step, state_of(step)).result()
+        print(step, flush=True)
+    ck.wait()
+"""
+
+
+POINTS = ("promote.pack", "promote.manifest", "promote.commit", "promote.committed", "delete.commit", "delete.packs")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+def test_killed_at_each_point_of_a_promotion(places: Places) -> None:
+    """One run lives through all of them; each start finds the newest acknowledged step."""
+    newest = -1
+    for number, point in enumerate(POINTS):
+        process = python(KILLED, places.base, env={"CKPT_FAILPOINTS": f"{point}=kill@{number % 2 + 1}"})
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, (point, err)
+        newest = max([newest, *map(int, out.split())])
+        places.check()
+        with places.open() as ck:
+            state, start = ck.restore(state_of(0))
+            assert start > newest, point
+            assert_same(state, state_of(start - 1) if start else state_of(0))
+            leave(ck)
+        newest = start - 1
+    with places.open() as ck:
+        _, start = ck.restore(state_of(0))
+        train(ck, range(start, start + 8))
+    places.check()
+    for place in (places.nvme, places.run):
+        assert {name for name in files(place) if name.startswith("steps/")} == reachable(place), "nothing is left over"
+
+
+def test_drain(places: Places) -> None:
+    """What ckpt-run does with the memory of ranks that died."""
+    process = python(KILLED, places.base, env={"CKPT_FAILPOINTS": "save.commit=kill@3"})
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, err
+    assert out.split() == ["0", "1"]
+    assert places.steps() == [[0, 1], places.steps()[1], []]
+    memory = os.environ["CKPT_MEMORY"]
+    assert drain(memory) == f"step 1 was brought from {places.memory.as_uri()} to {places.run.as_uri()}"
+    assert_all_load(places.run, 1)
+    assert drain(memory) == f"{places.run.as_uri()} has step 1 already"
+    shutil.rmtree(places.run)
+    assert "could not be drained" in drain(memory)
+    (Path(memory) / "other").mkdir()
+    shutil.rmtree(places.memory)
+    assert drain(memory) == ""
+
+
+def test_the_memory_of_a_job_that_lives_is_not_drained(places: Places) -> None:
+    code = KILLED.replace("ck.wait()", "ck.wait(); sys.stdin.readline()")
+    process = python(code, places.base)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    while process.stdout.readline() != "7\n":
+        assert process.poll() is None
+    assert f"process {process.pid}" in drain(os.environ["CKPT_MEMORY"])
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 0
+    assert_all_load(places.run, 7)
+
+
+def test_memory_of_before_is_read_until_something_is_newer(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    ck = ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(7))
+    leave(ck)
+    old = files(places.memory)
+    new = move_on(places, monkeypatch, "ckpt://127.0.0.1:1?redundancy=1x")  # nobody is there
+    with ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None) as ck:
+        state, start = ck.restore(state_of(0))
+        assert start == 7
+        assert_same(state, state_of(6))
+        assert ckpt.open(new).steps() == []
+        assert places.memory.as_uri() in [place.url for place in ck.repository.places]
+        train(ck, range(7, 8))
+        ck.wait()
+        assert ckpt.open(new).steps() == [7]
+        assert [place.url for place in ck.repository.places] == [new.as_uri(), places.run.as_uri()]
+    assert files(places.memory) == old, "nothing was written there"
+    assert assert_all_load(places.run, 7)[-1] == 7
+
+
+def test_a_step_that_only_memory_of_before_has_comes_home(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a job that does nothing but start and end."""
+    ck = ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(6))
+    leave(ck)
+    move_on(places, monkeypatch)
+    with ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None) as ck:
+        assert ck.restore(state_of(0))[1] == 6
+    assert assert_all_load(places.run, 5)[-1] == 5
+
+
+def test_drain_of_several_memories(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that hold steps the newest counts; what the repository of record has since is not undone."""
+    old = os.environ["CKPT_MEMORY"]
+    ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(6))
+    leave(ck)
+    move_on(places, monkeypatch)
+    new = os.environ["CKPT_MEMORY"]
+    gone = "ckpt://127.0.0.1:1?redundancy=1x"
+    assert "step 5 was brought" in drain(new, old)
+    ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(6, 8))
+    leave(ck)
+    assert "could not be drained" in drain(gone, new)
+    assert ckpt.open(places.run).steps()[-1] == 7
+    shutil.rmtree(places.run / "steps" / "7")
+    said = drain(new, gone, old)
+    assert "step 7 was brought" in said
+    assert len(said.splitlines()) == 1, "what is older is not looked at, nor missed"
+    assert "has step 7 already, which is newer than step 5" in drain(old)
+    assert 5 in ckpt.open(places.run).steps()
+
+
+def test_an_older_job_cannot_promote_over_a_newer_one(places: Places) -> None:
+    """It lives on another host, cut off, and has a memory of its own."""
+    with places.open() as ck:
+        ck.save(0, state_of(0))
+        ck.wait()
+        take_over(places.run, 77)
+        with failing("promote.pack=sleep:0.3@*"):  # so that a step waits behind the one that is refused
+            for step in (1, 2):
+                ck.save(step, {**state_of(step), "name": "old"}).result()  # in memory
+        with pytest.raises(ckpt.Fenced, match="taken over"):
+            ck.wait()
+        with pytest.raises(ckpt.Fenced) as told:
+            ck.step(3, state_of(3))
+        one_line(told, "process 4711 on elsewhere", "stop it")
+        with pytest.raises(ckpt.Fenced):
+            ck.close()
+    assert ckpt.open(places.run).steps() == [0]
+
+
+def test_pages_are_used_again(tmp_path: Path) -> None:
+    """A pack is written into the file of one that was deleted; other processes may do so at once."""
+    store = MemoryStore(tmp_path)
+    data = os.urandom(3 * ALIGNMENT)
+
+    def write(name: str, data: bytes) -> int:
+        with store.create(name, len(data)) as writer:
+            writer.append(memoryview(data))
+            writer.commit()
+        assert store.get(name) == data
+        return (tmp_path / name).stat().st_ino
+
+    first = write("a/1.pack", data)
+    store.delete(["a/1.pack"])
+    assert [*store.list()] == []
+    assert write("a/2.pack", data[:ALIGNMENT]) == first
+    assert write("a/3.pack", data) != first
+    store.delete(["a/2.pack"])
+    store.delete(["a/3.pack"])
+    assert len([*(tmp_path / ".spare").iterdir()]) == 1, "never more than were deleted at once"
+    store.sweep_temporaries("")
+    assert files(tmp_path) == set()

@@ -1,0 +1,203 @@
+"""Clients are killed while the replica set of a namespace changes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers.folders import TESTS
+from helpers.nodes import Process, directories, nodes_config, quick
+from helpers.processes import SOAK
+from helpers.registers import Flaky, words
+from helpers.replica_sets import CONTENT, all_there, keepers, kill_at, spots, three_of
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
+from ckpt.storage.base.errors import StoreError, Unavailable
+from ckpt.storage.registers.base import RegisterValue
+
+POINTS = [
+    "ring.joined", "ring.decided", "ring.moving", "ring.fenced", "ring.settled", "ring.decided@2", "ring.moved"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("by", ["forget", "repair"])
+def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
+    """Clients go on before and after; the next change, or a repair, completes it."""
+    three_of(tmp_path, 5)
+    config = tmp_path / "config.toml"
+    members = ", ".join(f'{{url = "{tmp_path}/disk{i}", name = "disk{i}"}}' for i in range(5))
+    config.write_text(f"[namespaces.lab]\nmembers = [{members}]\n")
+    program = (
+        "from ckpt.aggregator.file_io.namespace import *; from ckpt.aggregator.records.ring_change import change_ring\n"
+        "n, _ = open_namespace('ckpt://lab/'); change_ring(n, [s for s in n.locations if s.name != 'disk2'])"
+    )
+    environment = os.environ | {"CKPT_FAILPOINTS": kill_at(point), "CKPT_CONFIG": str(config)}
+    before = Namespace(directories(tmp_path, 5, deadline_seconds=5.0))
+    assert keepers(before) == {"disk0", "disk1", "disk2"}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == -9
+    before.put("d/f0", CONTENT["d/f0"])
+    all_there(before)
+    after = Namespace(directories(tmp_path, 5, deadline_seconds=5.0))
+    all_there(after)
+    after.put("d/f1", CONTENT["d/f1"])
+    if by == "repair":
+        repairs.repair_namespace(after, surveys.scrub_namespace(after))
+        assert after.ring.previous is None
+        assert keepers(after) == {"disk0", "disk1", "disk2"} if point == "ring.joined" else "disk2" not in keepers(after)
+    else:
+        rebalance.remove_member(after, "disk2")
+        assert keepers(after) == {"disk0", "disk1", "disk3", "disk4"}
+        shutil.rmtree(tmp_path / "disk2")
+    all_there(after)
+    all_there(before)
+
+
+@pytest.mark.parametrize("point", POINTS[1:] if SOAK else ["ring.decided", "ring.settled", "ring.moved"])
+def test_killed_while_more_come_to_keep_records(tmp_path: Path, point: str) -> None:
+    """The next who writes completes it; nothing that was acknowledged before is lost meanwhile."""
+    three_of(tmp_path, 6)
+    rebalance.rebalance_fragments(grown := Namespace(directories(tmp_path, 6)))
+    program = (
+        "import sys; from pathlib import Path; from helpers.nodes import directories\n"
+        "from ckpt.aggregator.file_io.namespace import Namespace\n"
+        "Namespace(directories(Path(sys.argv[1]), 6, redundancy='4+2', deadline_seconds=1.0)).put('new', b'1')"
+    )
+    environment = os.environ | {"CKPT_FAILPOINTS": kill_at(point), "PYTHONPATH": str(TESTS)}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    assert subprocess.run(command, env=environment, check=False).returncode == -9
+    all_there(grown)
+    after = Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=1.0))
+    after.put("d/new", b"2")
+    assert after.delete(["d/new"])
+    assert after.ring.can_tolerate(2, 6)
+    all_there(after)
+    all_there(grown)
+
+
+SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(300 if SOAK else 8)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_history(tmp_path: Path, seed: int) -> None:
+    """Clients add words to values over registers that lose calls, while the members that keep these are changed again and
+    again, and some of the changes break off. What each client was told is a beginning of the end."""
+    draw = random.Random(seed)
+    rate = draw.choice([0.0, 0.02, 0.1])
+    tolerated = draw.choice(["2x", "3x"])
+    assert Namespace(directories(tmp_path, draw.choice([3, 4, 5][tolerated == "3x" :]), redundancy=tolerated)).ring
+    told: list[tuple[str, str | None, list[str]]] = []
+    lock, over, changed = threading.Lock(), threading.Event(), threading.Event()
+    breaking: dict[int, random.Random] = {}
+
+    def opened(number: int) -> Namespace:
+        namespace = Namespace(directories(tmp_path, 6, redundancy=tolerated, deadline_seconds=3.0))
+        mine = breaking[number] = random.Random(f"{seed} {number}")
+        for name, place in namespace.open_members.items():
+            namespace._member_registers[name] = place.registers = Flaky(place.registers, mine, rate)
+        namespace.fan_out.health._first_pause_seconds, namespace.fan_out.health._max_pause_seconds = 0.001, 0.01
+        return namespace
+
+    def client(number: int) -> None:
+        namespace, mine = opened(number), random.Random(f"{seed} client {number}")
+        for i in range(25):
+            word, name = f"{number}.{i}", f"v{mine.randrange(3)}"
+
+            def add(_: str, value: RegisterValue | None, word: str = word) -> RegisterValue | None:
+                there = words(value)
+                return None if word in there else RegisterValue(b"", " ".join([*there, word]).encode())
+
+            try:
+                if mine.random() < 0.4:
+                    seen, who = words(namespace.read_records([name])[name]), None
+                else:
+                    seen, who = words(namespace.update_register(name, add)), word
+            except Unavailable:
+                continue
+            with lock:
+                told.append((name, who, seen))
+            time.sleep(mine.random() * 0.02)
+
+    def changing(number: int) -> None:
+        namespace, mine = opened(number), random.Random(f"{seed} change {number}")
+        for turn in itertools.count():
+            if over.is_set() and (changed.is_set() or turn > 1000):
+                return
+            to = mine.sample(range(6), mine.randint(2, 6))
+            broken = mine.random() < 0.4
+
+            def stop(now: int, broken: bool = broken) -> None:
+                if broken:
+                    raise StoreError("given up")
+
+            try:
+                change_ring(namespace, spots(namespace, *to), progress=stop, tolerated_losses=mine.choice([0, 2]))  # type: ignore[arg-type]
+                if namespace.ring.epoch > 1:
+                    changed.set()
+            except StoreError:
+                namespace.invalidate_ring()
+            time.sleep(mine.random() * 0.05)
+
+    clients = [threading.Thread(target=client, args=(i,)) for i in range(4)]
+    changers = [threading.Thread(target=changing, args=(10 + i,)) for i in range(2)]
+    for thread in clients + changers:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    over.set()
+    for thread in changers:
+        thread.join()
+    last = Namespace(directories(tmp_path, 6, redundancy=tolerated))
+    complete_ring_change(last)
+    for name in ("v0", "v1", "v2"):
+        end = words(last.read_records([name])[name])
+        assert len(set(end)) == len(end), "no word is there twice"
+        for where, who, seen in told:
+            if where == name:
+                assert end[: len(seen)] == seen, f"CKPT_SEED={seed}: {seen} was told, {end} is the end"
+                assert who is None or who in seen
+    assert last.ring.epoch > 1, "something was changed"
+    assert told
+
+
+def test_a_lost_node_is_replaced(tmp_path: Path) -> None:
+    """Four nodes, one of them for ever gone, a new one in its place; a client that knows of neither goes on."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(5)]
+    try:
+        client = quick(nodes_config(nodes[:4], redundancy="2x"))
+        for path, data in CONTENT.items():
+            client.put(path, data)
+        client.delete(["many/0"])
+        nodes[1].kill()
+        url = "ckpt://" + ",".join(n.address for n in nodes)
+        command = [sys.executable, "-m", "ckpt.tools.node", "admin", "forget", url, nodes[1].address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"{nodes[1].address} is forgotten" in done.stdout
+        assert "Exception" not in done.stderr
+        client.put("after", b"by a client that knows of four")
+        assert keepers(client) == {n.address for n in nodes} - {nodes[1].address}
+        all_but_after = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
+        found = surveys.scrub_namespace(all_but_after, verify=True)
+        assert found.is_whole, found
+        nodes[2].kill()  # and now another one
+        rest = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
+        assert rest.get("after") == b"by a client that knows of four"
+        rest.delete(["after"])
+        all_there(rest)
+    finally:
+        for node in nodes:
+            node.close()

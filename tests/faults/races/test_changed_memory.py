@@ -1,0 +1,205 @@
+"""Nothing that changes after `save` has returned gets into a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.failing_store import failing
+from helpers.messages import one_line
+from helpers.repositories import assert_clean
+from helpers.states import assert_same, state_of, write_into
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt.saving.change_detection import first_changed_leaf, sample_block
+from ckpt.saving.write_plan import LeafSpec, plan_blocks, stage_block
+from ckpt.state.leaves.numpy import NumpyLeaf
+
+torch = pytest.importorskip("torch")
+
+
+SLOW = "save.stage=sleep:0.3@*"
+"""Every block takes long to stage, so that a change in the meantime surely meets it."""
+
+
+def model_and_optimizer() -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(3, 64)).square().mean().backward()
+    optimizer.step()
+
+
+def copied(model: Any) -> dict[str, Any]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    assert list(got) == list(want)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("memory", [None, 64 << 10])
+def test_changes_after_save_returned_are_not_saved(tmp_path: Path, memory: int | None) -> None:
+    """numpy and torch, with room for all of the state and with room for a part."""
+    state = {"numpy": state_of(0), "torch": torch.arange(50_000, dtype=torch.float64)}
+    with failing("local.append=sleep:0.1@*,save.stage=sleep:0.05@*"):
+        for step in range(3):
+            write_into(state["numpy"], state_of(step))
+            state["torch"].copy_(torch.arange(50_000) + step)
+            handle = ckpt.save(state, tmp_path, step, blocking=False, memory=memory)
+            write_into(state["numpy"], state_of(99))
+            state["torch"].fill_(-1)
+            handle.result()
+    for step in range(3):
+        got = ckpt.load(tmp_path, step=step)
+        assert_same(got["numpy"], state_of(step))
+        assert torch.equal(got["torch"], torch.arange(50_000, dtype=torch.float64) + step)
+
+
+def test_an_optimizer_that_is_not_attached_need_not_wait(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    with failing("local.append=sleep:0.3@*"), ckpt.Checkpointer(tmp_path) as saver:
+        want = copied(model)
+        handle = saver.save(0, {"model": model, "optimizer": optimizer})
+        assert handle.staged.is_set()
+        train(model, optimizer)
+        handle.result()
+    assert_equal(ckpt.load(tmp_path)["model"], want)
+
+
+def test_an_attached_optimizer_waits(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    with ckpt.Checkpointer(tmp_path, in_flight=2) as saver:
+        saver.attach(optimizer)
+        for step in range(3):
+            want = copied(model)
+            with failing(SLOW):
+                handle = saver.save(step, {"model": model, "optimizer": optimizer})
+                assert not handle.staged.is_set()
+                train(model, optimizer)
+                assert handle.staged.is_set()
+            handle.result()
+            assert_equal(ckpt.load(tmp_path, step=step)["model"], want)
+
+
+def test_two_saves_in_flight_both_hold_the_optimizer(tmp_path: Path) -> None:
+    """The step waits for the staging of every save under way, not only of the last."""
+    model, optimizer = model_and_optimizer()
+    with ckpt.Checkpointer(tmp_path, in_flight=2) as saver:
+        saver.attach(optimizer)
+        want = copied(model)
+        with failing("save.stage=sleep:1@1"):  # only the first save is slow
+            first = saver.save(0, model)
+            second = saver.save(1, model)
+            train(model, optimizer)
+            assert first.staged.is_set()
+            first.result()
+            second.result()
+    assert_equal(ckpt.load(tmp_path, step=0), want)
+    assert_equal(ckpt.load(tmp_path, step=1), want)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "add_": lambda w: w.add_(1),
+    "copy_": lambda w: w.copy_(w * 2),
+    "zero_": lambda w: w.zero_(),
+    # torch does not count these
+    "data": lambda w: w.data.add_(1),
+    "average": lambda w: w.data.mul_(0.999),
+    "numpy": lambda w: w.detach().numpy().fill(7),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_changes_of_attached_memory_are_detected(tmp_path: Path, change: str) -> None:
+    model, optimizer = model_and_optimizer()
+    saver = ckpt.Checkpointer(tmp_path)
+    saver.attach(optimizer)
+    saver.save(0, {"model": model}).result()
+    with failing(SLOW):
+        handle = saver.save(1, {"model": model})
+        with torch.no_grad():
+            CHANGES[change](model[1].weight)
+        with pytest.raises(ckpt.StateChanged) as told:
+            handle.result()
+    one_line(told, "model.1.weight", "step 1", "step()")
+    assert ckpt.open(tmp_path).steps() == [0]
+    saver.save(2, {"model": model})
+    saver.close()
+    assert_equal(ckpt.load(tmp_path)["model"], copied(model))
+    assert ckpt.open(tmp_path).steps() == [0, 2]
+    assert_clean(tmp_path, folders=False)
+
+
+def test_attached_memory_that_is_not_contiguous_is_copied_at_once(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(8, 8).t()[:, ::2])
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with failing(SLOW), ckpt.Checkpointer(tmp_path) as saver:
+        saver.attach(optimizer)
+        handle = saver.save(0, {"w": weight})
+        weight.data.zero_()
+        handle.result()
+    assert torch.equal(ckpt.load(tmp_path)["w"], torch.ones(8, 4))
+
+
+@given(st.integers(1, 2000), st.integers(1, 5), st.data())
+def test_what_a_sample_sees(size: int, leaves: int, data: st.DataObject) -> None:
+    """A changed leaf, whichever it is and however its bytes lie in the block; nothing where nothing changed."""
+    held = [NumpyLeaf(np.arange(size * (i + 1), dtype=np.int32)) for i in range(leaves)]
+    (block,) = plan_blocks([LeafSpec(str(i), x.dtype, x.shape, x.itemsize, x.nbytes, None) for i, x in enumerate(held)]).blocks
+    before = sample_block(block, held)
+    staged = np.empty(block.nbytes, np.uint8)
+    stage_block(block, held, staged)
+    assert first_changed_leaf(block, before, staged) is None
+    changed = data.draw(st.integers(0, leaves - 1))
+    held[changed].array += 1
+    stage_block(block, held, staged)
+    assert first_changed_leaf(block, before, staged) == changed
+
+
+def test_what_is_not_attached_is_copied_before_save_returns(tmp_path: Path) -> None:
+    """Also in a state where other leaves are staged late."""
+    model, optimizer = model_and_optimizer()
+    extra = {"ema": torch.ones(1000), "numpy": np.ones(1000)}
+    with ckpt.Checkpointer(tmp_path) as saver:
+        saver.attach(optimizer)
+        with failing(SLOW):
+            handle = saver.save(0, {"model": model, "extra": extra})
+            extra["ema"].zero_()
+            extra["numpy"][:] = 0
+            handle.result()
+    got = ckpt.load(tmp_path)["extra"]
+    assert torch.equal(got["ema"], torch.ones(1000))
+    assert_same(got["numpy"], np.ones(1000))
+
+
+def test_jax_arrays_never_change(tmp_path: Path) -> None:
+    """They are referenced, not copied: a donated buffer must not be reused under the save."""
+    jax = pytest.importorskip("jax")
+    state = jax.numpy.arange(100_000, dtype="float32")
+    bump = jax.jit(lambda x: x + 1, donate_argnums=0)
+    with failing(SLOW):
+        handle = ckpt.save({"w": state}, tmp_path, 0, blocking=False)
+        for _ in range(5):
+            state = bump(state)
+        jax.block_until_ready(state)
+        handle.result()
+    assert_same(np.asarray(ckpt.load(tmp_path)["w"]), np.arange(100_000, dtype="float32"))
+
+
+def test_attach_refuses_what_it_cannot_hook(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as saver, pytest.raises(ckpt.CkptError) as told:
+        saver.attach(object())
+    one_line(told, "object", "torch optimizer")

@@ -1,0 +1,273 @@
+"""Two clients rename, delete, repair and write on one path at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from helpers.races import FIRST, SECOND, Down, swap
+from helpers.races import old_enough as old_enough
+from helpers.races import open_one as open_one
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance.rebalance import drain_member
+from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.storage.base.errors import Changed, NotFound, StoreError, Unavailable
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.registers.base import RegisterValue
+from ckpt.storage.testing import random_bytes
+
+
+def test_delete_by_a_member_that_missed_a_renaming(open_one: Callable[[], Namespace]) -> None:
+    one, other = open_one(), open_one()
+    one.put("x", FIRST)
+    swap(other, one.ring.replica_set("/x").members[0], Down())
+    other.rename("x", "y")
+    assert not one.delete(["x"])
+    assert one.get("y") == FIRST
+
+
+def test_one_file_renamed_twice_at_once(open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = open_one(), open_one()
+    one.put("x", FIRST)
+    publish = one.publish
+
+    def late(*args: Any, **options: Any) -> None:
+        other.rename("x", "c")
+        publish(*args, **options)
+
+    monkeypatch.setattr(one, "publish", late)
+    one.rename("x", "b")
+    monkeypatch.undo()
+    assert one.get("b") == one.get("c") == FIRST
+    one.delete(["b"])
+    assert one.get("c") == FIRST
+
+
+def test_a_renaming_that_was_cut_off_and_another(open_one: Callable[[], Namespace], old_enough: None) -> None:
+    one = open_one()
+    one.put("q", FIRST)
+    set_failpoints("namespace.renamed=error")
+    with pytest.raises(OSError, match="injected"):
+        one.rename("q", "r")
+    set_failpoints("")
+    one.rename("q", "s")
+    one.delete(["s"])
+    assert one.get("r") == FIRST
+    repairs.repair_namespace(one, surveys.scrub_namespace(one))
+    assert one.get("r") == FIRST
+    one.delete(["r"])
+    repairs.repair_namespace(one, surveys.scrub_namespace(one))
+    assert not any(place.inventory() for place in one.open_members.values())
+
+
+def test_a_repair_of_what_was_renamed_meanwhile(open_one: Callable[[], Namespace]) -> None:
+    one = open_one()
+    one.put("x", FIRST)
+    file = one.stat("x")
+    assert file is not None
+    assert file.layout is not None
+    holder = file.layout.objects[0]
+    one.open_members[holder.member].store.delete([holder.name])
+    found = surveys.scrub_namespace(one)
+    one.rename("x", "y")
+    repairs.repair_namespace(one, found)
+    assert one.get("y") == FIRST
+
+
+def test_a_scrub_while_a_file_is_renamed(
+    open_one: Callable[[], Namespace], old_enough: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = open_one()
+    one.put("z", FIRST)
+    read = one.read_records
+
+    def late(names: Any) -> Any:
+        monkeypatch.undo()
+        one.rename("z", "a")
+        return read(names)
+
+    monkeypatch.setattr(one, "read_records", late)
+    found = surveys.scrub_namespace(one)
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
+    repairs.repair_namespace(one, found)
+    assert one.get("a") == FIRST
+
+
+def test_records_of_a_newer_version(open_one: Callable[[], Namespace], old_enough: None) -> None:
+    """What can't be read names objects that nobody knows: none is deleted."""
+    one = open_one()
+    one.put("n", FIRST)
+    value = one.read_records(["/n"])["/n"]
+    assert value is not None
+    newer = RegisterValue(msgpack.packb([*msgpack.unpackb(value.head), "a new field"]), value.body)
+    one.update_record("n", lambda _, there: newer if there == value else None)
+    found = surveys.scrub_namespace(one)
+    assert found.unreadable_paths == ["n", "n", "n", "n"] or set(found.unreadable_paths) == {"n"}
+    assert not found.orphans
+    assert not found.is_whole
+
+
+def test_a_half_done_write_and_a_scrub(open_one: Callable[[], Namespace], old_enough: None) -> None:
+    """Its only trace is on a member that is away while the others are scrubbed."""
+    one, other = open_one(), open_one()
+    one.put("x", FIRST)
+    members = one.ring.replica_set("/x").members
+    for member in members[1:]:
+        swap(other, member, Down())
+    with pytest.raises(Unavailable):
+        other.put("x", SECOND)
+    there = swap(one, members[0], Down())
+    assert one.get("x") == FIRST
+    repairs.repair_namespace(one, surveys.scrub_namespace(one))
+    assert one.get("x") == FIRST
+    swap(one, members[0], there)
+    fresh = open_one()
+    found = fresh.get("x")
+    assert found in (FIRST, SECOND)
+    repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh))
+    assert fresh.get("x") == found
+
+
+@pytest.mark.parametrize("size", [1000, 300_000])
+def test_writing_on_what_was_changed(open_one: Callable[[], Namespace], size: int) -> None:
+    one = open_one()
+    more = memoryview(b"more" * 20_000)
+    changes: list[Callable[[str], object]] = [
+        lambda path: one.put(path, SECOND), lambda path: one.rename(path, f"{path}-renamed"), lambda path: one.delete([path]),
+    ]  # fmt: skip
+    for number, change in enumerate(changes):
+        path = f"x{number}"
+        one.put(path, FIRST[:size])
+        with one.create(path, aligned=False, base=one.stat(path)) as writer:
+            writer.append(more)
+            change(path)
+            with pytest.raises(Changed, match="do it again"):
+                writer.commit()
+    assert one.get("x0") == SECOND
+    assert one.get("x1-renamed") == FIRST[:size]
+    with pytest.raises(NotFound):
+        one.get("x2")
+    one.put("both", FIRST[:size])
+    base = one.stat("both")
+    for i in range(2):
+        with one.create("both", aligned=False, base=base) as writer:
+            writer.append(more)
+            if i:
+                with pytest.raises(Changed):
+                    writer.commit()
+            else:
+                writer.commit()
+    assert one.get("both") == FIRST[:size] + bytes(more)
+
+
+@pytest.mark.parametrize(("others", "size", "known"), [(3, 40_000, True), (9, 40_000, True), (3, 100, True), (9, 100, False)])
+def test_an_append_that_came_through_while_its_writer_stood_still(
+    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, others: int, size: int, known: bool
+) -> None:
+    """Others have found it on a member, and have added to it so often that the record does not know its version any more: its
+    objects show that it came through, and without them that it was refused can't be said."""
+    one, other = open_one(), open_one()
+    first, second = FIRST[:size], SECOND[:size]
+    one.put("log", first)
+    there, go_on = threading.Event(), threading.Event()
+
+    def stand_still(name: str) -> None:
+        if name == "ledger.changed" and threading.current_thread() is writer and not there.is_set():
+            there.set()
+            assert go_on.wait(60)
+
+    said: list[object] = []
+
+    def write() -> None:
+        try:
+            with one.create("log", aligned=False, base=one.stat("log")) as writing:
+                writing.append(memoryview(second))
+                writing.commit()
+            said.append("added")
+        except StoreError as error:
+            said.append(error)
+
+    writer = threading.Thread(target=write)
+    monkeypatch.setattr("ckpt.aggregator.records.paxos.failpoint", stand_still)
+    writer.start()
+    assert there.wait(60)
+    other.settle(["/log"])
+    for i in range(others):
+        with other.create("log", aligned=False, base=other.stat("log")) as writing:
+            writing.append(memoryview(bytes([i]) * size))
+            writing.commit()
+    go_on.set()
+    writer.join()
+    if known:
+        assert said == ["added"]
+    else:
+        assert isinstance(said[0], Unavailable), said
+        assert "whether this was added in between can't be known" in str(said[0])
+    assert open_one().get("log") == first + second + b"".join(bytes([i]) * size for i in range(others))
+
+
+def test_writing_on_what_is_kept_otherwise(open_one: Callable[[], Namespace]) -> None:
+    one = open_one()
+    one.put("e", FIRST, redundancy=parse_redundancy("4+2"))
+    with one.create("e", aligned=False, base=one.stat("e")) as writer:
+        writer.append(memoryview(SECOND))
+        writer.commit()
+    assert one.get("e") == FIRST + SECOND
+
+
+@pytest.mark.parametrize("redundancy", ["2x", "3+2"])
+@pytest.mark.parametrize("how", ["repair", "drain"])
+def test_writing_on_what_was_moved(
+    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, redundancy: str, how: str
+) -> None:
+    """A repair puts pieces elsewhere, while another writes behind them."""
+    one, other = open_one(), open_one()
+    one.put("x", FIRST, redundancy=parse_redundancy(redundancy))
+    base = one.stat("x")
+    assert base is not None
+    assert base.layout is not None
+    with one.create("x", aligned=False, base=base) as writer:
+        writer.append(memoryview(SECOND))
+        lost = base.layout.objects[0]
+        if how == "repair":
+            other.open_members[lost.member].store.delete([lost.name])
+            assert repairs.repair_namespace(other, surveys.scrub_namespace(other)).files == 1
+        else:
+            other.locations = tuple(s for s in other.locations if s.name != lost.member)
+            assert drain_member(other, lost.member).files == 1
+        moved = other.stat("x")
+        assert moved is not None
+        assert moved.layout != base.layout
+        made = writer.publish()
+    assert open_one().get("x") == FIRST + SECOND
+    assert made == one.stat("x")
+    assert made.layout is not None
+    assert lost not in made.layout.objects
+    with one.create("x", aligned=False, base=made) as writer:
+        writer.append(memoryview(b"more"))
+        writer.commit()
+    assert one.get("x") == FIRST + SECOND + b"more"
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
+    found = surveys.scrub_namespace(open_one(), verify=True)
+    assert (found.damaged_files, found.orphans) == ([], {})
+
+
+@pytest.mark.parametrize("redundancy", ["2x", "4+2"])
+def test_writing_on_what_was_cut(open_one: Callable[[], Namespace], redundancy: str) -> None:
+    one = open_one()
+    whole = random_bytes(8 << 20)
+    with one.create("c", parse_redundancy(redundancy), aligned=False) as writer:
+        writer.write_at(0, memoryview(whole))
+        writer.truncate(5 << 20)
+        writer.commit()
+    assert one.get("c") == whole[: 5 << 20]
+    with one.create("c", aligned=False, base=one.stat("c")) as writer:
+        writer.append(memoryview(b"N" * 1000))
+        writer.commit()
+    assert one.get("c") == whole[: 5 << 20] + b"N" * 1000

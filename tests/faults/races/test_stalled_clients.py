@@ -1,0 +1,146 @@
+"""Clients that stop reading or writing: they take nothing from others, and a node still ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.flight as flight
+import pytest
+from helpers.nodes import Here, Process
+
+from ckpt.storage.base.buffer_pool import BufferPool
+from ckpt.storage.base.checksums import transfer_digest
+from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.node import wire
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.server import NodeOptions
+from ckpt.storage.testing import random_bytes, read_range, write_object
+
+_BIG = 8 << 20
+
+
+def begun(store: NodeStore, key: str, data: bytes) -> tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]:
+    """An append of which only the first bytes are sent, by a client without a deadline."""
+    descriptor = flight.FlightDescriptor.for_command(wire.pack([key, len(data), transfer_digest(data)]))
+    writer, reader = flight.FlightClient(f"grpc://{store.address}").do_put(descriptor, wire.SCHEMA)
+    writer.write_batch(wire.to_record_batch(memoryview(data)[:1000]))
+    return writer, reader
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Here]:
+    made = Here(tmp_path / "node", NodeOptions(pass_descriptors=False, buffer_bytes=2 * _BIG, buffer_wait_seconds=2.0))
+    yield made
+    made.close()
+
+
+def test_stalled_appends_do_not_hold_the_buffers(node: Here) -> None:
+    store = NodeStore(node.address, NodeCredentials(deadline_seconds=60))
+    data = random_bytes(_BIG)
+    keys = [store.call("create", f"stalled{i}", 0) for i in range(2)]
+    stalled = [begun(store, key, data) for key in keys]
+    write_object(store, "other", data)
+    assert read_range(store, "other", 0, _BIG) == data
+    outcomes = []
+    for writer, reader in stalled:  # they go on after all: refused where the buffer is gone, and may send it again
+        try:
+            with store.convert_flight_errors("test"):
+                writer.write_batch(wire.to_record_batch(memoryview(data)[1000:]))
+                writer.done_writing()
+                reader.read()
+                writer.close()
+                outcomes.append(True)
+        except Unavailable as error:
+            assert "given to another writer" in str(error)
+            outcomes.append(False)
+    assert not all(outcomes)
+    for key, done in zip(keys, outcomes, strict=True):
+        assert store.append(key, memoryview(data)) == (_BIG if done else 0)
+        assert store.call("commit", key) == (2 * _BIG if done else _BIG)
+    assert read_range(store, "stalled0", 0, _BIG) == data
+
+
+def test_a_full_buffer_is_not_taken_back() -> None:
+    """The disk may take its time."""
+    buffers = BufferPool(1 << 20)
+    with buffers.borrow(5, 1.0) as loan:
+        loan.append(memoryview(b"hello"))
+        with pytest.raises(Unavailable, match="too many writers"), buffers.borrow(5, 0.1):
+            pass
+        with loan.full_view() as came:
+            assert came == b"hello"
+    with buffers.borrow(5, 0.1) as loan:
+        with buffers.borrow(5, 0.1) as other:
+            other.append(memoryview(b"world"))
+            with pytest.raises(Unavailable, match="given to another writer"):
+                loan.append(memoryview(b"hello"))
+            with other.full_view() as came:
+                assert came == b"world"
+        with buffers.borrow(5, 0.1):
+            pass
+
+
+def test_a_stalled_read_keeps_no_file(tmp_path: Path) -> None:
+    """What is deleted is gone, whoever has not read it to its end."""
+    node = Here(tmp_path, NodeOptions(pass_descriptors=False, lease_seconds=0.2))
+    try:
+        store = NodeStore(node.address, NodeCredentials(deadline_seconds=60))
+        data = random_bytes(64 << 20)
+        node.device.store.put("a", data)
+        with store.convert_flight_errors("test"):
+            stalled = store.next_connection().do_get(flight.Ticket(wire.pack(["a", 0, len(data)])), store.call_options())
+            stalled.read_chunk()
+
+        def is_open() -> bool:
+            links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+            return any(os.path.islink(link) and os.readlink(link).startswith(f"{tmp_path}/objects/a") for link in links)
+
+        until = time.monotonic() + 60
+        while is_open():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        with pytest.raises(Unavailable, match="read it again"), store.convert_flight_errors("test"):
+            while True:
+                stalled.read_chunk()
+        assert read_range(store, "a", 0, 1000) == data[:1000]
+    finally:
+        node.close()
+
+
+def test_a_signal_that_does_not_interrupt_the_wait(tmp_path: Path) -> None:
+    """One that comes just before the wait, or that another thread takes."""
+    node = Process(tmp_path / "data")
+    try:
+        threads = [int(name) for name in os.listdir(f"/proc/{node.process.pid}/task")]
+        other = next(thread for thread in threads if thread != node.process.pid)
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.tgkill(node.process.pid, other, signal.SIGTERM) == 0, os.strerror(ctypes.get_errno())
+        assert node.process.wait(60) == 0
+    finally:
+        node.close()
+
+
+def test_sigterm(tmp_path: Path) -> None:
+    """Clients without a deadline don't let their calls end."""
+    node = Process(tmp_path / "data", "--no-near", "--drain-seconds", "0.5")
+    try:
+        store = NodeStore(node.address)
+        data = random_bytes(32 << 20)
+        write_object(store, "kept", data)
+        writing = begun(store, store.call("create", "torn", 0), data[:_BIG])
+        reading = flight.FlightClient(f"grpc://{node.address}").do_get(flight.Ticket(wire.pack(["kept", 0, 32 << 20])))
+        node.signal(signal.SIGTERM)
+        assert node.process.wait(60) == 0
+        assert writing
+        assert reading
+        node.start()
+        assert read_range(store, "kept", 0, 1000) == data[:1000]
+        assert [entry.name for entry in store.list()] == ["kept"]
+    finally:
+        node.close()

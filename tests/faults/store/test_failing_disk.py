@@ -1,0 +1,274 @@
+"""A local directory on a disk that fails: full, forbidden, without O_DIRECT, without hard links."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.local_stores import failpoints as failpoints
+from helpers.local_stores import files_below
+from helpers.local_stores import store as store
+from helpers.small_disks import small_disk as small_disk
+
+from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.writer import O_DIRECT
+from ckpt.storage.testing import object_lengths, random_bytes, write_object
+
+
+@pytest.mark.parametrize("point", ["local.append=kill@2", "local.fsync=kill@2", "local.rename=kill@1"])
+def test_killed_writer_leaves_only_what_the_sweep_removes(store: LocalStore, point: str) -> None:
+    program = (
+        "import sys; from ckpt.storage.local.directory import LocalStore\n"
+        "with LocalStore(sys.argv[1]).create('a/killed', 1 << 20) as writer:\n"
+        "    for _ in range(3): writer.append(memoryview(bytes(8192)))\n"
+        "    writer.commit()\n"
+    )
+    child = subprocess.run([sys.executable, "-c", program, store.root], env={**os.environ, "CKPT_FAILPOINTS": point})
+    assert child.returncode == -9
+    assert object_lengths(store) == {"a/kept": 4}
+    assert not store.exists("a/killed")
+    assert len(files_below(store)) == 2
+    store.sweep_temporaries("")
+    assert files_below(store) == {"a/kept"}
+
+
+def test_order_of_a_publish(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are durable before the name is, and the name before the call returns."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def spy_fsync(fd: int) -> None:
+        done.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "fsync file")
+        fsync(fd)
+
+    def spy_replace(source: str, target: str) -> None:
+        done.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    write_object(store, "a/w", b"x")
+    assert done == ["fsync file", "rename", "fsync folder"]
+    done.clear()
+    store.put("a/p", b"x")
+    assert done == ["fsync file", "rename", "fsync folder"]
+    done.clear()
+    store.put("new/folder/p", b"x")
+    assert done == ["fsync folder"] * 2 + ["fsync file", "rename", "fsync folder"]
+
+
+def test_a_folder_that_another_process_has_made_is_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one may not have come to its fsync yet, and may end before it does. Once for each folder."""
+    subprocess.run([sys.executable, "-c", "import os, sys; os.makedirs(sys.argv[1])", tmp_path / "above/store/a/b"], check=True)
+    done: list[str] = []
+    fsync = os.fsync
+
+    def spy_fsync(fd: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    store = LocalStore(tmp_path / "above/store")
+    store.put("a/b/c", b"x")
+    parents = [tmp_path, tmp_path / "above", tmp_path / "above/store", tmp_path / "above/store/a"]
+    assert [found for found in done if found in map(str, parents)] == list(map(str, parents))
+    done.clear()
+    LocalStore(tmp_path / "above/store").put("a/b/d", b"x")
+    assert done[:2] == [str(tmp_path / "above/store"), str(tmp_path / "above/store/a")], "what is above only once"
+    done.clear()
+    store.put("a/b/e", b"x")
+    assert len(done) == 2, "the file and its folder"
+
+
+def test_a_root_whose_parents_cannot_be_opened(tmp_path: Path) -> None:
+    """As below a /home that this user may pass, and not list."""
+    (tmp_path / "home/user").mkdir(parents=True)
+    code = """
+import os, sys
+from ckpt.storage.local.directory import LocalStore
+if os.getuid() == 0:
+    os.setuid(65534)
+LocalStore(sys.argv[1] + "/home/user").put("a/b", b"x")
+"""
+    (tmp_path / "home/user").chmod(0o777)
+    (tmp_path / "home").chmod(0o711)
+    parent = tmp_path
+    while parent != parent.parent and not parent.stat().st_mode & 1:
+        parent.chmod(parent.stat().st_mode | 0o11)
+        parent = parent.parent
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+
+
+WRITES: dict[str, Callable[[LocalStore, bytes], Any]] = {
+    "put": lambda store, data: store.put("a/b", data),
+    "put_new": lambda store, data: store.put_new("a/b", data),
+    "writer": lambda store, data: write_object(store, "a/b", data),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_failed_fsync_publishes_nothing(store: LocalStore, failpoints: Callable[[str], None], how: str) -> None:
+    failpoints("local.fsync=error@1")
+    with pytest.raises(StoreError, match="I/O error") as failure:
+        WRITES[how](store, b"x")
+    assert isinstance(failure.value.__cause__, OSError)
+    assert files_below(store) == {"a/kept"}
+    failpoints("")
+    WRITES[how](store, b"x")
+    assert store.get("a/b") == b"x"
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_failed_fsync_of_the_folder_is_told(store: LocalStore, failpoints: Callable[[str], None], how: str) -> None:
+    """The object is whole, but its name may be lost with the power: the caller must not believe in it."""
+    failpoints("local.fsync=error@2")
+    with pytest.raises(StoreError, match="making durable"):
+        WRITES[how](store, b"x")
+
+
+@pytest.mark.parametrize("point", ["local.append=full", "local.rename=error", "local.append=error"])
+def test_failed_writer_leaves_nothing(store: LocalStore, failpoints: Callable[[str], None], point: str) -> None:
+    failpoints(point)
+    with pytest.raises(StoreError, match="full" if "full" in point else "I/O error"):
+        write_object(store, "a/b", b"x")
+    assert files_below(store) == {"a/kept"}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_full_disk(small_disk: Path, how: str) -> None:
+    store = LocalStore(small_disk)
+    store.put("a/kept", b"kept")
+    with pytest.raises(StoreError, match="disk is full: free space"):
+        WRITES[how](store, bytes(2 << 20))
+    assert files_below(store) == {"a/kept"}
+    WRITES[how](store, bytes(1 << 19))  # what the failure took is free again
+
+
+def test_full_disk_is_found_when_space_is_reserved(small_disk: Path) -> None:
+    store = LocalStore(small_disk)
+    with pytest.raises(StoreError, match="disk is full"):
+        store.create("a/b", size_hint=2 << 20)
+    assert files_below(store) == set()
+    with store.create("a/b", size_hint=1 << 19) as writer:
+        writer.append(memoryview(bytes(100)))
+        writer.commit()
+    store.put("c", bytes(1 << 19))  # the rest of the reservation was given back
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can reach; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_permission_denied(open_folder: Path) -> None:
+    """In a child that is not root, for root may do everything."""
+    store = LocalStore(open_folder)
+    store.put("closed/a", b"x")
+    closed = Path(store.root, "closed")
+    (closed / "a").chmod(0)
+    closed.chmod(0o555)
+    calls: list[Callable[[], Any]] = [
+        lambda: store.put("closed/b", b"x"),
+        lambda: store.put_new("closed/b", b"x"),
+        lambda: store.create("closed/b"),
+        lambda: store.get("closed/a"),
+        lambda: store.open("closed/a"),
+        lambda: store.delete(["closed/a"]),
+    ]
+    child = os.fork()
+    if not child:
+        told = 0
+        try:
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            for call in calls:
+                try:
+                    call()
+                except NotFound:
+                    pass
+                except StoreError as error:
+                    told += "Permission denied; check the owner" in str(error)
+        finally:
+            os._exit(told)
+    told = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    closed.chmod(0o755)
+    assert told == len(calls)
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
+def test_refused_o_direct_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems open with O_DIRECT and refuse the write."""
+    store = LocalStore(tmp_path / "store")
+    refused = []
+    pwrite = os.pwrite
+
+    def picky_pwrite(fd: int, data: memoryview, position: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT:
+            refused.append(position)
+            raise OSError(errno.EINVAL, "refused by the test")
+        return pwrite(fd, data, position)
+
+    monkeypatch.setattr(os, "pwrite", picky_pwrite)
+    page = memoryview(mmap(-1, 8192))
+    page[:] = random_bytes(8192)
+    with store.create("a") as writer:
+        positions = [writer.append(page) for _ in range(3)]
+        assert writer.commit() == 3 * 8192
+    assert positions == [0, 8192, 16384]
+    assert store.get("a") == random_bytes(8192) * 3
+    assert refused in ([0], []), "one refusal is enough"  # none where O_DIRECT cannot even be opened
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
+@pytest.mark.parametrize("short", [512, 4096])
+def test_short_direct_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int) -> None:
+    """A device may take a part only, and leave a position that O_DIRECT does not take."""
+    store = LocalStore(tmp_path / "store")
+    pwrite = os.pwrite
+    calls = []
+
+    def short_pwrite(fd: int, data: memoryview, position: int) -> int:
+        calls.append(position)
+        return pwrite(fd, data[:short] if len(calls) == 1 else data, position)
+
+    monkeypatch.setattr(os, "pwrite", short_pwrite)
+    page = memoryview(mmap(-1, 16384))
+    page[:] = random_bytes(16384)
+    with store.create("a") as writer:
+        writer.append(page)
+        writer.commit()
+    assert store.get("a") == random_bytes(16384)
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP])
+def test_put_new_without_hard_links(store: LocalStore, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    def no_link(source: str, target: str) -> None:
+        raise OSError(error, "no hard links")
+
+    monkeypatch.setattr(os, "link", no_link)
+    store.put_new("a/b", b"first")
+    with pytest.raises(AlreadyExists):
+        store.put_new("a/b", b"second")
+    assert store.get("a/b") == b"first"
+    assert files_below(store) == {"a/kept", "a/b"}
+
+
+def test_failed_rename_of_a_put_leaves_nothing(store: LocalStore) -> None:
+    Path(store.root, "a/folder").mkdir()
+    with pytest.raises(StoreError):
+        store.put("a/folder", b"x")
+    assert files_below(store) == {"a/kept"}

@@ -1,0 +1,231 @@
+"""Repositories of a newer version, forged ones, those of a missing framework: refused in one line, and no code is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.messages import one_line
+from helpers.processes import finish, python
+from helpers.refusal import refused
+from helpers.refusal import root as root
+from helpers.states import assert_same, state_of
+
+import ckpt
+from ckpt.format import codec, json_records
+from ckpt.format.digest import digest
+from ckpt.storage.base.errors import Refused, StoreError, Unavailable
+from ckpt.storage.local.directory import LocalStore
+
+
+def test_a_repository_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_records, "FORMAT_VERSION", 2)
+    data = json_records.encode("repository", {"id": "x", "new": [1]})
+    monkeypatch.undo()
+    (root / "ckpt.json").write_bytes(data)
+    for call in (
+        lambda: ckpt.load(root), lambda: ckpt.load(root, step=4), lambda: ckpt.open(root),
+        lambda: ckpt.save(state_of(5), root, 5), lambda: ckpt.Checkpointer(root),
+    ):  # fmt: skip
+        with refused(ckpt.FormatError, "format version 2", "up to 1", "install a newer", root=root):
+            call()
+
+
+def test_a_step_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not passed over in favour of an older step, as a damaged one is."""
+    path = root / "steps/4/commit.json"
+    body = json.loads(path.read_bytes())
+    monkeypatch.setattr(json_records, "FORMAT_VERSION", 2)
+    path.write_bytes(json_records.encode("commit", {k: v for k, v in body.items() if k not in ("digest", "kind", "format")}))
+    monkeypatch.undo()
+    for call in (lambda: ckpt.load(root), lambda: ckpt.load(root, step=4)):
+        with refused(ckpt.FormatError, "steps/4/commit.json", "version 2", "install a newer", root=root):
+            call()
+    assert_same(ckpt.load(root, step=3), state_of(3))
+    # And it is never deleted by software that does not understand it.
+    ckpt.save(state_of(5), root, 5, keep=1)
+    assert path.exists()
+
+
+def forge(root: Path, step: int, change: Callable[[Any], Any], suffix: str) -> None:
+    """Replace the manifest or the tree of a step by a changed one whose digests are right."""
+    path = root / f"steps/{step}/commit.json"
+    commit = json_records.decode_commit(path.read_bytes(), "")
+    group = commit.manifests if suffix == ".parquet" else commit.trees
+    (old,) = group
+    data = change((root / old.name).read_bytes())
+    (root / old.name).write_bytes(data)
+    new = (json_records.FileRecord(old.name, len(data), digest("xxh3-128", data).hex()),)
+    field = "manifests" if suffix == ".parquet" else "trees"
+    path.write_bytes(json_records.encode_commit(dataclasses.replace(commit, **{field: new})))
+
+
+def change_column(name: str, value: Any) -> Callable[[bytes], bytes]:
+    """Set a column of the manifest to one value in all rows that have bytes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def change(data: bytes) -> bytes:
+        table = pq.read_table(pa.BufferReader(data))
+        at = table.schema.get_field_index(name)
+        old = table.column(name).to_pylist()
+        packs = table.column("pack").to_pylist()
+        new = [value if pack is not None else was for was, pack in zip(old, packs, strict=True)]
+        column = pa.array(new, table.schema.field(name).type.value_type).cast(table.schema.field(name).type) if (
+            pa.types.is_dictionary(table.schema.field(name).type)
+        ) else pa.array(new, table.schema.field(name).type)  # fmt: skip
+        sink = io.BytesIO()
+        pq.write_table(table.set_column(at, table.schema.field(name), column), sink)
+        return sink.getvalue()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("codec", '{"id": "pickle"}', ("pickle", "not used")),
+        ("codec", '{"id": "json2"}', ("json2", "not used")),
+        ("codec", "nonsense", ("not understood",)),
+        ("pack", "../../../../etc/passwd", ("not a valid",)),
+        ("pack", "/etc/passwd", ("not a valid",)),
+        ("pack", "steps/4/pack/nothing.pack", ("missing",)),
+        ("position", 1 << 40, ("early",)),
+        ("dtype", "nonsense", ("nonsense",)),
+        ("dtype", "object", ("object",)),
+    ],
+)
+def test_a_forged_manifest(root: Path, column: str, value: Any, words: tuple[str, ...]) -> None:
+    """Digests prove that nothing was changed by accident; whoever forges them as well still runs no code here."""
+    ckpt.save({"w": np.zeros(50_000)}, root, 4, codec={"id": "zlib", "level": 1}, overwrite=True)
+    forge(root, 4, change_column(column, value), ".parquet")
+    with refused(ckpt.CkptError, *words, root=root):
+        ckpt.load(root, step=4)
+    with refused(ckpt.CkptError, *words, root=root):
+        ckpt.load(root, {"w": np.zeros(50_000)}, step=4)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        "not json", "[]", "{}", '{"tree": {}}', '{"format": 1, "tree": {"unknown": 1}}',
+        '{"format": 1, "tree": {"array": "nothing", "kind": "numpy"}}',
+        '{"format": 1, "tree": {"array": "embed", "kind": "nonsense"}}', '{"format": 1, "tree": ' + "[" * 5000,
+    ],
+)  # fmt: skip
+def test_a_forged_tree(root: Path, tree: str) -> None:
+    forge(root, 4, lambda _: tree.encode(), ".json")
+    with refused(ckpt.CkptError, root=root):
+        ckpt.load(root, step=4)
+    with refused(ckpt.CkptError, root=root):
+        ckpt.load(root, step=4, only="embed")
+    with refused(ckpt.CkptError, root=root):
+        ckpt.load(root, state_of(0), step=4)
+
+
+def a_newer_manifest(data: bytes) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(pa.BufferReader(data))
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, b"format": b"2"}), sink)
+    return sink.getvalue()
+
+
+def a_newer_tree(data: bytes) -> bytes:
+    return json.dumps({**json.loads(data), "format": 2}).encode()
+
+
+def test_no_step_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All are named, and what is wrong with each."""
+    root = tmp_path / "r"
+    for step in (3, 5, 9):
+        ckpt.save(state_of(step), root, step)
+        next(root.glob(f"steps/{step}/pack/*")).write_bytes(b"")
+    with refused(ckpt.IntegrityError, "no step of", "is whole, of steps 3, 5, 9", "of step 9", root=root):
+        ckpt.load(root)
+    for step in (3, 5):
+        assert f"of step {step} of {root.as_uri()}" in caplog.text
+    with ckpt.Checkpointer(root) as saver, refused(ckpt.IntegrityError, "is whole, of steps 3, 5, 9"):
+        saver.restore(state_of(0))
+
+
+@pytest.mark.parametrize(("change", "suffix"), [(a_newer_manifest, ".parquet"), (a_newer_tree, ".json")])
+def test_a_file_of_a_step_of_the_future(root: Path, change: Callable[[bytes], bytes], suffix: str) -> None:
+    """Neither guessed at nor passed over, and never replaced."""
+    forge(root, 4, change, suffix)
+    for call in (lambda: ckpt.load(root), lambda: ckpt.load(root, state_of(0), step=4)):
+        with refused(ckpt.FormatError, "steps/4/", suffix, "version 2", "install a newer", root=root):
+            call()
+    if suffix == ".parquet":
+        with pytest.raises(ckpt.FormatError):
+            ckpt.save(state_of(5), root, 4)
+    assert_same(ckpt.load(root, step=3), state_of(3))
+
+
+@pytest.mark.parametrize("kind", [Refused, Unavailable])
+def test_a_step_that_can_not_be_read_now_is_not_replaced(
+    root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[StoreError]
+) -> None:
+    """It may be whole: only what is known to be damaged gives way without overwrite=True."""
+    get_up_to = LocalStore.get_up_to
+
+    def failing(store: LocalStore, name: str, limit: int) -> bytes:
+        if name.startswith("steps/4/manifest/"):
+            raise kind(f"opening {name} failed")
+        return get_up_to(store, name, limit)
+
+    monkeypatch.setattr(LocalStore, "get_up_to", failing)
+    with pytest.raises(kind, match="steps/4/manifest"):
+        ckpt.save(state_of(9), root, 4)
+    monkeypatch.undo()
+    assert_same(ckpt.load(root, step=4), state_of(4))
+
+
+def test_a_tree_that_names_code_runs_none(root: Path) -> None:
+    """A class is used only if its fields are those saved; a function never is."""
+    tree = {
+        "dict": [
+            ["a", {"namedtuple": ["exit 1"], "class": "os:system", "fields": ["command"]}],
+            ["b", {"dataclass": ["x"], "class": "subprocess:Popen", "fields": ["args"]}],
+            ["c", {"object": {"dict": []}, "class": "antigravity:anything"}],
+        ]
+    }
+    forge(root, 4, lambda _: json.dumps({"format": 1, "tree": tree}).encode(), ".json")
+    got = ckpt.load(root, step=4)
+    assert got["a"].command == "exit 1"
+    assert got["b"].args == "x"
+    assert type(got["b"]).__module__ != "subprocess"
+    assert "antigravity" not in sys.modules
+
+
+def test_pickle_is_refused_by_name() -> None:
+    with refused(ckpt.FormatError, "pickle"):
+        codec.decode('{"id": "pickle"}', memoryview(b"cos\nsystem\n(S'false'\ntR."), np.empty(8, np.uint8))
+
+
+def test_a_checkpoint_of_a_framework_that_is_not_here(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    ckpt.save({"w": torch.arange(3.0)}, tmp_path / "run", 0)
+    code = """
+import sys
+sys.modules["torch"] = None
+import ckpt, numpy
+like = {"w": numpy.zeros(3, "f4")}
+print(ckpt.load(sys.argv[1], like)["w"].tolist())
+try:
+    ckpt.load(sys.argv[1])
+except ckpt.CkptError as error:
+    print(error)
+"""
+    filled, told = finish(python(code, tmp_path / "run")).splitlines()
+    assert filled == "[0.0, 1.0, 2.0]"
+    one_line(RuntimeError(told), "torch", "w", "like")

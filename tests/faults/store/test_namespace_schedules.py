@@ -1,0 +1,129 @@
+"""Random schedules of faults: whatever the redundancy can bear, no file is lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.damaged_namespaces import content, filled, whole
+from helpers.folders import TESTS
+from helpers.nodes import directories
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.aggregator.records.ring_change import change_ring
+from ckpt.storage.base.errors import StoreError
+
+
+@pytest.mark.parametrize("point", ["repair.piece", "repair.commit", "ledger.change", "ledger.changed"])
+def test_killed_in_a_repair(tmp_path: Path, point: str) -> None:
+    filled(tmp_path, "2x", 4).close()
+    shutil.rmtree(next(tmp_path.glob("disk*/objects")))  # not every disk holds something
+    program = (
+        "import sys; from pathlib import Path; from helpers.nodes import directories\n"
+        "from ckpt.aggregator.file_io.namespace import Namespace\n"
+        "from ckpt.aggregator.maintenance.repair import repair_namespace, scrub_namespace\n"
+        "n = Namespace(directories(Path(sys.argv[1]), 4)); repair_namespace(n, scrub_namespace(n)); print('done'); n.close()"
+    )
+    environment = os.environ | {"CKPT_FAILPOINTS": f"{point}=kill", "PYTHONPATH": str(TESTS)}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    namespace = Namespace(directories(tmp_path, 4))
+    for path, data in content().items():
+        assert namespace.get(path) == data
+    assert not repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace)).failed
+    whole(namespace, "2x")
+    namespace.close()
+
+
+SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(1000 if os.environ.get("CKPT_SOAK") else 15)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fault_schedules(tmp_path: Path, seed: int) -> None:
+    """Random writes, deletions, losses, rot, repairs and changes of the members that keep records: every acknowledged file is
+    readable and equal, after each step."""
+    draw = random.Random(seed)
+    redundancy, count = draw.choice([("2x", 4), ("3x", 5), ("2+1", 5), ("4+2", 7)])
+    code = parse_redundancy(redundancy)
+    known: dict[str, bytes] = {"first": b"1"}
+    numbers = itertools.count()
+    hurt: set[str] = set()
+    namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
+    namespace.put("first", b"1")
+    actions = ["put", "put", "put", "replace", "delete", "lose", "rot", "wipe", "away", "change", "repair", "open"]
+    for _ in range(draw.randint(10, 25)):
+        action = draw.choice(actions)
+        if action in ("put", "replace"):
+            path = draw.choice(list(known)) if action == "replace" and known else f"f{next(numbers)}"
+            data = draw.randbytes(draw.choice([0, 10, 33_000, 70_000, 600_000]))
+            namespace.put(path, data)
+            known[path] = data
+        elif action == "delete" and known:
+            path = draw.choice(list(known))
+            namespace.delete([path])
+            del known[path]
+        elif action == "change":
+            ring = draw.sample(namespace.locations, draw.randint(2 * code.tolerated_losses + 1, count))
+            if hurt & ({s.name for s in ring} | set(namespace.ring.all_members)):
+                continue  # the records of those may be lost, too
+            change_ring(namespace, ring)
+        elif action == "away":  # and what is changed meanwhile, it does not know when it is back
+            member = f"disk{draw.randrange(count)}"
+            if hurt - {member} or not (tmp_path / member).exists():
+                continue
+            (tmp_path / member).rename(tmp_path / "away")
+            (tmp_path / member).write_text("not here")
+            data = draw.randbytes(draw.choice([10, 70_000]))
+            path = draw.choice([*known, f"f{next(numbers)}"])
+            namespace.put(path, data)
+            known[path] = data
+            (tmp_path / member).unlink()
+            (tmp_path / "away").rename(tmp_path / member)
+            namespace.close()
+            namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
+        elif action == "wipe":  # an empty disk in its place
+            member = f"disk{draw.randrange(count)}"
+            if len(hurt | {member}) > code.tolerated_losses:
+                continue
+            hurt.add(member)
+            namespace.close()
+            shutil.rmtree(tmp_path / member, ignore_errors=True)
+            namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
+        elif action in ("lose", "rot"):
+            member = f"disk{draw.randrange(count)}"
+            if len(hurt | {member}) > code.tolerated_losses:
+                continue
+            hurt.add(member)
+            objects = [p for p in (tmp_path / member / "objects").rglob("*") if p.is_file()]
+            for victim in draw.sample(objects, draw.randint(0, len(objects))):
+                if action == "lose":
+                    victim.unlink()
+                elif victim.stat().st_size:
+                    raw = bytearray(victim.read_bytes())
+                    raw[draw.randrange(len(raw))] ^= 0x40
+                    victim.write_bytes(raw)
+        elif action == "repair":
+            done = repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
+            assert not done.failed, (seed, done.failed)
+            hurt.clear()
+        elif action == "open":
+            namespace.close()
+            namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
+        assert list(namespace.list()) == sorted(known), seed
+        for path, data in known.items():
+            try:
+                assert namespace.get(path) == data, (seed, path)
+            except StoreError as error:
+                raise AssertionError(f"seed {seed}: {path}: {error}") from error
+    namespace.close()

@@ -1,0 +1,17 @@
+"""Random shapes and boxes."""
+
+from hypothesis import strategies as st
+
+from ckpt.state.boxes import Box
+
+shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes(draw, shape):
+    offset, extent = [], []
+    for length in shape:
+        a = draw(st.integers(0, length - 1))
+        offset.append(a)
+        extent.append(draw(st.integers(1, length - a)))
+    return Box(tuple(offset), tuple(extent))

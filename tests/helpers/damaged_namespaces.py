@@ -1,0 +1,57 @@
+"""Namespaces that are filled, and damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.aggregator.records.file_record import FileLayout, PathRecord
+from ckpt.storage.testing import random_bytes
+from helpers.nodes import directories
+
+
+def content() -> dict[str, bytes]:
+    return {f"d/f{i}": random_bytes(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 9_000_000])}
+
+
+def filled(folder: Path, redundancy: str, count: int = 6) -> Namespace:
+    namespace = Namespace(directories(folder, count, redundancy=redundancy))
+    for path, data in content().items():
+        namespace.put(path, data)
+    namespace.settle([f"/{path}" for path in content()])  # put waits for a majority of the records
+    return namespace
+
+
+def large(namespace: Namespace, path: str = "d/f4") -> PathRecord:
+    file = namespace.stat(path)
+    assert file is not None
+    assert file.layout is not None
+    return file
+
+
+def whole(namespace: Namespace, redundancy: str) -> None:
+    """Everything is there, as redundant as it should be, and nothing else."""
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert found.is_whole, found
+    assert found.files == len(content())
+    for path, data in content().items():
+        assert namespace.get(path) == data
+        file = namespace.stat(path)
+        assert file is not None
+        if file.layout is not None:
+            for piece in file.layout.stripes:
+                members = [file.layout.objects[f.object_index].member for f in piece.fragments if f is not None]
+                assert len(set(members)) == len(members) == parse_redundancy(redundancy).total_fragments
+
+
+def rot(layout: FileLayout, index: int, member: str, folder: Path) -> None:
+    """Damage the fragment of a piece that a member has."""
+    fragments = [f for f in layout.stripes[index].fragments if f is not None]
+    fragment = next(f for f in fragments if layout.objects[f.object_index].member == member)
+    with open(folder / "objects" / layout.objects[fragment.object_index].name, "r+b") as file:
+        file.seek(fragment.position)
+        first = file.read(1)
+        file.seek(fragment.position)
+        file.write(bytes([first[0] ^ 1]))

@@ -1,0 +1,465 @@
+"""Runs the blocks of a page of the documentation, in order and in one folder, and compares what they print with the page.
+
+What a block is follows from its first line:
+
+    ```console                      each line that begins with `$ ` is typed into one shell; the other lines are its output
+    ```python title="train.py"      the block is written to that file; so are toml, yaml and text blocks with a title
+    ```diff title="train.py"        the change is made to that file
+    ```python                       runs in one Python process for the page
+    ```text                         what the Python block before it prints
+
+A comment above a block says what is special about it:
+
+    <!-- varies: REGULAR EXPRESSION -->    what this matches differs from run to run, and is not compared
+    <!-- not run: REASON -->               the block is only looked at
+
+In output `…` stands for any text, and a line of it for any lines. Times, durations, ports, the folder and the name of the host
+are masked everywhere.
+`PYTHONPATH=tests python -m helpers.docs_snippets PAGE…` runs pages and writes what was printed into them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+DOCS = ROOT / "docs"
+
+
+HOME = "/home/me"
+"""What pages call the folder in which a test runs them."""
+
+
+HOST = "host1"
+"""What they call the machine."""
+
+
+INSTALLED = {"PIP_NO_DEPS": "1", "PYTHONPATH": sysconfig.get_path("purelib"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+"""For pages that install ckpt: its new environment takes all that ckpt needs from the one that runs this."""
+
+
+_SECONDS = 240
+
+
+_FILES = ("python", "toml", "yaml", "text", "bash", "json")
+
+
+_MASKS = (
+    (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(,\d+)?", "<time>"),
+    (r"\d{4}-\d\d-\d\dT[\d:.+]+Z?", "<time>"),
+    (r"\b\d\d:\d\d:\d\d\b", "<time>"),
+    (r"\b\d+(\.\d+)? (ms|s|min|h)\b", "<duration>"),
+    (r"\bpid \d+", "pid <number>"),
+    (r" +", " "),
+)
+
+
+_ENDED = re.compile(r"^bash: line \d+: +\d+ (Killed|Terminated) +(.*)\n?", re.MULTILINE)
+
+
+_LISTENS = re.compile(r"\b70[789]0\b|\b71[0-9]0\b|\b80[789]0\b|\b81[0-9]0\b|\b92[0-9]0\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: Path
+    line: int
+    """Of its first line of text, from 1."""
+    kind: str
+    title: str | None
+    text: str
+    varies: tuple[str, ...] = ()
+    not_run: str | None = None
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """The blocks of a page, in order."""
+    found: list[Block] = []
+    varies: list[str] = []
+    not_run: str | None = None
+    lines = page.read_text().splitlines()
+    number = 0
+    while number < len(lines):
+        line = lines[number]
+        number += 1
+        if comment := re.fullmatch(r"\s*<!-- (varies|not run): (.*) -->", line):
+            if comment[1] == "varies":
+                varies.append(comment[2])
+            else:
+                not_run = comment[2]
+            continue
+        opened = re.fullmatch(r"( *)```(\w+)(?: title=\"([^\"]+)\")?.*", line)
+        if opened is None:
+            if line.strip():
+                varies, not_run = [], None
+            continue
+        begin, indent = number, len(opened[1])
+        while lines[number].strip() != "```":
+            number += 1
+        text = "".join(f"{line[indent:]}\n" for line in lines[begin:number])
+        number += 1
+        found.append(Block(page, begin + 1, opened[2], opened[3], text, tuple(varies), not_run))
+        varies, not_run = [], None
+    return found
+
+
+def masked(text: str, varies: Sequence[str] = ()) -> list[str]:
+    """The lines of an output, without what differs from run to run."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    for pattern, what in [*((pattern, "<varies>") for pattern in varies), *_MASKS]:
+        text = re.sub(pattern, what, text, flags=re.MULTILINE)
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def matches(expected: Sequence[str], actual: Sequence[str]) -> bool:
+    """Whether an output is as the page shows it, where `…` is any text, and a line of it any lines."""
+    if not expected:
+        return not actual
+    first, *rest = expected
+    if first.strip() == "…":
+        return any(matches(rest, actual[i:]) for i in range(len(actual) + 1))
+    pattern = ".*".join(map(re.escape, first.split("…")))
+    return bool(actual) and re.fullmatch(pattern, actual[0]) is not None and matches(rest, actual[1:])
+
+
+@dataclass
+class _Output:
+    """What the page shows, and what was printed."""
+
+    block: Block
+    shown: str
+    printed: str
+
+
+@dataclass
+class Runner:
+    """Runs pages in a folder, one after another, in one shell and one Python process. A context manager that ends both."""
+
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("CKPT_", "PYTEST", "COLUMNS"))}
+        self._environ = environ | {"PATH": beside, "HOME": str(self.folder), "PYTHONUNBUFFERED": "1"} | self.environment
+        self._ports: dict[str, str] = {}
+        self._background = ""
+        self._stack = ExitStack()
+        self._bash = self._start(["bash", "--norc", "-s"])
+        self._python: subprocess.Popen[bytes] | None = None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder,
+            env=self._environ, start_new_session=True,
+        )  # fmt: skip
+        self._stack.callback(_end, process)
+        return process
+
+    def run(self, page: Path) -> Iterator[_Output]:
+        """Run each block of a page; yield what printed something, or should have."""
+        before: Block | None = None
+        printed = ""
+        for block in [*blocks(page), None]:
+            if before is not None:  # a Python block: what it prints is in the next one
+                shown = block.text if block is not None and block.kind == "text" and block.title is None else ""
+                yield _Output(block if shown and block is not None else before, shown, printed)
+                before, printed = None, ""
+                if shown:
+                    continue
+            if block is None or block.not_run is not None:
+                continue
+            if block.kind == "console":
+                yield from self._console(block)
+            elif block.kind == "diff" and block.title is not None:
+                self._change(block)
+            elif block.title is not None and block.kind in _FILES:
+                (self._cwd() / block.title).write_text(self._here(block.text))
+            elif block.kind == "python":
+                before, printed = block, self._code(block)
+
+    # --- the shell -----------------------------------------------------------------------------------------------
+
+    def _console(self, block: Block) -> Iterator[_Output]:
+        for command, shown in commands(block.text):
+            printed, status = self._type(command, block)
+            if status and "echo $?" not in block.text and "Killed" not in shown:
+                raise AssertionError(f"{block.where}: `{command}` ended with {status}:\n{printed}")
+            yield _Output(block, shown, self._there(printed))
+
+    def _type(self, command: str, block: Block) -> tuple[str, int]:
+        mark = f"<<{os.urandom(8).hex()}>>"
+        typed = f'{self._here(command)}\n__ckpt_status=$?; echo "{mark}$__ckpt_status"; (exit $__ckpt_status)\n'
+        assert self._bash.stdin is not None
+        self._bash.stdin.write(typed.encode())
+        self._bash.stdin.flush()
+        printed, _, rest = self._until(self._bash, mark, block).rpartition(mark)
+        if re.search(r"&( |$)", typed, re.MULTILINE):
+            self._background += typed
+        return _ENDED.sub(self._ended, printed), int(rest.partition("\n")[0])
+
+    def _ended(self, notice: re.Match[str]) -> str:
+        """What a terminal shows of a command that was killed. That one in the background was, it says at another moment."""
+        return "" if notice[2].strip() in self._background else f"{notice[1]}\n"
+
+    def _cwd(self) -> Path:
+        return Path(os.readlink(f"/proc/{self._bash.pid}/cwd"))
+
+    def _until(self, process: subprocess.Popen[bytes], mark: str, block: Block) -> str:
+        """What a process prints up to the line that has the mark."""
+        assert process.stdout is not None
+        printed = b""
+        until = time.monotonic() + _SECONDS
+        os.set_blocking(process.stdout.fileno(), False)
+        while not re.search(re.escape(mark).encode() + rb"\d+\n", printed):
+            if (more := process.stdout.read()) is not None:
+                if not more:
+                    raise AssertionError(f"{block.where}: the process has ended:\n{printed.decode()}")
+                printed += more
+            if time.monotonic() > until:
+                raise AssertionError(f"{block.where}: not done after {_SECONDS} s:\n{printed.decode()}")
+            time.sleep(0.01)
+        return printed.decode().rstrip("\n")
+
+    # --- Python ----------------------------------------------------------------------------------------------------
+
+    def _code(self, block: Block) -> str:
+        if self._python is None or self._cwd() != self._python_cwd:
+            self._python_cwd = self._cwd()
+            self._python = self._start([sys.executable, "-c", _SESSION])
+        mark = f"<<{os.urandom(8).hex()}>>"
+        assert self._python.stdin is not None
+        line = json.dumps([self._here(block.text), str(self._python_cwd), mark, block.where, block.line])
+        self._python.stdin.write(line.encode() + b"\n")
+        self._python.stdin.flush()
+        printed, _, failed = self._until(self._python, mark, block).rpartition(mark)
+        assert failed == "0", f"{block.where} fails:\n{printed}"
+        return self._there(printed)
+
+    def _change(self, block: Block) -> None:
+        assert block.title is not None
+        file = self._cwd() / block.title
+        file.write_text(changed(file.read_text(), self._here(block.text), block.where))
+
+    # --- ports and folders -----------------------------------------------------------------------------------------
+
+    def _here(self, text: str) -> str:
+        """The text of a page, with the folder of this run and ports that are free."""
+        return _LISTENS.sub(lambda found: self._port(found[0]), text).replace(HOME, str(self.folder))
+
+    def _port(self, shown: str) -> str:
+        if shown not in self._ports:
+            self._ports |= _free_ports(shown)
+        return self._ports[shown]
+
+    def _there(self, text: str) -> str:
+        """The other way."""
+        for shown, port in self._ports.items():
+            text = re.sub(rf"\b{port}\b", shown, text)
+        return re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, text.replace(str(self.folder), HOME))
+
+
+_SESSION = """
+import contextlib, json, linecache, os, sys, traceback
+there = {"__name__": "__main__"}
+for line in sys.stdin:
+    source, folder, mark, where, first = json.loads(line)
+    os.chdir(folder)
+    failed = 0
+    try:
+        exec(compile("\\n" * (first - 1) + source, where, "exec"), there)
+    except BaseException:
+        failed = 1
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    print(mark + str(failed), flush=True)
+"""
+
+
+def commands(text: str) -> Iterator[tuple[str, str]]:
+    """Each command of a console block, and the output below it."""
+    command: list[str] = []
+    shown: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            if command:
+                yield "\n".join(command), "\n".join(shown)
+            command, shown = [line[2:]], []
+        elif line.startswith("> ") and not shown:
+            command.append(line[2:])
+        else:
+            shown.append(line)
+    if command:
+        yield "\n".join(command), "\n".join(shown)
+
+
+def changed(text: str, diff: str, where: str) -> str:
+    """A file with the lines of a diff: runs of context, `-` and `+` lines, found by their text."""
+    old = [line[1:] for line in diff.splitlines() if not line.startswith("+")]
+    new = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
+    lines = text.splitlines()
+    at = [i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]
+    assert len(at) == 1, f"{where}: the lines that the diff shows are {len(at)} times in the file"
+    return "".join(f"{line}\n" for line in [*lines[: at[0]], *new, *lines[at[0] + len(old) :]])
+
+
+def diff_lines(block: Block) -> int:
+    """How many lines a diff adds or takes away."""
+    return sum(line.startswith(("+", "-")) for line in block.text.splitlines())
+
+
+def _free_ports(shown: str) -> dict[str, str]:
+    """A free port for one that a page names, and with it the one for its metrics, 1000 above."""
+    number = int(shown)
+    if 8000 <= number < 9000:
+        return {shown: _free_ports(str(number - 1000))[shown]} if number >= 8070 else {}
+    for port in range(20_000 + os.getpid() % 5_000, 60_000, 7):
+        if _is_free(port) and _is_free(port + 1000):
+            return {shown: str(port), str(number + 1000): str(port + 1000)}
+    raise AssertionError("no port is free")
+
+
+_given: set[int] = set()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    if port in _given:
+        return False
+    _given.add(port)
+    return True
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it has started."""
+    for each in sorted(_session(process.pid), reverse=True):
+        try:
+            os.kill(each, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
+
+
+def _session(session: int) -> Iterator[int]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
+                yield int(stat.parent.name)
+        except (OSError, IndexError):
+            continue
+
+
+def differences(runner: Runner, pages: Iterable[Path]) -> list[str]:
+    """Run pages; what they show and what was printed, where the two differ."""
+    found = []
+    for page in pages:
+        for output in runner.run(page):
+            expected = masked(output.shown, output.block.varies)
+            actual = masked(output.printed, output.block.varies)
+            if not matches(expected, actual):
+                found.append(f"{output.block.where} shows\n{output.shown.strip()}\nand prints\n{output.printed.strip()}")
+    return found
+
+
+def rewrite(runner: Runner, page: Path) -> None:
+    """Run a page and put what is printed into it. A `…` in what it shows stays only where the whole still matches."""
+    text = page.read_text().splitlines()
+    shift = 0
+    outputs: dict[int, list[_Output]] = {}
+    order: list[Block] = []
+    for output in runner.run(page):
+        if output.block.line not in outputs:
+            order.append(output.block)
+        outputs.setdefault(output.block.line, []).append(output)
+    for block in order:
+        old = block.text.splitlines()
+        new: list[str] = []
+        if block.kind == "console":
+            for (command, _), output in zip(commands(block.text), outputs[block.line], strict=True):
+                first, *others = command.split("\n")
+                new += [f"$ {first}", *(f"> {line}" for line in others), *_kept(output)]
+        elif block.kind == "text":
+            new = _kept(outputs[block.line][0])
+        else:  # a Python block that prints, and no block that shows it
+            (output,) = outputs[block.line]
+            if output.printed.strip():
+                new = [*old, "```", "", "```text", *output.printed.strip().splitlines()]
+            else:
+                continue
+        begin = block.line - 1 + shift
+        assert text[begin : begin + len(old)] == old, block.where
+        text[begin : begin + len(old)] = new
+        shift += len(new) - len(old)
+    page.write_text("\n".join(text) + "\n")
+
+
+def _kept(output: _Output) -> list[str]:
+    if matches(masked(output.shown, output.block.varies), masked(output.printed, output.block.varies)):
+        return output.shown.splitlines()
+    return [line.rstrip() for line in output.printed.strip().splitlines()]
+
+
+def checkout(to: Path) -> None:
+    """The repository as somebody has it who has just cloned it."""
+    leave = shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "out")
+    shutil.copytree(ROOT, to, ignore=leave)
+
+
+def main() -> None:
+    """Rewrite pages. Those of the tutorial go on where the page before ended, and begin with a checkout; others stand alone."""
+    pages = [Path(name).resolve() for name in sys.argv[1:]]
+    tutorial = [page for page in pages if page.parent.name == "tutorial"]
+    groups = [tutorial, *([page] for page in pages if page not in tutorial)]
+    for group in filter(None, groups):
+        with tempfile.TemporaryDirectory(prefix="ckpt-docs-") as folder:
+            home = Path(folder) / "me"
+            with Runner(home, INSTALLED if group is tutorial else {}) as runner:
+                if group is tutorial:
+                    checkout(home / "ckpt")
+                for page in group:
+                    rewrite(runner, page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The real etcd for tests: started, killed and started again."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt.aggregator.cluster import etcd
+from ckpt.aggregator.cluster.etcd_client import EtcdClient
+from ckpt.storage.base.errors import Refused, StoreError
+from helpers.processes import until
+
+needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="the program etcd is missing (Debian: etcd-server)")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+class EtcdProcess:
+    """One etcd on loopback."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = folder.name
+        self.endpoint, self.peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        self.endpoints = (self.endpoint,)
+        self.peers = f"{self.name}={self.peer}"
+        self.options: tuple[str, ...] = ()
+
+    def start(self, wait: bool = True) -> None:
+        command = [
+            "etcd", "--name", self.name, "--data-dir", str(self.folder), "--initial-cluster", self.peers,
+            "--listen-client-urls", self.endpoint, "--advertise-client-urls", self.endpoint,
+            "--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer, *self.options,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if wait:
+            until(self.answers)
+
+    def answers(self) -> bool:
+        try:
+            EtcdClient(self.endpoints, 1.0).range("/")
+        except Refused:
+            return True
+        except StoreError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def up(self, cluster: str = "lab") -> dict[str, bool]:
+        """Who is known, and whether it is up."""
+        return {m.name: m.is_up for m in etcd.list_members(self.endpoints, cluster)}
+
+
+@pytest.fixture(name="server")
+def running_etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    """For a test module to import."""
+    made = EtcdProcess(tmp_path / "etcd")
+    try:
+        made.start()
+        yield made
+    finally:
+        made.kill()

@@ -1,0 +1,143 @@
+"""ckpt-run with programs/faulty_job.py, whose steps go to any storage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from ckpt.recovery.ranks import processes
+from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.training.heartbeat_page import HeartbeatPage, RankHeartbeat
+from helpers.folders import PROGRAMS
+from helpers.host_runs import job as job
+from helpers.nodes import Process
+from helpers.processes import until
+from helpers.runs import RANKS, Run, is_right
+
+PROGRAM = str(PROGRAMS / "faulty_job.py")
+
+
+RUN = [sys.executable, "-m", "ckpt.tools.run"]
+
+
+MARK = "CKPT_TEST_JOB"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process, however the job has ended."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    yield
+    until(lambda: not processes.find_processes([], f"{MARK}={tmp_path}"), "all processes have ended")
+
+
+class Faulty(Run):
+    """A job of three ranks with a program that can be told where to keep its steps, and what is to go wrong."""
+
+    def __init__(
+        self, folder: Path, *options: str, url: str = "", tiers: tuple[str, ...] = (), fault: str = "", steps: int = 40,
+        seconds: float = 0.02, failpoints: str = "", quiet_ranks: bool = False, group: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.files = folder / "run"
+        command = [*RUN, "-n", str(RANKS), "--run-dir", str(self.files), *options, "--"]
+        if quiet_ranks:  # the fail points are for ckpt-run alone
+            command += ["env", "CKPT_FAILPOINTS="]
+        command += [sys.executable, PROGRAM, str(folder), url or str(folder / "repo"), str(steps), str(seconds), fault, *tiers]
+        if group is not None:
+            command = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group), *command]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+            env=os.environ | {"CKPT_FAILPOINTS": failpoints},
+        )  # fmt: skip
+
+    def log(self) -> list[LogEntry]:
+        record = SqliteRunLog(self.files)
+        try:
+            return record.entries()
+        finally:
+            record.close()
+
+    def until_step(self, step: int, attempt: int = 0) -> None:
+        until(lambda: all(self.step(rank, attempt) >= step for rank in range(RANKS)), f"step {step}")
+
+    def step(self, rank: int, attempt: int) -> int:
+        beat = self.beat(rank, attempt)
+        return -1 if beat is None else beat.step
+
+    def beat(self, rank: int, attempt: int) -> RankHeartbeat | None:
+        found = [entry.facts["pages"] for entry in self.log() if (entry.kind, entry.attempt) == ("start", attempt)]
+        try:
+            return HeartbeatPage(Path(found[0]) / f"{attempt}-{rank}").read() if found else None
+        except FileNotFoundError:
+            return None
+
+    def kinds(self) -> list[str]:
+        return [entry.kind for entry in self.log()]
+
+    def kill_ranks(self) -> None:
+        pids = [self.pid(rank) for rank in range(RANKS)]
+        for pid in pids:
+            with suppress(ProcessLookupError):  # ckpt-run has ended it for the first
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: all(processes.process_state(pid) in ("", "Z") for pid in pids), "the ranks are dead")
+
+    def newest(self) -> int:
+        """The newest step that is committed."""
+        steps = (self.folder / "repo").glob("steps/*/commit.json")
+        return max((int(commit.parent.name) for commit in steps), default=-1)
+
+    def restored(self) -> list[int]:
+        """At which step each rank began, in the last attempt that came to that."""
+        return [int(line) for line in (self.folder / "begun").read_text().split()[-RANKS:]]
+
+
+Starter = Callable[..., Faulty]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starter]:
+    made: list[Faulty] = []
+
+    def begin(*options: str, **more: object) -> Faulty:
+        made.append(Faulty(tmp_path / "job", *options, **more))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield begin
+    for run in made:
+        run.close()
+        left = {Path(entry.facts["pages"]) for entry in run.log() if entry.kind == "start"}
+        until(lambda left=left: not any(map(Path.exists, left)), "the memory for the pages of the ranks is free")
+
+
+def ends_well(run: Faulty, steps: int = 40) -> None:
+    assert run.end() == 0, run.said
+    is_right(run, steps)
+
+
+@contextmanager
+def nodes(folder: Path, count: int) -> Iterator[list[Process]]:
+    made = [Process(folder / f"node-{i}") for i in range(count)]
+    try:
+        yield made
+    finally:
+        for node in made:
+            node.close()
+
+
+def url_of(made: list[Process], name: str = "run") -> str:
+    return f"ckpt://{','.join(node.address for node in made)}/{name}?redundancy=2x"
+
+
+def with_bytes(folder: Path, pattern: str) -> list[Path]:
+    """The files of this pattern below it, without those that a killed rank had only just created."""
+    return [path for path in folder.rglob(pattern) if path.is_file() and path.stat().st_size]

@@ -1,0 +1,17 @@
+"""Checks of the goodput ledger of a run."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from ckpt.recovery.goodput.ledger import (
+    LedgerSpan,
+)
+
+ROUNDING = 1e-4
+"""Each line is rounded to a microsecond."""
+
+
+def assert_no_gap(found: list[LedgerSpan]) -> None:
+    for one, other in pairwise(found):
+        assert abs(other.began - one.at) < ROUNDING, (one, other)

@@ -1,0 +1,101 @@
+"""Ranks of a training loop under a heartbeat page of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
+from ckpt.recovery.policy.loss_rollback import RollBack, rollback_environment
+from ckpt.training import heartbeat_page as pulses
+from ckpt.training.heartbeat_page import BadLoss, HeartbeatPage, RankHeartbeat
+from helpers.folders import PROGRAMS
+
+PROGRAM = str(PROGRAMS / "loop_rank.py")
+
+
+RANKS = 4
+
+
+class Job:
+    """Ranks as processes, and their pages; the test looks after them."""
+
+    def __init__(self, folder: Path, *arguments: object, size: int = RANKS, **environ: str) -> None:
+        self.folder = folder
+        self.pages = [HeartbeatPage(folder / f"page-{rank}", new=True) for rank in range(size)]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, PROGRAM, str(folder), *map(str, arguments)], stderr=subprocess.PIPE, text=True,
+                env=os.environ | environ | {
+                    "RANK": str(rank), "WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": str(time.monotonic_ns()),
+                    "CKPT_RUN_ID": f"{folder}{id(self)}", pulses.PAGE_VARIABLE: str(folder / f"page-{rank}"),
+                },
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+
+    def beats(self) -> list[RankHeartbeat]:
+        return [page.read() for page in self.pages]
+
+    def until(self, reached: Callable[[list[RankHeartbeat]], bool]) -> None:
+        until = time.monotonic() + 90
+        while not reached(self.beats()):
+            assert time.monotonic() < until
+            assert all(p.poll() is None for p in self.processes), [p.communicate()[1] for p in self.processes]
+            time.sleep(0.005)
+
+    def stop(self, look_seconds: float) -> StopRequest:
+        """Ask it to stop, as a coordinator does that looks every so many seconds, and writes page after page."""
+        asked: StopRequest | None = None
+        while asked is None or not asked.agreed:
+            before, running = asked, [page for page, p in zip(self.pages, self.processes, strict=True) if p.poll() is None]
+            asked = next_stop(before, [(b.step, b.acknowledged_stop) for b in (page.read() for page in running)])
+            for page in running if asked != before else ():
+                if asked.agreed:
+                    page.confirm_stop(asked.step)
+                else:
+                    page.request_stop(asked.step)
+                time.sleep(0.002)
+            time.sleep(look_seconds)
+        return asked
+
+    def end(self) -> list[str]:
+        said = [p.communicate(timeout=120)[1] for p in self.processes]
+        assert [p.returncode for p in self.processes] == [0] * len(self.processes), said
+        return said
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        for page in self.pages:
+            page.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def begin(*arguments: object, **options: Any) -> Job:
+        made.append(Job(tmp_path, *arguments, **options))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close()
+
+
+def page_of(beats: list[RankHeartbeat]) -> list[BadLoss | None]:
+    return [beat.bad for beat in beats]
+
+
+def told(decision: RollBack) -> dict[str, str]:
+    """What the ranks of the next attempt are told."""
+    return rollback_environment(decision.skip, decision.before, decision.limit)

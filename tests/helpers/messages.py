@@ -1,0 +1,18 @@
+"""A check of the message of an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def one_line(error: BaseException | pytest_info, *words: str) -> str:
+    """The message of an error: one line that holds all `words`."""
+    text = str(getattr(error, "value", error))
+    assert "\n" not in text, text
+    assert len(text) > 20, text
+    for word in words:
+        assert word in text, f"{word!r} is not in: {text}"
+    return text
+
+
+pytest_info = Any

@@ -1,0 +1,16 @@
+"""Files of a namespace, old and new, for tests of faults."""
+
+from __future__ import annotations
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.storage.testing import random_bytes
+
+OLD, NEW = random_bytes(70_000, 1), random_bytes(9_000_000, 2)
+
+
+def there(namespace: Namespace, path: str) -> set[int]:
+    """How many fragments the pieces of a file have."""
+    file = namespace.stat(path)
+    assert file is not None
+    assert file.layout is not None
+    return {sum(f is not None for f in piece.fragments) for piece in file.layout.stripes}

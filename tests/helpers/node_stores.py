@@ -1,0 +1,26 @@
+"""A storage node in this process, and its client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials
+from helpers.nodes import Here
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Here]:
+    made = Here(tmp_path / "node")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(node: Here) -> Iterator[NodeStore]:
+    made = NodeStore(node.address, NodeCredentials(deadline_seconds=10))
+    yield made
+    made.close()

@@ -1,0 +1,204 @@
+"""Storage nodes for tests: in this process where only their behaviour matters, as processes where they are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ckpt.aggregator.cluster.config import NamespaceConfig, config_from_table
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.storage.member.device import Device
+from ckpt.storage.node.server import NodeOptions, NodeServer
+
+
+class Here:
+    """A node in this process."""
+
+    def __init__(self, folder: Path, options: NodeOptions | None = None, capacity: int | None = None) -> None:
+        self.folder = folder
+        self.device = Device(folder, capacity)
+        self.server = NodeServer(self.device, options=options)
+        self.address = f"127.0.0.1:{self.server.port}"
+
+    def close(self) -> None:
+        self.server.drain(0)
+        self.server.shutdown()
+        self.device.close()
+
+
+@contextmanager
+def three_nodes(folder: Path) -> Iterator[str]:
+    """Nodes in this process, as they stand in a URL."""
+    nodes = [Here(folder / f"n{i}") for i in range(3)]
+    yield ",".join(node.address for node in nodes)
+    for node in nodes:
+        node.close()
+
+
+class Process:
+    """A node as users start it."""
+
+    def __init__(self, folder: Path, *options: str, port: int = 0, failpoints: str = "", host: str = "127.0.0.1") -> None:
+        self.folder = folder
+        self._host = host
+        self._command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(folder), *options]
+        self.port = port
+        self._failpoints = failpoints
+        self.start()
+
+    def start(self) -> None:
+        command = [*self._command, "--listen", f"{self._host}:{self.port}", "--monitor", f"{self._host}:0"]
+        self.log: list[str] = []
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=os.environ | {"CKPT_FAILPOINTS": self._failpoints}
+        )
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"serving .* at \S+:(\d+) \(metrics at \S+:(\d+)\)", line):
+                self.port, self.monitor = int(found[1]), int(found[2])
+                break
+        else:
+            raise RuntimeError(f"the node did not start: {''.join(self.log)}")
+        self.address = f"{self._host}:{self.port}"
+        self._reading = threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True)
+        self._reading.start()
+
+    def ended(self) -> None:
+        """Wait for the end, and for all that it has said."""
+        self.process.wait(60)
+        self._reading.join(60)
+
+    def signal(self, number: int) -> None:
+        """Sent; with SIGSTOP this returns when every thread stands still, not before."""
+        self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def stopped(self) -> bool:
+        """Whether it stands still, after SIGSTOP."""
+        if self.process.poll() is not None:
+            return False
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+
+
+def directories(folder: Path, count: int, **table: Any) -> NamespaceConfig:
+    """A namespace of directories."""
+    members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in range(count)]
+    return config_from_table("test", {"members": members, **table}, "the test")
+
+
+def nodes_config(nodes: list[Any], **table: Any) -> NamespaceConfig:
+    """A namespace of nodes, which are found quickly to be dead."""
+    members = [node.address for node in nodes]
+    return config_from_table("test", {"members": members, "deadline_seconds": 5.0, **table}, "the test")
+
+
+def quick(config: NamespaceConfig) -> Namespace:
+    """A namespace that does not wait long."""
+    namespace = Namespace(config)
+    namespace.member_io.append_timeout_seconds = 2.0
+    namespace.member_io.hedge_after_seconds = 0.2
+    return namespace
+
+
+class Link:
+    """A wire to a node that can be cut, held and slowed down."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.cut = False
+        self.seconds = 0.0
+        self._flow = threading.Event()
+        self._flow.set()
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self, held: bool) -> None:
+        """Let nothing through, and close nothing: what a lost route looks like."""
+        (self._flow.clear if held else self._flow.set)()
+
+    def sever(self) -> None:
+        """Close every connection, and refuse new ones."""
+        self.cut = True
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                here, _ = self._listener.accept()
+            except OSError:
+                return
+            if self.cut:
+                here.close()
+                continue
+            try:
+                there = socket.create_connection(self._target)
+            except OSError:
+                here.close()
+                continue
+            self._sockets += [here, there]
+            for a, b in ((here, there), (there, here)):
+                threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                self._flow.wait()
+                if self.seconds:
+                    time.sleep(self.seconds)
+                target.sendall(data)
+        except OSError:
+            pass
+        for each in (source, target):
+            with suppress(OSError):
+                each.close()
+
+    def close(self) -> None:
+        self._flow.set()
+        self._listener.close()
+        self.sever()
+
+
+def garbage() -> tuple[str, socket.socket]:
+    """Something that listens like a node and answers anything."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            try:
+                here, _ = listener.accept()
+            except OSError:
+                return
+            with suppress(OSError):
+                here.sendall(os.urandom(5000))
+                here.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}", listener

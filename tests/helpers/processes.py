@@ -1,0 +1,70 @@
+"""Python processes of tests: started, waited for, forked by a server that kills them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from helpers.folders import PROGRAMS, TESTS
+
+SOAK = os.environ.get("CKPT_SOAK") == "1"
+
+
+def _path() -> str:
+    return os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+
+
+def python(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:
+    """Start a Python process that runs `code` with the tests on its path, talking by lines."""
+    env = {**os.environ, "PYTHONPATH": _path(), **options.pop("env", {})}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 60) -> str:
+    """Wait for a process to end well; return what it printed."""
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == 0, err
+    return out
+
+
+class Killer:
+    """A server that has ckpt imported and forks a saving child for each job, which it may kill. See kill_server.py."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS / "kill_server.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": _path()},
+        )  # fmt: skip
+
+    def run(self, **job: Any) -> dict[str, Any]:
+        """Run one job; its answer has `acknowledged` (steps), `killed` (bool) and `error` (text, "" where none)."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+
+def until(true: Callable[[], object], what: str = "") -> None:
+    """Wait at most 120 s for something that other processes or threads do. what: names it where it does not happen."""
+    end = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < end, f"within 120 s this did not happen: {what or true}"
+        time.sleep(0.01)

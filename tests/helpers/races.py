@@ -1,0 +1,54 @@
+"""Two clients of one path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.registers.base import Registers
+from ckpt.storage.testing import random_bytes
+from helpers.nodes import directories
+
+FIRST, SECOND = random_bytes(300_000, 1), random_bytes(300_000, 2)
+
+
+class Down(Registers):
+    """Registers of a member that does not answer."""
+
+    def _fails(self, *args: Any, **options: Any) -> Any:
+        raise Unavailable("down")
+
+    read = prepare = accept = change = scan = reset = mark_complete = fence = learn = join_ring = drop = collect = _fails
+
+
+@pytest.fixture
+def open_one(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
+    """Another client of the same six directories."""
+    made: list[Namespace] = []
+
+    def open_it() -> Namespace:
+        made.append(Namespace(directories(tmp_path, 6, deadline_seconds=2.0)))
+        assert made[-1].ring
+        return made[-1]
+
+    yield open_it
+    for namespace in made:
+        namespace.close()
+
+
+@pytest.fixture
+def old_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that nobody names are collected at once."""
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
+
+
+def swap(namespace: Namespace, member: str, registers: Registers) -> Registers:
+    before = namespace._member_registers[member]
+    namespace._member_registers[member] = namespace.open_members[member].registers = registers
+    return before

@@ -1,0 +1,43 @@
+"""A namespace of which three members have the replicas of the records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.storage.testing import random_bytes
+from helpers.nodes import directories
+
+CONTENT = {f"d/f{i}": random_bytes(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 2_000_000])} | {
+    f"many/{i}": b"%d" % i for i in range(60)
+}
+
+
+def three_of(folder: Path, count: int, **table: object) -> None:
+    """A namespace of the first three directories, with files; more directories come later."""
+    namespace = Namespace(directories(folder, 3, **table))
+    for path, data in CONTENT.items():
+        namespace.put(path, data)
+    namespace.delete(["many/0"])
+    namespace.close()
+
+
+def spots(namespace: Namespace, *numbers: int) -> list[object]:
+    return [namespace.open_members[f"disk{i}"].member.location for i in numbers]
+
+
+def keepers(namespace: Namespace) -> set[str]:
+    return set(namespace.ring.all_members)
+
+
+def all_there(namespace: Namespace) -> None:
+    assert sorted(namespace.list()) == sorted(set(CONTENT) - {"many/0"})
+    for path, data in CONTENT.items():
+        if path != "many/0":
+            assert namespace.get(path) == data
+    assert namespace.stat("many/0") is None
+
+
+def kill_at(point: str) -> str:
+    name, _, number = point.partition("@")
+    return f"{name}=kill@{number or 1}"

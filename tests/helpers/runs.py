@@ -1,0 +1,135 @@
+"""ckpt-run as a process on this host, with programs/job.py as its job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt.recovery.memory_tier import local
+from ckpt.recovery.ranks import processes
+from ckpt.training.heartbeat_page import HeartbeatPage
+from helpers.folders import PROGRAMS
+
+PROGRAM = str(PROGRAMS / "job.py")
+
+
+RANKS = 3
+
+
+class Run:
+    """A job under ckpt-run, as a user starts it."""
+
+    def __init__(
+        self, folder: Path, *options: str, steps: int = 40, seconds: float = 0.02, fault: tuple[object, ...] = ()
+    ) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.files = folder / "run"
+        command = [sys.executable, "-m", "ckpt.tools.run", "-n", str(RANKS), "--run-dir", str(self.files), "--cold"]
+        command += [*options, "--"]
+        program = [sys.executable, PROGRAM, str(folder), str(steps), str(seconds), *map(str, fault)]
+        self.process = subprocess.Popen([*command, *program], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+    def end(self, timeout: float = 120) -> int:
+        _, self.said = self.process.communicate(timeout=timeout)
+        return self.process.returncode
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"pid-{rank}").read_text())
+
+    def until_step(self, step: int, attempt: int = 0) -> None:
+        """Until all ranks have done it."""
+        until = time.monotonic() + 60
+        pages: list[Path] = []
+        while time.monotonic() < until:
+            if not pages:  # a command each time, which takes as long as some steps
+                pages = [Path(e["facts"]["pages"]) for e in self.record() if e["kind"] == "start" and e["attempt"] == attempt]
+            try:
+                if pages and all(HeartbeatPage(pages[0] / f"{attempt}-{i}").read().step >= step for i in range(RANKS)):
+                    return
+            except FileNotFoundError:
+                pass
+            time.sleep(0.01)
+        raise AssertionError(f"step {step} was not reached")
+
+    def record(self) -> list[dict]:  # type: ignore[type-arg]
+        done = subprocess.run(
+            [sys.executable, "-m", "ckpt.tools.run", "why", "--json", "--run-dir", str(self.files)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def failures(self) -> list[tuple[str, list[int]]]:
+        return [(e["facts"]["cause"], e["facts"]["ranks"]) for e in self.record() if e["kind"] == "failure"]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def begin(*options: str, **arguments: object) -> Run:
+        made.append(Run(tmp_path / "job", *options, **arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield begin
+    for run in made:
+        run.close()
+
+
+def expected(steps: int) -> list[np.ndarray]:
+    """What the job must come to: the same sums in the same order, bit for bit."""
+    found = []
+    for rank in range(RANKS):
+        w = np.zeros((4, 100))
+        for step in range(steps):
+            w += np.sin(step * 1.7 + rank)
+        found.append(w)
+    return found
+
+
+def is_right(run: Run, steps: int = 40) -> None:
+    for rank, want in enumerate(expected(steps)):
+        assert np.array_equal(np.load(run.folder / f"end-{rank}.npy"), want)
+
+
+def kill_all(run: Run) -> None:
+    """At once, or nearly: ckpt-run may have ended some of them for the first."""
+    for pid in [run.pid(rank) for rank in range(RANKS)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def none_left(pids: list[int]) -> bool:
+    until = time.monotonic() + 20
+    while any(processes.process_state(pid) not in ("", "Z") for pid in pids):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def in_memory(run: Run) -> Path:
+    found = local.memory_folder(run.files)
+    if found is None:
+        pytest.skip("no shared memory at /dev/shm that can be written to")
+    return found
+
+
+def no_memory_is_left(folder: Path, host: str = "") -> None:
+    found = local.memory_folder(folder, host)
+    assert found is None or not found.exists()

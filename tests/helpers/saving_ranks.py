@@ -1,0 +1,60 @@
+"""Ranks as processes that run programs/saving_rank.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from helpers.folders import PROGRAMS, TESTS
+
+PROGRAM = PROGRAMS / "saving_rank.py"
+
+
+SIZE = 3
+
+
+def start(size: int, what: str, url: Path, **options: Any) -> list[subprocess.Popen[str]]:
+    """The ranks as plain processes, told by RANK and WORLD_SIZE: the store is all they share."""
+    command = [sys.executable, str(PROGRAM), what, str(url), json.dumps(options)]
+    pipe = subprocess.PIPE
+    return [
+        subprocess.Popen(
+            command, env=clean() | {"RANK": str(rank), "WORLD_SIZE": str(size)}, stdout=pipe, stderr=pipe, text=True
+        )
+        for rank in range(size)
+    ]
+
+
+def clean() -> dict[str, str]:
+    """The environment without what a launcher may have left in it."""
+    return {k: v for k, v in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|OMPI_|PMI|SLURM_|TORCHELASTIC", k)} | {
+        "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1",
+    }  # fmt: skip
+
+
+def ends(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, list[dict[str, Any]], str]]:
+    """Exit status, what was printed and the errors of each rank."""
+    found = []
+    for process in ranks:
+        out, err = process.communicate(timeout=120)
+        found.append((process.returncode, [json.loads(line) for line in out.splitlines() if line.startswith("{")], err))
+    return found
+
+
+def run(command: Sequence[str]) -> list[dict[str, Any]]:
+    """What the ranks of a launcher print, by rank."""
+    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, f"{done.stderr[:6000]}\n…\n{done.stderr[-3000:]}"
+    lines = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
+    return sorted((line for line in lines if "rank" in line), key=lambda line: int(line["rank"]))
+
+
+def lines(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """What each says next."""
+    return [rank.stdout.readline().rstrip() for rank in ranks if rank.stdout is not None]

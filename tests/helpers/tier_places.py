@@ -1,0 +1,125 @@
+"""Tiers in folders: near ones, and the repository of record."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt.storage.base.errors import NoSpace
+from ckpt.storage.base.store import Store, Writer
+from ckpt.tiers.tier_spec import memory_folder_name
+from helpers.failing_store import FailingStore
+from helpers.folders import fast_folder
+from helpers.repositories import assert_all_load
+from helpers.states import state_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where a test keeps its steps."""
+
+    base: Path
+
+    @property
+    def run(self) -> Path:
+        return self.base / "run"
+
+    @property
+    def nvme(self) -> Path:
+        return self.base / "nvme"
+
+    @property
+    def memory(self) -> Path:
+        return self.base / "memory" / memory_folder_name(self.run.as_uri())
+
+    def all(self) -> list[Path]:
+        return [self.memory, self.nvme, self.run]
+
+    def open(self, run: Any = None, near: Any = None, **options: Any) -> ckpt.Checkpointer:
+        """Every step to memory, every second to the disk, every fourth to the repository of record."""
+        tiers = [ckpt.Tier("memory", keep=2), ckpt.Tier(near or self.nvme, every=2, keep=2)]
+        return ckpt.Checkpointer(run or self.run, **{"every": 4, "keep": 2, "tiers": tiers, "group": None, **options})
+
+    def steps(self) -> list[list[int]]:
+        return [ckpt.open(place).steps() for place in self.all()]
+
+    def check(self) -> None:
+        """Every step that a tier lists loads from that tier alone."""
+        for place in self.all():
+            if (place / "ckpt.json").exists():
+                assert_all_load(place)
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
+    with fast_folder(tmp_path) as folder:
+        (folder / "memory").mkdir()
+        monkeypatch.setenv("CKPT_MEMORY", str(folder / "memory"))
+        yield Places(folder)
+
+
+def train(ck: ckpt.Checkpointer, steps: range) -> None:
+    for step in steps:
+        ck.step(step, state_of(step))
+
+
+def leave(ck: ckpt.Checkpointer) -> None:
+    """End as a failing program does: what is near stays near."""
+    ck._close(False)
+
+
+def move_on(places: Places, monkeypatch: pytest.MonkeyPatch, *gone: str) -> Path:
+    """The next job has other memory; what was written to before is only read."""
+    before = os.environ["CKPT_MEMORY"]
+    after = Path(f"{before}-after")
+    after.mkdir()
+    monkeypatch.setenv("CKPT_MEMORY", str(after))
+    monkeypatch.setenv("CKPT_MEMORY_BEFORE", " ".join([*gone, before]))
+    return after / places.memory.name
+
+
+class FullStore(FailingStore):
+    """Its packs meet a full disk as long as `full`; others wait for `gate`."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.full = True
+        self.gate = threading.Event()
+        self.gate.set()
+        self.began: list[str] = []
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        self.began.append(name)
+        self.gate.wait(60)
+        if self.full:
+            raise NoSpace(f"creating {self.url}/{name} failed: the disk is full: free space or keep fewer steps")
+        return super().create(name, size_hint)
+
+
+def flip(path: Path, at: int = 10_000) -> None:
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= 1
+    path.write_bytes(data)
+
+
+def saved_everywhere(places: Places) -> None:
+    ck = places.open(every=1)
+    for step in (3, 7):
+        ck.step(step, state_of(step))
+        ck.wait()
+    leave(ck)
+    assert places.steps() == [[3, 7], [3, 7], [3, 7]]
+
+
+def shard_of(rank: int, size: int, step: int) -> dict[str, Any]:
+    full = np.arange(64 * 100, dtype=np.float64).reshape(64, 100) * (step + 1)
+    rows = 64 // size
+    return {"w": ckpt.Shard(full[rank * rows : (rank + 1) * rows].copy(), full.shape, (rank * rows, 0)), "step": step}

@@ -1,0 +1,32 @@
+"""Two writers on one repository."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ckpt.format import json_records
+from ckpt.groups.process_identity import ProcessIdentity, this_process
+
+HOLD = """
+import sys, ckpt
+from helpers.states import state_of
+saver = ckpt.Checkpointer(sys.argv[1])
+saver.save(0, state_of(0), blocking=True)
+print("holding", flush=True)
+sys.stdin.readline()
+saver.save(1, state_of(1), blocking=True)
+saver.close()
+"""
+
+
+def zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def take_over(root: Path, generation: int) -> ProcessIdentity:
+    """What a writer on another host leaves when it takes the repository over."""
+    owner = dataclasses.replace(this_process(), host="elsewhere", boot="b", pid=4711)
+    data = json_records.encode("generation", {"owner": dataclasses.asdict(owner)})
+    (root / f"generations/{generation:08d}.json").write_bytes(data)
+    return owner

@@ -1,0 +1,131 @@
+"""jax arrays over many devices and processes: saved by their shards, loaded into another mesh and another layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.folders import PROGRAMS, TESTS
+from helpers.messages import one_line
+
+import ckpt
+
+pytest.importorskip("jax")
+
+
+WHOLE = np.arange(48 * 80, dtype=np.float32).reshape(48, 80)
+
+
+def run(what: str, url: Path, size: int, devices: int, rows: int) -> None:
+    """A job of `size` processes with `devices` each, in a mesh of so many rows."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAMS / "jax_rank.py"), what, str(url), *map(str, (port, rank, size, devices, rows))],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        for rank, process in enumerate(ranks):
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err[-3000:]
+            assert json.loads(out.splitlines()[-1]) == {"rank": rank, "devices": size * devices}
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def test_eight_devices_of_one_process(tmp_path: Path) -> None:
+    """Nothing is gathered: each shard is a row of the manifest, written once though some devices hold copies."""
+    run("save", tmp_path, 1, 8, 4)
+    step = ckpt.open(tmp_path)[7]
+    assert step.commit.raw_bytes == 5 * WHOLE.nbytes + 8
+    assert {row.box.shape for row in step.manifest().by_leaf()["arrays.1"]} == {(12, 40)}
+    for i, array in ckpt.load(tmp_path, only="arrays")["arrays"].items():
+        assert np.array_equal(array, WHOLE + int(i))
+    run("load", tmp_path, 1, 8, 2)
+
+
+def test_two_processes_save_and_other_layouts_load(tmp_path: Path) -> None:
+    run("save", tmp_path, 2, 4, 4)
+    assert ckpt.open(tmp_path)[7].commit.world_size == 2
+    for i, array in ckpt.load(tmp_path, only="arrays")["arrays"].items():
+        assert np.array_equal(array, WHOLE + int(i))
+    run("load", tmp_path, 2, 4, 2)
+    run("load", tmp_path, 1, 3, 3)
+
+
+def test_the_example_goes_on_with_half_of_the_devices(tmp_path: Path) -> None:
+    def losses(devices: int, steps: int, url: Path) -> dict[int, float]:
+        environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, str(TESTS.parent / "examples/jax_mesh.py"), "--steps", str(steps), "--url", str(url)]
+        out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
+        lines = [line.split() for line in out.splitlines()]
+        assert all(line[5] == str(devices) for line in lines)
+        return {int(line[1]): float(line[3]) for line in lines}
+
+    straight = losses(8, 15, tmp_path / "straight")
+    assert list(losses(8, 10, tmp_path / "cut")) == list(range(10))
+    rest = losses(4, 15, tmp_path / "cut")
+    assert list(rest) == list(range(10, 15))
+    assert all(abs(loss - straight[step]) < 1e-4 * straight[step] for step, loss in rest.items())
+
+
+def test_a_registered_pytree(tmp_path: Path) -> None:
+    import jax
+
+    from ckpt.adapters.jax import Tree
+
+    @jax.tree_util.register_pytree_node_class
+    class Pair:
+        def __init__(self, a: object, b: object) -> None:
+            self.a, self.b = a, b
+
+        def tree_flatten(self) -> tuple[tuple[object, object], None]:
+            return (self.a, self.b), None
+
+        @classmethod
+        def tree_unflatten(cls, _: None, leaves: tuple[object, object]) -> Pair:
+            return cls(*leaves)
+
+    made = {"pair": Pair(jax.numpy.arange(5.0), [jax.numpy.ones((2, 2)), 3])}
+    ckpt.save({"train": Tree(made)}, tmp_path, 0)
+    like = Tree({"pair": Pair(jax.numpy.zeros(5), [jax.numpy.zeros((2, 2)), 0])})
+    assert ckpt.load(tmp_path, {"train": like})["train"] is like
+    assert isinstance(like.value["pair"], Pair)
+    assert like.value["pair"].a.tolist() == [0, 1, 2, 3, 4]
+    assert like.value["pair"].b[0].tolist() == [[1, 1], [1, 1]]
+    assert like.value["pair"].b[1] == 3
+
+
+def test_leaves_of_a_tree_that_have_one_name(tmp_path: Path) -> None:
+    """Each comes back to its own place; where only one of them is asked for, it is not guessed which."""
+    import jax
+    from jax import numpy as jnp
+
+    from ckpt.adapters.jax import Tree
+
+    def made(start: float) -> dict[str, object]:
+        first, second, third = (jnp.full(2, start + i) for i in range(3))
+        return {"a.b": first, "a": {"b": second}, "a.b~": third, "": jnp.full(2, start + 3), "value": jnp.full(2, start + 4)}
+
+    want = made(1.0)
+    ckpt.save({"train": Tree(want)}, tmp_path, 0)
+    like = Tree(made(50.0))
+    ckpt.load(tmp_path, {"train": like})
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, like.value, want))
+    alone = Tree({"a.b": jnp.zeros(2)})
+    with pytest.raises(ckpt.LeafMismatch) as told:
+        ckpt.load(tmp_path, {"train": alone})
+    one_line(told, "leaf train", "two leaves were saved as a.b")
+    assert alone.value["a.b"].tolist() == [0, 0]

@@ -1,0 +1,216 @@
+"""The namespace as a mounted directory, with the programs that people use on one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import pytest
+from helpers.mounts import no_fuse
+from helpers.nodes import Process
+
+from ckpt.aggregator.file_io.namespace import open_namespace
+from ckpt.storage.testing import random_bytes
+
+pytestmark = pytest.mark.skipif(no_fuse() is not None, reason=no_fuse() or "")
+
+
+class Mounted:
+    """A mounted namespace of three nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes = [Process(folder / f"n{i}") for i in range(3)]
+        self.folder = folder / "mnt"
+        self.folder.mkdir()
+        self.url = f"ckpt://{','.join(n.address for n in self.nodes)}/"
+        self.mount()
+
+    def mount(self) -> None:
+        command = [sys.executable, "-m", "ckpt.tools.mount", self.url, str(self.folder)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        until = time.monotonic() + 60
+        while not os.path.ismount(self.folder):
+            if self.process.poll() is not None or time.monotonic() > until:
+                assert self.process.stderr is not None
+                self.process.kill()
+                pytest.fail(f"not mounted: {self.process.stderr.read()}")
+            time.sleep(0.05)
+
+    def unmount(self) -> None:
+        subprocess.run([shutil.which("fusermount3") or "fusermount", "-uz", str(self.folder)], check=False)
+        self.process.wait(30)
+
+    def close(self) -> None:
+        self.unmount()
+        for node in self.nodes:
+            node.close()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Mounted]:
+    made = Mounted(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mount(mounted: Mounted) -> Path:
+    return mounted.folder
+
+
+def test_programs(mount: Path, tmp_path: Path) -> None:
+    data = random_bytes(19_000_001)
+    (tmp_path / "x").write_bytes(data)
+    subprocess.run(["cp", str(tmp_path / "x"), str(mount / "a")], check=True)
+    assert (mount / "a").read_bytes() == data
+    assert (mount / "a").stat().st_size == len(data)
+    (mount / "d" / "e").mkdir(parents=True)
+    subprocess.run(["cp", "-r", str(mount / "a"), str(mount / "d" / "e" / "b")], check=True)
+    subprocess.run(["mv", str(mount / "d"), str(mount / "moved")], check=True)
+    assert sorted(os.listdir(mount)) == ["a", "moved"]
+    assert (mount / "moved" / "e" / "b").read_bytes() == data
+    subprocess.run(["sh", "-c", f"echo one > {mount}/log; echo two >> {mount}/log"], check=True)
+    assert (mount / "log").read_text() == "one\ntwo\n"
+    archive = tmp_path / "all.tar"
+    subprocess.run(["tar", "-cf", str(archive), "-C", str(mount), "."], check=True)
+    subprocess.run(["rm", "-r", str(mount / "moved")], check=True)
+    assert sorted(os.listdir(mount)) == ["a", "log"]
+    (mount / "new").mkdir()
+    subprocess.run(["tar", "-xf", str(archive), "-C", str(mount / "new")], check=True)
+    assert (mount / "new" / "moved" / "e" / "b").read_bytes() == data
+
+
+def test_what_is_refused(mount: Path) -> None:
+    (mount / "a").write_bytes(b"hello")
+    with pytest.raises(OSError, match="not supported") as refused, open(mount / "a", "r+b") as file:
+        file.write(b"x")
+    assert refused.value.errno == errno.EOPNOTSUPP
+    assert (mount / "a").read_bytes() == b"hello"
+    with pytest.raises(FileNotFoundError):
+        (mount / "none").read_bytes()
+    with pytest.raises(OSError, match="not supported"):
+        os.truncate(mount / "a", 3)
+    with pytest.raises(FileExistsError):
+        (mount / "a").mkdir()
+    (mount / "d").mkdir()
+    (mount / "d" / "x").write_bytes(b"")
+    with pytest.raises(OSError, match="not empty"):
+        (mount / "d").rmdir()
+
+
+def test_write_sync_rename(mount: Path) -> None:
+    (mount / "final").write_bytes(b"before")
+    for data in (b"payload", random_bytes(19_000_001)):
+        with NamedTemporaryFile(dir=mount, delete=False) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            assert Path(file.name).read_bytes() == data
+            os.replace(file.name, mount / "final")
+            assert (mount / "final").read_bytes() == data
+        folder = os.open(mount, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+        assert os.listdir(mount) == ["final"]
+        assert (mount / "final").read_bytes() == data
+
+
+def test_names_change_while_it_is_written(mount: Path) -> None:
+    with open(mount / "a", "wb", buffering=0) as file:
+        file.write(b"1")
+        (mount / "a").rename(mount / "b")
+        file.write(b"2")
+    assert (mount / "b").read_bytes() == b"12"
+    with open(mount / "u", "wb", buffering=0) as file:
+        file.write(b"zz")
+        (mount / "u").unlink()
+        file.write(b"zz")
+    (mount / "old").mkdir()
+    with open(mount / "old" / "x", "wb", buffering=0) as file, open(mount / "b", "ab", buffering=0) as replaced:
+        file.write(b"1" * 100_000)
+        replaced.write(b"3")
+        (mount / "new").mkdir()
+        (mount / "old").rename(mount / "new")
+        (mount / "new" / "x").replace(mount / "b")
+        file.write(b"2")
+    assert (mount / "b").read_bytes() == b"1" * 100_000 + b"2"
+    assert sorted(os.listdir(mount)) == ["b", "new"]
+    assert os.listdir(mount / "new") == []
+    (mount / "full").mkdir()
+    (mount / "full" / "x").write_bytes(b"x")
+    with pytest.raises(OSError, match="not empty"):
+        (mount / "new").rename(mount / "full")
+    assert (mount / "full" / "x").read_bytes() == b"x"
+
+
+def test_what_was_synced_survives_the_mount(mounted: Mounted) -> None:
+    files = {n: os.open(mounted.folder / str(n), os.O_CREAT | os.O_WRONLY) for n in (10, 100_000, 9_000_000)}
+    for n, file in files.items():
+        os.write(file, b"x" * n)
+        os.fsync(file)
+        os.write(file, b"later")
+    mounted.process.kill()
+    mounted.unmount()
+    for file in files.values():
+        with pytest.raises(OSError, match="not connected"):
+            os.fsync(file)
+        with suppress(OSError):  # of the mount that is gone
+            os.close(file)
+    mounted.mount()
+    for n in files:
+        assert (mounted.folder / str(n)).read_bytes() == b"x" * n
+
+
+def test_checkpoints_through_it(mount: Path) -> None:
+    import numpy as np
+
+    import ckpt
+
+    state = {"w": np.arange(3_000_000.0)}
+    ckpt.save(state, mount / "run", 1)
+    assert np.array_equal(ckpt.load(mount / "run")["w"], state["w"])
+
+
+def test_emptied_while_another_client_writes(mounted: Mounted) -> None:
+    namespace, _ = open_namespace(mounted.url)
+    namespace.put("a", b"old")
+    file = os.open(mounted.folder / "a", os.O_WRONLY)
+    namespace.put("a", b"of another")
+    with pytest.raises(OSError, match="Stale") as refused:
+        os.ftruncate(file, 0)
+    assert refused.value.errno == errno.ESTALE
+    os.close(file)
+    assert namespace.get("a") == b"of another"
+    file = os.open(mounted.folder / "a", os.O_WRONLY)
+    os.ftruncate(file, 0)
+    os.write(file, b"new")
+    os.close(file)
+    assert namespace.get("a") == b"new"
+    (mounted.folder / "a").write_bytes(b"newer")
+    assert namespace.get("a") == b"newer"
+
+
+def test_names_that_are_not_text(mounted: Mounted) -> None:
+    folder = os.fsencode(mounted.folder)
+    for wrong in (b"\xff", b"a\xe4b"):
+        for refused in (
+            lambda name: os.open(name, os.O_CREAT | os.O_WRONLY), os.stat, os.mkdir, os.listdir, os.unlink,
+            lambda name: os.rename(folder + b"/fine", name),
+        ):  # fmt: skip
+            (mounted.folder / "fine").write_bytes(b"1")
+            with pytest.raises(OSError, match="Invalid argument"):
+                refused(folder + b"/" + wrong)
+    text = "\u00e4\u20ac\U0001f600"
+    (mounted.folder / text).write_bytes(b"1")
+    assert sorted(os.listdir(mounted.folder)) == ["fine", text]
+    mounted.unmount()
+    assert mounted.process.stderr is not None
+    assert "Traceback" not in mounted.process.stderr.read()

@@ -1,0 +1,157 @@
+"""A namespace over nodes that are processes: nodes fail and come back, and checkpoints are saved and loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.nodes import Process, nodes_config, quick
+
+import ckpt
+from ckpt.storage.base.errors import (
+    NotFound,
+    Unavailable,
+)
+from ckpt.storage.testing import random_bytes
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[list[Process]]:
+    made = [Process(tmp_path / f"n{i}") for i in range(4)]
+    yield made
+    for process in made:
+        process.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_fails_while_a_file_is_written(processes: list[Process], number: int) -> None:
+    namespace = quick(nodes_config(processes, deadline_seconds=3.0))
+    namespace.put("before", random_bytes(5 << 20))
+    data = random_bytes(48 << 20)
+    with namespace.create("during", None, len(data), aligned=False) as writer:
+        for i in range(12):
+            if i == 4:
+                processes[1].signal(number)
+            writer.append(memoryview(data)[i * (4 << 20) : (i + 1) * (4 << 20)])
+        writer.commit()
+    assert namespace.get("during") == data
+    assert namespace.get("before") == random_bytes(5 << 20)
+    file = namespace.stat("during")
+    assert file is not None
+    assert file.layout is not None
+    for piece in file.layout.stripes:
+        there = {file.layout.objects[f.object_index].member for f in piece.fragments if f is not None}
+        assert len(there) == 2, "as redundant as was asked for"
+        assert processes[1].address not in there
+    namespace.put("after", b"1")
+    assert namespace.get("after") == b"1"
+    namespace.delete(["before"])
+    assert list(namespace.list()) == ["after", "during"]
+    namespace.close()
+
+
+def test_a_node_comes_back(processes: list[Process]) -> None:
+    """What was changed while it was away is not undone by what it still has."""
+    namespace = quick(nodes_config(processes, deadline_seconds=3.0))
+    for i in range(12):
+        namespace.put(f"kept{i}", b"old")
+        namespace.put(f"gone{i}", random_bytes(40_000))
+    processes[2].kill()
+    namespace.delete([f"gone{i}" for i in range(12)])
+    for i in range(12):
+        namespace.put(f"kept{i}", b"new")
+    processes[2].start()
+    fresh = quick(nodes_config(processes, deadline_seconds=3.0))
+    assert list(fresh.list()) == sorted(f"kept{i}" for i in range(12))
+    assert all(fresh.get(f"kept{i}") == b"new" for i in range(12))
+    for i in range(12):
+        with pytest.raises(NotFound):
+            fresh.get(f"gone{i}")
+    for each in (namespace, fresh):
+        each.close()
+
+
+def test_too_few_nodes(processes: list[Process]) -> None:
+    namespace = quick(nodes_config(processes, deadline_seconds=2.0))
+    namespace.put("a", random_bytes(100_000))
+    for process in processes[:3]:
+        process.kill()
+    with pytest.raises(Unavailable, match=r"start"):
+        namespace.put("b", b"1")
+    with pytest.raises(Unavailable, match="can't be listed"):
+        namespace.list()
+    for process in processes[:3]:
+        process.start()
+    assert quick(nodes_config(processes)).get("a") == random_bytes(100_000)
+    namespace.close()
+
+
+def test_checkpoints(processes: list[Process], caplog: pytest.LogCaptureFixture) -> None:
+    """A node is lost between save and load, and another in the middle of a save."""
+    url = f"ckpt://{','.join(p.address for p in processes)}/run?redundancy=2x"
+    state: dict[str, Any] = {"w": np.random.default_rng(0).standard_normal((512, 4096)), "step": 1}
+    ckpt.save(state, url, 1)
+    processes[0].kill()
+    got = ckpt.load(url)
+    assert np.array_equal(got["w"], state["w"])
+    lost = f"{processes[0].address} is left alone until it answers"
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and lost in r.getMessage()]
+    assert len(told) == 1
+    assert "start it" in told[0]
+    state["w"] += 1
+    ckpt.save(state, url, 2, keep=1)
+    processes[0].start()
+    assert ckpt.open(url).steps() == [2]
+    assert np.array_equal(ckpt.load(url)["w"], state["w"])
+
+
+RANK = """
+import os, sys
+import numpy as np
+import ckpt
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+whole = np.arange(4_000_000, dtype=np.float64).reshape(4000, 1000)
+def mine():
+    lines = np.array_split(np.arange(4000), size)[rank]
+    return lines[0], whole[lines[0] : lines[-1] + 1]
+first, part = mine()
+if sys.argv[1] == "save":
+    for step in range(2):
+        ckpt.save({"w": ckpt.Shard(part + step, whole.shape, (first, 0)), "step": step}, sys.argv[2], step)
+else:
+    into = np.zeros_like(part)
+    ckpt.load(sys.argv[2], like={"w": ckpt.Shard(into, whole.shape, (first, 0)), "step": 0})
+    assert np.array_equal(into, part + 1)
+print("done")
+"""
+
+
+def ranks(size: int, what: str, url: str) -> None:
+    """So many processes that know of each other by their environment only."""
+    made = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, what, url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    for process in made:
+        out, err = process.communicate(timeout=120)
+        assert "done" in out, err
+
+
+def test_checkpoints_of_many_ranks(processes: list[Process]) -> None:
+    """They meet at the namespace, save there together, and load into other numbers of ranks with a node dead."""
+    url = f"ckpt://{','.join(p.address for p in processes)}/run"
+    ranks(4, "save", url)
+    processes[1].kill()
+    ranks(2, "load", url)
+    ranks(1, "load", url)
+    assert ckpt.open(url).steps() == [0, 1]

@@ -1,0 +1,93 @@
+"""The commands that scrub, repair and drain a namespace, and the node that does so by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from helpers.nodes import Process
+
+from ckpt.aggregator.file_io.namespace import open_namespace
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.storage.testing import random_bytes
+
+
+def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpt.tools.node", "admin", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    """What an operator sees: all well, a lost disk, the repair, all well again; a member that is down."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
+    try:
+        url = f"ckpt://{','.join(node.address for node in nodes)}"
+        namespace, _ = open_namespace(url)
+        for i in range(4):
+            namespace.put(f"f{i}", random_bytes(3_000_000, i))
+        done = admin("status", url)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("serving") == 4
+        assert "4 of 4 members answer; new files are written as 2x" in done.stdout
+        done = admin("scrub", url)
+        assert (done.returncode, "4 files, 12.0 MB" in done.stdout, "all whole" in done.stdout) == (0, True, True), done
+        disk = next(tmp_path.glob("n*/objects"))  # of a node that holds something
+        disk.rename(tmp_path / "lost")  # at once: the node may be removing something there
+        disk.mkdir()
+        done = admin("scrub", "--quick", url)
+        assert done.returncode == 1
+        assert "endangered, 0 more of its fragments may be lost" in done.stdout
+        done = admin("scrub", "--json", url)
+        assert not json.loads(done.stdout)["whole"]
+        done = admin("repair", url)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "made whole" in done.stdout
+        assert "all whole now" in done.stdout
+        assert admin("scrub", url).returncode == 0
+        done = admin("drain", url, namespace.locations[3].name)
+        assert (done.returncode, "new files still go to" in done.stdout) == (0, True), done
+        nodes[3].kill()
+        done = admin("status", url)
+        assert done.returncode == 1
+        assert "3 of 4 members answer" in done.stdout
+        for i in range(4):
+            assert namespace.get(f"f{i}") == random_bytes(3_000_000, i)
+        done = admin("status", "ckpt://nowhere/")
+        assert done.returncode == 1
+        assert len(done.stderr.strip().splitlines()) == 1
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def test_one_node_looks_after_the_namespace(tmp_path: Path) -> None:
+    """A lost disk is made whole by itself; when the node that does it dies, another goes on."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
+    url = f"ckpt://{','.join(node.address for node in nodes)}"
+    namespace, _ = open_namespace(url)
+    for i in range(24):  # so that each node holds some
+        namespace.put(f"f{i}", random_bytes(100_000, i))
+    carers = [
+        Process(tmp_path / f"c{i}", "--repair", url, "--repair-every", "0.3", failpoints="") for i in range(2)
+    ]  # beside the namespace: they only look after it
+    try:
+        for victim in (0, 1):
+            for path in (tmp_path / f"n{victim}" / "objects").rglob("*"):
+                if path.is_file():
+                    path.unlink()
+            until = time.monotonic() + 60
+            while not surveys.scrub_namespace(namespace).is_whole and time.monotonic() < until:
+                time.sleep(0.2)
+            assert surveys.scrub_namespace(namespace, verify=True).is_whole
+            at_work = [c for c in carers if any("made whole" in line for line in c.log)]
+            assert len(at_work) == 1 + victim, "one at a time"
+            if not victim:
+                at_work[0].kill()
+        for i in range(24):
+            assert namespace.get(f"f{i}") == random_bytes(100_000, i)
+    finally:
+        for node in (*nodes, *carers):
+            node.close()

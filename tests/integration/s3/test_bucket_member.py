@@ -1,0 +1,297 @@
+"""A bucket as a member of a namespace: registers by conditional puts, and files beside those of nodes and directories."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.registers import Flaky, check_eras, check_final, ledger, words
+
+import ckpt
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.storage.base.errors import NotFound, Outdated, StoreError, Unavailable
+from ckpt.storage.member.bucket import Bucket, _object_key, _register_name
+from ckpt.storage.member.device import Device
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, DirectChange, Record, Registers, RegisterValue
+from ckpt.storage.testing import random_bytes
+
+pytest_plugins = ["helpers.moto_server"]
+
+
+@pytest.fixture
+def registers(bucket: str) -> Registers:
+    made = Bucket(f"{bucket}/a").registers
+    made.mark_complete()
+    return made
+
+
+def test_an_empty_bucket_does_not_vote(bucket: str) -> None:
+    registers = Bucket(f"{bucket}/b").registers
+    assert isinstance(registers.read(["a"])[0], DamagedRecord)
+    assert registers.scan("") == []
+    assert isinstance(registers.prepare(["a"], Ballot(1, "x"))[0], DamagedRecord)
+    assert registers.change([DirectChange("a", NO_BALLOT, RegisterValue(b"1"))], "w") == [False]
+    registers.mark_complete()
+    assert registers.read(["a"]) == [Record()]
+
+
+def test_promises_and_changes(registers: Registers) -> None:
+    low, high = Ballot(1, "a"), Ballot(2, "a")
+    assert registers.prepare(["x"], high) == [Record(high, NO_BALLOT, None)]
+    assert registers.prepare(["x"], low) == [Record(high, NO_BALLOT, None)], "a lower one is told of the higher"
+    assert registers.accept([("x", RegisterValue(b"h", b"b"))], low) == [False]
+    assert registers.accept([("x", RegisterValue(b"h", b"b"))], high) == [True]
+    assert registers.read(["x", "y"]) == [Record(high, high, RegisterValue(b"h", b"b")), Record()]
+    first = DirectChange("y", NO_BALLOT, RegisterValue(b"1"))
+    assert registers.change([first], "w") == [True]
+    assert registers.change([first], "w") == [True], "the same again, as after an answer that was lost"
+    assert registers.change([first], "v") == [False]
+    assert registers.change([DirectChange("y", NO_BALLOT, RegisterValue(b"2"))], "w") == [False]
+    registers.prepare(["y"], Ballot(1, "p"))
+    assert registers.change([DirectChange("y", NO_BALLOT.next_step("w"), RegisterValue(b"4"))], "v") == [False], (
+        "a promise was given"
+    )
+
+
+def test_what_is_final(registers: Registers) -> None:
+    check_final(registers)
+
+
+def test_eras(registers: Registers) -> None:
+    check_eras(registers)
+
+
+def test_second_names_of_objects(bucket: str, tmp_path: Path) -> None:
+    for member in (Bucket(f"{bucket}/links"), Device(tmp_path / "disk")):
+        member.store.put("aa/one", b"content")
+        member.link("aa/one", "bb/two")
+        member.store.delete(["aa/one"])
+        assert member.store.get("bb/two") == b"content"
+        with pytest.raises(NotFound):
+            member.link("aa/one", "bb/three")
+        assert list(member.inventory()) == ["bb/two"]
+
+
+def test_names_and_listings(registers: Registers) -> None:
+    names = ["/a", "/a/1", "/a/2", "/a0", "/A", "/.hidden", "/ä/1", "/a/\U0001f600", "/a_b", "/a%20b", "/a b", "ring"]
+    names.append("/" + "ü" * 500)
+    assert len({_object_key(name).lower() for name in names}) == len(names) - 1, "all but A differ where case is ignored, too"
+    registers.change([DirectChange(n, NO_BALLOT, RegisterValue(n.encode(), b"body")) for n in names], "w")
+    assert [n for n, _ in registers.scan("")] == sorted(names)
+    assert {_register_name(_object_key(n)) for n in names} == {n for n in names if len(n) < 500} | {""}
+    assert [n for n, _ in registers.scan("/a/")] == ["/a/1", "/a/2", "/a/\U0001f600"]
+    assert [n for n, _ in registers.scan("/a/", "/a/1", 1)] == ["/a/2"]
+    found = dict(registers.scan_all("/"))["/a b"]
+    assert isinstance(found, Record)
+    assert found.value == RegisterValue(b"/a b"), "the body is left out"
+    registers.drop(["/a", "/none"], 0)
+    assert registers.read(["/a"]) == [Record()]
+
+
+def test_rot_does_not_vote(registers: Registers, bucket: str, s3_client: Any) -> None:
+    registers.change([DirectChange("/x", NO_BALLOT, RegisterValue(b"head", b"body"))], "w")
+    place = {"Bucket": bucket.removeprefix("s3://"), "Key": f"a/{_object_key('/x')}"}
+    data = bytearray(s3_client.get_object(**place)["Body"].read())
+    for at in (0, 3, len(data) // 2, len(data) - 1):
+        rotten = data.copy()
+        rotten[at] ^= 0x41
+        s3_client.put_object(**place, Body=bytes(rotten))
+        assert isinstance(registers.read(["/x"])[0], DamagedRecord), at
+        assert [(n, type(r)) for n, r in registers.scan("/")] == [("/x", DamagedRecord)], "a listing names it"
+        assert registers.accept([("/x", RegisterValue(b"1"))], Ballot(9, "")) == [False]
+    assert registers.accept([("/x", RegisterValue(b"1"))], Ballot(9, ""), repair_damaged=True) == [True]
+    assert registers.read(["/x"]) == [Record(Ballot(9, ""), Ballot(9, ""), RegisterValue(b"1"))]
+
+
+def test_a_record_that_grew_does_not_vote_and_is_healed(registers: Registers, bucket: str, s3_client: Any) -> None:
+    """It is longer than any record, and is not read."""
+    ballot = Ballot(5, "x")
+    assert registers.accept([("/x", RegisterValue(b"head", b"body"))], ballot) == [True]
+    s3_client.put_object(Bucket=bucket.removeprefix("s3://"), Key=f"a/{_object_key('/x')}", Body=bytes(34 << 20))
+    (answer,) = registers.read(["/x"])
+    assert isinstance(answer, DamagedRecord)
+    assert "at most" in answer.reason
+    assert [(n, type(r)) for n, r in registers.scan("/")] == [("/x", DamagedRecord)]
+    assert registers.accept([("/x", RegisterValue(b"head", b"new"))], Ballot(6, "x"), repair_damaged=True) == [True]
+    assert registers.read(["/x"]) == [Record(Ballot(6, "x"), Ballot(6, "x"), RegisterValue(b"head", b"new"))]
+
+
+def test_a_fence(registers: Registers) -> None:
+    registers.learn("ring", RegisterValue(b"agreed"))
+    registers.fence(5)
+    registers.fence(3)
+    for call in (
+        lambda e: registers.read(["x"], e),
+        lambda e: registers.prepare(["x"], Ballot(1, "a"), e),
+        lambda e: registers.change([DirectChange("x", NO_BALLOT, RegisterValue(b""))], "w", e),
+        lambda e: registers.scan("", fence_number=e),
+    ):
+        with pytest.raises(Outdated, match="ring 5, not 4"):
+            call(4)
+        call(5)
+    registers.join_ring(6, "ring")
+    assert [name for name, _ in registers.scan("")] == ["ring"]
+    registers.change([DirectChange("new", NO_BALLOT, RegisterValue(b""))], "w", 6)
+    registers.join_ring(6, "ring")
+    assert [name for name, _ in registers.scan("")] == ["new", "ring"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_history(bucket: str, seed: int) -> None:
+    """As for other registers: what each of four clients was told is a beginning of the end."""
+    draw = random.Random(seed)
+    inner: dict[str, Registers] = {f"m{i}": Bucket(f"{bucket}/{i}").registers for i in range(3)}
+    for each in inner.values():
+        each.mark_complete()
+    told: list[tuple[str | None, list[str]]] = []
+    lock, rate = threading.Lock(), draw.choice([0.0, 0.1])
+
+    def client(number: int) -> None:
+        mine = random.Random(f"{seed} {number}")
+        book = ledger({n: Flaky(r, mine, rate) for n, r in inner.items()}, 10)
+        for i in range(5):
+            word = f"{number}.{i}"
+
+            def add(_: str, value: RegisterValue | None, word: str = word) -> RegisterValue | None:
+                there = words(value)
+                return None if word in there else RegisterValue(b"", " ".join([*there, word]).encode())
+
+            try:
+                seen = words(book.update(["x"], add)["x"])
+            except Unavailable:
+                continue
+            with lock:
+                told.append((word, seen))
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    end = words(ledger(inner).read(["x"])["x"])
+    assert len(set(end)) == len(end)
+    for who, seen in told:
+        assert end[: len(seen)] == seen, f"{seen} was told, {end} is the end"
+        assert who in seen
+
+
+def mixed(folder: Path, bucket: str, redundancy: str = "2x") -> Namespace:
+    """Two directories and a bucket; for three copies another directory, which keeps records only."""
+    members: list[dict[str, Any]] = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in range(2)]
+    if redundancy == "3x":
+        members.append({"url": str(folder / "disk2"), "name": "disk2", "weight": 0})
+    members.append({"url": f"{bucket}/member", "name": "bucket"})
+    return Namespace(
+        config_from_table("test", {"members": members, "redundancy": redundancy, "deadline_seconds": 10.0}, "the test")
+    )
+
+
+CONTENT = {f"d/f{i}": random_bytes(n, i) for i, n in enumerate([0, 100, 40_000, 300_001, 9_000_000, 20_000_000])}
+
+
+@pytest.mark.parametrize("redundancy", ["2x", "2+1", "3x"])
+def test_files(tmp_path: Path, bucket: str, redundancy: str) -> None:
+    namespace = mixed(tmp_path, bucket, redundancy)
+    for path, data in CONTENT.items():
+        namespace.put(path, data)
+    other = mixed(tmp_path, bucket, redundancy)
+    assert sorted(other.list()) == sorted(CONTENT)
+    for path, data in CONTENT.items():
+        assert other.get(path) == data
+    found = surveys.scrub_namespace(other, verify=True)
+    assert found.is_whole, found
+    held = set(other.open_members["bucket"].inventory())
+    assert held, "the bucket holds a part of them"
+    assert other.delete(["d/f5"]) == ["d/f5"]
+    assert set(namespace.list()) == set(CONTENT) - {"d/f5"}
+    assert len(other.open_members["bucket"].inventory()) < len(held) or redundancy == "2x"
+
+
+def test_rot_in_the_bucket(tmp_path: Path, bucket: str, s3_client: Any) -> None:
+    namespace = mixed(tmp_path, bucket, "3x")
+    namespace.put("f", CONTENT["d/f4"])
+    (name,) = namespace.open_members["bucket"].inventory()
+    key = f"member/objects/{name}"
+    data = bytearray(s3_client.get_object(Bucket=bucket.removeprefix("s3://"), Key=key)["Body"].read())
+    data[1000] ^= 1
+    s3_client.put_object(Bucket=bucket.removeprefix("s3://"), Key=key, Body=bytes(data))
+    assert namespace.get("f") == CONTENT["d/f4"]
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert [f.path for f in found.damaged_files] == ["f"]
+    assert repairs.repair_namespace(namespace, found).files == 1
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    keys = [o["Key"] for o in s3_client.list_objects_v2(Bucket=bucket.removeprefix("s3://"))["Contents"]]
+    assert sum(key.startswith("member/quarantine/") for key in keys) == 1
+
+
+def test_a_lost_bucket(tmp_path: Path, bucket: str, s3_client: Any) -> None:
+    """All of it deleted: nothing is lost, and a repair fills it again; until then it does not vote."""
+    namespace = mixed(tmp_path, bucket)
+    for path, data in CONTENT.items():
+        namespace.put(path, data)
+    name = bucket.removeprefix("s3://")
+    for item in s3_client.list_objects_v2(Bucket=name)["Contents"]:
+        s3_client.delete_object(Bucket=name, Key=item["Key"])
+    again = mixed(tmp_path, bucket)
+    for path, data in CONTENT.items():
+        assert again.get(path) == data
+    assert isinstance(again.open_members["bucket"].registers.read(["/d/none"])[0], DamagedRecord)
+    found = surveys.scrub_namespace(again)
+    assert found.damaged_files
+    assert not found.lost_files
+    repairs.repair_namespace(again, found)
+    assert surveys.scrub_namespace(again, verify=True).is_whole
+    assert again.open_members["bucket"].registers.read(["/d/none"]) == [Record()]
+
+
+def test_a_bucket_takes_the_place_of_a_disk(tmp_path: Path, bucket: str) -> None:
+    members = [{"url": str(tmp_path / f"disk{i}"), "name": f"disk{i}"} for i in range(3)]
+    first = Namespace(config_from_table("test", {"members": members, "redundancy": "2x"}, "the test"))
+    for path, data in CONTENT.items():
+        first.put(path, data)
+    members.append({"url": f"{bucket}/member", "name": "bucket"})
+    namespace = Namespace(config_from_table("test", {"members": members, "redundancy": "2x"}, "the test"))
+    assert not rebalance.remove_member(namespace, "disk1").failed
+    assert set(namespace.ring.all_members) == {"disk0", "disk2", "bucket"}
+    rest = Namespace(
+        config_from_table("test", {"members": [m for m in members if m["name"] != "disk1"], "redundancy": "2x"}, "the test")
+    )
+    for path, data in CONTENT.items():
+        assert rest.get(path) == data
+    assert surveys.scrub_namespace(rest, verify=True).is_whole
+
+
+def test_checkpoints(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f'[namespaces.lab]\nmembers = ["{tmp_path}/disk0", {{url = "{bucket}/member", name = "cloud"}}]\nredundancy = "2x"\n'
+    )
+    monkeypatch.setenv("CKPT_CONFIG", str(config))
+    state = {"w": np.arange(3_000_000.0), "step": 3}
+    ckpt.save(state, "ckpt://lab/run", step=3)
+    (tmp_path / "disk0" / "objects").rename(tmp_path / "gone")
+    assert np.array_equal(ckpt.load("ckpt://lab/run")["w"], state["w"]), "from the bucket alone"
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt.tools.node", "admin", "status", "ckpt://lab"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "cloud" in done.stdout
+
+
+def test_a_bucket_that_is_not_there(tmp_path: Path, bucket: str) -> None:
+    namespace = mixed(tmp_path, bucket + "-none")
+    with pytest.raises(StoreError, match="the bucket does not exist"):
+        namespace.put("f", b"1")
+    assert parse_redundancy("2x") == namespace.config.redundancy

@@ -1,0 +1,479 @@
+"""ckpt-restore: every format read back with its own library, bit for bit, and nothing torn whatever happens."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt.groups.threads import ThreadGroup
+from ckpt.state.boxes import contiguous_start, whole_box
+from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.tree import flatten
+from ckpt.tools import step_contents
+from ckpt.tools.restore import command
+
+ENDINGS = ("safetensors", "npz", "pt", "h5", "zarr")
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Settings:
+    rate: float
+    scale: Any
+
+
+def make_state() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    embed = torch.randn(40, 8).bfloat16()
+    return {
+        "model": {
+            "embed.weight": embed,
+            "head.weight": embed,
+            "norm": torch.nn.Parameter(torch.randn(8)),
+            "fp8": torch.randn(16).to(torch.float8_e4m3fn),
+            "e5m2": torch.randn(16).to(torch.float8_e5m2),
+            "unsigned": torch.arange(3).to(torch.uint32),
+            "complex": torch.randn(3, dtype=torch.complex64),
+            "transposed": torch.randn(3, 4).T,
+        },
+        "numpy": {
+            "big": random.standard_normal(5).astype(">f4"),
+            "zero_d": np.array(3.5),
+            "empty": np.zeros((0, 3), np.int16),
+            "minus_zero": np.full(4, -0.0),
+            "int4": np.array([-1, 3, -8], ml_dtypes.int4),
+            "bf16": random.standard_normal((2, 3)).astype(ml_dtypes.bfloat16),
+            "dates": np.array(["2020-01-01", "NaT"], "M8[s]"),
+            "text": np.array(["ab", "cdé"]),
+            "bytes": np.array([b"a\0b", b""], "S3"),
+            "records": np.array([(1, 2.5), (7, -1)], np.dtype([("a", "u1"), ("b", "<f8")], align=True)),
+            "complex": np.ones((2, 2), complex) * 1j,
+            "long": np.array([1.5], np.longdouble),
+            "bool": np.array([True, False]),
+            "scalar": np.float32(2.5),
+        },
+        "point": Point(np.ones(2), 3),
+        "settings": Settings(0.1, torch.zeros(2)),
+        "blob": bytes(range(256)) * 300,
+        "epoch": 3,
+        "nested": [{"name": "run", "none": None}, (1, 2.5), {}],
+        "odd": {"inf": float("inf"), "big": 1 << 80, "raw": b"xy", "set": frozenset({1, 2})},
+        "ordered": collections.OrderedDict(a=1),
+        "counts": collections.defaultdict(int, a=2),
+    }
+
+
+VALUES = {
+    "point.y": 3, "settings.rate": 0.1, "epoch": 3, "nested.0.name": "run", "nested.0.none": None, "nested.1.0": 1,
+    "nested.1.1": 2.5, "nested.2": {}, "odd.inf": {"float": "7ff0000000000000"},
+    "odd.big": {"int": str(1 << 80)}, "odd.raw": {"bytes": "eHk="}, "odd.set": {"frozenset": [1, 2]}, "ordered.a": 1,
+    "counts.a": 2,
+}  # fmt: skip
+
+
+TIED = {"model.head.weight": "model.embed.weight"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A repository with step 3, and an older step of other content."""
+    root = tmp_path_factory.mktemp("repository") / "run"
+    state = make_state()
+    ckpt.save({"old": np.arange(3)}, root, step=1)
+    ckpt.save(state, root, step=3)
+    return root, state
+
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ckpt.tools.restore", *map(str, arguments)],
+        capture_output=True, text=True, env={**os.environ, **environment}, timeout=120,
+    )  # fmt: skip
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name != "run")
+
+
+Read = Callable[[str], tuple[Any, str | None]]
+"""From a name to the array or tensor, and the type that stands beside it."""
+
+
+def open_safetensors(path: Path) -> tuple[set[str], Read, dict[str, Any], dict[str, str]]:
+    from safetensors import safe_open
+
+    file = safe_open(path, "pt")
+    metadata = file.metadata()
+    assert metadata["format"] == "pt"
+    assert metadata["step"] == "3"
+    types, values, tied = (json.loads(metadata.get(k, "{}")) for k in ("dtypes", "values", "tied"))
+    return set(file.keys()), lambda name: (file.get_tensor(name), types.get(name)), values, tied
+
+
+def open_npz(path: Path) -> tuple[set[str], Read, dict[str, Any], dict[str, str]]:
+    file = np.load(path)
+    types, values, tied = (json.loads(file[k].item()) if k in file else {} for k in ("__dtypes__", "__values__", "__tied__"))
+    names = {n for n in file.files if not n.startswith("__")}
+    return names, lambda name: (file[name], types.get(name)), values, tied
+
+
+def open_h5(path: Path) -> tuple[set[str], Read, dict[str, Any], dict[str, str]]:
+    import h5py
+
+    file = h5py.File(path)
+    names = set(file)
+    tied = {n: m for n in names for m in TIED.values() if n != m and file[n] == file[m]}
+    assert int(file.attrs["step"]) == 3
+    values = json.loads(file.attrs.get("values", "{}"))
+    return names - set(tied), lambda name: (file[name][()], file[name].attrs.get("dtype")), values, tied
+
+
+def open_zarr(path: Path) -> tuple[set[str], Read, dict[str, Any], dict[str, str]]:
+    import zarr
+
+    group = zarr.open_group(path, mode="r")
+    assert group.metadata.zarr_format == 3
+
+    def read(name: str) -> tuple[Any, str | None]:
+        return np.asarray(group[name][...]), group[name].attrs.get("dtype")
+
+    return set(group.array_keys()), read, group.attrs["values"], group.attrs["tied"]
+
+
+OPENERS = {"safetensors": open_safetensors, "npz": open_npz, "h5": open_h5, "zarr": open_zarr}
+
+
+def bytes_of(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return np.asarray(value).tobytes()
+
+
+def saved_bytes(leaf: ArrayLeaf) -> bytes:
+    out = np.empty(leaf.nbytes, np.uint8)
+    leaf.read(whole_box(leaf.shape), out)
+    return out.tobytes()
+
+
+def assert_same(name: str, leaf: ArrayLeaf, got: Any, beside: str | None) -> None:
+    """The same bits and the same type; integers of the same bits where another type stands beside them."""
+    want = saved_bytes(leaf)
+    shape = tuple(got.shape)
+    if beside is not None:
+        assert beside == leaf.dtype, name
+        assert bytes_of(got) == want, name
+        assert "uint" in str(got.dtype), name
+        assert shape in (leaf.shape, (*leaf.shape, leaf.itemsize)), name
+        return
+    assert shape == leaf.shape, name
+    if isinstance(got, torch.Tensor) and leaf.dtype in (str(got.dtype).removeprefix("torch."),):
+        assert bytes_of(got) == want, name
+        return
+    native = numpy_dtype(leaf.dtype).newbyteorder("=")  # a format may have only one byte order
+    array = got.detach().numpy() if isinstance(got, torch.Tensor) else np.asarray(got)
+    assert array.dtype.newbyteorder("=") == native, name
+    assert array.astype(numpy_dtype(leaf.dtype)).tobytes() == want, name
+
+
+def assert_whole(path: Path, ending: str, state: dict[str, Any]) -> None:
+    """Everything of the state is in the file."""
+    if ending == "pt":
+        assert_whole_torch(path, state)
+        return
+    leaves = flatten(state).leaves
+    names, read, values, tied = OPENERS[ending](path)
+    assert names == set(leaves)
+    for name, leaf in leaves.items():
+        assert_same(name, leaf, *read(name))
+    assert values == VALUES
+    assert tied == TIED
+
+
+def assert_whole_torch(path: Path, state: dict[str, Any]) -> None:
+    got = torch.load(path, weights_only=True)
+    for name, leaf in flatten({k: state[k] for k in ("model", "numpy")}).leaves.items():
+        group, _, key = name.partition(".")
+        value = got[group][key]
+        raw = isinstance(value, dict)
+        assert_same(name, leaf, *((value["raw"], value["dtype"]) if raw else (value, None)))
+        assert raw == (key in ("int4", "dates", "text", "bytes", "records", "long")), name
+    assert got["model"]["head.weight"] is got["model"]["embed.weight"]
+    assert isinstance(got["model"]["norm"], torch.nn.Parameter)
+    assert list(got) == list(state)
+    assert torch.equal(got["point"][0], torch.ones(2, dtype=torch.float64))
+    assert got["point"][1] == 3
+    assert got["settings"]["rate"] == 0.1
+    assert got["blob"] == state["blob"]
+    assert got["nested"] == state["nested"]
+    assert got["odd"] == {**state["odd"], "set": (1, 2)}
+    assert isinstance(got["ordered"], collections.OrderedDict)
+    assert got["counts"] == {"a": 2}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_every_leaf_comes_back_in_every_format(ending: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    root, state = saved
+    dest = tmp_path / f"out.{ending}"
+    done = run(root, dest)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"wrote {dest}: ")
+    assert "of step 3" in done.stdout
+    assert "numpy.int4" in done.stderr or "more" in done.stderr
+    assert_whole(dest, ending, state)
+    assert left_in(tmp_path) == [dest.name]
+
+    again = run(root, dest)
+    assert again.returncode == 1
+    assert "--overwrite" in again.stderr
+    assert_whole(dest, ending, state)
+    replaced = run(root, dest, "--overwrite", "--step", 1)
+    assert replaced.returncode == 0, replaced.stderr
+    assert left_in(tmp_path) == [dest.name]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_large_leaves_go_piece_by_piece(
+    ending: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, state = saved
+    monkeypatch.setattr(step_contents, "PIECE_BYTES", 48)
+    dest = tmp_path / f"out.{ending}"
+    assert command.main([str(root), str(dest), "--step", "3"], standalone_mode=False) == 0
+    assert_whole(dest, ending, state)
+
+
+@given(st.lists(st.integers(0, 9), max_size=4).map(tuple), st.integers(1, 16), st.integers(1, 200))
+def test_pieces_tile_the_array(shape: tuple[int, ...], itemsize: int, limit: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_contents, "PIECE_BYTES", limit)
+        pieces = list(step_contents.tile_boxes(shape, tuple(max(1, n) for n in step_contents.piece_shape(shape, itemsize))))
+    starts = [contiguous_start(box, shape) for box in pieces]
+    ends = [(start or 0) + box.size for start, box in zip(starts, pieces, strict=True)]
+    assert starts == [0, *ends][: len(starts)]
+    assert sum(box.size for box in pieces) == whole_box(shape).size
+    assert all(box.size * itemsize <= max(limit, itemsize) for box in pieces)
+
+
+def test_only_some_leaves(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    root, state = saved
+    dest = tmp_path / "out.npz"
+    assert run(root, dest, "--only", "numpy.b*", "--only", "model.head.weight", "--only", "epoch").returncode == 0
+    names, read, values, tied = open_npz(dest)
+    assert names == {"numpy.big", "numpy.bf16", "numpy.bytes", "numpy.bool", "model.head.weight"}
+    assert_same("head", flatten(state).leaves["model.embed.weight"], *read("model.head.weight"))
+    assert values == {"epoch": 3}
+    assert tied == {}
+
+    scalar = tmp_path / "scalar.npz"  # one small leaf of a block that others share
+    assert run(root, scalar, "--only", "numpy.zero_d").returncode == 0
+    assert np.load(scalar)["numpy.zero_d"][()] == 3.5
+
+    torch_file = tmp_path / "out.pt"
+    assert run(root, torch_file, "--only", "numpy.big").returncode == 0
+    assert list(torch.load(torch_file, weights_only=True)) == ["numpy"]
+
+    missing = run(root, tmp_path / "none.npz", "--only", "modle.*")
+    assert missing.returncode == 1
+    assert "modle.*" in missing.stderr
+    assert not (tmp_path / "none.npz").exists()
+
+
+def test_numpy_scalars_of_a_group(tmp_path: Path) -> None:
+    """They stand in the tree: a .pt has Python's numbers for them, and bytes of what those can't say."""
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"w": np.arange(4), "rate": np.float32(rank + 0.5), "day": np.datetime64("2024-01-01"), "on": np.bool_(rank)}
+
+    ranks = [
+        threading.Thread(target=ckpt.save, args=(state(g.rank), tmp_path / "run", 0), kwargs={"group": g})
+        for g in ThreadGroup.make(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert run(tmp_path / "run", tmp_path / "out.pt").returncode == 0
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert loaded.pop("w").tolist() == [0, 1, 2, 3]
+    assert loaded == {"rate": 0.5, "day": np.datetime64("2024-01-01").tobytes(), "on": False}
+    assert run(tmp_path / "run", tmp_path / "out.npz").returncode == 0
+    assert open_npz(tmp_path / "out.npz")[2]["rate"] == {"scalar": "AAAAPw==", "dtype": "float32"}
+
+
+def test_a_state_that_is_one_array(tmp_path: Path) -> None:
+    ckpt.save(np.arange(5), tmp_path / "run", step=0)
+    assert run(tmp_path / "run", tmp_path / "out.npz").returncode == 0
+    assert np.load(tmp_path / "out.npz")["(root)"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_compressed_leaves_and_slashes(tmp_path: Path) -> None:
+    import h5py
+
+    state = {"layer/kernel:0": np.zeros((300, 300)), "layer/bias:0": np.arange(9.0)}
+    ckpt.save(state, tmp_path / "run", step=0, codec={"id": "zstd", "level": 1})
+    assert run(tmp_path / "run", tmp_path / "out.h5").returncode == 0
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert all(np.array_equal(file[name], value) for name, value in state.items())
+    ckpt.save({"layer": np.ones(1), **state}, tmp_path / "run", step=1)
+    for ending in ("h5", "zarr"):
+        refused = run(tmp_path / "run", tmp_path / f"clash.{ending}")
+        assert refused.returncode == 1
+        assert "a group and an array" in refused.stderr
+    assert left_in(tmp_path) == ["out.h5"]
+
+
+def test_many_plain_values_fit_into_hdf5(tmp_path: Path) -> None:
+    import h5py
+
+    state = {"a": np.arange(3), "log": ["word" * 20] * 2000}  # over the 64 KiB of an old HDF5 attribute
+    ckpt.save(state, tmp_path / "run", step=0)
+    assert run(tmp_path / "run", tmp_path / "out.h5").returncode == 0
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert len(json.loads(file.attrs["values"])) == 2000
+
+
+def test_usage(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    root, _ = saved
+    assert run("--help").returncode == 0
+    ending = run(root, tmp_path / "out.xyz")
+    assert ending.returncode == 2
+    assert "--format" in ending.stderr
+    assert run(root).returncode == 2
+    assert run(root, tmp_path / "out.npz", "--step", -1).returncode == 2
+    step = run(root, tmp_path / "out.npz", "--step", 9)
+    assert step.returncode == 1
+    assert "no committed step 9" in step.stderr
+    assert "steps 1, 3" in step.stderr
+    folder = run(root, tmp_path / "nowhere" / "out.npz")
+    assert folder.returncode == 1
+    assert "nowhere" in folder.stderr
+    nothing = run(tmp_path, tmp_path / "out.npz")
+    assert nothing.returncode == 1
+    assert "nothing has been saved" in nothing.stderr
+    for failed in (step, folder, nothing):
+        assert failed.stderr.count("\n") == 1
+        assert failed.stdout == ""
+    assert left_in(tmp_path) == []
+
+
+def test_a_folder_is_never_taken_for_an_old_result(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    root, _ = saved
+    precious = tmp_path / "data" / "precious"
+    precious.parent.mkdir()
+    precious.write_text("x")
+    for form in ("zarr", "npz"):
+        assert run(root, precious.parent, "--format", form, "--overwrite").returncode == 1
+    assert precious.read_text() == "x"
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("what", ["pack", "manifest", "commit"])
+def test_damage_is_told_and_nothing_written(what: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    ckpt.save({"weights": np.arange(1000.0)}, root, step=1)
+    ckpt.save({"weights": np.arange(1000.0) + 1}, root, step=2)
+    pattern = {"pack": "pack/*.pack", "manifest": "manifest/*.parquet", "commit": "commit.json"}[what]
+    (file,) = (root / "steps" / "2").glob(pattern)
+    flip(file, 50)
+    for ending in ENDINGS:
+        done = run(root, tmp_path / f"out.{ending}")
+        assert done.returncode == 1, ending
+        assert file.name in done.stderr
+        assert what != "pack" or "weights" in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert "Traceback" not in done.stderr
+        if what != "pack":
+            break  # found before any format has a say
+    assert left_in(tmp_path) == []
+    assert run(root, tmp_path / "out.npz", "--step", 1).returncode == 0
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("point", ["restore.piece", "restore.written"])
+def test_killed_it_leaves_no_destination(ending: str, point: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    root, _ = saved
+    at = "@2" if point == "restore.piece" else ""  # the first piece of a .pt is read before there is a file
+    killed = run(root, tmp_path / f"out.{ending}", CKPT_FAILPOINTS=f"{point}=kill{at}")
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = left_in(tmp_path)
+    assert left.startswith(".out.")
+    assert left.endswith(".ckpt-tmp")
+
+
+def test_killed_it_leaves_the_old_destination(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    root, _ = saved
+    dest = tmp_path / "out.npz"
+    dest.write_text("old")
+    run(root, dest, "--overwrite", CKPT_FAILPOINTS="restore.written=kill")
+    assert dest.read_text() == "old"
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_full_disk_is_one_line(ending: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    root, _ = saved
+    failed = run(root, tmp_path / f"out.{ending}", CKPT_FAILPOINTS="restore.piece=full")
+    assert failed.returncode == 1
+    assert failed.stderr.count("\n") == 1
+    assert "injected at fail point" in failed.stderr
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_it_cleans_up(
+    number: signal.Signals, status: int, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    root, _ = saved
+    started = subprocess.Popen(
+        [sys.executable, "-m", "ckpt.tools.restore", str(root), str(tmp_path / "out.npz")],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "CKPT_FAILPOINTS": "restore.written=sleep:60"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not left_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    started.send_signal(number)
+    _, told = started.communicate(timeout=60)
+    assert started.returncode == status
+    assert "Traceback" not in told
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("ending", "package"), [("h5", "h5py"), ("zarr", "zarr"), ("pt", "torch")])
+def test_a_missing_library_is_named(ending: str, package: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "hide").mkdir()
+    (tmp_path / "hide" / f"{package}.py").write_text("raise ImportError('hidden')")
+    failed = run(saved[0], tmp_path / f"out.{ending}", PYTHONPATH=str(tmp_path / "hide"))
+    assert failed.returncode == 1
+    assert "pip install 'ckpt-store[" in failed.stderr
+    assert left_in(tmp_path) == ["hide"]
+
+
+def test_progress_only_where_somebody_looks(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    root, _ = saved
+    assert "step 3 " not in run(root, tmp_path / "a.npz").stderr
+    assert "step 3 " in run(root, tmp_path / "b.npz", FORCE_COLOR="1").stderr

@@ -1,0 +1,100 @@
+"""Names of a module's and an optimizer's entries, with and without torch's wrappers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.torch_launches import torch, trained
+from programs import torch_rank
+
+import ckpt
+from ckpt.adapters.torch import ModelState
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="starts processes as Linux has them"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+
+def test_wrappers_leave_the_names_alone(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, optimizer = trained()
+    model["layer1"] = checkpoint_wrapper(model["layer1"])
+    model["layer2"] = torch.compile(model["layer2"])  # not called, so that nothing is compiled
+    ckpt.save(ModelState(model, optimizer), tmp_path)
+    plain, fresh = torch_rank.sharded("plain")
+    ckpt.load(tmp_path, ModelState(plain, fresh))
+    reference = torch_rank.everything(*trained())
+    torch_rank.same(torch_rank.everything(plain, fresh), reference, "wrapped into plain")
+
+
+def test_an_optimizer_without_state_stays_so(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    state = {"train": ModelState(model, optimizer)}
+    ckpt.save(state, tmp_path)
+    assert not optimizer.state
+    torch_rank.train(model, optimizer)
+    torch_rank.same(torch_rank.everything(model, optimizer), torch_rank.everything(*trained()), "after a save")
+    ckpt.load(tmp_path, state)
+    assert not optimizer.state
+    torch_rank.train(model, optimizer)
+    assert torch.equal(model["layer0"].up.weight, trained()[0]["layer0"].up.weight)
+
+
+def test_two_optimizers_become_one_and_options_follow_the_names(tmp_path: Path) -> None:
+    model, _ = trained()
+    first = torch.optim.SGD(model["layer0"].parameters(), lr=0.5, momentum=0.9)
+    rest = torch.optim.SGD([p for i in (1, 2, 3) for p in model[f"layer{i}"].parameters()], lr=0.5, momentum=0.9)
+    model["layer3"].norm.bias.requires_grad_(False)  # gets no state
+    torch_rank.forward(model, torch.ones(2, torch_rank.WIDTH)).sum().backward()
+    first.step()
+    rest.step()
+    ckpt.save({"train": ModelState(model, [first, rest])}, tmp_path)
+    other = torch_rank.make_model(seed=1)
+    one = torch.optim.SGD(list(other.parameters())[::-1], lr=9.0, momentum=0.1)
+    ckpt.load(tmp_path, {"train": ModelState(other, one)})
+    assert (one.param_groups[0]["lr"], one.param_groups[0]["momentum"]) == (0.5, 0.9)
+    names = dict(model.named_parameters())
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, names[name])
+        have = (first.state | rest.state).get(names[name], {})
+        assert one.state.get(parameter, {}).keys() == have.keys(), name
+        assert all(torch.equal(one.state[parameter][key], have[key]) for key in have)
+    first.param_groups[0]["lr"] = 0.25
+    ckpt.save({"train": ModelState(model, [first, rest])}, tmp_path)
+    with pytest.raises(ckpt.LeafMismatch, match="were saved with different options"):
+        ckpt.load(tmp_path, {"train": ModelState(other, one)})
+
+
+def test_moments_wider_than_the_parameters_are_kept(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(3, 3).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    for parameter in layer.parameters():
+        wide = torch.randn(parameter.shape)
+        optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": wide, "exp_avg_sq": wide.square()}
+    ckpt.save(ModelState(layer, optimizer), tmp_path)
+    other = torch.nn.Linear(3, 3).to(torch.bfloat16)
+    fresh = torch.optim.AdamW(other.parameters())
+    ckpt.load(tmp_path, ModelState(other, fresh))
+    assert fresh.state[other.weight]["exp_avg"].dtype == torch.float32
+    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[layer.weight]["exp_avg"])
+
+
+def test_a_part_is_loaded_and_what_is_missing_is_named(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    ckpt.save({"train": ModelState(model, optimizer)}, tmp_path)
+    other, fresh = torch_rank.sharded("plain")
+    ckpt.load(tmp_path, {"train": ModelState(other, fresh)}, only="train.model.layer1")
+    assert not fresh.state
+    assert torch.equal(other["layer1"].up.weight, model["layer1"].up.weight)
+    assert not torch.equal(other["layer2"].up.weight, model["layer2"].up.weight)
+    other["new"] = torch.nn.Linear(2, 2)
+    before = torch_rank.everything(other, fresh)
+    with pytest.raises(ckpt.LeafNotFound, match=r"leaf train.model.new.weight of `like` is not in step 0"):
+        ckpt.load(tmp_path, {"train": ModelState(other, fresh)})
+    torch_rank.same(torch_rank.everything(other, fresh), before, "a refused load")
+    with pytest.raises(ckpt.InvalidArgument, match="none of the model's"):
+        ckpt.save(ModelState(other, torch.optim.SGD(model.parameters())), tmp_path)

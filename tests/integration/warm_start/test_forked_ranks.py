@@ -1,0 +1,289 @@
+"""A rank that the fork server starts is like one that was started cold."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.fork_servers import PROGRAM, Starter, cold, libraries, modules, script, surroundings, warm
+from helpers.fork_servers import begin as begin
+
+from ckpt.recovery.ranks.fork_client import ForkServers
+from ckpt.training import import_report
+from ckpt.training.heartbeat_page import HeartbeatPage
+
+if sys.platform != "linux":
+    pytest.skip("needs Linux: a forge hands its children to another process", allow_module_level=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [str(PROGRAM), "--lr", "1e-4", ""],
+        ["-u", "-W", "ignore", "-Xutf8", "./../programs/process_surroundings.py"],
+        ["-P", "process_surroundings.py", "-m"],
+        ["-u", "-m", "process_surroundings", "a"],
+        ["-bbIOO", "process_surroundings.py"],
+    ],
+)
+def test_all_is_as_in_a_process_that_was_started(
+    begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(PROGRAM.parent)
+    command, page = [sys.executable, *words], str(tmp_path / "page")
+    log = tmp_path / "log"
+    assert cold(command, log, CKPT_PULSE=page) == 0, log.read_text()
+    want = json.loads(log.read_text())
+    forge = begin(command, import_report.report_path(page))
+    assert forge.is_ready, forge.reason
+    assert forge.note == ""
+    for _ in range(2):  # as often as it is asked to
+        log.unlink()
+        assert warm(forge, log, CKPT_PULSE=page) == 0, log.read_text()
+        assert json.loads(log.read_text()) == want
+
+
+ENDS = """
+    import atexit, os, random, signal, sys, threading, time
+
+    class Mine(Exception):
+        pass
+
+    def deep():
+        raise Mine("deep")
+
+    atexit.register(print, "at exit")
+    print("begun", end=" ")
+    print("said", file=sys.stderr)
+    end = int(os.environ["RANK"])
+    if end == 1: sys.exit(3)
+    if end == 2: sys.exit("a text")
+    if end == 3: deep()
+    if end == 4: raise KeyboardInterrupt
+    if end == 5: os._exit(5)
+    if end == 6: os.kill(os.getpid(), signal.SIGKILL)
+    if end == 7: os.kill(os.getpid(), signal.SIGTERM)
+    if end == 8: threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
+    if end == 9: compile("x = = 1", "other.py", "exec")
+    if end == 10:
+        sys.excepthook = lambda kind, error, trace: print("hook", kind, trace.tb_frame.f_code.co_name, trace.tb_lineno)
+        deep()
+    if end == 11:
+        try: deep()
+        except Mine as error: raise ValueError("chained") from error
+    if end == 12: os.close(1)
+    if end == 13: signal.raise_signal(signal.SIGINT)
+    if end == 14: exec("raise SystemExit")
+    if end == 15: raise BaseExceptionGroup("many", [Mine("one"), KeyboardInterrupt()])
+"""
+
+
+def test_it_ends_as_it_would_have_ended(begin: Starter, tmp_path: Path) -> None:
+    """Exit status and output, to the last byte."""
+    command = [sys.executable, script(tmp_path, ENDS)]
+    forge = begin(command)
+    for end in range(16):
+        started, forked = tmp_path / f"cold-{end}", tmp_path / f"warm-{end}"
+        want = cold(command, started, end)
+        assert warm(forge, forked, end) == want, end
+        assert forked.read_text() == started.read_text(), end
+    assert (tmp_path / "warm-3").read_text().count("File ") == 2
+
+
+@pytest.mark.parametrize("text", ["x = = 1\n", "\ufeffprint('bom')\n", "# coding: latin-1\nprint('é')\n", "", "raise\n"])
+@pytest.mark.parametrize("as_module", [False, True])
+def test_what_a_script_may_be(
+    begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, as_module: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    coding = "latin-1" if "latin" in text else "utf-8"
+    Path("train.py").write_text(text, encoding=coding)
+    command = [sys.executable, *(["-m", "train"] if as_module else ["train.py"])]
+    want = cold(command, tmp_path / "cold")
+    assert warm(begin(command), tmp_path / "warm") == want
+    assert (tmp_path / "warm").read_text() == (tmp_path / "cold").read_text()
+
+
+def test_processes_of_its_own(begin: Starter, tmp_path: Path) -> None:
+    """Spawned, forked and served by a server: each finds the script and its classes."""
+    text = """
+        import multiprocessing, os, pickle, sys
+        from concurrent.futures import ProcessPoolExecutor
+
+        class Point:
+            def __init__(self, x): self.x = x
+
+        def double(point): return Point(2 * point.x)
+
+        if __name__ == "__main__":
+            print(pickle.loads(pickle.dumps(Point(3))).x, Point.__module__)
+            for way in ("spawn", "fork", "forkserver"):
+                with ProcessPoolExecutor(1, multiprocessing.get_context(way)) as pool:
+                    print(way, pool.submit(double, Point(4)).result().x, os.environ["RANK"])
+    """
+    command = [sys.executable, script(tmp_path, text)]
+    forge = begin(command, modules("multiprocessing", "concurrent.futures", "concurrent.futures.process", "pickle"))
+    assert forge.is_ready, forge.reason
+    assert warm(forge, tmp_path / "log", 7) == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text() == "3 __main__\nspawn 8 7\nfork 8 7\nforkserver 8 7\n"
+
+
+def test_torch(begin: Starter, tmp_path: Path) -> None:
+    """Two ranks that speak by gloo, with workers that load, and numbers of their own; torch was there before the script."""
+    text = """
+        import sys
+        there = "torch" in sys.modules and "numpy" in sys.modules
+        import os, random
+        import numpy as np, torch, torch.distributed as dist
+        from torch.utils.data import DataLoader
+
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 8
+            def __getitem__(self, index): return torch.tensor(index)
+
+        if __name__ == "__main__":
+            drawn = [random.getrandbits(60), int(np.random.randint(1 << 60)), int(torch.randint(1 << 60, ()))]
+            dist.init_process_group("gloo")
+            total = torch.tensor([dist.get_rank() + 1.0])
+            dist.all_reduce(total)
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+            model(torch.ones(2, 4)).sum().backward()
+            loaded = sum(int(batch.sum()) for batch in DataLoader(Data(), batch_size=2, num_workers=2))
+            dist.barrier()
+            print(there, total.item(), loaded, *drawn)
+            dist.destroy_process_group()
+    """
+    command = [sys.executable, script(tmp_path, text)]
+    forge = begin(command, modules("numpy", "torch", "torch.distributed", "torch.utils.data"))
+    assert forge.is_ready, forge.reason
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [forge.fork(surroundings(rank, **at), tmp_path / f"log-{rank}") for rank in range(2)]
+    assert [rank.wait() for rank in ranks if rank] == [0, 0], (tmp_path / "log-0").read_text()
+    said = [(tmp_path / f"log-{rank}").read_text().split()[-6:] for rank in range(2)]
+    assert [each[:3] for each in said] == [["True", "3.0", "28"]] * 2
+    assert all(mine != theirs for mine, theirs in zip(said[0][3:], said[1][3:], strict=True))
+
+
+def test_it_is_the_rank(begin: Starter, tmp_path: Path) -> None:
+    """A forked child of a rank is not the rank; one that the forge has forked is."""
+    text = """
+        import os
+        from ckpt.training import heartbeat_page as pulse
+        pulse.own_page().beat(2, 41)
+        if os.fork() == 0:
+            os._exit(0 if pulse.own_page() is None else 1)
+        assert os.wait()[1] == 0
+    """
+    page = HeartbeatPage(tmp_path / "page", new=True)
+    forge = begin([sys.executable, script(tmp_path, text)], modules("ckpt", "ckpt.training.heartbeat_page"))
+    rank = forge.fork(surroundings(CKPT_PULSE=str(tmp_path / "page")), tmp_path / "log")
+    assert rank is not None
+    assert rank.wait() == 0, (tmp_path / "log").read_text()
+    assert (page.read().pid, page.read().step) == (rank.pid, 41)
+
+
+def test_numbers_in_many_threads(begin: Starter, tmp_path: Path) -> None:
+    """OpenBLAS starts threads when numpy is imported, and knows of forks."""
+    text = "import numpy as np\nprint(float((np.ones((900, 900)) @ np.ones((900, 900))).sum()))\n"
+    forge = begin([sys.executable, script(tmp_path, text)], modules("numpy"), OMP_NUM_THREADS="4")
+    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
+    for _ in range(2):
+        (tmp_path / "log").unlink(missing_ok=True)
+        assert warm(forge, tmp_path / "log", OMP_NUM_THREADS="4") == 0
+        assert (tmp_path / "log").read_text() == "729000000.0\n"
+
+
+def test_an_allocator_with_a_thread(begin: Starter, tmp_path: Path) -> None:
+    """That of pyarrow, which ckpt itself needs."""
+    text = """
+        import sys
+        there = "pyarrow.parquet" in sys.modules
+        import pyarrow as pa, pyarrow.parquet as pq
+        table = pa.table({"x": range(100_000)})
+        pq.write_table(table, sys.argv[1])
+        print(there, pq.read_table(sys.argv[1]).equals(table))
+    """
+    command = [sys.executable, script(tmp_path, text), str(tmp_path / "table")]
+    forge = begin(command, modules("pyarrow", "pyarrow.parquet"))
+    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
+    for _ in range(2):
+        assert warm(forge, tmp_path / "log") == 0
+    assert (tmp_path / "log").read_text() == "True True\n" * 2
+
+
+def test_what_libraries_set_stays_set(begin: Starter, tmp_path: Path) -> None:
+    """A variable that an import sets is there for the rank, and one that the script sets wins."""
+    site = libraries(tmp_path, sets="import os\nos.environ.setdefault('A_CACHE', '/a')\nos.environ['KMP_INIT'] = '1'\n")
+    text = """
+        import os
+        import sets
+        from ckpt.training import import_report as imports
+        imports.write_report()
+        print(os.environ["A_CACHE"], os.environ["KMP_INIT"], os.environ["RANK"])
+    """
+    command = [sys.executable, script(tmp_path / "here", text)]
+    page, path = str(tmp_path / "page"), str(site)
+    assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
+    forge = begin(command, import_report.report_path(page), PYTHONPATH=path)
+    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
+    for rank in range(2):
+        assert warm(forge, tmp_path / "warm", rank, PYTHONPATH=path) == 0
+    assert (tmp_path / "warm").read_text() == "/a 1 0\n/a 1 1\n"
+
+
+def test_a_run_becomes_warm(begin: Starter, tmp_path: Path) -> None:
+    """Once a rank tells; better when it tells more; cold and then warm again when the script is another."""
+    text = "import sys\nprint(*sorted({'wave', 'colorsys'} & sys.modules.keys()))\n"
+    command, told, log = [sys.executable, script(tmp_path, text)], tmp_path / "told", tmp_path / "log"
+    warm_starts = ForkServers(command)
+
+    def tell(*names: str) -> None:
+        found = modules(*names)
+        found["modules"]["__main__"] = command[1]  # type: ignore[index]
+        told.write_text(json.dumps(found))
+
+    def until_warm() -> None:
+        until = time.monotonic() + 60
+        while warm_starts._next or warm_starts.status_text != "the next start is warm":
+            assert time.monotonic() < until, warm_starts.status_text
+            warm_starts.update(surroundings(), told)
+            time.sleep(0.01)
+
+    def start() -> str | None:
+        log.unlink(missing_ok=True)
+        rank = warm_starts.fork(surroundings(1), log)
+        return None if rank is None else log.read_text() if rank.wait() == 0 else "failed"
+
+    try:
+        warm_starts.update(surroundings(), told)
+        assert warm_starts.status_text == "no warm start yet: no rank has done a step"
+        assert start() is None
+        tell("colorsys")
+        warm_starts.update(surroundings(), told)
+        until_warm()
+        assert start() == "colorsys\n"
+        tell("colorsys", "wave")
+        warm_starts.update(surroundings(), told)
+        assert start() == "colorsys\n", "the old one serves until the new one is ready"
+        until_warm()
+        assert start() == "colorsys wave\n"
+        tell("wave")
+        warm_starts.update(surroundings(), told)
+        assert warm_starts._next is None, "nothing new"
+        Path(command[1]).write_text("print('new')\n")
+        assert start() is None
+        assert warm_starts.status_text == f"no warm start: {command[1]} has changed"
+        warm_starts.update(surroundings(), told)
+        assert start() is None, "only what is told after the change is believed"
+        tell("wave")
+        warm_starts.update(surroundings(), told)
+        until_warm()
+        assert start() == "new\n"
+    finally:
+        warm_starts.close()

@@ -1,0 +1,239 @@
+"""Which modules the fork server imports ahead, and what is started cold."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.fork_servers import Starter, cold, gone, libraries, script, surroundings, warm
+from helpers.fork_servers import begin as begin
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.recovery.ranks.fork_client import NotForkable, split_python_command
+from ckpt.training import import_report
+from ckpt.training.heartbeat_page import HeartbeatPage
+
+if sys.platform != "linux":
+    pytest.skip("needs Linux: a forge hands its children to another process", allow_module_level=True)
+
+
+BAD = {
+    "threads": ("import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n",
+                "without bad: it starts a thread when it is imported"),
+    "processes": ("import subprocess\nchild = subprocess.Popen(['sleep', '3600'])\n",
+                  "without bad: it starts a process when it is imported"),
+    "ranks": ("import os\nrank = int(os.environ.get('LOCAL_RANK', 0))\n",
+              "without bad: it looks at LOCAL_RANK when it is imported"),
+    "signals": ("import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n",
+                "without bad: it can't be imported alone (ValueError: signal only works in main thread"),
+    "set first": ("import os\nbackend = os.getenv('BACKEND', 'default')\n",
+                  "without bad: it looks at BACKEND when it is imported, which the script sets"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_left_out(begin: Starter, tmp_path: Path, kind: str) -> None:
+    """Alone, with those that need it; the rank imports it by itself, and finds it as it is."""
+    bad, why = BAD[kind]
+    site = libraries(tmp_path, good="", bad=bad, needs="import bad\n")
+    text = """
+        import os, sys
+        os.environ["BACKEND"] = "mine"
+        before = sorted({"good", "bad", "needs"} & sys.modules.keys())
+        import good, needs, bad
+        from ckpt.training import import_report as imports
+        imports.write_report()
+        print(*before, getattr(bad, "rank", 1), getattr(bad, "backend", "mine"))
+        if hasattr(bad, "child"): bad.child.kill()
+    """
+    command = [sys.executable, script(tmp_path / "here", text)]
+    page, path = str(tmp_path / "page"), str(site)
+    assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
+    forge = begin(command, import_report.report_path(page), PYTHONPATH=path)
+    assert forge.is_ready, forge.reason
+    assert why in forge.note
+    assert "without needs: it needs bad, which is left out" in forge.note
+    assert warm(forge, tmp_path / "warm", 1, PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
+    assert (tmp_path / "warm").read_text() == "good 1 mine\n"
+
+
+def test_what_begins_mpi_is_left_out(begin: Starter, tmp_path: Path) -> None:
+    names = {"needs": "import mpi4py.MPI\n", "good": "", "mpi4py": "raise RuntimeError('begun')\n"}
+    site = libraries(tmp_path, **names)
+    told = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
+    path = script(tmp_path / "here", f"import sys\nprint(*sorted({set(names)} & sys.modules.keys()))\n")
+    forge = begin([sys.executable, path], told, PYTHONPATH=str(site))
+    assert (forge.is_ready, forge.note) == (True, "without needs: it needs mpi4py, which is left out"), forge.reason
+    assert warm(forge, tmp_path / "log", PYTHONPATH=str(site)) == 0
+    assert (tmp_path / "log").read_text() == "good\n"
+
+
+def test_too_much_is_left_out(begin: Starter, tmp_path: Path) -> None:
+    """It does not begin anew for ever."""
+    names = {f"bad{n}": "raise RuntimeError('not today')\n" for n in range(20)}
+    site = libraries(tmp_path, **names)
+    told = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
+    forge = begin([sys.executable, script(tmp_path / "here", "")], told, PYTHONPATH=str(site))
+    assert not forge.is_ready
+    assert "can't be imported alone (RuntimeError: not today); and as many as 8 other packages" in forge.reason
+    assert gone(forge.pid)
+
+
+def test_what_the_user_may_edit_is_not_imported_ahead(begin: Starter, tmp_path: Path) -> None:
+    """Neither what lies beside the script, nor what the search path names, nor a library of that name."""
+    site = libraries(tmp_path, good="", statistics="raise RuntimeError('the wrong one')\n")
+    text = """
+        import os, sys
+        from ckpt.training import import_report as imports
+        print(*sorted({"good", "model", "other", "statistics", "space"} & sys.modules.keys()))
+        import good, model, other, statistics, space.deep
+        imports.write_report()
+        print(model.pid == os.getpid(), statistics.__file__.endswith("here/statistics.py"))
+    """
+    command = [sys.executable, script(tmp_path / "here", text)]
+    script(tmp_path / "here", "import os\npid = os.getpid()\n", "model.py")
+    script(tmp_path / "here", "", "statistics.py")
+    script(tmp_path / "there", "", "other.py")
+    (tmp_path / "here" / "space").mkdir()
+    (tmp_path / "here" / "space" / "deep.py").write_text("")
+    page, path = str(tmp_path / "page"), f"{tmp_path / 'there'}:{site}"
+    assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0, (tmp_path / "cold").read_text()
+    forge = begin(command, import_report.report_path(page), PYTHONPATH=path)
+    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
+    assert warm(forge, tmp_path / "warm", PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
+    assert (tmp_path / "warm").read_text() == "good\nTrue True\n"
+
+
+def test_a_rank_tells_what_it_has_imported(tmp_path: Path) -> None:
+    """At the first step, late imports and all, and when a save is done; only one of a host does."""
+    text = """
+        import os, shutil, sys
+        import ckpt
+        from ckpt.training import import_report as imports
+        page = os.environ["CKPT_PULSE"]
+        os.environ["MINE"] = "1"
+        with ckpt.Checkpointer(sys.argv[1], every=3, group=None) as ck:
+            for step in range(7):
+                if step == 0: import colorsys
+                if step == 1: import wave
+                if step == 6: import mailbox
+                ck.step(step, {})
+                ck.wait()
+                if step in (1, 3) and os.environ["RANK"] == "0":
+                    shutil.copy(imports.report_path(page), f"{page}.{step}")
+    """
+    command = [sys.executable, script(tmp_path, text)]
+    for rank in range(2):
+        page, log = tmp_path / f"page-{rank}", tmp_path / "log"
+        HeartbeatPage(page, new=True)
+        assert cold([*command, str(tmp_path / f"repo-{rank}")], log, rank, CKPT_PULSE=str(page)) == 0, log.read_text()
+    first, second, last = (
+        json.loads(path.read_text())
+        for path in (tmp_path / "page-0.1", tmp_path / "page-0.3", import_report.report_path(tmp_path / "page-0"))
+    )
+    assert first["modules"]["__main__"] == command[1]
+    assert first["environ"] == {"MINE": "1"}
+    assert "colorsys" in first["modules"]
+    assert "wave" not in first["modules"]
+    assert "wave" in second["modules"]
+    assert "pyarrow.parquet" in second["modules"]
+    assert "mailbox" not in last["modules"]
+    assert not import_report.report_path(tmp_path / "page-1").exists()
+
+
+def test_commands_taken_apart(tmp_path: Path) -> None:
+    path = script(tmp_path, "")
+    for words, flags, rest in [
+        ([path], [], [path]),
+        (["-u", path, "-m", "x"], ["-u"], [path, "-m", "x"]),
+        (["-X", "dev", "-Wignore", "-W", "error", path], ["-X", "dev", "-Wignore", "-W", "error"], [path]),
+        (["-m", "pack.age", "-u"], [], ["-m", "pack.age", "-u"]),
+        (["-uBmpack", "a"], ["-uB"], ["-m", "pack", "a"]),
+    ]:
+        for python in ("python", "python3", "/opt/bin/python3.13t"):
+            assert split_python_command([python, *words]) == ([python, *flags], rest)
+
+
+@given(
+    flags=st.lists(st.sampled_from(["-u", "-B", "-OO", "-sE", "-W ignore", "-Werror", "-X dev", "-bb", "-P"]), max_size=4),
+    rest=st.lists(st.text(max_size=5), max_size=4), as_module=st.booleans(),
+)  # fmt: skip
+def test_nothing_of_a_command_is_lost(flags: list[str], rest: list[str], as_module: bool) -> None:
+    words = [word for flag in flags for word in flag.split()]
+    script = ["-m", "some.module", *rest] if as_module else [__file__, *rest]
+    assert split_python_command(["python3", *words, *script]) == (["python3", *words], script)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["bash", "run.sh"], "bash is not python"),
+        (["pythonic", "x.py"], "pythonic is not python"),
+        (["python"], "python is given no script"),
+        (["python", "-m"], "runs no script"),
+        (["python", "-W"], "python is given no script"),
+        (["python", "-c", "pass"], "python -c runs no script"),
+        (["python", "-ui", "x.py"], "python -ui runs no script"),
+        (["python", "--version"], "python --version runs no script"),
+        (["python", "-"], "standard input"),
+        (["python", "none.py"], "there is no none.py here"),
+        (["python", "."], ". is no file of Python source"),
+        (["/none/such/python", __file__], "/none/such/python can't be started: No such file or directory"),
+    ],
+)
+def test_what_is_started_cold(begin: Starter, tmp_path: Path, command: list[str], why: str) -> None:
+    forge = begin(command)
+    assert not forge.is_ready
+    assert why in forge.reason
+    assert forge.fork(surroundings(), tmp_path / "log") is None
+    assert not (tmp_path / "log").exists()
+    if command[0] != "/none/such/python":
+        with pytest.raises(NotForkable):
+            split_python_command(command)
+
+
+def test_no_python_after_all(begin: Starter, tmp_path: Path) -> None:
+    liar = tmp_path / "python3"
+    liar.write_text("#!/bin/sh\necho no licence >&2; exit 3\n")
+    liar.chmod(0o755)
+    forge = begin([str(liar), script(tmp_path, "")])
+    assert not forge.is_ready
+    assert "the process has ended (no licence)" in forge.reason
+
+
+@pytest.mark.parametrize("what", ["script", "library", "gone"])
+def test_what_has_changed_is_not_run_warm(begin: Starter, tmp_path: Path, what: str) -> None:
+    """A newer version of what was imported ahead, or a script that may go another way, starts anew."""
+    site = libraries(tmp_path, good="")
+    path = script(
+        tmp_path / "here", "import good\nfrom ckpt.training import import_report\nimport_report.write_report()\nprint('old')\n"
+    )
+    command, page = [sys.executable, path], str(tmp_path / "page")
+    assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=str(site)) == 0
+    forge = begin(command, import_report.report_path(page), PYTHONPATH=str(site))
+    assert warm(forge, tmp_path / "warm", PYTHONPATH=str(site)) == 0
+    changed = Path(path) if what == "script" else site / "good" / "__init__.py"
+    if what == "gone":
+        changed.unlink()
+    else:
+        changed.write_text("print('new')\n")
+    assert forge.fork(surroundings(PYTHONPATH=str(site)), tmp_path / "again") is None
+    assert forge.reason == f"{changed} has changed"
+    assert gone(forge.pid)
+    assert (tmp_path / "again").read_text() == ""
+
+
+def test_native_code_has_read_what_the_script_sets(begin: Starter, tmp_path: Path) -> None:
+    told = {"modules": {}, "environ": {"OMP_NUM_THREADS": "3"}}
+    forge = begin([sys.executable, script(tmp_path, "")], told)
+    assert not forge.is_ready
+    assert forge.reason == "the script sets OMP_NUM_THREADS, and libraries have read it when they are loaded"
+
+
+def test_another_environment(begin: Starter, tmp_path: Path) -> None:
+    forge = begin([sys.executable, script(tmp_path, "")])
+    assert forge.fork(surroundings(OMP_NUM_THREADS="2", NEW="1"), tmp_path / "log") is None
+    assert forge.reason == "the environment has changed: NEW, OMP_NUM_THREADS"

@@ -1,0 +1,49 @@
+"""A job for tests of faults: adds numbers that depend on step and rank, as job.py does, and keeps them anywhere.
+
+    faulty_job.py FOLDER URL STEPS SECONDS FAULT [TIER ...]
+
+FAULT happens in the first attempt: "" none, points:RANK:SPEC (fail points of that rank), memory:RANK:STEP (takes all there is).
+TIER: "memory", or a URL or folder. Every step comes to the first one, every second to the next; every fifth to URL.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import ckpt
+from ckpt.storage.base.failpoints import set_failpoints
+
+
+def main() -> None:
+    folder, url, steps, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+    tiers = [ckpt.Tier(place, every=1 + i) for i, place in enumerate(sys.argv[6:])]
+    rank, size, attempt = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["CKPT_ATTEMPT"])
+    fault, who, more = (*sys.argv[5].split(":", 2), "", "")[:3]
+    mine = fault and int(who) == rank and attempt == 0
+    if mine and fault == "points":
+        set_failpoints(more)
+    state = {"w": ckpt.Shard(np.zeros((4, 100)), (4 * size, 100), (4 * rank, 0))}
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    with ckpt.Checkpointer(url, every=5, keep=2, tiers=tiers) as ck:
+        state, start = ck.restore(state)
+        with (folder / "begun").open("a") as file:
+            file.write(f"{start}\n")
+        for step in range(start, steps):
+            time.sleep(seconds)
+            state["w"].local[...] += np.sin(step * 1.7 + rank)
+            if mine and fault == "memory" and step == int(more):
+                Path("/proc/self/oom_score_adj").write_text("1000")  # of several the kernel takes this one
+                taken = [np.ones(1 << 27) for _ in range(16)]
+                raise SystemExit(f"{len(taken)} GiB were not too much")
+            ck.step(step, state)
+        ck.wait()
+    np.save(folder / f"end-{rank}.npy", state["w"].local)
+
+
+if __name__ == "__main__":
+    main()

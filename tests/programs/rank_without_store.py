@@ -1,0 +1,71 @@
+"""One of two ranks that save together. From the second save on one of them can't write to the store.
+
+    rank_without_store.py torch|jax|mpi|env FOLDER RANK [network]
+
+RANK: of the one that fails. network: notes do not go through shared memory. The report is FOLDER/said-<rank>.json, and no
+rank ends before all have reported: a rank that is seen to be dead would end the wait of the other, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ckpt
+from ckpt.groups import host_notes
+from ckpt.storage.base.failpoints import set_failpoints
+
+SIZE = 2
+BREAKS = "local.fsync=error@*,local.rename=error@*"  # nothing becomes visible
+
+
+def begin(kind: str, folder: Path) -> int:
+    if kind == "torch":
+        import torch.distributed as dist
+
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=SIZE)
+        return rank
+    if kind == "jax":
+        import jax
+
+        jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", SIZE, int(os.environ["RANK"]))
+        return int(os.environ["RANK"])
+    if kind == "mpi":
+        from mpi4py import MPI
+
+        return int(MPI.COMM_WORLD.Get_rank())
+    return int(os.environ["RANK"])
+
+
+def main() -> None:
+    kind, folder, bad = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    rank = begin(kind, folder)
+    if sys.argv[4:] == ["network"]:
+        host_notes._BASE = Path("/no/shared/memory")
+    state = {"w": ckpt.Shard(np.full((4, 1000), float(rank)), (8, 1000), (4 * rank, 0))}
+    said: dict[str, Any] = {}
+    ck = ckpt.Checkpointer(folder / "repo", every=None, timeout=600.0)
+    ck.save(0, state, blocking=True)
+    if rank == bad:
+        set_failpoints(BREAKS)
+    try:
+        ck.save(1, state, blocking=True)
+    except ckpt.CkptError as error:
+        said = {"kind": type(error).__name__, "text": str(error)}
+    (folder / f"said-{rank}.json.new").write_text(json.dumps(said))
+    (folder / f"said-{rank}.json.new").rename(folder / f"said-{rank}.json")
+    while len(list(folder.glob("said-*.json"))) < SIZE:
+        time.sleep(0.05)
+    if kind != "mpi":  # it ends with MPI.Finalize, notes or not
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,419 @@
+"""One rank under torchrun, for test_parallel_models.py: `torch_rank.py FOLDER CHECK…` runs the checks one after the other.
+
+A check is a function of this file. All compare with `reference()`, a model trained in this process alone, of which every
+rank makes the same: what was saved in one layout must come back in another bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import sys
+import warnings
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt
+from ckpt.adapters.dcp import Pickled, Reader, Writer
+from ckpt.adapters.torch import ModelState
+
+WIDTH = 12
+ROOT = Path()  # set by `main`
+
+
+class Block(nn.Module):
+    """Two layers, uneven on four ranks, with a buffer and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 2), nn.Linear(2 * WIDTH + 2, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.down(torch.relu(self.up(x)))) * self.scale
+
+
+def make_model(layers: range = range(4), seed: int = 0) -> nn.Module:
+    """Some blocks of one model, by their names in it."""
+    torch.manual_seed(seed)
+    blocks = [Block() for _ in range(4)]
+    return nn.ModuleDict({f"layer{i}": blocks[i] for i in layers})
+
+
+def forward(model: Any, x: Tensor) -> Tensor:
+    for block in getattr(model, "module", model).values():
+        x = block(x)
+    return x
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, so that parameters are not numbered in the order of the model."""
+    parameters = list(model.parameters())
+    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
+    return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "lr": 0.01}])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        forward(model, torch.randn(8, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for block in getattr(model, "module", model).values():
+            block.scale += 0.5
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All tensors of a model and its optimizer, whole, by name. Collective."""
+    bare = getattr(model, "module", model)
+    found = {f"model.{name}": full(value.detach()) for name, value in bare.state_dict().items()}
+    for name, parameter in bare.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"optimizer.{name}.{key}"] = full(value)
+    return {name: value.clone() for name, value in found.items()}
+
+
+def sharded(layout: str, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model in a layout over all ranks, with other values than the reference, and a fresh optimizer."""
+    model = make_model(seed=seed)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if layout == "ddp":
+        model = DistributedDataParallel(model)
+    elif layout == "fsdp":
+        shard(model, init_device_mesh("cpu", (size,)))
+    elif layout == "hsdp":
+        shard(model, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "tp":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+        for block in model.values():
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        shard(model, mesh["dp"])
+    else:
+        assert layout == "plain"
+    return model, make_optimizer(model)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    for block in model.values():
+        fully_shard(block, mesh=mesh)
+    # Not the ModuleDict: it has no forward, which the hooks of a root would wait for.
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
+    assert got.keys() == want.keys(), f"{what}: {sorted(got.keys() ^ want.keys())}"
+    wrong = [name for name, value in want.items() if not torch.equal(got[name], value)]
+    assert not wrong, f"{what}: {wrong}"
+
+
+def whole(url: Path, group: Any = None) -> dict[str, Tensor]:
+    """All tensors of the newest step, loaded into a plain model by this process alone."""
+    model, optimizer = sharded("plain")
+    ckpt.load(url, {"train": ModelState(model, optimizer), "step": 0}, group=group)
+    return everything(model, optimizer)
+
+
+def saved_in(layout: str) -> Path:
+    return ROOT / layout
+
+
+# --- ModelState ------------------------------------------------------------------------------------------------
+
+
+def save_layouts() -> None:
+    """FSDP2, HSDP, TP with FSDP2 and DDP, each trained for two steps and saved."""
+    for layout in ("fsdp", "hsdp", "tp", "ddp"):
+        model, optimizer = sharded(layout, seed=0)
+        train(model, optimizer)
+        url = saved_in(layout)
+        saved = ckpt.save({"train": ModelState(model, optimizer), "step": 2}, url, 2)
+        want = everything(model, optimizer)
+        assert saved.commit.world_size == dist.get_world_size()
+        assert saved.commit.raw_bytes == sum(value.nbytes for value in want.values()), "a leaf was written twice"
+        same(whole(url), want, f"{layout} into one process")
+        if dist.get_rank() == 0:
+            torch.save(want, ROOT / f"{layout}.pt")
+            names = set(ckpt.open(url)[2])
+            assert {"train.model.layer0.up.weight", "train.optimizer.state.layer3.down.bias.exp_avg"} <= names, names
+
+
+def load_layouts() -> None:
+    """What each layout saved into each layout that this number of ranks can have; fresh optimizers get their state."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    layouts = {4: ["tp", "hsdp", "fsdp"], 2: ["fsdp", "tp", "ddp"], 1: ["plain"]}[size]
+    for source in ("fsdp", "hsdp", "tp", "ddp"):
+        want = torch.load(ROOT / f"{source}.pt")
+        for layout in layouts:
+            model, optimizer = sharded(layout)
+            assert not optimizer.state
+            state = ckpt.load(saved_in(source), {"train": ModelState(model, optimizer), "step": 0})
+            assert state["step"] == 2
+            same(everything(model, optimizer), want, f"{source} into {layout} on {size}")
+            assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.01]
+            if layout == "ddp":
+                written = sum(file.stat().st_size for file in saved_in("ddp").rglob("*.pack"))
+                assert written < 1.2 * sum(v.nbytes for v in want.values()) + 4 * 65536, "every rank wrote all of it"
+            train(model, optimizer, 1)  # the state is one that the optimizer can go on with
+
+
+def pipeline() -> None:
+    """Two stages of two data-parallel ranks each, into one process; a plain model into the stages again."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    layers = range(2 * stage, 2 * stage + 2)
+
+    def make(seed: int, kind: str) -> tuple[nn.Module, torch.optim.Optimizer, ModelState]:
+        model = make_model(layers, seed)
+        if kind == "fsdp":
+            shard(model, mesh["dp"])
+        optimizer = make_optimizer(model)
+        return model, optimizer, ModelState(model, optimizer, group=mesh["dp"])
+
+    for kind in ("plain", "fsdp"):
+        url = ROOT / f"pipeline-{kind}"
+        model, optimizer, state = make(0, kind)
+        train(model, optimizer)
+        want = everything(model, optimizer)
+        ckpt.save({"train": state, "step": 2}, url)
+        got = whole(url)
+        mine = {name: value for name, value in got.items() if name in want}
+        same(mine, want, f"{kind} stage {stage} into one process")
+        assert len(got) == 2 * len(want)
+        loaded, fresh, state = make(1, kind)
+        ckpt.load(url, {"train": state, "step": 0})
+        same(everything(loaded, fresh), want, f"{kind} stage {stage} into itself")
+    model, optimizer = sharded("fsdp", seed=0)
+    train(model, optimizer)
+    want = everything(model, optimizer)
+    ckpt.save({"train": ModelState(model, optimizer), "step": 2}, url, 9)
+    loaded, fresh, state = make(1, "fsdp")
+    ckpt.load(url, {"train": state, "step": 0}, step=9)
+    got = everything(loaded, fresh)
+    same(got, {name: value for name, value in want.items() if name in got}, "one model into stages")
+
+
+def sharded_tensor() -> None:
+    """The older ShardedTensor, where this torch still makes one."""
+    from torch.distributed._shard import sharded_tensor as older
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = torch.arange(size * 3 * 5.0).reshape(size * 3, 5)
+
+    def make(fill: bool) -> Any:
+        local = rows[3 * rank : 3 * rank + 3].clone() * fill
+        metadata = older.ShardMetadata([3 * rank, 0], [3, 5], f"rank:{rank}/cpu")
+        return older.init_from_local_shards([older.Shard(local, metadata)], [size * 3, 5])
+
+    ckpt.save({"w": make(True)}, ROOT / "older")
+    assert torch.equal(ckpt.load(ROOT / "older", group=None)["w"], rows)
+    like = {"w": make(False)}
+    ckpt.load(ROOT / "older", like)
+    assert torch.equal(like["w"].local_shards()[0].tensor, rows[3 * rank : 3 * rank + 3])
+
+
+SEEDS = range(8 if os.environ.get("CKPT_SOAK") == "1" else 1)
+
+
+def on_mesh(seed: int, mesh: DeviceMesh, order: int, fill: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Tensors of random shapes with random placements over a mesh of three dimensions, and what they are whole.
+
+    order: 1, or -1 for the placements the other way round. The seed gives the same shapes to any mesh.
+    """
+    drawn = random.Random(seed)
+    state, want = {}, {}
+    for i in range(16):
+        shape = [drawn.randint(0, 11) for _ in range(drawn.randint(1, 3))]
+        placements = [drawn.choice([Replicate(), *map(Shard, range(len(shape)))]) for _ in range(3)][::order]
+        want[f"x{i}"] = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + 1000 * i + seed
+        state[f"x{i}"] = distribute_tensor(want[f"x{i}"] * fill, mesh, placements)
+    return state, want
+
+
+def meshes_of_three() -> list[tuple[int, int, int]]:
+    size = dist.get_world_size()
+    return [m for m in itertools.product(range(1, size + 1), repeat=3) if math.prod(m) == size and max(m) < size]
+
+
+def save_meshes() -> None:
+    """DTensors over every mesh of three dimensions, into other placements, another mesh, and one process."""
+    shapes = meshes_of_three() or [(1, 1, dist.get_world_size())]
+    # Once for all seeds: each makes process groups, whose threads stay until the end.
+    meshes = [init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b", "c")) for mesh_shape in shapes]
+    for seed, (number, mesh_shape) in itertools.product(SEEDS, enumerate(shapes)):
+        url = ROOT / "meshes" / f"{seed}-{'x'.join(map(str, mesh_shape))}"
+        mesh, other = meshes[number], meshes[(number + 1) % len(shapes)]
+        state, want = on_mesh(seed, mesh, 1, True)
+        ckpt.save(state, url, 0)
+        for like, _ in (on_mesh(seed, mesh, -1, False), on_mesh(seed, other, 1, False)):
+            ckpt.load(url, like)
+            same({name: full(value) for name, value in like.items()}, want, f"{mesh_shape}, seed {seed}")
+        same(ckpt.load(url, group=None), want, f"{mesh_shape}, seed {seed}, whole")
+
+
+def load_meshes() -> None:
+    """What other ranks saved so, into a mesh of these."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size(), 1), mesh_dim_names=("a", "b", "c"))
+    for url in sorted((ROOT / "meshes").iterdir()):
+        like, want = on_mesh(int(url.name.split("-")[0]), mesh, 1, False)
+        ckpt.load(url, like)
+        same({name: full(value) for name, value in like.items()}, want, url.name)
+
+
+# --- DCP -------------------------------------------------------------------------------------------------------
+
+
+def dcp_state(model: nn.Module, optimizer: torch.optim.Optimizer, fill: bool = True) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {
+        "model": model_state, "optim": optimizer_state, "step": 2 if fill else 0, "name": "run" if fill else "",
+        "ratio": Fraction(7 if fill else 0, 3), "rows": [torch.arange(5) * fill, torch.ones(2, 3) * fill],
+    }  # fmt: skip
+
+
+def take_back(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    assert (state["step"], state["name"], state["ratio"]) == (2, "run", Fraction(7, 3))
+    assert torch.equal(state["rows"][0], torch.arange(5))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def dcp_save() -> None:
+    for layout in ("fsdp", "tp", "hsdp", "ddp"):
+        model, optimizer = sharded(layout, seed=0)
+        train(model, optimizer)
+        want = everything(model, optimizer)
+        url = ROOT / f"dcp-{layout}"
+        dcp.save(dcp_state(model, optimizer), storage_writer=Writer(url))
+        pending = dcp.async_save(dcp_state(model, optimizer), checkpoint_id="5", storage_writer=Writer(url))
+        pending.result()
+        if dist.get_rank() == 0:
+            torch.save(want, ROOT / f"dcp-{layout}.pt")
+            assert ckpt.open(url).steps() == [0, 5]
+            assert ckpt.open(url)[5].verify() >= 0
+            assert ckpt.open(url)[5].commit.written_bytes == 0, "the same blocks were written again"
+        # Our own load, without DCP: the same names; what torch has pickled stays closed.
+        loaded = ckpt.load(url, group=None)
+        assert isinstance(loaded["ratio"], Pickled)
+        assert [loaded["step"], loaded["name"], len(loaded["rows"])] == [2, "run", 2]
+        assert len(loaded["optim"]["param_groups"]) == 2
+        for name, value in loaded["model"].items():
+            assert torch.equal(value, want[f"model.{name}"]), name
+        dist.barrier()
+
+
+def dcp_load() -> None:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    for source in ("fsdp", "tp", "hsdp", "ddp"):
+        want = torch.load(ROOT / f"dcp-{source}.pt")
+        for layout in {4: ["fsdp", "tp"], 2: ["fsdp"], 1: ["plain"]}[size]:
+            model, optimizer = sharded(layout)
+            state = dcp_state(model, optimizer, False)
+            dcp.load(state, storage_reader=Reader(ROOT / f"dcp-{source}"))
+            take_back(model, optimizer, state)
+            same(everything(model, optimizer), want, f"dcp {source} into {layout} on {size}")
+
+
+def dcp_of_ours() -> None:
+    """dcp.load of what ckpt.save wrote, and the very sharding of it; then with one byte of a pack turned."""
+    model, optimizer = sharded("fsdp", seed=0)
+    train(model, optimizer)
+    url = ROOT / "ours"
+    ckpt.save({"train": ModelState(model, optimizer), "step": 3, "list": [1, None, "x"]}, url, 4, codec="none")
+    want = everything(model, optimizer)
+    other, fresh = sharded("tp")
+    names, moments = get_state_dict(other, fresh)
+    state = {"train": {"model": names, "optimizer": {"state": moments["state"]}}, "step": 0, "list": []}
+    dcp.load(state, storage_reader=Reader(url))
+    assert (state["step"], state["list"]) == (3, [1, None, "x"])
+    got = {f"model.{name}": full(value) for name, value in names.items()}
+    got |= {f"optimizer.{n}.{k}": full(v) for n, values in moments["state"].items() for k, v in values.items()}
+    same(got, want, "ckpt.save, dcp.load")
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        pack = max(url.rglob("*.pack"), key=lambda file: file.stat().st_size)
+        data = bytearray(pack.read_bytes())
+        data[100] ^= 1
+        pack.write_bytes(data)
+    dist.barrier()
+    try:
+        dcp.load(state, storage_reader=Reader(url))
+    except CheckpointException as error:
+        assert error.failures
+        kinds = {type(failure) for failure, _ in error.failures.values()}
+        assert kinds == {ckpt.IntegrityError}, kinds
+    else:
+        raise AssertionError("a turned byte was not seen")
+
+
+def dcp_refused() -> None:
+    """One rank can't write: no step, every rank is told, and the next save works."""
+    url, rank = ROOT / "refused", dist.get_rank()
+    good = {"w": torch.ones(3), "rank": "any"}
+    dcp.save(good, storage_writer=Writer(url))
+
+    class Failing(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if rank == 1:
+                raise OSError("no such tensor")
+            return super().resolve_data(write_item)
+
+    rows = {f"w{i}": torch.full((100,), float(i)) for i in range(8)}
+    try:
+        dcp.save(rows, storage_writer=Writer(url, timeout=30), planner=Failing())
+    except CheckpointException as error:
+        assert isinstance(error.failures[1][0], OSError)
+        assert isinstance(error.failures[0][0], ckpt.StepRefused)
+    else:
+        raise AssertionError("a failing rank was not seen")
+    assert ckpt.open(url).steps() == [0]
+    dcp.save(rows, storage_writer=Writer(url))
+    assert ckpt.open(url).steps() == [0, 1]
+    assert torch.equal(ckpt.load(url, group=None)["w7"], rows["w7"])
+    dist.barrier()
+    try:
+        dcp.save(good, checkpoint_id="1", storage_writer=Writer(url))
+    except CheckpointException as error:
+        assert all(isinstance(failure, ckpt.CkptError) for failure, _ in error.failures.values())
+    else:
+        raise AssertionError("a step was saved twice")
+    for step in (10, 20):  # by turns with ckpt.save, through another group
+        ckpt.save(rows, url, step)
+        dist.barrier()
+        dcp.save(rows, checkpoint_id=str(step + 1), storage_writer=Writer(url))
+    assert ckpt.open(url).steps() == [0, 1, 10, 11, 20, 21]
+
+
+def main() -> None:
+    global ROOT
+    ROOT = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)
+    dist.init_process_group("gloo")
+    for check in sys.argv[2:]:
+        globals()[check]()
+        print(json.dumps({"rank": dist.get_rank(), "done": check}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

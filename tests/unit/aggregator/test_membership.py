@@ -1,0 +1,373 @@
+"""Members that come, go, are replaced and are mistaken for others: acknowledged files stay."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.nodes import Here, directories, nodes_config
+from helpers.registers import Flaky
+
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.records.file_record import PathRecord
+from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
+from ckpt.storage.base.errors import CkptError, InvalidArgument, NotFound, StoreError, Unavailable
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DirectChange, Record, Registers, RegisterValue
+from ckpt.storage.remote.object_store import ObjectStore
+from ckpt.storage.testing import random_bytes
+
+DATA = random_bytes(70_000)
+
+
+def some(folder: Path, *numbers: int, **table: Any) -> Namespace:
+    """A namespace of some directories."""
+    members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in numbers]
+    return Namespace(config_from_table("test", {"members": members, "deadline_seconds": 2.0, **table}, "the test"))
+
+
+def silent(namespace: Namespace, *names: str) -> None:
+    """These members do not answer any more."""
+    for name in names:
+        inner = namespace.open_members[name].registers
+        namespace._member_registers[name] = namespace.open_members[name].registers = Flaky(inner, random.Random(0), 1.0)
+
+
+def test_looking_makes_nothing(tmp_path: Path) -> None:
+    namespace = some(tmp_path, 0)
+    assert namespace.stat("a") is None
+    assert namespace.list() == {}
+    for look in (
+        lambda: surveys.scrub_namespace(namespace),
+        lambda: rebalance.rebalance_fragments(namespace),
+        lambda: rebalance.remove_member(namespace, "disk0"),
+    ):
+        with pytest.raises(NotFound, match="holds nothing: nobody ever wrote there"):
+            look()
+    assert not namespace.exists()
+    namespace.put("a", b"1")
+    assert namespace.exists()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_a_disk_that_was_used_alone(tmp_path: Path, order: tuple[int, ...]) -> None:
+    """Named beside others it does not take over, and nothing of either is wiped."""
+    three = some(tmp_path, 0, 1, 2)
+    three.put("ours", DATA)
+    alone = some(tmp_path, 3)
+    alone.put("theirs", DATA)
+    for _ in range(10):
+        both = some(tmp_path, *order)
+        with pytest.raises(InvalidArgument, match="belong to different namespaces|holds records of another namespace"):
+            assert both.get("ours") == DATA  # where it was not heard of yet
+            rebalance.rebalance_fragments(both)
+    assert some(tmp_path, 0, 1, 2).get("ours") == DATA
+    assert some(tmp_path, 3).get("theirs") == DATA
+
+
+def test_two_namespaces_are_not_joined(tmp_path: Path) -> None:
+    for numbers in ((0, 1, 2), (3, 4, 5)):
+        some(tmp_path, *numbers).put(f"of{numbers[0]}", DATA)
+    for numbers in ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5), (3, 0)):
+        with pytest.raises(CkptError, match="different namespaces|another namespace"):
+            rebalance.rebalance_fragments(some(tmp_path, *numbers))
+    for numbers in ((0, 1, 2), (3, 4, 5)):
+        assert list(some(tmp_path, *numbers).list()) == [f"of{numbers[0]}"]
+
+
+def test_first_use_by_two_with_other_members(tmp_path: Path) -> None:
+    """At the same time: there is one ring after that, or an error that names the members."""
+    for turn in range(10):
+        folder = tmp_path / str(turn)
+        both = [some(folder, 0, 1), some(folder, 0, 1, 2)]
+        ends: list[object] = []
+
+        def use(namespace: Namespace, ends: list[object] = ends) -> None:
+            try:
+                namespace.put("a", b"1")
+                ends.append(namespace.ring.namespace)
+            except StoreError as error:
+                ends.append(error)
+
+        threads = [threading.Thread(target=use, args=(each,)) for each in both]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({end for end in ends if isinstance(end, str)}) == 1, ends
+        assert some(folder, 0, 1, 2).get("a") == b"1"
+
+
+def test_the_wrong_one_is_forgotten(tmp_path: Path) -> None:
+    """One is dead, and another one is typed: refused, and all goes on."""
+    namespace = some(tmp_path, 0, 1, 2)
+    namespace.put("a", DATA)
+    shutil.rmtree(tmp_path / "disk1")
+    (tmp_path / "disk1").write_text("broken")
+    for name in ("disk0", "disk2"):
+        with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2"):
+            rebalance.remove_member(some(tmp_path, 0, 1, 2), name)
+    namespace.put("b", DATA)
+    four = some(tmp_path, 0, 1, 2, 3)
+    assert not rebalance.remove_member(four, "disk1").failed
+    assert some(tmp_path, 0, 2, 3).get("b") == DATA
+
+
+def test_the_new_one_dies_half_way(tmp_path: Path) -> None:
+    """While records move to it. Another one is taken instead."""
+    namespace = some(tmp_path, 0, 1)
+    namespace.put("a", DATA)
+    three = some(tmp_path, 0, 1, 2)
+    set_failpoints("ring.moving=error")
+    try:
+        with pytest.raises(OSError, match="injected"):
+            rebalance.remove_member(three, "disk1")
+    finally:
+        set_failpoints("")
+    shutil.rmtree(tmp_path / "disk2")
+    (tmp_path / "disk2").write_text("broken")
+    four = some(tmp_path, 0, 1, 2, 3)
+    assert four.ring.previous is not None
+    assert four.get("a") == DATA
+    assert not rebalance.remove_member(four, "disk2", is_destroyed=True).failed
+    assert set(four.ring.all_members) == {"disk0", "disk3"}
+    four.put("b", DATA)
+    assert not rebalance.remove_member(some(tmp_path, 0, 1, 3), "disk1").failed, "which was not completed"
+    rest = some(tmp_path, 0, 3)
+    assert rest.get("a") == rest.get("b") == DATA
+    complete_ring_change(rest)
+
+
+def test_an_empty_disk_does_not_say_what_there_is_not(tmp_path: Path) -> None:
+    """One keeper of a file missed it, one was replaced by an empty disk, one is away: it is not listed as absent."""
+    namespace = some(tmp_path, 0, 1, 2, 3, 4)
+    namespace.put("x", b"1")
+    path = next(f"f{i}" for i in range(100) if set(namespace.ring.replica_set(f"/f{i}").members) == {"disk0", "disk1", "disk2"})
+    first = namespace.ring.replica_set(f"/{path}").members
+    less = some(tmp_path, 0, 1, 2, 3, 4)
+    silent(less, first[2])
+    less.put(path, b"precious")
+    namespace.close()
+    shutil.rmtree(tmp_path / first[0])
+    again = some(tmp_path, 0, 1, 2, 3, 4)
+    silent(again, first[1])
+    with pytest.raises(Unavailable):
+        again.list()
+    with pytest.raises(StoreError):
+        change_ring(again, [s for s in again.locations if s.name in ("disk3", "disk4", first[2])])
+    back = some(tmp_path, 0, 1, 2, 3, 4)
+    assert path in back.list()
+    assert back.get(path) == b"precious"
+    repairs.repair_namespace(back, surveys.scrub_namespace(back))
+    assert back.get(path) == b"precious"
+
+
+@pytest.mark.parametrize("redundancy", ["1x", "2x"])
+def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: str) -> None:
+    """Whose configuration still names it: nothing that is acknowledged lies there alone, and it can be thrown away."""
+    nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
+    table = {"redundancy": redundancy, "deadline_seconds": 60.0}  # whether a busy machine is slow is not the question here
+    writer = Namespace(nodes_config(nodes, **table))
+    acknowledged: list[int] = []
+    over = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not over.is_set():
+            writer.put(f"f{number}", random_bytes(50_000, number))
+            acknowledged.append(number)
+            number += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        while len(acknowledged) < 20:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        admin = Namespace(nodes_config(nodes, **table))
+        done = rebalance.remove_member(admin, nodes[2].address)
+        assert not done.failed
+        there = len(acknowledged)
+        while len(acknowledged) < there + 20:
+            assert thread.is_alive(), "a write failed"
+            time.sleep(0.01)
+    finally:
+        over.set()
+        thread.join()
+    nodes[2].close()
+    shutil.rmtree(tmp_path / "n2")
+    rest = Namespace(nodes_config([nodes[i] for i in (0, 1, 3)], **table))
+    for number in acknowledged:
+        assert rest.get(f"f{number}") == random_bytes(50_000, number)
+    assert surveys.scrub_namespace(rest, verify=True).is_whole
+    for each in (writer, admin, rest, *(nodes[i] for i in (0, 1, 3))):
+        each.close()
+
+
+def test_a_file_that_is_written_anew_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was to be moved is deleted by its writer: the file moves all the same, and nothing has failed."""
+    namespace = some(tmp_path, 0, 1, redundancy="1x")
+    real, seeds, restored = rebalance.rebuild_fragments, count(), []
+
+    def write() -> None:
+        while not namespace.exists() or "disk1" not in holders(namespace, "a"):
+            namespace.put("a", random_bytes(50_000, next(seeds)))
+
+    def late(*given: Any, **named: Any) -> Any:
+        restored.append(given)
+        if len(restored) == 1:
+            namespace.delete(["a"])
+            write()
+        return real(*given, **named)
+
+    write()
+    monkeypatch.setattr(rebalance, "rebuild_fragments", late)
+    assert not rebalance.drain_member(namespace, "disk1").failed
+    assert len(restored) == 2
+    assert holders(namespace, "a") == {"disk0"}
+    namespace.close()
+
+
+def holders(namespace: Namespace, path: str) -> set[str]:
+    file = namespace.stat(path)
+    return set() if file is None or file.layout is None else {h.member for h in file.layout.objects}
+
+
+def test_growing_under_a_client(tmp_path: Path) -> None:
+    """From three to seven: who knows three goes on, and so does who comes with the old URL."""
+    nodes = [Here(tmp_path / f"n{i}") for i in range(7)]
+    old = Namespace(nodes_config(nodes[:3]))
+    old.put("a", DATA)
+    rebalance.rebalance_fragments(Namespace(nodes_config(nodes)))
+    assert old.get("a") == DATA
+    old.put("b", DATA)
+    late = Namespace(nodes_config(nodes[:3]))
+    assert late.get("a") == late.get("b") == DATA
+    assert len(late.ring.members) == 7
+    for each in (old, late, *nodes):
+        each.close()
+
+
+def test_drained_onto_others_only(tmp_path: Path) -> None:
+    namespace = some(tmp_path, 0, 1)
+    namespace.put("a", DATA)
+    done = rebalance.drain_member(namespace, "disk0")
+    assert "more members are needed" in done.failed["a"]
+    assert namespace.get("a") == DATA
+
+
+def layered(folder: Path, pieces: int) -> tuple[Namespace, PathRecord]:
+    namespace = Namespace(directories(folder, 4, redundancy="2x"))
+    while True:
+        with namespace.create("f") as writer:
+            for i in range(pieces):
+                writer.append(memoryview(random_bytes(100_000, i)))
+            file = writer.publish()
+        assert file.layout is not None
+        if len({frozenset(f.object_index for f in p.fragments if f) for p in file.layout.stripes}) == 1 or pieces > 2:
+            return namespace, file
+
+
+def spoil(folder: Path, file: PathRecord, piece: int, number: int) -> None:
+    assert file.layout is not None
+    fragment = file.layout.stripes[piece].fragments[number]
+    assert fragment is not None
+    holder = file.layout.objects[fragment.object_index]
+    with (folder / holder.member / "objects" / holder.name).open("r+b") as opened:
+        opened.seek(fragment.position + 5000)
+        opened.write(b"ROT!")
+
+
+def test_both_objects_are_rotten_in_different_pieces(tmp_path: Path) -> None:
+    namespace, file = layered(tmp_path, 2)
+    assert file.layout is not None
+    whole = namespace.get("f")
+    first, second = (p.fragments for p in file.layout.stripes)
+    spoil(tmp_path, file, 0, 0)
+    assert first[0] is not None
+    spoil(tmp_path, file, 1, next(i for i, f in enumerate(second) if f is not None and f.object_index != first[0].object_index))
+    assert namespace.get("f") == whole
+    done = repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
+    assert not done.failed
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    assert namespace.get("f") == whole
+
+
+@pytest.mark.parametrize("what", ["rename", "append"])
+def test_a_file_is_changed_while_it_is_mended(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that the new record names stay where they are."""
+    namespace, file = layered(tmp_path, 5)
+    spoil(tmp_path, file, 0, 0)
+    other = Namespace(directories(tmp_path, 4, redundancy="2x"))
+    real = repairs.rebuild_fragments
+
+    def restore(*arguments: Any, **options: Any) -> Any:
+        made = real(*arguments, **options)
+        if what == "rename":
+            other.rename("f", "g")
+        else:
+            with other.create("f", base=other.stat("f")) as writer:
+                writer.append(memoryview(bytes(80_000)))
+                writer.publish()
+        return made
+
+    monkeypatch.setattr(repairs, "rebuild_fragments", restore)
+    repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
+    monkeypatch.undo()
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert [len(f.lost.objects) for f in found.damaged_files] == [0], "one fragment is bad, and no object is missing"
+    assert not repairs.repair_namespace(namespace, found).failed
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+
+
+class Late:
+    """A store as a slow process sees it: something happens before its first call of `name`."""
+
+    def __init__(self, inner: ObjectStore, name: str, then: Callable[[], object]) -> None:
+        self._inner, self._name, self._then = inner, name, [then]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name and self._then:
+            self._then.pop()()
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("late", ["get_tagged", "put_if"])
+@pytest.mark.parametrize("what", ["drop", "join"])
+def test_a_late_change_of_a_bucket(monkeypatch: pytest.MonkeyPatch, what: str, late: str) -> None:
+    """What a later ring has agreed upon meanwhile is not forgotten."""
+    obstore = pytest.importorskip("obstore.store")
+    from ckpt.storage.member.bucket import BucketRegisters
+    from ckpt.storage.remote import object_store
+
+    memory = obstore.MemoryStore()
+    monkeypatch.setattr(object_store, "_connect", lambda url: memory)
+    store, pool = ObjectStore("s3://b/x"), ThreadPoolExecutor(2)
+    registers: Registers = BucketRegisters(store, pool)
+    registers.mark_complete()
+    assert registers.change([DirectChange("/p", NO_BALLOT, RegisterValue(b"old"))], "w", 1) == [True]
+
+    def meanwhile() -> None:
+        registers.fence(4) if what == "drop" else registers.join_ring(4, "ring")
+        assert registers.accept([("/p", RegisterValue(b"acknowledged"))], Ballot(2, "b"), fence_number=4) == [True]
+
+    slow = BucketRegisters(Late(store, late, meanwhile), pool)  # type: ignore[arg-type]
+    try:
+        slow.drop(["/p"], 3) if what == "drop" else slow.join_ring(4, "ring/")
+    except StoreError:
+        pass  # told that it is late
+    (there,) = registers.read(["/p"], 4)
+    assert isinstance(there, Record)
+    assert there.value == RegisterValue(b"acknowledged")

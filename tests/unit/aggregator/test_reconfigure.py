@@ -1,0 +1,341 @@
+"""The members that have the replicas of the records change; what was acknowledged stays true."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.nodes import Process, directories
+from helpers.processes import SOAK
+from helpers.registers import Flaky
+from helpers.replica_sets import CONTENT, all_there, keepers, spots, three_of
+
+import ckpt
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.placement.redundancy import parse_redundancy
+from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
+from ckpt.storage.base.errors import InvalidArgument, Outdated, StoreError, Unavailable
+from ckpt.storage.registers.base import Ballot, DirectChange, Record, RegisterValue, final_record
+from ckpt.storage.registers.sqlite import SqliteRegisters
+from ckpt.storage.testing import random_bytes
+
+
+def test_a_fence(tmp_path: Path) -> None:
+    registers = SqliteRegisters(str(tmp_path / "r.sqlite"))
+    registers.mark_complete()
+    registers.fence(5)
+    registers.fence(3)  # lower than there is
+    for call in (
+        lambda e: registers.read(["x"], e),
+        lambda e: registers.prepare(["x"], Ballot(1, "a"), e),
+        lambda e: registers.accept([("x", RegisterValue(b""))], Ballot(1, "a"), fence_number=e),
+        lambda e: registers.drop(["x"], e),
+        lambda e: registers.change([DirectChange("x", Ballot(0, ""), RegisterValue(b""))], "w", e),
+        lambda e: registers.scan("", fence_number=e),
+    ):
+        with pytest.raises(Outdated, match="ring 5, not 4"):
+            call(4)
+        call(5)
+        call(0)
+    registers.change([DirectChange("y", Ballot(0, ""), RegisterValue(b""))], "w", 7)
+    with pytest.raises(Outdated, match="ring 7, not 6"):
+        registers.drop(["y"], 6)  # of a change that is over, and late
+
+
+def test_joining_begins_with_nothing_once(tmp_path: Path) -> None:
+    registers = SqliteRegisters(str(tmp_path / "r.sqlite"))
+    registers.mark_complete()
+    registers.change([DirectChange("old", Ballot(0, ""), RegisterValue(b""))], "w")
+    registers.learn("ring/1", RegisterValue(b"agreed"))
+    registers.join_ring(4, "ring")
+    assert registers.read(["old"], 4) == [Record()]
+    assert registers.read(["ring/1"], 4) == [final_record(RegisterValue(b"agreed"))], "what is final is not forgotten"
+    assert registers.prepare(["ring/1"], Ballot(9, "p")) == [final_record(RegisterValue(b"agreed"))]
+    registers.change([DirectChange("new", Ballot(0, ""), RegisterValue(b""))], "w", 4)
+    registers.join_ring(4, "ring")
+    registers.join_ring(3, "ring")
+    assert [name for name, _ in registers.scan("")] == ["new", "ring/1"], "who has joined already does not forget"
+
+
+@pytest.mark.parametrize("to", [(0, 1, 3), (3, 4, 5), (0, 1, 2, 3, 4, 5), (0,), (1, 2)])
+def test_other_keepers(tmp_path: Path, to: tuple[int, ...]) -> None:
+    three_of(tmp_path, 6)
+    old, new = (Namespace(directories(tmp_path, 6, deadline_seconds=5.0)) for _ in range(2))
+    assert keepers(old) == {"disk0", "disk1", "disk2"}
+    assert change_ring(new, spots(new, *to)).epoch == 3  # type: ignore[arg-type]
+    assert keepers(new) == {f"disk{i}" for i in to}
+    old.put("d/later", b"by a client that did not know")
+    assert keepers(old) == {f"disk{i}" for i in to}, "it was told"
+    assert new.get("d/later") == b"by a client that did not know"
+    assert new.delete(["d/later"]) == ["d/later"]
+    all_there(new)
+    all_there(old)
+    for i in range(6):
+        names = {name for name, _ in new.open_members[f"disk{i}"].registers.scan("/")}
+        kept = {name for name in names if f"disk{i}" in new.ring.replica_set(name).members}
+        assert names == kept, "nobody keeps what is not his"
+        assert len(kept) == (len(CONTENT) + 1) * (i in to) or len(to) > 3
+    assert change_ring(new, spots(new, *to)).epoch == 3, "there is nothing to do"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("away", [0, 2])
+def test_one_is_away_and_comes_back(tmp_path: Path, away: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was never fenced, and has the old records. Whoever asks it alone learns nothing from it."""
+    three_of(tmp_path, 4)
+    stale = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
+    assert stale.ring.epoch == 1
+    new = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
+    there = new.open_members[f"disk{away}"].registers
+    new._member_registers[f"disk{away}"] = new.open_members[f"disk{away}"].registers = Flaky(there, random.Random(0), 1.0)
+    change_ring(new, spots(new, *({0, 1, 2, 3} - {away})))  # type: ignore[arg-type]
+    new.put("many/1", b"changed")
+    new.delete(["many/2"])
+    for other in {0, 1, 2} - {away}:  # a client that reaches the one that was away, and one more
+        alone = {n: r if n in (f"disk{away}", f"disk{other}") else Flaky(r, random.Random(0), 1.0)
+                 for n, r in stale._member_registers.items()}  # fmt: skip
+        monkeypatch.setattr(stale, "_member_registers", alone)
+        monkeypatch.setattr(stale._replicated_registers, "_registers", alone)
+        stale.invalidate_ring()
+        with pytest.raises(StoreError):
+            assert stale.get("many/1") == b"changed"
+            assert stale.stat("many/2") is None
+            raise StoreError("right")
+        monkeypatch.undo()
+    fresh = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
+    assert fresh.get("many/1") == b"changed"
+    assert fresh.stat("many/2") is None
+    assert keepers(fresh) == {"disk0", "disk1", "disk2", "disk3"} - {f"disk{away}"}
+
+
+@pytest.mark.parametrize("writer", ["0", "zzzz"])
+@pytest.mark.parametrize("after", [(0, 2, 3), (1, 2, 3)])
+def test_a_value_that_nobody_agreed_upon(tmp_path: Path, writer: str, after: tuple[int, ...]) -> None:
+    """One member took it before it was away; its author died. What others agree upon later stays, when that member is back."""
+    three_of(tmp_path, 4)
+    paths = [f"half/{i}" for i in range(12)]
+    half = Namespace(directories(tmp_path, 4)).open_members["disk0"].registers
+    lost = Namespace(directories(tmp_path, 4))
+    lost.put("half", b"lost")
+    ((_, record),) = [r for r in lost.open_members["disk1"].registers.scan("/half") if r[0] == "/half"]
+    (full,) = lost.open_members["disk1"].registers.read(["/half"])
+    assert isinstance(record, Record)
+    assert isinstance(full, Record)
+    assert full.value is not None
+    half.change([DirectChange(f"/{path}", Ballot(0, ""), full.value) for path in paths], writer)
+    mover = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
+    mover._member_registers["disk0"] = mover.open_members["disk0"].registers = Flaky(half, random.Random(0), 1.0)
+    change_ring(mover, spots(mover, 1, 2, 3))  # type: ignore[arg-type]
+    for path in paths:
+        mover.put(path, b"agreed", new=True)
+    for to in (after, (0, 1, 2)):
+        back = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
+        change_ring(back, spots(back, *to))  # type: ignore[arg-type]
+        for _ in range(3):
+            assert {back.get(path) for path in paths} == {b"agreed"}
+
+
+def test_too_many_are_away(tmp_path: Path) -> None:
+    """What can't be fenced could still agree on something: nothing is moved, and clients go on with what there is."""
+    three_of(tmp_path, 5)  # of three, two decide
+    namespace = Namespace(directories(tmp_path, 5, deadline_seconds=1.0))
+    whole = dict(namespace._member_registers)
+    for gone in ("disk1", "disk2"):
+        namespace._member_registers[gone] = namespace.open_members[gone].registers = Flaky(whole[gone], random.Random(0), 1.0)
+    with pytest.raises(Unavailable, match="start"):
+        change_ring(namespace, spots(namespace, 0, 3, 4))  # type: ignore[arg-type]
+    for gone in ("disk1", "disk2"):
+        namespace._member_registers[gone] = namespace.open_members[gone].registers = whole[gone]
+    namespace.invalidate_ring()
+    all_there(namespace)
+
+
+def test_one_of_two_is_destroyed(tmp_path: Path) -> None:
+    two = Namespace(directories(tmp_path, 2))
+    for path, data in CONTENT.items():
+        two.put(path, data)
+    two.delete(["many/0"])
+    two.close()
+    shutil.rmtree(tmp_path / "disk1")
+    (tmp_path / "disk1").write_text("a disk that is broken")
+    namespace = Namespace(directories(tmp_path, 3, deadline_seconds=1.0))
+    with pytest.raises(StoreError, match="start"):
+        rebalance.remove_member(namespace, "disk1")
+    done = rebalance.remove_member(namespace, "disk1", is_destroyed=True)
+    assert not done.failed
+    assert keepers(namespace) == {"disk0", "disk2"}
+    all_there(namespace)
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2; start the others"):
+        rebalance.remove_member(namespace, "disk0")
+
+
+def test_two_change_at_once(tmp_path: Path) -> None:
+    three_of(tmp_path, 6)
+    both = [Namespace(directories(tmp_path, 6, deadline_seconds=5.0)) for _ in range(2)]
+    ends: list[object] = []
+
+    def change(namespace: Namespace, *to: int) -> None:
+        try:
+            ends.append({s.name for s in change_ring(namespace, spots(namespace, *to)).members})  # type: ignore[arg-type]
+        except StoreError as error:
+            ends.append(error)
+
+    threads = [threading.Thread(target=change, args=(both[i], *to)) for i, to in enumerate([(0, 1, 3), (2, 4, 5)])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ends) == 2
+    complete_ring_change(both[0])
+    assert keepers(both[0]) in [{"disk0", "disk1", "disk3"}, {"disk2", "disk4", "disk5"}], ends
+    for namespace in both:
+        all_there(namespace)
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (2, 3), (4, 5)] if not SOAK else list(itertools.combinations(range(6), 2)))
+def test_a_namespace_that_was_made_for_less(tmp_path: Path, lost: tuple[int, int]) -> None:
+    """Whoever writes what is to outlive two members lets more of them keep the records, also of what is there already."""
+    first = Namespace(directories(tmp_path, 6, redundancy="2x"))
+    first.put("old", b"of one who asked for less")
+    more = Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=5.0))
+    for i in range(8):
+        more.put(f"f{i}", random_bytes(50_000, i) if i % 2 else b"%d" % i)
+    assert not more.ring.previous
+    assert len(more.ring.replica_set("/f0").members) == 5
+    first.put("f9", random_bytes(50_000, 9), redundancy=parse_redundancy("3x"))
+    for i in lost:
+        shutil.rmtree(tmp_path / f"disk{i}")
+        (tmp_path / f"disk{i}").write_text("a disk that is broken")
+    rest = Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=5.0))
+    for i in range(8):
+        assert rest.get(f"f{i}") == (random_bytes(50_000, i) if i % 2 else b"%d" % i)
+    assert rest.get("f9") == random_bytes(50_000, 9)
+    assert rest.get("old") == b"of one who asked for less"
+
+
+def test_many_ask_for_more_at_once(tmp_path: Path) -> None:
+    three_of(tmp_path, 6)
+    rebalance.rebalance_fragments(Namespace(directories(tmp_path, 6)))
+    clients = [Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=5.0)) for _ in range(4)]
+    ends: list[object] = []
+
+    def put(number: int) -> None:
+        try:
+            clients[number].put(f"more/{number}", random_bytes(50_000, number))
+            ends.append(clients[number].ring.can_tolerate(2, 6))
+        except StoreError as error:
+            ends.append(error)
+
+    threads = [threading.Thread(target=put, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends == [True] * 4
+    for i in range(4):
+        assert clients[0].get(f"more/{i}") == random_bytes(50_000, i)
+    clients[0].delete([f"more/{i}" for i in range(4)])
+    all_there(clients[0])
+
+
+def test_one_is_away_while_more_come_to_keep_records(tmp_path: Path) -> None:
+    """It keeps no one from going on, and what it still has when it is back is outvoted."""
+    whole = Namespace(directories(tmp_path, 7))
+    for i in range(12):
+        whole.put(f"f{i}", b"old")
+    whole.close()
+    (tmp_path / "disk3").rename(tmp_path / "away")
+    (tmp_path / "disk3").write_text("not mounted")
+    rest = Namespace(directories(tmp_path, 7, redundancy="4+2", deadline_seconds=2.0))
+    for i in range(12):
+        rest.put(f"f{i}", b"new")
+    assert rest.delete(["f0"])
+    rest.close()
+    (tmp_path / "disk3").unlink()
+    (tmp_path / "away").rename(tmp_path / "disk3")
+    for other in ("disk0", "disk6"):
+        (tmp_path / other).rename(tmp_path / f"no-{other}")
+        (tmp_path / other).write_text("not mounted")
+    back = Namespace(directories(tmp_path, 7, redundancy="4+2", deadline_seconds=2.0))
+    assert [back.get(f"f{i}") for i in range(1, 12)] == [b"new"] * 11
+    assert back.stat("f0") is None
+
+
+def test_too_few_members_for_what_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of three, one that is left can't know what there is, though it has the bytes: that is said once, and four are better."""
+    namespace = Namespace(directories(tmp_path, 3))
+    namespace.put("a", b"1")
+    for each in (namespace, Namespace(directories(tmp_path, 3, redundancy="3x"))):
+        caplog.clear()
+        for name in "bc":
+            each.put(name, b"2", redundancy=parse_redundancy("3x"))
+        assert [r.message for r in caplog.records if "has 3 members: after the loss of 2" in r.message] == [
+            f"{each.url} has 3 members: after the loss of 2 the others do not know what there is, though 3x keeps the bytes; "
+            "with 4 members they do"
+        ]
+        assert surveys.scrub_namespace(each, verify=True).is_whole
+    grown = Namespace(directories(tmp_path, 4, redundancy="3x"))
+    caplog.clear()
+    grown.put("b", b"2")
+    assert not any("know what there is" in r.message for r in caplog.records)
+    assert keepers(grown) == {"disk0", "disk1", "disk2", "disk3"}, "the new one keeps records, too"
+
+
+def test_records_that_outlive_less_than_files(tmp_path: Path) -> None:
+    """As a namespace that lost a member for ever has them, or one whose writer was killed in the change."""
+    namespace = Namespace(directories(tmp_path, 4, redundancy="3x"))
+    namespace.put("a", random_bytes(100_000))
+    change_ring(namespace, spots(namespace, 0, 1, 2))  # type: ignore[arg-type]
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert found.insufficient_redundancy == parse_redundancy("3x")
+    assert not found.is_whole
+    assert not repairs.repair_namespace(namespace, found).failed
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    assert keepers(namespace) == {"disk0", "disk1", "disk2", "disk3"}
+
+
+def test_rebalancing_for_more(tmp_path: Path) -> None:
+    three_of(tmp_path, 3)
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    rebalance.rebalance_fragments(namespace)
+    assert len(namespace.ring.replica_set("/d/f0").members) == 5
+    all_there(namespace)
+
+
+def test_checkpoints_of_more_redundancy(tmp_path: Path) -> None:
+    """The namespace was made by a save at 2x; what is saved at 4+2 outlives any two nodes."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(6)]
+    try:
+        url = f"ckpt://{','.join(n.address for n in nodes)}"
+        ckpt.save({"w": np.arange(10.0)}, f"{url}/first", 1)
+        state = {"w": np.random.default_rng(0).standard_normal((300, 1000)), "step": 1}
+        ckpt.save(state, f"{url}/run?redundancy=4+2", 1)
+        for node in nodes[2:4]:
+            node.kill()
+        program = (
+            "import sys, ckpt, numpy as np; got = ckpt.load(sys.argv[1])\n"
+            "print(np.array_equal(got['w'], np.random.default_rng(0).standard_normal((300, 1000))))"
+        )
+        command = [sys.executable, "-c", program, f"{url}/run?redundancy=4+2"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.stdout == "True\n", done.stderr
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def test_forgetting_what_is_no_member(tmp_path: Path) -> None:
+    three_of(tmp_path, 3)
+    namespace = Namespace(directories(tmp_path, 3))
+    with pytest.raises(InvalidArgument, match="nobody is no member of ckpt://test; there are disk0"):
+        rebalance.remove_member(namespace, "nobody")

@@ -1,0 +1,129 @@
+"""Repair of a namespace: what was lost, rotten or forgotten is found, and made whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.damaged_namespaces import content, filled, large, rot, whole
+from helpers.nodes import Here, directories, nodes_config, quick
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.storage.base.errors import NoSpace
+from ckpt.storage.testing import random_bytes
+
+
+@pytest.mark.parametrize(("redundancy", "lost"), [("2x", 1), ("3x", 2), ("4+2", 1)])
+def test_lost_disks(tmp_path: Path, redundancy: str, lost: int) -> None:
+    """New empty folders in the place of lost ones, one after the other."""
+    namespace = filled(tmp_path, redundancy)
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    namespace.close()
+    for i in range(3):
+        for j in range(lost):
+            shutil.rmtree(tmp_path / f"disk{(i + j) % 6}" / "objects", ignore_errors=True)
+        namespace = Namespace(directories(tmp_path, 6, redundancy=redundancy))
+        found = surveys.scrub_namespace(namespace)
+        assert [f.spare_fragments for f in found.damaged_files] == sorted(f.spare_fragments for f in found.damaged_files), (
+            "the most endangered first"
+        )
+        done = repairs.repair_namespace(namespace, found)
+        assert not done.failed
+        whole(namespace, redundancy)
+        namespace.close()
+
+
+def test_too_few_members_get_what_they_can(tmp_path: Path) -> None:
+    """4+2 on six: one is away, and another comes back empty. What that one had is made anew on it; the other keeps its part."""
+    namespace = filled(tmp_path, "4+2", 6)
+    namespace.close()
+    shutil.rmtree(tmp_path / "disk1" / "objects")
+    (tmp_path / "disk0").rename(tmp_path / "away")
+    (tmp_path / "disk0").write_text("no directory")
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    found = surveys.scrub_namespace(namespace)
+    assert found.damaged_files
+    assert {f.spare_fragments for f in found.damaged_files} == {0}
+    done = repairs.repair_namespace(namespace, found)
+    assert set(done.failed) == {f.path for f in found.damaged_files}
+    assert all("only 5 of 6 fragments are there" in why for why in done.failed.values()), done.failed
+    assert {f.spare_fragments for f in surveys.scrub_namespace(namespace, verify=True).damaged_files} == {1}
+    namespace.close()
+    (tmp_path / "disk0").unlink()
+    (tmp_path / "away").rename(tmp_path / "disk0")
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    namespace.settle([f"/{path}" for path in content()])
+    whole(namespace, "4+2")  # without another repair, and with each fragment on a member of its own
+    namespace.close()
+
+
+def test_who_was_damaged_once_is_asked_again(tmp_path: Path) -> None:
+    """Of two members each has rot in another piece, and a third is lost: of every piece there is enough."""
+    nodes = [Here(tmp_path / f"n{i}") for i in range(6)]
+    namespace = quick(nodes_config(nodes, redundancy="4+2"))
+    data = random_bytes(30_000_000, 1)
+    namespace.put("a", data)
+    layout = large(namespace, "a").layout
+    namespace.close()
+    assert layout is not None
+    for index, node in enumerate(nodes[1:3]):
+        rot(layout, index, node.address, node.folder)
+    nodes[0].close()
+    namespace = quick(nodes_config(nodes, redundancy="4+2"))
+    for _ in range(3):
+        assert namespace.get("a") == data
+    for each in (namespace, *nodes[1:]):
+        each.close()
+
+
+def test_rot_while_a_member_is_away(tmp_path: Path) -> None:
+    """4+2 on six: one is away, and two others each have rot in another piece. All is read, and a repair does what it can:
+    when the one is back two more may be lost."""
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    data = random_bytes(30_000_000, 1)
+    namespace.put("a", data)
+    namespace.settle(["/a"])
+    layout = large(namespace, "a").layout
+    namespace.close()
+    assert layout is not None
+    for index, member in enumerate(["disk1", "disk2"]):
+        rot(layout, index, member, tmp_path / member)
+    (tmp_path / "disk0").rename(tmp_path / "away")
+    (tmp_path / "disk0").write_text("no directory")
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    assert namespace.get("a") == data
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert [f.spare_fragments for f in found.damaged_files] == [0]
+    assert set(repairs.repair_namespace(namespace, found).failed) == {"a"}
+    namespace.close()
+    (tmp_path / "disk0").unlink()
+    (tmp_path / "away").rename(tmp_path / "disk0")
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    assert not surveys.scrub_namespace(namespace, verify=True).damaged_files
+    namespace.close()
+    for lost in ("disk1", "disk2"):
+        shutil.rmtree(tmp_path / lost / "objects")
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    assert namespace.get("a") == data
+    namespace.close()
+
+
+def test_a_member_that_takes_nothing_costs_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each repair asks the full one once, and reads nothing for it."""
+    namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
+    namespace.put("first", b"1")
+
+    def full(*_: object) -> None:
+        raise NoSpace("full")
+
+    monkeypatch.setattr(namespace.open_members["disk0"].store, "create", full)
+    namespace.put("a", random_bytes(20_000_000, 1))
+    found = surveys.scrub_namespace(namespace)
+    monkeypatch.setattr("ckpt.aggregator.file_io.rebuild._SourceObjects.read", lambda *_: pytest.fail("it was read"))
+    done = repairs.repair_namespace(namespace, found)
+    assert list(done.failed) == ["a"]
+    assert done.nbytes == 0
+    namespace.close()

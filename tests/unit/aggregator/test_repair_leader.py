@@ -1,0 +1,120 @@
+"""The repair leader of a namespace: one at a time, another once that one is gone, and no faster than its limit."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from helpers.nodes import directories
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance, scrub
+from ckpt.aggregator.maintenance.repair_leader import Election, RepairLeader
+from ckpt.storage.testing import random_bytes
+from ckpt.tools.node import command
+
+
+@pytest.fixture
+def namespace(tmp_path: Path) -> Namespace:
+    made = Namespace(directories(tmp_path, 4))
+    made.put("a", b"1")
+    return made
+
+
+def test_one_at_a_time(namespace: Namespace) -> None:
+    first, second = Election(namespace, "first", 1e6), Election(namespace, "second", 1e6)
+    assert first.try_lead()
+    assert [second.try_lead() for _ in range(3)] == [False] * 3
+    assert first.try_lead(), "renewed"
+    assert Election(namespace, "first", 1e6).try_lead(), "begun anew"
+    assert not second.try_lead()
+
+
+def test_a_holder_that_is_gone(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its clock said."""
+    real = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + 1e8)  # three years ahead
+        assert Election(namespace, "first", 0.05).try_lead()
+    second = Election(namespace, "second", 0.05)
+    assert not second.try_lead(), "it may be there: it was not watched yet"
+    time.sleep(0.05)
+    assert second.try_lead()
+    assert not Election(namespace, "first", 0.05).try_lead(), "it comes back, and is not the holder any more"
+
+
+def test_a_holder_that_renews(namespace: Namespace) -> None:
+    """Seen for long, but never the same term for long."""
+    first, second = Election(namespace, "first", 1.0), Election(namespace, "second", 0.3)
+    assert first.try_lead()
+    for _ in range(3):
+        assert not second.try_lead()
+        time.sleep(0.4)
+        assert first.try_lead()
+
+
+def test_the_loop(namespace: Namespace, tmp_path: Path) -> None:
+    """A lost disk is made whole, no faster than allowed: what is written takes a second at least."""
+    for i in range(4):
+        namespace.put(f"f{i}", random_bytes(1_000_000, i))
+    namespace.settle([f"/f{i}" for i in range(4)])
+    shutil.rmtree(next(tmp_path.glob("disk*/objects")))
+    lost = sum(f.file.head.nbytes for f in scrub.scrub_namespace(namespace).damaged_files)
+    assert lost
+    began = time.monotonic()
+    caretaker = RepairLeader(namespace, "me", 0.05, bytes_per_second=lost)
+    try:
+        while not scrub.scrub_namespace(namespace).is_whole:
+            assert time.monotonic() - began < 60
+            time.sleep(0.05)
+        assert time.monotonic() - began >= 1.0
+    finally:
+        caretaker.close(60)
+    for i in range(4):
+        assert namespace.get(f"f{i}") == random_bytes(1_000_000, i)
+
+
+def test_what_is_to_be_moved_is_told_before(namespace: Namespace, tmp_path: Path) -> None:
+    for i in range(20):
+        namespace.put(f"f{i}", random_bytes(40_000, i))
+    namespace.close()
+    grown = Namespace(directories(tmp_path, 6))
+    moved: list[int] = []
+    expected: list[int] = []
+    done = rebalance.rebalance_fragments(grown, moved.append, expected.append)
+    assert not done.failed
+    assert sum(expected) == sum(moved) == done.nbytes > 0
+    grown.close()
+
+
+@pytest.mark.parametrize("what", ["drain", "forget", "rebalance"])
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """They write no faster than --rate, and their bar knows how much there is to do."""
+    config = tmp_path / "config.toml"
+    folders = [f"{tmp_path}/disk{i}" for i in range(5 if what == "rebalance" else 4)]
+    members = ", ".join(f'{{ url = "{folder}", name = "disk{i}" }}' for i, folder in enumerate(folders))
+    config.write_text(f"[namespaces.n]\nmembers = [{members}]\n")
+    before = Namespace(directories(tmp_path, 4))
+    for i in range(20):
+        before.put(f"f{i}", random_bytes(200_000, i))
+    before.settle([f"/f{i}" for i in range(20)])
+    before.close()
+    monkeypatch.setenv("CKPT_CONFIG", str(config))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    began = time.monotonic()
+    member = [] if what == "rebalance" else ["disk1"]
+    done = CliRunner().invoke(command, ["admin", what, "ckpt://n", *member, "--rate", "1200kB"], standalone_mode=False)
+    took = time.monotonic() - began
+    assert done.exception is None, done.output
+    found = re.search(r"(\d+) files moved, ([\d.]+) (kB|MB)", done.output)
+    assert found is not None, done.output
+    moved = float(found[2]) * {"kB": 1e3, "MB": 1e6}[found[3]]
+    assert moved >= 200_000
+    assert took >= 0.9 * moved / 1200e3
+    totals = {float(text) for text in re.findall(r"[\d.]+/([\d.]+) [kM]B", done.output)}
+    assert max(totals) == float(found[2])

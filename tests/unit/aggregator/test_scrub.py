@@ -1,0 +1,201 @@
+"""Scrub of a namespace: what it finds, what it costs, and what it leaves alone."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers.damaged_namespaces import content, filled, large, whole
+from helpers.nodes import directories
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.storage.registers.base import DamagedRecord, Record
+from ckpt.storage.testing import random_bytes
+
+
+def test_rot(tmp_path: Path) -> None:
+    namespace = filled(tmp_path, "2x", 4)
+    file = large(namespace)
+    assert file.layout is not None
+    holder = file.layout.objects[0]
+    victim = tmp_path / holder.member / "objects" / holder.name
+    raw = bytearray(victim.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    victim.write_bytes(raw)
+    assert surveys.scrub_namespace(namespace).is_whole, "lists do not show it"
+    found = surveys.scrub_namespace(namespace, verify=True)
+    assert [(f.path, f.state, f.damaged_objects) for f in found.damaged_files] == [
+        ("d/f4", "endangered", ((holder.member, holder.name),))
+    ]
+    assert not repairs.repair_namespace(namespace, found).failed
+    whole(namespace, "2x")
+    assert not victim.exists()
+    (aside,) = (tmp_path / holder.member / "quarantine").iterdir()
+    assert aside.read_bytes() == raw, "kept for whoever wants to know why"
+    namespace.close()
+
+
+def test_what_is_lost_is_said(tmp_path: Path) -> None:
+    namespace = filled(tmp_path, "2x", 4)
+    file = large(namespace)
+    assert file.layout is not None
+    for holder in file.layout.objects:
+        (tmp_path / holder.member / "objects" / holder.name).unlink()
+    found = surveys.scrub_namespace(namespace)
+    assert [(f.path, f.state) for f in found.lost_files] == [("d/f4", "lost")]
+    done = repairs.repair_namespace(namespace, found)
+    assert list(done.failed) == ["d/f4"]
+    assert surveys.scrub_namespace(namespace).lost_files, "its record stays: the members may come back"
+    namespace.close()
+
+
+def test_what_can_not_be_checked_is_not_whole(tmp_path: Path) -> None:
+    namespace = Namespace(directories(tmp_path, 4))
+    for i in range(20):
+        namespace.put(f"f{i}", random_bytes(50_000, i))
+
+    def lose(nbytes: int) -> None:
+        for folder in tmp_path.glob("disk*/objects/*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    found = surveys.scrub_namespace(namespace, True, lose)
+    assert found.unchecked_bytes > 0
+    assert (found.missing_members, found.damaged_files) == ({}, []), "they were there when it began"
+    assert not found.is_whole
+
+
+def test_what_is_deleted_during_a_scrub_is_not_missed(tmp_path: Path) -> None:
+    namespace = filled(tmp_path, "2x")
+
+    def delete(nbytes: int) -> None:
+        namespace.delete(list(content()))
+
+    assert surveys.scrub_namespace(namespace, True, delete).unchecked_bytes == 0
+
+
+def test_a_probe_of_who_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace = filled(tmp_path, "2x")
+    health, broken = namespace.fan_out.health, []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+    monkeypatch.setattr(health, "_first_pause_seconds", 0.0)
+    health.record_failure("disk2", "it is lost")
+    namespace.drop_member("disk2")
+    while health.is_down("disk2") and not broken:
+        time.sleep(0.01)
+    assert not broken
+
+
+def test_forgotten_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a writer that died: kept while it may be at work, deleted later."""
+    namespace = filled(tmp_path, "2x", 4)
+    writer = namespace.create("torn")
+    writer.append(memoryview(random_bytes(1 << 20)))
+    writer._commit_objects()
+    assert surveys.scrub_namespace(namespace).is_whole
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
+    found = surveys.scrub_namespace(namespace)
+    assert sum(map(len, found.orphans.values())) == 2
+    assert repairs.repair_namespace(namespace, found).orphans == 2
+    whole(namespace, "2x")
+    namespace.close()
+
+
+def test_no_object_is_deleted_while_a_record_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the one that names the object. Once it is whole again, the object goes."""
+    namespace = filled(tmp_path, "2x", 4)
+    writer = namespace.create("torn")
+    writer.append(memoryview(random_bytes(1 << 20)))
+    writer._commit_objects()
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
+    member = namespace.ring.replica_set("/d/f4").members[0]
+    with sqlite3.connect(tmp_path / member / "registers.sqlite") as db:
+        db.execute("UPDATE registers SET body = 'rot' WHERE name = '/d/f4'")
+    db.close()
+    found = surveys.scrub_namespace(namespace)
+    assert found.lagging_paths == ["d/f4"]
+    assert found.orphans == {}
+    assert repairs.repair_namespace(namespace, found).orphans == 2
+    whole(namespace, "2x")
+    namespace.close()
+
+
+def test_deleted_files_do_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that was away still has the record and the objects: the tombstone wins, and the objects go."""
+    namespace = filled(tmp_path, "2x", 4)
+    namespace.close()
+    (tmp_path / "disk1").rename(tmp_path / "away")
+    (tmp_path / "disk1").write_text("not there")
+    left = Namespace(directories(tmp_path, 4))
+    left.delete(["d/f3", "d/f4"])
+    assert not any(p in left.list() for p in ("d/f3", "d/f4"))
+    left.close()
+    (tmp_path / "disk1").unlink()
+    (tmp_path / "away").rename(tmp_path / "disk1")
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
+    back = Namespace(directories(tmp_path, 4))
+    for _ in range(2):
+        found = surveys.scrub_namespace(back)
+        assert not any(p in back.list() for p in ("d/f3", "d/f4"))
+        repairs.repair_namespace(back, found)
+    assert surveys.scrub_namespace(back).is_whole
+    assert back.stat("d/f3") is None
+    held = sum(len([p for p in (tmp_path / f"disk{i}" / "objects").rglob("*") if p.is_file()]) for i in range(4))
+    file = back.stat("d/f2")
+    assert file is not None
+    assert file.layout is not None
+    assert held == len(file.layout.objects), "nothing is left of them"
+    back.close()
+
+
+def test_records_that_were_lost(tmp_path: Path) -> None:
+    """A whole file of registers is damaged: nothing is forgotten meanwhile, and the records come back from the others."""
+    namespace = filled(tmp_path, "2x", 4)
+    namespace.close()
+    file = tmp_path / "disk2" / "registers.sqlite"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    namespace = Namespace(directories(tmp_path, 4))
+    for path, data in content().items():
+        assert namespace.get(path) == data
+    namespace.open_members["disk2"].registers.reset()
+    assert isinstance(namespace.open_members["disk2"].registers.read(["/none"])[0], DamagedRecord), (
+        "it may not say that there is nothing"
+    )
+    found = surveys.scrub_namespace(namespace)
+    assert found.lagging_paths
+    repairs.repair_namespace(namespace, found)
+    assert not surveys.scrub_namespace(namespace).lagging_paths
+    assert namespace.open_members["disk2"].registers.read(["/none"]) == [Record()]
+    whole(namespace, "2x")
+    namespace.close()
+
+
+def test_at_a_bounded_rate(tmp_path: Path) -> None:
+    namespace = filled(tmp_path, "2x", 4)
+    shutil.rmtree(next(tmp_path.glob("disk*/objects")))
+    found = surveys.scrub_namespace(namespace)
+    assert found.damaged_files
+    began = time.monotonic()
+    done = repairs.repair_namespace(namespace, found, bytes_per_second=10e6)
+    assert time.monotonic() - began >= 0.9 * done.nbytes / 10e6
+    namespace.close()
+
+
+def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace = filled(tmp_path, "2x", 4)
+    file = large(namespace)
+    assert file.layout is not None
+    holder = file.layout.objects[0]
+    (tmp_path / holder.member / "objects" / holder.name).unlink()
+    found = surveys.scrub_namespace(namespace)
+    namespace.put("d/f4", random_bytes(100_000, 9))
+    repairs.repair_namespace(namespace, found)
+    assert namespace.get("d/f4") == random_bytes(100_000, 9)
+    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole, "and no object is left over"
+    namespace.close()

@@ -1,0 +1,75 @@
+"""The staging arena: its regions never overlap, and its memory is used again."""
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.block_io.staging_arena import Arena, ArenaAbandoned, ArenaPool
+
+
+@settings(max_examples=60)
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=60), order=st.randoms(use_true_random=False))
+def test_regions_of_an_arena_never_overlap(sizes, order):
+    arena = Arena(32 * 4096)
+    held = []
+    for n in sizes:
+        while (region := arena.take(n * 4096 - 7, wait=False)) is None:
+            assert held, "an empty arena must have room"
+            back, mark = held.pop(order.randrange(len(held)))
+            assert (back.data == mark).all()
+            arena.give_back(back)
+        mark = len(held) % 251
+        region.data[:] = mark
+        held.append((region, mark))
+    for region, mark in held:
+        assert (region.data == mark).all()
+        arena.give_back(region)
+    assert arena.take(32 * 4096, wait=False) is not None
+    del held, region
+    arena.close()
+
+
+def test_a_full_arena_waits_for_room_or_for_the_end():
+    arena = Arena(4 * 4096)
+    first, second = arena.take(4 * 4096), []
+    waiter = threading.Thread(target=lambda: second.append(arena.take(4096)))
+    waiter.start()
+    arena.give_back(first)
+    waiter.join(30)
+    assert second[0].data.nbytes == 4096
+    assert arena.take(4 * 4096, wait=False) is None
+    ended = []
+
+    def wait_for_the_end():
+        with pytest.raises(ArenaAbandoned):
+            arena.take(4 * 4096)
+        ended.append(True)
+
+    waiter = threading.Thread(target=wait_for_the_end)
+    waiter.start()
+    arena.abandon()
+    waiter.join(30)
+    assert ended
+    with pytest.raises(ValueError, match="does not fit"):
+        arena.take(5 * 4096)
+
+
+def test_arenas_are_reused():
+    pool = ArenaPool()
+    arena = pool.borrow(100_000)
+    pool.give_back(arena)
+    assert pool.borrow(50_000) is arena
+    other = pool.borrow(50_000)
+    assert other is not arena
+    pool.give_back(arena)
+    pool.give_back(other)
+    pool.clear()
+    assert pool.borrow(10) is not arena
+
+
+def test_arena_memory_starts_on_a_page():
+    arena = Arena(1 << 20)
+    assert arena.memory.ctypes.data % 4096 == 0
+    assert arena.take(5).data.ctypes.data % 4096 == 0

@@ -1,0 +1,169 @@
+"""Parts of a step: some leaves, slices of arrays, and reads in chunks."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers.values import random_bytes, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import ckpt
+from ckpt.storage.base.fd_io import DescriptorReader
+from ckpt.storage.local.directory import LocalStore
+
+
+def test_only_a_part(tmp_path):
+    state = {"model": {"w": np.ones(3), "b": np.zeros(2)}, "opt": [np.ones(1), 5, {"x": 1}], "step": 3}
+    ckpt.save(state, tmp_path / "r")
+    same(ckpt.load(tmp_path / "r", only="model.*"), {"model": state["model"]})
+    same(ckpt.load(tmp_path / "r", only="model"), {"model": state["model"]})
+    same(
+        ckpt.load(tmp_path / "r", only=["*.w", "opt.2.x"]),
+        {"model": {"w": state["model"]["w"]}, "opt": [None, None, {"x": 1}]},
+    )
+    like = {"model": {"w": np.zeros(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 0}
+    ckpt.load(tmp_path / "r", like, only=["*.w", "step"])
+    same(like, {"model": {"w": np.ones(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 3})
+
+
+def test_only_a_part_of_an_object(tmp_path):
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    before = other.bias.detach().clone()
+    ckpt.save({"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}, tmp_path / "r")
+    ckpt.load(tmp_path / "r", {"m": other}, only="m.weight")
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.bias, before)
+
+
+def test_a_root_that_is_no_dict(tmp_path):
+    for i, state in enumerate([np.arange(5), [1, 2], 3.5, None, "x", (np.ones(2), 1), {}, torch.ones(3)]):
+        ckpt.save(state, tmp_path / str(i))
+        same(ckpt.load(tmp_path / str(i)), state)
+
+
+def test_reading_a_slice_reads_only_those_bytes(tmp_path):
+    array = np.random.default_rng(0).random((4096, 1024), np.float32)
+    small = {f"s{i}": np.full((100, 100), i, np.float32) for i in range(50)}
+    ckpt.save({"x": array, **small}, tmp_path / "r", codec="none")
+    checkpoint = ckpt.open(tmp_path / "r")[0]
+    read = []
+    original = type(checkpoint.store.open(checkpoint.commit.packs[0].name)).read_into
+
+    def counted(self, position, buffer):
+        read.append(len(buffer))
+        return original(self, position, buffer)
+
+    reader = type(checkpoint.store.open(checkpoint.commit.packs[0].name))
+    reader.read_into = counted
+    try:
+        np.testing.assert_array_equal(checkpoint["x"][1000:1008], array[1000:1008])
+        assert sum(read) <= 2 * 256 << 10
+        read.clear()
+        np.testing.assert_array_equal(checkpoint["s7"][...], small["s7"])
+        assert sum(read) <= 2 * 256 << 10
+    finally:
+        reader.read_into = original
+    with pytest.raises(ckpt.LeafNotFound, match="close to it"):
+        checkpoint["s7x"]
+
+
+@pytest.mark.parametrize("only", [None, "b*"])
+def test_the_store_is_told_of_each_block_before_it_is_read(tmp_path, monkeypatch, only):
+    """And of nothing that is not read, nor of all at once."""
+    ckpt.save({f"{x}{i}": np.full(5 << 20, i, np.float32) for x in "abc" for i in range(3)}, tmp_path, codec="none")
+    monkeypatch.setattr("ckpt.block_io.block_reader.READ_THREADS", 1)
+    told, read = {}, {}
+    ahead = []
+    prefetch, read_into = LocalStore.prefetch, DescriptorReader.read_into
+
+    def telling(self, name, nbytes, start=0):
+        told.update(dict.fromkeys(range(start, start + nbytes, 1 << 20)))
+        prefetch(self, name, nbytes, start)
+
+    def reading(self, position, buffer):
+        if self._where.endswith(".pack"):
+            assert position in told
+            read[position] = len(buffer)
+            ahead.append(max(told) - position)
+        return read_into(self, position, buffer)
+
+    monkeypatch.setattr(LocalStore, "prefetch", telling)
+    monkeypatch.setattr(DescriptorReader, "read_into", reading)
+    # of the beginning, while this reads names
+    monkeypatch.setattr("ckpt.repository.checkpoint.Checkpoint.prefetch", lambda self: None)
+    ckpt.load(tmp_path, only=only)
+    assert sum(read.values()) == (180 << 20 if only is None else 60 << 20)
+    assert told.keys() == read.keys()
+    assert 16 << 20 <= max(ahead) <= 32 << 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_slices_equal_those_of_numpy(tmp_path_factory, data):
+    shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=40))
+    array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    path = tmp_path_factory.mktemp("r")
+    ckpt.save({"x": array}, path / "r", codec=data.draw(st.sampled_from(["none", {"id": "zstd", "level": 1}])))
+    lazy = ckpt.open(path / "r")[0]["x"]
+    for _ in range(5):
+        index = data.draw(hnp.basic_indices(shape, allow_newaxis=False))
+        np.testing.assert_array_equal(lazy[index], array[index])
+    np.testing.assert_array_equal(np.asarray(lazy), array)
+
+
+def streamed_state():
+    """Leaves that share blocks, that fill several chunks, that end between them; and how they are saved."""
+    draw = random.Random(3)
+    sizes = [draw.choice([1, 77, 3000, 40_000, 700_001]) for _ in range(60)] + [3 << 20, (1 << 19) + 5, 10_000_019]
+    return {f"x{i:02}": random_bytes("u1", (n,), i) for i, n in enumerate(sizes)} | {
+        "matrix": random_bytes("f4", (1500, 1000)),
+        "even": np.zeros(3 << 20, np.uint8),  # compressed
+    }
+
+
+def test_what_is_read_once_goes_chunk_by_chunk_to_all_its_places(tmp_path, monkeypatch):
+    state = streamed_state()
+    ckpt.save(state, tmp_path, step=1)
+    longest = []
+    read_into = DescriptorReader.read_into
+
+    def reading(self, position, buffer):
+        if self._where.endswith(".pack"):
+            longest.append(len(buffer))
+        return read_into(self, position, buffer)
+
+    monkeypatch.setattr(DescriptorReader, "read_into", reading)
+    like = {name: np.full_like(leaf, 7) for name, leaf in state.items()}
+    with ckpt.Checkpointer(tmp_path) as ck:
+        ck.restore(like)
+    for name, leaf in state.items():
+        np.testing.assert_array_equal(like[name], leaf)
+    assert len(longest) > 20
+    assert max(longest) < 1 << 20
+
+    # Rows of one, columns of the other: the first go chunk by chunk too, the second have no contiguous place.
+    rows, columns = np.zeros((700, 1000), np.float32), np.zeros((1500, 300), np.float32)
+    for part, offset in ((rows, (401, 0)), (columns, (0, 650))):
+        with ckpt.Checkpointer(tmp_path) as ck:
+            ck.restore({"matrix": ckpt.Shard(part, (1500, 1000), offset)})
+    np.testing.assert_array_equal(rows, state["matrix"][401:1101])
+    np.testing.assert_array_equal(columns, state["matrix"][:, 650:950])
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_flipped_byte_in_any_chunk_is_found(tmp_path, part):
+    array = random_bytes("f4", (1500, 1000))
+    ckpt.save({"matrix": array}, tmp_path, step=1, codec="none")
+    (pack,) = tmp_path.glob("steps/1/pack/*.pack")
+    good = pack.read_bytes()
+    first, last = (401 * 4000, 1101 * 4000) if part else (0, array.nbytes)
+    for position in [first, last - 1, *random.Random(5).sample(range(first, last), 12)]:
+        pack.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        target = np.zeros_like(array[401:1101] if part else array)
+        like = {"matrix": ckpt.Shard(target, array.shape, (401, 0)) if part else target}
+        with ckpt.Checkpointer(tmp_path) as ck, pytest.raises(ckpt.IntegrityError, match="leaf matrix of .*does not match"):
+            ck.restore(like)

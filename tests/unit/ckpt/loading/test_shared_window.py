@@ -1,0 +1,304 @@
+"""The memory through which the ranks of one host share what they read."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.rank_threads import Counting, all_well, on_ranks
+from helpers.saving_ranks import clean
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt.block_io.block_reader import BlockReader
+from ckpt.groups.base import Group
+from ckpt.groups.threads import ThreadGroup
+from ckpt.loading.shared_window import RankFailed, SharedWindow
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.base.store import Store
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.shared_memory import MemoryStore
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"),
+    reason="no memory in common on this system",
+)
+
+
+SLOT = 4096
+
+
+def window_of(group: Group, slots: int, parts: int) -> SharedWindow:
+    window = SharedWindow.create(group, slots, SLOT, parts)
+    assert window is not None
+    return window
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.integers(2, 4), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 31)), max_size=40))
+def test_each_block_goes_round_whole(size: int, slots: int, blocks: list[tuple[int, int]]) -> None:
+    """Each block has a reader, which needs it, and others that do: they see it and no other, however few the slots."""
+    blocks = [(reader % size, takers | 1 << reader % size) for reader, takers in blocks]
+    got: defaultdict[int, dict[int, int]] = defaultdict(dict)
+
+    def work(group: Group) -> None:
+        window = window_of(group, slots, len(blocks))
+
+        def read() -> None:
+            for block, (reader, _) in enumerate(blocks):
+                if reader == group.rank:
+                    window.wait_for_free_slot(block)[:] = block % 251
+                    window.mark_ready(block)
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        for block, (reader, takers) in enumerate(blocks):
+            if takers >> group.rank & 1:
+                window.wait_until_ready(block, reader)
+                seen = window.slot(block)
+                got[group.rank][block] = int(seen[0]) if (seen == seen[0]).all() else -1
+            window.release(block)
+        reading.join()
+
+    all_well(on_ranks(size, work))
+    for rank in range(size):
+        assert got[rank] == {b: b % 251 for b, (_, takers) in enumerate(blocks) if takers >> rank & 1}
+
+
+def test_who_gives_up_keeps_nobody_waiting() -> None:
+    def work(group: Group) -> None:
+        window = window_of(group, 2, 3)
+        if group.rank == 1:
+            window.mark_failed()
+        elif group.rank == 0:
+            window.wait_until_ready(0, reader=1)
+        else:
+            window.wait_for_free_slot(2)
+
+    assert [type(found) for found in on_ranks(3, work)] == [RankFailed, type(None), RankFailed]
+
+
+def saved(root: Path, codec: Any = "none") -> dict[str, np.ndarray]:
+    """A state that all ranks hold, of more blocks than the window has slots, saved by two."""
+    draw = np.random.default_rng(11)
+    state: dict[str, np.ndarray] = {f"w{i}": draw.integers(0, 99, (700, 1000)).astype(np.float32) for i in range(30)}
+    state |= {f"small{i}": draw.standard_normal(50) for i in range(20)} | {"turned": draw.standard_normal((400, 900))}
+    all_well(on_ranks(2, lambda g: ckpt.save(state, root, 0, group=g, codec=codec)))
+    return state
+
+
+def empty(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Like a state, without its content; one array lies in memory by columns, so that it takes no bytes as they come."""
+    return {n: np.zeros_like(a, order="F" if n == "turned" else "C") for n, a in state.items()}
+
+
+@pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
+@pytest.mark.parametrize("messages", [True, False])
+def test_what_all_need_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, messages: bool) -> None:
+    """Also where the group has no messages, as that of the environment."""
+    monkeypatch.setattr(ThreadGroup, "can_exchange", messages)
+    monkeypatch.setattr("ckpt.loading.shared_read.MIN_WINDOW_BYTES", 0)
+    monkeypatch.setattr("ckpt.loading.shared_read.MAX_WINDOW_BYTES", 3 << 23)  # three slots
+    state = saved(tmp_path, codec)
+    stored = sum(file.stat().st_size for file in tmp_path.rglob("*.pack"))
+    told: list[int] = []
+
+    def load(group: Group) -> None:
+        loaded = ckpt.load(Counting(tmp_path), empty(state), group=group, progress=told.append)
+        assert all(np.array_equal(loaded[name], array) for name, array in state.items())
+
+    for size in (2, 3):
+        Counting.read = 0
+        told.clear()
+        all_well(on_ranks(size, load))
+        assert 0.9 * stored <= Counting.read <= 1.05 * stored
+        assert 0.9 * stored <= sum(told) <= 1.05 * stored
+
+
+@pytest.mark.parametrize("lacking", ["memfd_create", "the way to it"])
+def test_ranks_that_see_no_memory_in_common_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """As on another system, or in a container of its own: one such rank, and all do without."""
+    state = saved(tmp_path)
+    if lacking == "memfd_create":
+        monkeypatch.delattr(os, "memfd_create")
+    else:
+        opened, turns = SharedWindow.create.__globals__["_map_memory_of_rank_0"], iter([False, True, False])
+        monkeypatch.setattr("ckpt.loading.shared_window._map_memory_of_rank_0", lambda *a: None if next(turns) else opened(*a))
+    windows: list[Any] = []
+    meet = SharedWindow.create
+    monkeypatch.setattr(SharedWindow, "create", lambda *a: windows.append(meet(*a)) or windows[-1])
+
+    def load(group: Group) -> None:
+        loaded = ckpt.load(tmp_path, empty(state), group=group)
+        assert all(np.array_equal(loaded[name], array) for name, array in state.items())
+
+    all_well(on_ranks(3, load))
+    assert windows == [None] * 3
+
+
+@pytest.mark.parametrize("kind", [LocalStore, MemoryStore])
+def test_what_lies_in_memory_is_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Store]) -> None:
+    """Each rank can copy from it itself."""
+    state = saved(tmp_path)
+    met: list[int] = []
+    meet = SharedWindow.create
+    monkeypatch.setattr(SharedWindow, "create", lambda group, *a: met.append(group.rank) or meet(group, *a))
+
+    def load(group: Group) -> None:
+        loaded = ckpt.load(kind(tmp_path), empty(state), group=group)  # type: ignore[call-arg]
+        assert all(np.array_equal(loaded[name], array) for name, array in state.items())
+
+    all_well(on_ranks(2, load))
+    assert sorted(met) == ([] if kind is MemoryStore else [0, 1])
+
+
+@pytest.mark.parametrize("point", ["local.read=error@3", "load.window=error@2"])
+def test_an_error_of_one_rank_ends_the_load_on_all(tmp_path: Path, point: str) -> None:
+    state = saved(tmp_path)
+    set_failpoints(point)
+    try:
+        found = on_ranks(3, lambda g: ckpt.load(tmp_path, empty(state), group=g))
+    finally:
+        set_failpoints("")
+    assert all(isinstance(error, Exception) for error in found), found
+    assert any("injected at fail point" in str(error) or "I/O error" in str(error) for error in found), found
+    all_well(on_ranks(3, lambda g: ckpt.load(tmp_path, empty(state), group=g)))
+
+
+def test_ranks_that_want_to_share_in_different_ways_are_refused(tmp_path: Path) -> None:
+    state = saved(tmp_path)
+    ways: list[Any] = ["auto", False, "auto"]
+    for error in on_ranks(3, lambda g: ckpt.load(tmp_path, empty(state), group=g, share_reads=ways[g.rank])):
+        assert isinstance(error, ckpt.InvalidArgument)
+        assert "share_reads='auto' on rank 0 and False on rank 1" in str(error)
+
+
+@pytest.mark.parametrize("where", ["accept", "fetch"])
+def test_an_interrupt_or_damage_leaves_nothing_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """While the collector is off and all hold their errors, as a loop that falls back to an older step does."""
+    state = saved(tmp_path)
+    kind: type[BaseException] = KeyboardInterrupt if where == "accept" else ckpt.IntegrityError
+    calls = iter(range(1000))
+    work = getattr(BlockReader, where)
+
+    def fail(self: BlockReader, *args: Any) -> None:
+        if next(calls) == 5:
+            raise kind("now")
+        work(self, *args)
+
+    monkeypatch.setattr(BlockReader, where, fail)
+
+    def load(group: Group) -> BaseException | None:
+        try:
+            ckpt.load(tmp_path, empty(state), group=group, strict=True)
+        except BaseException as error:
+            return error
+        return None
+
+    gc.collect()
+    before = mappings()
+    gc.disable()
+    try:
+        errors = on_ranks(3, load)
+        assert mappings() == before
+    finally:
+        gc.enable()
+    expected = {ckpt.GroupError, KeyboardInterrupt} if kind is KeyboardInterrupt else {ckpt.IntegrityError}
+    assert {type(error) for error in errors} == expected
+
+
+PROGRAM = """
+import os, sys, time
+import numpy as np
+import torch.distributed as dist
+import ckpt
+from ckpt.storage.base.failpoints import set_failpoints
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+names = ckpt.open(sys.argv[1])[0].leaves()
+like = {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in names}
+if rank == int(sys.argv[2]):
+    set_failpoints(sys.argv[3])
+begun = time.monotonic()
+try:
+    ckpt.load(sys.argv[1], like)
+except ckpt.CkptError as error:
+    print(f"{type(error).__name__} {time.monotonic() - begun:.0f} {error}", flush=True)
+    os._exit(3)
+print("loaded", sum(float(a.sum()) for a in like.values()), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def processes(root: Path, victim: int, point: str) -> list[tuple[int, str]]:
+    """Exit status of three ranks under gloo, and what they print; one of them has an active fail point."""
+    pytest.importorskip("torch")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(root), str(victim), point], stdout=subprocess.PIPE, text=True,
+            env=clean() | {"RANK": str(r), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        )
+        for r in range(3)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=180)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_is_killed_while_blocks_go_round(tmp_path: Path, victim: int) -> None:
+    """The others hear of it by the memory itself, and say who died. Rank 0 has made the memory."""
+    state = saved(tmp_path)
+    ended = processes(tmp_path, victim, "load.window=kill@2")
+    assert ended[victim][0] == -9
+    for rank, (status, said) in enumerate(ended):
+        if rank != victim:
+            assert status == 3, (rank, status, said)
+            assert said.startswith("GroupError"), said
+            assert re.search(rf"ranks? ([0-9, ]*, )?{victim}(, [0-9, ]*)? died", said), said  # and one that ended after it
+    total = sum(float(array.sum()) for array in state.values())
+    for status, said in processes(tmp_path, 0, ""):
+        assert status == 0
+        assert np.isclose(float(said.split()[1]), total)
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:ckpt-load")
+
+
+def test_nothing_is_left_of_the_memory() -> None:
+    gc.collect()  # what failed before is held by its traceback
+    before = mappings()
+    windows = all_well(on_ranks(3, lambda g: window_of(g, 2, 1), ThreadGroup.make(3)))
+    windows[0].wait_for_free_slot(0)[:] = 7
+    windows[0].mark_ready(0)
+    for window in windows:
+        window.wait_until_ready(0, reader=0)
+        assert (window.slot(0) == 7).all()
+    assert mappings() == before + 3
+    del windows, window
+    assert mappings() == before

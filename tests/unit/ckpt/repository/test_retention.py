@@ -1,0 +1,203 @@
+"""Retention: which steps are deleted, and that no block goes which another step needs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.failing_store import failing
+from helpers.folders import fast_folder
+from helpers.processes import SOAK
+from helpers.repositories import assert_clean
+from helpers.states import assert_same, state_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt import Keep
+from ckpt.repository.retention import as_keep, expired_steps
+
+STEPS = st.sets(st.integers(0, 60), max_size=20)
+
+
+KEEPS = st.builds(Keep, st.integers(1, 5), st.none() | st.integers(1, 12))
+
+
+@given(STEPS, st.data(), KEEPS)
+def test_what_expires(steps: set[int], data: st.DataObject, keep: Keep) -> None:
+    good = data.draw(st.sets(st.sampled_from(sorted(steps)))) if steps else set()
+    gone = set(expired_steps(list(steps), list(good), keep))
+    newest = set(sorted(good)[-keep.last :])
+    assert gone <= steps
+    assert not gone & newest, "one of the newest good steps"
+    assert not (keep.every and any(s % keep.every == 0 for s in gone)), "a step that is kept for ever"
+    assert not good or max(good) not in gone, "the last good step"
+    assert len(good) >= keep.last or not gone, "too few are known to be good"
+    assert not any(s > min(newest) for s in gone), "a newer step than one that is kept"
+    # Nothing stays that may go.
+    for step in steps - gone:
+        assert len(good) < keep.last or step >= min(newest) or (keep.every and step % keep.every == 0)
+
+
+@given(STEPS, KEEPS)
+def test_expiry_is_settled_after_one_round(steps: set[int], keep: Keep) -> None:
+    left = steps - set(expired_steps(steps, steps, keep))
+    assert expired_steps(left, left, keep) == []
+    assert len(left) >= min(keep.last, len(steps))
+
+
+@given(STEPS, KEEPS)
+def test_damage_deletes_no_more(steps: set[int], keep: Keep) -> None:
+    """With fewer good steps, what is kept reaches further back."""
+    all_good = set(expired_steps(steps, steps, keep))
+    for bad in steps:
+        assert set(expired_steps(steps, steps - {bad}, keep)) <= all_good
+
+
+def test_what_keep_means() -> None:
+    assert as_keep(None) is None
+    assert as_keep(3) == Keep(3)
+    assert as_keep(Keep(2, every=10)) == Keep(2, 10)
+    assert expired_steps(range(0, 50, 5), range(0, 50, 5), Keep(2, every=20)) == [5, 10, 15, 25, 30, 35]
+
+
+@contextmanager
+def model(tmp_path: Path) -> Iterator[Path]:
+    with fast_folder(tmp_path) as folder:
+        yield folder / "run"
+
+
+STATES = st.integers(0, 12)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("save"), STATES, st.none() | KEEPS),
+    st.tuples(st.just("overwrite"), STATES, st.none() | KEEPS),
+    st.tuples(st.just("fail"), STATES, st.sampled_from(["save.manifest", "save.commit"])),
+    st.tuples(st.just("stop"), STATES, st.sampled_from(["delete.commit", "delete.files", "delete.packs", "local.delete"])),
+    st.tuples(st.just("two"), STATES, KEEPS),
+)
+
+
+@pytest.mark.soak
+@settings(max_examples=300 if SOAK else 25, deadline=None, print_blob=True)
+@given(actions=st.lists(ACTIONS, max_size=10))
+def test_every_listed_step_stays_whole(tmp_path_factory: pytest.TempPathFactory, actions: list[Any]) -> None:
+    """Whatever is saved, replaced, given up and deleted: all that is listed loads, and nothing else is there.
+
+    States are few, so that many steps share blocks; a step's state is known from the last save of it.
+    """
+    with model(tmp_path_factory.mktemp("model")) as root:
+        ckpt.save(state_of(0), root, 0)
+        known = {0: 0}
+        for i, (action, state, how) in enumerate(actions, 1):
+            step = i
+            if action == "overwrite":
+                step = state % i
+                ckpt.save(state_of(state), root, step, keep=how, overwrite=True)
+            elif action == "fail":
+                with failing(f"{how}=error"), pytest.raises(ckpt.StoreError):
+                    ckpt.save(state_of(state), root, step)
+            elif action == "stop":  # the deletion is given up in its middle; the save has been committed
+                with failing(f"{how}=error"):
+                    ckpt.save(state_of(state), root, step, keep=1)
+            elif action == "two":  # two in flight; the later one may commit and delete first
+                with failing("save.stage=sleep:0.02@1"):
+                    first = ckpt.save(state_of(state + 1), root, i + 100, keep=how, blocking=False)
+                    ckpt.save(state_of(state), root, step, keep=how)
+                    first.result()
+                known[i + 100] = state + 1
+            else:
+                ckpt.save(state_of(state), root, step, keep=how)
+            if action != "fail":
+                known[step] = state
+                if action != "two":
+                    assert step in ckpt.open(root).steps(), "the step just saved was deleted"
+            for listed in ckpt.open(root).steps():
+                assert_same(ckpt.load(root, step=listed), state_of(known[listed]))
+        ckpt.save(state_of(5), root, 500, keep=2)
+        assert ckpt.open(root).steps()[-1] == 500
+        assert_clean(root)
+
+
+@pytest.mark.parametrize(("slow", "fast"), [(1, 2), (2, 1)])
+def test_a_save_in_flight_keeps_what_it_refers_to(tmp_path: Path, slow: int, fast: int) -> None:
+    """Two saves: one refers to the blocks of step 0, the other commits first and deletes step 0."""
+    ckpt.save(state_of(0), tmp_path, 0)
+    other = state_of(50)
+    other["embed"] ^= 1  # else it would hold the pack of step 0, too
+    states = {slow: state_of(0) | {"n": slow}, fast: other}
+    with ckpt.Checkpointer(tmp_path, in_flight=2, keep=1) as saver:
+        with failing("save.manifest=sleep:1@1"):
+            handle = saver.save(slow, states[slow])
+            time.sleep(0.3)  # it has chosen what to refer to by now
+            saver.save(fast, states[fast]).result()
+            handle.result()
+        steps = saver.repository.steps()
+        assert sorted(steps) in ([2], [1, 2])
+        for step in steps:
+            assert_same(ckpt.load(tmp_path, step=step), states[step])
+        saver.save(3, state_of(3))
+    assert ckpt.open(tmp_path).steps() == [3]
+    assert_clean(tmp_path, folders=False)
+
+
+def test_many_savers_of_one_process(tmp_path: Path) -> None:
+    """Committing and deleting at once never takes a file of a step that has just been committed."""
+    with ckpt.Checkpointer(tmp_path, in_flight=4, keep=3) as saver:
+        for step in range(40):
+            saver.save(step, state_of(step))
+            for listed in saver.repository.steps()[-2:]:
+                try:
+                    assert_same(ckpt.load(tmp_path, step=listed), state_of(listed))
+                except ckpt.CkptError:
+                    assert listed not in saver.repository.steps()
+        saver.wait()
+        assert len(saver.repository.steps()) >= 3
+        for listed in saver.repository.steps():
+            assert_same(ckpt.load(tmp_path, step=listed), state_of(listed))
+        saver.save(40, state_of(40), blocking=True)
+        assert saver.repository.steps() == [38, 39, 40]
+    assert_clean(tmp_path, folders=False)
+
+
+def test_every_kth_step_is_kept_for_ever(tmp_path: Path) -> None:
+    for step in range(13):
+        ckpt.save(state_of(step), tmp_path, step, keep=Keep(2, every=5))
+    assert ckpt.open(tmp_path).steps() == [0, 5, 10, 11, 12]
+    for step in (0, 5, 10, 11, 12):
+        assert_same(ckpt.load(tmp_path, step=step), state_of(step))
+    assert_clean(tmp_path)
+
+
+def test_a_step_that_lost_a_file_is_not_counted(tmp_path: Path) -> None:
+    """keep=2 with a step that is not whole: the one before stays, until there are two good ones that are newer."""
+    for step in range(3):
+        ckpt.save(state_of(step), tmp_path, step)
+    shutil.rmtree(tmp_path / "steps/2/manifest")
+    repo = ckpt.open(tmp_path)
+    ckpt.save(state_of(3), tmp_path, 3, keep=2)
+    assert repo.steps() == [1, 2, 3]
+    assert_same(ckpt.load(tmp_path, step=1), state_of(1))
+    ckpt.save(state_of(4), tmp_path, 4, keep=2)
+    assert repo.steps() == [3, 4]
+    assert_clean(tmp_path)
+
+
+def test_a_roll_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    """Steps of higher numbers are there from before; the new ones must not be deleted as the oldest."""
+    for step in (10, 20, 30):
+        ckpt.save(state_of(step), tmp_path, step)
+    with ckpt.Checkpointer(tmp_path, keep=2) as saver:
+        state, start = saver.restore(state_of(0), step=10)
+        assert_same(state, state_of(10))
+        assert start == 11
+        for step in (12, 14):
+            saver.save(step, state_of(step), blocking=True)
+            assert step in saver.repository.steps()
+            assert_same(ckpt.load(tmp_path, step=step), state_of(step))

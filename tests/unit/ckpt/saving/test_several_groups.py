@@ -1,0 +1,147 @@
+"""Several groups of one job save into one repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.rank_threads import all_well, on_ranks, one_array, owner
+from helpers.repositories import assert_clean
+
+import ckpt
+from ckpt.groups.base import Group
+from ckpt.groups.threads import ThreadGroup
+from ckpt.storage.local.writer import temporary_name
+
+
+def test_rank_0_may_save_for_itself_beside_the_group(tmp_path: Path) -> None:
+    groups = ThreadGroup.make(2)
+    all_well(on_ranks(2, lambda g: ckpt.save({"a": np.ones(9)}, tmp_path, 0, group=g), groups))
+    ckpt.save({"mine": 1}, tmp_path, 1, group=None)
+    all_well(on_ranks(2, lambda g: ckpt.save({"a": np.ones(9)}, tmp_path, 1, group=g, overwrite=True), groups))
+    assert ckpt.load(tmp_path, group=None)["a"].tolist() == [1] * 9
+
+
+def test_groups_of_one_job_save_to_one_url_by_turns(tmp_path: Path) -> None:
+    """torch's default group and a mesh of the same ranks, COMM_WORLD and a duplicate of it; also some of the ranks."""
+    one, other, some = ThreadGroup.make(3), ThreadGroup.make(3), ThreadGroup.make(2)
+    for step, groups in enumerate([one, other, some, one, some, other, one]):
+        for blocking in (True, False):
+            handles = all_well(on_ranks(len(groups), lambda g: ckpt.save(
+                one_array(step), tmp_path, step, group=g, timeout=20, blocking=blocking, overwrite=not blocking,  # noqa: B023
+            ), groups))  # fmt: skip
+        for handle in handles:
+            handle.result()
+        assert ckpt.load(tmp_path, group=None)["a"].tolist() == [step] * 2000
+    ckpt.save({"mine": 1}, tmp_path, 50, group=None)
+    all_well(on_ranks(3, lambda g: ckpt.save(one_array(9), tmp_path, 51, group=g, keep=2), other))
+    assert ckpt.open(tmp_path).steps() == [50, 51]
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_group_saves_beside_what_its_rank_0_saves_alone(tmp_path: Path, written: bool) -> None:
+    groups = ThreadGroup.make(2)
+    (tmp_path / "steps").mkdir()
+    Path(temporary_name(f"{tmp_path}/steps/x")).write_bytes(b"of a killed writer")
+    with ckpt.Checkpointer(tmp_path, every=None, group=None) as alone:
+        if written:
+            alone.save(0, one_array(0))
+        for step in range(1, 9, 2):
+            handle = alone.save(step, one_array(step))
+            all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, step + 1, group=g, timeout=20), groups))  # noqa: B023
+            handle.result()
+    all_well(on_ranks(2, lambda g: ckpt.save(one_array(9), tmp_path, 9, group=g, timeout=20), groups))
+    assert ckpt.open(tmp_path).steps() == list(range(1 - written, 10))
+    assert {c.commit.generation for c in ckpt.open(tmp_path)} == {1}
+    assert_clean(tmp_path)
+
+
+def test_what_this_process_saves_through_a_group_is_no_older_run(tmp_path: Path) -> None:
+    """Which of the two comes first is chance where both save in the background."""
+    groups = ThreadGroup.make(2)
+    with ckpt.Checkpointer(tmp_path, every=None, group=None) as alone:
+        all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, 2, group=g, timeout=20), groups))
+        alone.save(1, one_array(1))
+        alone.save(3, one_array(3))
+    assert ckpt.open(tmp_path).steps() == [1, 2, 3]
+    assert {c.commit.line for c in ckpt.open(tmp_path)} == {0}
+
+
+def test_a_group_that_comes_before_anything_is_saved_alone(tmp_path: Path) -> None:
+    groups = ThreadGroup.make(2)
+    (tmp_path / "steps").mkdir()
+    Path(temporary_name(f"{tmp_path}/steps/x")).write_bytes(b"of a killed writer")
+    with ckpt.Checkpointer(tmp_path, every=None, group=None) as alone:
+        all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, 0, group=g, timeout=20), groups))
+        assert_clean(tmp_path)
+        alone.save(1, one_array(1))
+    assert ckpt.open(tmp_path).steps() == [0, 1]
+
+
+def test_tiers_of_rank_0_alone_share_no_claim_with_a_group(tmp_path: Path) -> None:
+    """What they copy keeps its name, which a later claim of the repository of record would use again."""
+    groups, url = ThreadGroup.make(2), tmp_path / "record"
+    all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), url, 0, group=g), groups))
+    with ckpt.Checkpointer(url, every=None, tiers=[ckpt.Tier(tmp_path / "near")], group=None) as alone:
+        alone.save(1, one_array(1))
+    newest = max(int(file.name.partition(".")[0]) for file in (url / "generations").iterdir())
+    assert {c.commit.generation for c in ckpt.open(url)} == {1, newest}
+
+
+def test_groups_save_to_one_url_at_the_same_time(tmp_path: Path) -> None:
+    groups = [ThreadGroup.make(2), ThreadGroup.make(2)]
+
+    def work(group: Group) -> None:
+        handles = []
+        for step in range(0, 40, 2):
+            for which, ranks in enumerate(groups):
+                handles.append(ckpt.save(one_array(step + which), tmp_path, step + which, group=ranks[group.rank],
+                                         timeout=20, blocking=False))  # fmt: skip
+        for handle in handles:
+            handle.result()
+
+    all_well(on_ranks(2, work))
+    assert ckpt.open(tmp_path).steps() == list(range(40))
+    for step in range(40):
+        assert ckpt.load(tmp_path, step=step, group=None)["a"].tolist() == [step] * 2000
+    assert_clean(tmp_path)
+
+
+def test_a_step_that_one_group_gave_up_is_saved_by_another(tmp_path: Path) -> None:
+    one, other = ThreadGroup.make(2), ThreadGroup.make(2)
+    for groups in (one, other):
+        all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, 0, group=g, overwrite=True), groups))
+    bad = lambda g: ckpt.save({"a": object() if g.rank else 1}, tmp_path, 1, group=g, timeout=20)  # noqa: E731
+    for groups in (one, other):
+        assert all(isinstance(error, ckpt.CkptError) for error in on_ranks(2, bad, groups))
+    for groups in (other, one):
+        all_well(on_ranks(2, lambda g: ckpt.save(one_array(1), tmp_path, 1, group=g, overwrite=True), groups))
+    assert ckpt.open(tmp_path).steps() == [0, 1]
+
+
+def test_the_last_group_gives_the_repository_free(tmp_path: Path) -> None:
+    one, other = ThreadGroup.make(2), ThreadGroup.make(2)
+    savers = [all_well(on_ranks(2, lambda g: ckpt.Checkpointer(tmp_path, every=1, group=g), gs)) for gs in (one, other)]
+    on_ranks(2, lambda g: savers[0][g.rank].close())
+    assert owner(tmp_path) is not None
+    all_well(on_ranks(2, lambda g: savers[1][g.rank].save(0, one_array(0)).result()))
+    all_well(on_ranks(2, lambda g: ckpt.Checkpointer(tmp_path, every=1, group=g).close(), one))
+    all_well(on_ranks(2, lambda g: savers[1][g.rank].save(1, one_array(1)).result()))
+    on_ranks(2, lambda g: savers[1][g.rank].close())
+    assert owner(tmp_path) is None
+
+
+def test_a_group_that_this_process_has_superseded_is_told_so(tmp_path: Path) -> None:
+    """Tiers count on with the same numbers, so they share no claim. What the process saves alone goes with the newest."""
+    one, other = ThreadGroup.make(2), ThreadGroup.make(2)
+    url, tier = tmp_path / "record", tmp_path / "tier"
+    all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), url, 0, group=g), one))
+    savers = all_well(on_ranks(2, lambda g: ckpt.Checkpointer(url, every=None, tiers=[ckpt.Tier(tier)], group=g), other))
+    ckpt.save({"mine": 1}, url, 1, group=None)
+    told = on_ranks(2, lambda g: ckpt.save(one_array(2), url, 2, group=g, timeout=20), one)
+    assert isinstance(told[0], ckpt.Fenced)
+    assert "this process has also begun" in str(told[0])
+    assert "one group" in str(told[0])
+    on_ranks(2, lambda g: savers[g.rank].close())
+    assert ckpt.open(url).steps() == [0, 1]

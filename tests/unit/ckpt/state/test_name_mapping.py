@@ -1,0 +1,142 @@
+"""Loading under other names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.messages import one_line
+
+import ckpt
+from ckpt.adapters.torch import ModelState
+
+torch = pytest.importorskip("torch")
+
+
+def made(*names: str, trained: bool = False, lr: float = 9.0) -> tuple[Any, Any]:
+    """Layers by name and an optimizer with a group for each of them."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
+    optimizer = torch.optim.AdamW([{"params": layer.parameters(), "lr": lr + i} for i, layer in enumerate(model.values())])
+    if trained:
+        for i, layer in enumerate(model.values()):
+            (layer(torch.full((1, 2), i + 1.0)) ** 2).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def same_layer(mine: tuple[Any, Any], name: str, saved: tuple[Any, Any], old: str) -> None:
+    """The weights, moments and options of one layer are those of another."""
+    for parameter, other in zip(mine[0][name].parameters(), saved[0][old].parameters(), strict=True):
+        assert torch.equal(parameter, other)
+        have, then = mine[1].state[parameter], saved[1].state[other]
+        assert have.keys() == then.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(have[key], then[key]) for key in then)
+    mine_group, group = (
+        next(g for g in o.param_groups if any(p is m[n].weight for p in g["params"]))
+        for (m, o), n in ((mine, name), (saved, old))
+    )
+    assert mine_group["lr"] == group["lr"]
+
+
+RENAMES: dict[str, Any] = {
+    "anywhere": {"layer8": "layer0", "layer9": "layer1"},
+    "of the model only": {r"^train\.model\.layer8": "train.model.layer0", r"^train\.model\.layer9": "train.model.layer1"},
+    "a table of weights": lambda name: {
+        f"train.model.layer{a}.{part}": f"train.model.layer{b}.{part}"
+        for a, b in ((8, 0), (9, 1)) for part in ("weight", "bias")
+    }[name] if name.startswith("train.model.") else name,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rename", RENAMES.values(), ids=RENAMES)
+@pytest.mark.parametrize("trained", [False, True])
+def test_moments_and_options_follow_renamed_parameters(tmp_path: Path, rename: Any, trained: bool) -> None:
+    saved = made("layer0", "layer1", "layer2", trained=True, lr=1.0)
+    ckpt.save({"train": ModelState(*saved)}, tmp_path)
+    mine = made("layer9", "layer8", trained=trained)  # the order of the groups does not matter
+    ckpt.load(tmp_path, {"train": ModelState(*mine)}, rename=rename)
+    same_layer(mine, "layer8", saved, "layer0")
+    same_layer(mine, "layer9", saved, "layer1")
+
+
+def test_a_layer_that_did_not_lead_its_group(tmp_path: Path) -> None:
+    """A group is called by its first parameter, which another stage may have."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("layer0", "layer1")})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    sum((layer(torch.ones(1, 2)) ** 2).sum() for layer in model.values()).backward()
+    optimizer.step()
+    ckpt.save({"train": ModelState(model, optimizer)}, tmp_path)
+    mine = made("only")
+    ckpt.load(tmp_path, {"train": ModelState(*mine)}, rename={"only": "layer1"})
+    same_layer(mine, "only", (model, optimizer), "layer1")
+
+
+def test_a_state_that_moved_as_a_whole(tmp_path: Path) -> None:
+    """A fresh optimizer has no names for its moments; with its object they come all the same, a plain one's too."""
+    saved = made("a", trained=True, lr=1.0)
+    ckpt.save({"old": {"train": ModelState(*saved), "optimizer": saved[1]}, "model": saved[0]}, tmp_path)
+    mine, plain = made("a"), made("a")
+    like = {"new": {"train": ModelState(*mine), "optimizer": plain[1]}, "net": plain[0]}
+    ckpt.load(tmp_path, like, rename={"^new": "old", "^net": "model"})
+    same_layer(mine, "a", saved, "a")
+    same_layer(plain, "a", saved, "a")
+
+
+def test_moments_that_nobody_saved_are_missed(tmp_path: Path) -> None:
+    saved, mine = made("a", trained=True), made("b")
+    before = mine[0]["b"].weight.detach().clone()
+    ckpt.save({"model": saved[0]}, tmp_path)
+    with pytest.raises(ckpt.LeafNotFound) as told:
+        ckpt.load(tmp_path, {"train": ModelState(*mine)}, rename={r"^train\.model\.b": "model.a"})
+    one_line(told, "train.optimizer", "not in step 0")
+    assert torch.equal(mine[0]["b"].weight, before)
+    ckpt.load(tmp_path, {"train": ModelState(*mine)}, rename={r"^train\.model\.b": "model.a"}, only="train.model.*")
+    assert torch.equal(mine[0]["b"].weight, saved[0]["a"].weight)
+
+
+def state(value: int) -> dict[str, Any]:
+    return {
+        "stage1": {"w": np.full(3, value)},
+        "reader": ckpt.PerRank({"buffer": np.full(2, value), "seed": value}),
+        "random": ckpt.RandomState(),
+        "keys": {(1, 2): value, 0: np.full(1, value), None: value},
+        "pair": (value, np.full(2, value)),
+    }
+
+
+def test_what_is_of_one_rank_and_keys_of_any_kind(tmp_path: Path) -> None:
+    np.random.seed(3)
+    ckpt.save(state(7), tmp_path)
+    drawn = np.random.random()
+    like = state(0)
+    like["layers"] = like.pop("stage1")
+    loaded = ckpt.load(tmp_path, like, rename={r"^layers\.": "stage1."})
+    assert np.random.random() == drawn
+    assert loaded["layers"]["w"].tolist() == [7, 7, 7]
+    assert (loaded["reader"].value["buffer"].tolist(), loaded["reader"].value["seed"]) == ([7, 7], 7)
+    assert loaded["keys"] == {(1, 2): 7, 0: np.full(1, 7), None: 7}
+    assert (loaded["pair"][0], loaded["pair"][1].tolist()) == (7, [7, 7])
+
+
+def test_a_function_that_gives_no_name(tmp_path: Path) -> None:
+    ckpt.save(state(7), tmp_path)
+    with pytest.raises(ckpt.InvalidArgument) as told:
+        ckpt.load(tmp_path, state(0), rename={"stage1.w": "stage1.w"}.get)
+    one_line(told, "rename=", "None", "a function must return a name")
+
+
+def test_a_part_is_named_as_like_names_it(tmp_path: Path) -> None:
+    ckpt.save(state(7), tmp_path)
+    rename = {r"^layers\.": "stage1."}
+
+    def like() -> dict[str, Any]:
+        return {"layers": {"w": np.zeros(3, int)}, "pair": (0, np.zeros(2, int)), "new": np.zeros(1)}
+
+    loaded = ckpt.load(tmp_path, like(), rename=rename, only="layers.*")
+    assert loaded["layers"]["w"].tolist() == [7, 7, 7]
+    assert (loaded["pair"][0], loaded["pair"][1].tolist(), loaded["new"].tolist()) == (0, [0, 0], [0])
+    with pytest.raises(ckpt.LeafNotFound) as told:  # the saved name, under which nothing would be loaded
+        ckpt.load(tmp_path, like(), rename=rename, only="stage1.*")
+    one_line(told, "`like`", "stage1.*")

@@ -1,0 +1,119 @@
+"""Damage in a tier: another tier's good copy is read, and damage is not copied."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import pytest
+from helpers.repositories import assert_all_load
+from helpers.states import assert_same, state_of
+from helpers.tier_places import Places, flip, leave, saved_everywhere, train
+from helpers.tier_places import places as places
+
+import ckpt
+from ckpt.storage.base.store import ALIGNMENT
+
+
+@pytest.mark.parametrize("kind", ["pack", "manifest/*.parquet", "manifest/*.json", "commit"])
+@pytest.mark.parametrize("which", ["memory", "nvme", "run", "memory nvme", "nvme run"])
+def test_a_flipped_byte_in_a_tier(places: Places, which: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The step comes from the next one, and the bad copy is not used again."""
+    saved_everywhere(places)
+    pattern = {"pack": "steps/*/pack/*.pack", "commit": "steps/7/commit.json"}.get(kind, f"steps/7/{kind}")
+    for name in which.split():
+        for path in getattr(places, name).glob(pattern):
+            flip(path)
+    for again in (False, True):
+        caplog.clear()
+        with warnings.catch_warnings(record=True) as told, places.open() as ck:
+            warnings.simplefilter("always")
+            state, start = ck.restore(state_of(0))
+            assert start == 8
+            assert_same(state, state_of(7))
+            met = not again and which.startswith("memory")
+            assert ("bad copy in the tier" in caplog.text) == (met or kind == "commit")
+            assert any("is removed" in str(each.message) for each in told) == (met and kind != "commit")
+            leave(ck)
+    with places.open() as ck:
+        train(ck, range(8, 10))
+        ck.wait()
+        assert_same(ckpt.load(places.memory, step=9), state_of(9))
+        assert_same(ckpt.load(places.nvme, step=9), state_of(9))
+        leave(ck)
+
+
+def test_a_flipped_byte_in_the_small_files(places: Places) -> None:
+    """Of a near place: what is in its steps does not depend on them."""
+    saved_everywhere(places)
+    for place in (places.memory, places.nvme):
+        for name in ("ckpt.json", "tier.json", "generations/*.json"):
+            for path in place.glob(name):
+                flip(path, 20)
+    with places.open() as ck:
+        state, start = ck.restore(state_of(0))
+        assert start == 8
+        assert_same(state, state_of(7))
+        train(ck, range(8, 10))
+    places.check()
+
+
+def test_rot_at_the_same_place_everywhere_falls_back(places: Places) -> None:
+    saved_everywhere(places)
+    for place in places.all():
+        for path in place.glob("steps/7/pack/*.pack"):
+            flip(path, 0)
+    with places.open() as ck:
+        with pytest.warns(UserWarning, match="loaded the older step 3"):
+            state, start = ck.restore(state_of(0))
+        assert start == 4
+        assert_same(state, state_of(3))
+        with pytest.raises(ckpt.IntegrityError):
+            ck.restore(state_of(0), step=7)
+        train(ck, range(4, 8))  # bit for bit the same blocks: they are written anew
+    assert_all_load(places.run, 7)
+
+
+def test_each_block_comes_from_a_good_copy(places: Places) -> None:
+    """No tier has a whole step any more, all together have."""
+    saved_everywhere(places)
+    packs = [sorted(place.glob("steps/7/pack/*.pack")) for place in places.all()]
+    size = packs[0][0].stat().st_size
+    for number, (path,) in enumerate(packs):
+        flip(path, (0, ALIGNMENT, size - ALIGNMENT)[number])
+    with places.open() as ck:
+        assert_same(ck.restore(state_of(0))[0], state_of(7))
+        leave(ck)
+
+
+def test_rot_is_not_promoted(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    ck = ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(3))
+    ck.wait()
+    leave(ck)
+    for path in places.memory.glob("steps/2/pack/*.pack"):
+        flip(path)
+    ck = ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier("memory")], group=None)
+    with pytest.raises(ckpt.SaveFailed, match="is damaged"):
+        ck.close()
+    assert ckpt.open(places.run).steps() == []
+    assert "could not be promoted" in caplog.text
+    with ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier("memory")], group=None) as ck:
+        assert ck.restore(state_of(0))[1] == 2
+        train(ck, range(2, 4))
+    assert_all_load(places.run, 3)
+
+
+def test_a_bad_pack_in_the_repository_of_record_is_written_anew(places: Places) -> None:
+    """It was found by a load; the next step that needs it brings a good one."""
+    saved_everywhere(places)
+    for place in (places.memory, places.nvme):
+        shutil.rmtree(place)
+    bad = [*places.run.glob("steps/*/pack/*.pack")]
+    for path in bad:
+        flip(path, 0)
+    with pytest.raises(ckpt.IntegrityError):
+        ckpt.load(places.run)
+    with places.open() as ck:
+        train(ck, range(8, 9))
+    assert_same(ckpt.load(places.run, step=8), state_of(8))

@@ -1,0 +1,183 @@
+"""Tiers that are full, limited, read-only or unusable."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from helpers.failing_store import FailingStore
+from helpers.messages import one_line
+from helpers.repositories import assert_all_load
+from helpers.states import assert_same, state_of
+from helpers.tier_places import FullStore, Places, leave, train
+from helpers.tier_places import places as places
+
+import ckpt
+from ckpt.storage.local.directory import LocalStore
+
+
+def test_a_full_repository_of_record(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    """Training goes on in the nearer tiers; it is told once, and at the end."""
+    store = FullStore(LocalStore(places.run))
+    ck = places.open(store)
+    for step in range(8):
+        ck.step(step, state_of(step))
+    with pytest.raises(ckpt.SaveFailed, match="the disk is full"):
+        ck.wait()
+    assert caplog.text.count("could not be promoted") == 1
+    ck.step(8, state_of(8))
+    with pytest.raises(ckpt.SaveFailed) as told:
+        ck.close()
+    one_line(told, "promoting to", "the disk is full")
+    assert places.steps()[2] == []
+    assert places.steps()[0][-1] == 8, "the nearer copy stays"
+    store.full = False
+    with places.open(store) as ck:
+        state, start = ck.restore(state_of(0))
+        assert start == 9
+        assert_same(state, state_of(8))
+    assert_all_load(places.run, 8)
+
+
+def test_a_full_tier_between_keeps_nothing_from_the_last(places: Places) -> None:
+    ck = places.open(near=FullStore(LocalStore(places.nvme)))
+    train(ck, range(7))
+    with pytest.raises(ckpt.SaveFailed, match=r"promoting to .*nvme.*the disk is full"):
+        ck.close()
+    assert places.steps()[1:] == [[], [3, 6]]
+    assert_all_load(places.run, 6)
+
+
+@pytest.mark.parametrize("method", ["put", "put_new", "create", "append", "commit", "list"])
+def test_a_promotion_that_fails_once_is_tried_again(places: Places, method: str) -> None:
+    store = FailingStore(LocalStore(places.run))
+    with places.open(store) as ck:
+        train(ck, range(3))
+        ck.wait()
+        store._method, store._at = method, store.calls.get(method, 0) + 1
+        ck.step(3, state_of(3))
+        ck._require_open().wait()
+        for _ in range(2):
+            try:
+                ck.wait()
+            except ckpt.SaveFailed as error:
+                assert "injected" in str(error)
+        assert store.failed
+        ck.wait()
+        assert places.steps()[2] == [3]
+    places.check()
+
+
+def test_the_newest_wins(places: Places) -> None:
+    """Steps come faster than they can be promoted: those between are skipped, and what is copied is not deleted."""
+    store = FullStore(LocalStore(places.run))
+    store.full = False
+    store.gate.clear()
+    with places.open(store, every=1) as ck:
+        train(ck, range(1))
+        while not store.began:
+            threading.Event().wait(0.001)
+        for step in range(1, 9):
+            ck.step(step, state_of(step)).result()
+        assert {0, 7, 8} <= set(places.steps()[0]), "step 0 is being copied, step 8 waits"
+        assert not {1, 3, 5} & set(places.steps()[0]), "those between, but for an even one that still comes to the disk"
+        store.gate.set()
+        ck.wait()
+        assert places.steps()[2] == [0, 8]
+    places.check()
+
+
+def test_a_near_place_that_is_full(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    """In the background that step is lost, and the next one goes further; with `blocking` none is."""
+    store = FullStore(LocalStore(places.base / "near"))
+    with ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier(store)], group=None) as ck:
+        ck.save(0, state_of(0), blocking=True)
+        assert ckpt.open(places.run).steps() == [0]
+        assert caplog.text.count("could not be saved to the tier") == 1
+        ck.step(1, state_of(1))
+        ck.wait()
+        assert ckpt.open(places.run).steps() == [0, 1]
+        store.full = False
+        ck.step(2, state_of(2))
+        ck.step(3, state_of(3))
+        assert ckpt.open(places.base / "near").steps()[-1:] in ([2], [3])
+    assert assert_all_load(places.run, 3) == [0, 1, 3]
+
+
+def test_a_small_tmpfs(places: Places, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Really full."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], capture_output=True, check=False)
+    if mount.returncode:
+        pytest.skip("mounting takes root")
+    try:
+        with ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier(small / "t", keep=5)], group=None) as ck:
+            for step in range(12):
+                ck.save(step, state_of(step), blocking=True)
+            assert ck.repository.steps() == list(range(12))
+        assert "the disk is full" in caplog.text
+        assert_all_load(places.run, 11)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_the_limit_of_a_tier(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    """No step is lost where it does not fit, and it is said."""
+    tiers = [ckpt.Tier("memory", limit=300_000), ckpt.Tier(places.nvme, every=100)]
+    with ckpt.Checkpointer(places.run, every=None, tiers=tiers, group=None) as ck:
+        for step in range(9):
+            ck.step(step, state_of(step)).result()
+            held = sum(path.stat().st_size for path in places.memory.glob("steps/**/*.*"))
+            assert held <= 300_000
+        assert set(ck.repository.steps()) >= {7, 8}
+        assert set(places.steps()[1]), "some went on to the next"
+        assert "of at most 0.000 GB" in caplog.text
+        assert "higher limit=" in caplog.text
+    assert_all_load(places.run, 8)
+
+
+def test_a_tier_that_cannot_be_used_is_left_out(places: Places) -> None:
+    """A broken disk must not keep a job from training."""
+    places.nvme.write_text("no folder")
+    with pytest.warns(UserWarning, match="the tier .*nvme is not used"):
+        ck = places.open()
+    with ck:
+        train(ck, range(5))
+        ck.wait()
+        assert ckpt.open(places.memory).steps() == [3, 4]
+        assert ckpt.open(places.run).steps() == [3]
+    shutil.rmtree(places.memory)
+    places.memory.write_text("no folder")
+    with pytest.warns(UserWarning, match="is not used"):
+        ck = places.open()
+    with ck:
+        assert ck.restore(state_of(0))[1] == 5
+        train(ck, range(5, 9))
+    assert assert_all_load(places.run, 7) == [4, 7], "its own rhythm holds where nothing is nearer"
+
+
+def test_a_tier_that_can_only_be_read(places: Places) -> None:
+    """As where it is two nodes, and one of them is lost. What is only there is found."""
+    ck = places.open()
+    train(ck, range(6))
+    ck._require_open().wait()
+    ck._tiers.wait_ignoring_errors()  # type: ignore[union-attr]
+    leave(ck)
+    assert [steps[-1] for steps in places.steps()] == [5, 5, 3]
+    shutil.rmtree(places.memory)
+    broken = FailingStore(LocalStore(places.nvme), "put_new", 1)
+    with pytest.warns(UserWarning, match="the tier .*nvme is not used"):
+        ck = places.open(near=broken)
+    with ck:
+        state, start = ck.restore(state_of(0))
+        assert start == 6
+        assert_same(state, state_of(5))
+        train(ck, range(6, 9))
+        ck.wait()
+    assert broken.failed
+    assert assert_all_load(places.run, 8)[-1] == 8
+    places.check()

@@ -1,0 +1,169 @@
+"""Tiers: saves land in the nearest tier, are copied whole, and load from the nearest good copy."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.messages import one_line
+from helpers.repositories import assert_all_load, files, reachable
+from helpers.states import assert_same, state_of
+from helpers.tier_places import Places, leave, train
+from helpers.tier_places import places as places
+
+import ckpt
+from ckpt.tiers.tier_spec import memory_folder_name
+
+
+def test_each_place_has_its_own_steps(places: Places) -> None:
+    with places.open() as ck:
+        for step in range(10):
+            ck.step(step, state_of(step))
+            ck.wait()
+        assert places.steps() == [[8, 9], [7, 9], [3, 7]]
+        assert ck.repository.steps() == [3, 7, 8, 9]
+        places.check()  # packs of earlier steps that are referred to came along
+    assert places.steps() == [[], [7, 9], [7, 9]], "the newest step is in the repository of record, and the memory is free"
+    assert {name.split("/")[0] for name in files(places.memory)} == {"ckpt.json", "tier.json", "generations"}
+    places.check()
+    for place in (places.nvme, places.run):
+        assert {name for name in files(place) if name.startswith("steps/")} == reachable(place)
+
+
+def test_a_save_that_was_asked_for_comes_everywhere(places: Places) -> None:
+    with places.open(every=None) as ck:
+        assert ck.save(4, state_of(4)).result().step == 4
+        ck.wait()
+        assert places.steps() == [[4], [4], [4]]
+
+
+def test_places_that_go_by_time(places: Places) -> None:
+    """They take the next step that a nearer one has; the newest comes to the last one in any case."""
+    hour, now = timedelta(hours=1), timedelta(0)
+    tiers = [ckpt.Tier("memory", keep=3), ckpt.Tier(places.nvme, every=now, keep=None)]
+    with ckpt.Checkpointer(places.run, every=hour, tiers=tiers, group=None) as ck:
+        for step in range(3):
+            ck.step(step, state_of(step))
+            ck.wait()
+        assert places.steps() == [[0, 1, 2], [0, 1, 2], []]
+    assert places.steps() == [[], [0, 1, 2], [2]]
+    tiers = [ckpt.Tier("memory", every=hour), ckpt.Tier(places.nvme, every=None)]
+    with ckpt.Checkpointer(places.run, every=4, tiers=tiers, group=None) as ck:
+        train(ck, range(3, 7))
+        ck.wait()
+        assert places.steps() == [[3], [0, 1, 2], [2, 3]], "the near one is due because the last one is"
+        ck.save(6, state_of(6))
+    assert_all_load(places.run, 6)
+
+
+def test_a_restart_finds_what_is_only_in_memory_and_promotes_it(places: Places) -> None:
+    ck = places.open()
+    for step in range(7):
+        ck.step(step, state_of(step))
+        ck.wait()
+    leave(ck)
+    shutil.rmtree(places.run / "steps")  # as if killed before any promotion
+    assert places.steps() == [[5, 6], [3, 5], []]
+    with places.open() as ck:
+        state, start = ck.restore(state_of(0))
+        assert start == 7
+        assert_same(state, state_of(6))
+        ck.wait()
+        assert places.steps() == [[5, 6], [3, 5], [3]], "what is due there by its number"
+    assert places.steps()[2] == [3, 6]
+    places.check()
+
+
+def test_a_new_machine_has_no_memory(places: Places) -> None:
+    with places.open() as ck:
+        train(ck, range(6))
+    shutil.rmtree(places.memory)
+    with places.open() as ck:
+        state, start = ck.restore(state_of(0))
+        assert start == 6
+        assert_same(state, state_of(5))
+        train(ck, range(6, 9))
+    assert places.steps()[2][-1] == 8
+    places.check()
+
+
+def test_after_a_roll_back_the_later_save_of_a_step_wins(places: Places) -> None:
+    with places.open(every=1) as ck:
+        for step in range(4):
+            train(ck, range(step, step + 1))
+            ck.wait()  # else a step may be left out where copying is slower
+    with places.open(every=8) as ck:
+        ck.restore(state_of(0), step=2)
+        changed = {**state_of(3), "name": "again"}
+        ck.step(3, changed)
+        assert_same(ck.restore(state_of(0))[0], changed)
+    assert_same(ckpt.load(places.run), changed)
+    with places.open() as ck:
+        assert_same(ck.restore(state_of(0))[0], changed)
+
+
+def test_steps_of_another_repository_are_refused(places: Places) -> None:
+    ck = places.open()
+    train(ck, range(1))
+    leave(ck)
+    shutil.rmtree(places.run)
+    with pytest.raises(ckpt.InvalidArgument) as told:
+        places.open()
+    one_line(told, str(places.memory), "not of the one at", "delete the folder")
+
+
+@pytest.mark.parametrize(
+    ("tiers", "word"),
+    [
+        (lambda p: [ckpt.Tier(p.run)], "have the same URL"),
+        (lambda p: [ckpt.Tier("memory"), ckpt.Tier("memory")], "have the same URL"),
+    ],
+)
+def test_a_place_twice(places: Places, tiers: Any, word: str) -> None:
+    with pytest.raises(ckpt.InvalidArgument, match=word):
+        ckpt.Checkpointer(places.run, tiers=tiers(places), group=None)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(("every", value) for value in (0, -1, True, 2.5, "10", "often", timedelta(seconds=-1), [1])),
+        *(("keep", value) for value in (False, 1.5, "2")),
+        *(("limit", value) for value in (0, -1, True, 1e9, "1GB")),
+    ],
+)
+def test_a_tier_that_makes_no_sense(argument: str, value: Any) -> None:
+    say = "use a number of steps" if argument == "keep" else "use a positive number of"
+    with pytest.raises(ckpt.InvalidArgument, match=re.escape(f"{argument}={value!r}: {say}")):
+        ckpt.Tier("memory", **{argument: value})
+
+
+def test_a_tier_that_keeps_nothing() -> None:
+    with pytest.raises(ckpt.InvalidArgument, match="at least the last step must be kept"):
+        ckpt.Tier("memory", keep=0)
+
+
+def test_a_tier_that_makes_sense() -> None:
+    for every in (1, timedelta(0), timedelta(seconds=1), "auto", None):
+        ckpt.Tier("memory", every=every, keep=None, limit=1)  # type: ignore[arg-type]
+    assert ckpt.Tier("memory", keep=ckpt.Keep(2, every=10)).keep == ckpt.Keep(2, every=10)
+
+
+def test_without_ckpt_run_memory_is_a_folder_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_MEMORY", raising=False)
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no shared memory")
+    memory = Path(f"/dev/shm/ckpt-{os.getuid()}") / memory_folder_name((tmp_path / "run").as_uri())
+    try:
+        ck = ckpt.Checkpointer(tmp_path / "run", tiers=[ckpt.Tier("memory")], every=100, group=None)
+        ck.step(0, state_of(0))
+        leave(ck)
+        assert_all_load(memory, 0)
+        assert memory.parent.stat().st_mode & 0o077 == 0
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)

@@ -1,0 +1,178 @@
+"""Many ranks save into tiers, are killed, and load into other layouts."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.processes import python
+from helpers.rank_threads import all_well, on_ranks
+from helpers.tier_places import FullStore, Places, leave, shard_of
+from helpers.tier_places import places as places
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt.format.manifest import Row
+from ckpt.groups.base import Group
+from ckpt.state.boxes import Box
+from ckpt.storage.base.store import ALIGNMENT
+from ckpt.storage.local.directory import LocalStore
+from ckpt.tiers.copy_step import _copy_ranges
+
+
+def test_ranks_that_go_by_time(places: Places) -> None:
+    def work(group: Group) -> list[int]:
+        tiers = [ckpt.Tier("memory", every="auto")]
+        with ckpt.Checkpointer(places.run, every=5, tiers=tiers, group=group, timeout=30) as ck:
+            handles = [ck.step(step, shard_of(group.rank, 2, step)) for step in range(12)]
+        return [handle.step for handle in handles if handle is not None]
+
+    saved = all_well(on_ranks(2, work))
+    assert saved[0] == saved[1]
+    assert {0, 4, 9} <= set(saved[0])
+    assert ckpt.open(places.run).steps()[-1] == saved[0][-1]
+
+
+def test_ranks_save_near_and_load_into_other_layouts(places: Places) -> None:
+    def work(group: Group) -> None:
+        ck = places.open(group=group)
+        for step in range(6):
+            ck.step(step, shard_of(group.rank, 4, step)).result()
+        ck.wait()
+        leave(ck)
+
+    all_well(on_ranks(4, work))
+    shutil.rmtree(places.run / "steps")
+    assert places.steps()[0] == [4, 5]
+
+    def reload(size: int) -> Any:
+        def load(group: Group) -> None:
+            ck = places.open(group=group)
+            state, start = ck.restore(shard_of(group.rank, size, 0))
+            assert start == 6
+            assert np.array_equal(state["w"].local, shard_of(group.rank, size, 5)["w"].local)
+            ck.step(6, shard_of(group.rank, size, 6))
+            ck.close()
+
+        return load
+
+    all_well(on_ranks(2, reload(2)))
+    assert np.array_equal(ckpt.load(places.run, step=6)["w"], np.arange(6400.0).reshape(64, 100) * 7)
+
+
+def test_what_ranks_have_freed_is_no_damage_to_the_next(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    """The record of the last step stays, as a rank may still wait for it, and goes with the next start."""
+
+    def work(group: Group) -> int:
+        with ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=group) as ck:
+            _, start = ck.restore(shard_of(group.rank, 2, 0))
+            for step in range(start, start + 2):
+                ck.step(step, shard_of(group.rank, 2, step))
+        return start
+
+    assert all_well(on_ranks(2, work)) == [0, 0]
+    assert all_well(on_ranks(2, work)) == [2, 2]
+    assert "falling back" not in caplog.text
+    assert [path.parent.name for path in places.memory.rglob("commit.json")] == ["3"]
+
+
+RANK = """
+import os, sys, ckpt
+from pathlib import Path
+from helpers.tier_places import Places, shard_of
+rank = int(os.environ["RANK"])
+with Places(Path(sys.argv[1])).open(group="auto", timeout=60) as ck:
+    state, start = ck.restore(shard_of(rank, 2, 0))
+    assert start == 0 or (state["w"].local == shard_of(rank, 2, start - 1)["w"].local).all()
+    print("start", start, flush=True)
+    for step in range(start, start + int(sys.argv[2])):
+        ck.step(step, shard_of(rank, 2, step)).result()
+        print(step, flush=True)
+"""
+
+
+def test_ranks_that_are_killed_lose_no_step(places: Places) -> None:
+    """Processes that know of each other by the environment alone. Every acknowledged step is found again."""
+    newest = -1
+    for attempt, (steps, victim) in enumerate(((1000, 1), (1000, 0), (5, None))):
+        ranks = [
+            python(
+                RANK, places.base, steps,
+                env={"RANK": str(rank), "WORLD_SIZE": "2", "CKPT_RUN_ID": f"{places.base.name}-{attempt}"},
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            lines = [rank.stdout.readline().split() for rank in ranks if rank.stdout]
+            assert lines[0] == lines[1] != [], [rank.communicate()[1] for rank in ranks if rank.poll()]
+            assert int(lines[0][1]) > newest, "an acknowledged step is lost"
+            if victim is None:
+                assert [rank.wait(60) for rank in ranks] == [0, 0]
+                break
+            seen = ranks[1 - victim].stdout
+            assert seen is not None
+            newest = max(int(seen.readline()) for _ in range(5))
+            ranks[victim].kill()
+            ranks[1 - victim].kill()
+            newest = max([newest, *map(int, seen.read().split())])
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+    found = ckpt.open(places.run).steps()
+    assert found[-1] == int(lines[0][1]) + 4
+    for step in found:
+        assert np.array_equal(ckpt.load(places.run, step=step)["w"], np.arange(6400.0).reshape(64, 100) * (step + 1))
+
+
+def test_ranks_agree_where_to_save_when_a_tier_is_full(places: Places) -> None:
+    """One rank meets the full disk; the step is lost there for all, and all go further with the next."""
+    stores = [FullStore(LocalStore(places.base / "near")) for _ in range(4)]
+    for store in stores[:2] + stores[3:]:
+        store.full = False
+
+    def work(group: Group) -> None:
+        tiers = [ckpt.Tier(stores[group.rank])]
+        ck = ckpt.Checkpointer(places.run, every=100, tiers=tiers, group=group, timeout=30)
+        for step in range(6):
+            ck.step(step, shard_of(group.rank, 4, step))
+        if group.rank == 2:
+            stores[2].full = False
+        ck.close()
+
+    all_well(on_ranks(4, work))
+    assert ckpt.open(places.run).steps()[-1] == 5
+    for step in ckpt.open(places.run).steps():
+        assert np.array_equal(ckpt.load(places.run, step=step)["w"], np.arange(6400.0).reshape(64, 100) * (step + 1))
+
+
+def test_ranks_and_the_limit(places: Places) -> None:
+    def work(group: Group) -> None:
+        tiers = [ckpt.Tier("memory", limit=100_000)]
+        ck = ckpt.Checkpointer(places.run, every=100, tiers=tiers, group=group, timeout=30)
+        for step in range(5):
+            ck.step(step, shard_of(group.rank, 2, step))
+        ck.close()
+
+    all_well(on_ranks(2, work))
+    assert ckpt.open(places.run).steps()[-1] == 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20_000_000)), max_size=8), st.integers(0, 40_000_000))
+def test_the_pieces_of_a_pack_make_it_whole(blocks: list[tuple[int, int]], rest: int) -> None:
+    rows, at = [], 0
+    for gap, stored in blocks:
+        at += gap * ALIGNMENT
+        rows.append(Row("x", "u1", (1,), Box((0,), (1,)), "p", at, stored, stored, 0, 1, None, b"", None, b""))
+        at += -(-stored // ALIGNMENT) * ALIGNMENT
+    nbytes = at + rest
+    end = 0
+    for begin, stop, row in _copy_ranges(rows, nbytes):
+        assert begin == end < stop
+        assert begin % ALIGNMENT == 0
+        assert row is None or (row.position == begin and row.stored <= stop - begin)
+        end = stop
+    assert end == nbytes

@@ -1,0 +1,70 @@
+"""Which steps a loop saves and keeps."""
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt
+from ckpt.training.save_interval import daly_interval_seconds
+
+
+def test_keep_last_and_every(tmp_path):
+    with ckpt.Checkpointer(tmp_path / "r", every=1, keep=ckpt.Keep(last=2, every=5)) as ck:
+        for step in range(13):
+            ck.step(step, {"x": np.full(10, step)})
+            ck.wait()
+    assert ckpt.open(tmp_path / "r").steps() == [0, 5, 10, 11, 12]
+
+
+def test_a_step_is_replaced_only_on_request(tmp_path):
+    ckpt.save({"x": np.zeros(3)}, tmp_path / "r", step=5)
+    with pytest.raises(ckpt.AlreadyExists, match=r"step 5 .* overwrite=True"):
+        ckpt.save({"x": np.ones(3)}, tmp_path / "r", step=5)
+    ckpt.save({"x": np.ones(3)}, tmp_path / "r", step=5, overwrite=True)
+    assert ckpt.load(tmp_path / "r")["x"].tolist() == [1, 1, 1]
+    assert len(list((tmp_path / "r/steps/5/pack").iterdir())) == 1
+
+
+def test_the_loop(tmp_path):
+    for begin in (0, 7, 14):
+        with ckpt.Checkpointer(tmp_path / "r", every=3, keep=3) as ck:
+            state, start = ck.restore({"w": np.zeros(5), "step": -1})
+            assert start == (0 if not begin else begin - begin % 3)
+            assert state["step"] == start - 1
+            for step in range(start, begin + 7):
+                state["w"] += 1
+                state["step"] = step
+                ck.step(step, state, loss=1.0)
+    assert ckpt.open(tmp_path / "r").steps() == [14, 17, 20]
+    assert ckpt.load(tmp_path / "r")["w"].tolist() == [21.0] * 5
+    with ckpt.Checkpointer(tmp_path / "r", every=1) as ck:
+        assert ck.step(30, {"w": np.zeros(1)}, loss=float("nan")) is None
+        assert ck.step(31, {"w": np.zeros(1)}, loss=torch.tensor(2.0)) is not None
+    assert ckpt.open(tmp_path / "r").steps()[-1] == 31
+
+
+def test_when_a_save_is_due(tmp_path):
+    state = {"x": np.zeros(1)}
+    with ckpt.Checkpointer(tmp_path / "r", every=timedelta(seconds=0)) as ck:
+        assert ck.step(0, state) is not None
+    with ckpt.Checkpointer(tmp_path / "r", every=timedelta(hours=1)) as ck:
+        assert ck.step(1, state) is None
+    with ckpt.Checkpointer(tmp_path / "r") as ck:
+        assert ck.step(2, state) is None  # "auto": minutes, for a save that costs so little
+    with ckpt.Checkpointer(tmp_path / "r", every=None) as ck:
+        assert ck.step(3, state) is None
+        assert ck.save(3, state).result().step == 3
+    with pytest.raises(ckpt.CkptError, match="closed"):
+        ck.step(4, state)
+    for wrong in ({"every": 0}, {"in_flight": 0}):
+        with pytest.raises(ValueError):
+            ckpt.Checkpointer(tmp_path / "r", **wrong)
+
+
+def test_interval_of_daly():
+    assert daly_interval_seconds(1, 7200) == pytest.approx(120, rel=0.02)
+    assert daly_interval_seconds(60, 7200) == pytest.approx(889, rel=0.02)
+    assert daly_interval_seconds(1e9, 60) == 60
+    assert daly_interval_seconds(0.1) < daly_interval_seconds(1) < daly_interval_seconds(10)

@@ -1,0 +1,268 @@
+"""Sums and names of the goodput ledger, its picture and its metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+
+import click
+import pytest
+from helpers.ledgers import ROUNDING, assert_no_gap
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.recovery.agent import metrics
+from ckpt.recovery.goodput.ledger import (
+    LEDGER_FILE,
+    TIME_CATEGORIES,
+    GoodputLedger,
+    LedgerSpan,
+    ledger_file_name,
+    merge_ledgers,
+    process_start_time,
+    read_ledgers,
+    total_seconds_by_category,
+)
+from ckpt.recovery.policy.decide import Failure
+from ckpt.recovery.run_log import entry_drafts
+from ckpt.recovery.run_log.base import Draft, LogEntry
+from ckpt.recovery.run_log.run_spec import RunSpec
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.storage.base.errors import CkptError
+from ckpt.tools import run_queries as commands
+from ckpt.training.heartbeat_page import HeartbeatPage
+
+
+@pytest.mark.parametrize("attempts", [0, 1, 3, 40])
+def test_pictures_of_any_run(tmp_path: Path, attempts: int) -> None:
+    """None at all, one, some, very many attempts; with steps and without."""
+    pytest.importorskip("matplotlib")
+    from ckpt.tools.run_plots import draw_run
+
+    found, entries, at = [], [], 1e9
+    for attempt in range(attempts):
+        for name, seconds in (("spawn", 2.0), ("redo", 1.0), ("useful", 30.0), ("stop", 0.1)):
+            at += seconds
+            step = 30 * attempt if attempts == 3 else -1
+            found.append(LedgerSpan(at, name, seconds, attempt, step, 30 * attempt - 1))  # type: ignore[arg-type]
+        facts = {"ranks": [1], "cause": "signal"}
+        entries.append(LogEntry(attempt, at - 0.05, attempt, "failure", "was killed by SIGKILL", facts))
+    draw_run(found, entries, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    """A run on two hosts that b led from the middle on, and that was asked to end."""
+    record = SqliteRunLog(tmp_path)
+    drafts = [
+        entry_drafts.draft_run(0, "r", RunSpec(("true",), 2, hosts=2)),
+        Draft(0, "lead", "a coordinates", {"name": "a"}),
+        Draft(0, "start", "4 ranks on a, b: true", {"members": [], "memory": []}),
+        Draft(0, "lead", "b coordinates from now on, as a is gone", {"name": "b"}),
+        entry_drafts.draft_failure(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
+        Draft(0, "decision", "it was asked to end", {"action": "halt", "wait": 0.0, "status": 143}),
+    ]
+    assert record.append(0, drafts)
+    record.close()
+    for name in "ab":
+        ledger = GoodputLedger(tmp_path / ledger_file_name(name), time.monotonic() - 1)
+        ledger.account("useful", 0)
+        ledger.close()
+    return tmp_path
+
+
+def ask(command: click.Command, folder: Path, *options: str) -> int:
+    return int(command.main(["--run-dir", str(folder), *options], standalone_mode=False))
+
+
+def test_an_end_that_was_wanted_is_no_failure(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ask(commands.report, asked) == 0
+    said = capfd.readouterr()
+    assert "; 0 failures\n" in said.out
+    assert not said.err
+    assert ask(commands.report, asked, "--prometheus") == 0
+    assert "ckpt_run_failures_total" not in capfd.readouterr().out
+
+
+def test_a_report_says_whose_time_is_not_in_it(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (asked / ledger_file_name("a")).unlink()
+    assert ask(commands.report, asked) == 0
+    assert "this is only a part of the time: a also coordinated" in capfd.readouterr().err
+    assert ask(commands.report, asked, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["not_here"] == ["a"]
+
+
+def test_a_report_without_a_ledger(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is elsewhere, and says who had it."""
+    entries = commands._open_entries(asked, None)
+    monkeypatch.setattr(commands, "_open_entries", lambda *_: entries)
+    with pytest.raises(CkptError, match="has no ledger of this run; give the --run-dir of a or b"):
+        ask(commands.report, asked / "none", "--state", "etcd://127.0.0.1:1/lab")
+
+
+def test_what_is_asked_of_a_run_that_is_no_more(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its agents were killed, or it has ended: all say the same."""
+    for text in ("its agents are gone", "it was asked to end"):
+        assert ask(commands.status, asked) == 1
+        assert capfd.readouterr().out.startswith(f"it does not run: {text}")
+        for command in (commands.plan, commands.drain):
+            with pytest.raises(CkptError, match=f"it does not run: {text}"):
+                ask(command, asked)
+        with contextlib.closing(SqliteRunLog(asked)) as record:
+            record.append(6, [Draft(0, "end", "it was asked to end", {"status": 143})])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(TIME_CATEGORIES), st.integers(0, 2), st.floats(0, 0.01), st.booleans()), max_size=20))
+def test_the_sum_is_the_time(tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, int, float, bool]]) -> None:
+    folder = tmp_path_factory.mktemp("ledger")
+    began = time.monotonic()
+    ledger = GoodputLedger(folder / LEDGER_FILE, began)
+    for name, attempt, seconds, instead in calls:
+        if instead:
+            ledger.relabel(name, seconds)  # type: ignore[arg-type]
+        else:
+            ledger.account(name, attempt)  # type: ignore[arg-type]
+    before = time.monotonic()
+    ledger.close()
+    found = read_ledgers(folder)
+    assert_no_gap(found)
+    assert before - began - ROUNDING <= sum(total_seconds_by_category(folder).values()) <= time.monotonic() - began + ROUNDING
+    assert all(line.seconds > 0 for line in found)
+
+
+def test_what_was_noticed_late_changes_its_name(tmp_path: Path) -> None:
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 10)
+    ledger.account("useful", 0)
+    ledger.relabel("detect", 4)
+    ledger.account("stop", 0)
+    ledger.account("useful", 1)
+    ledger.relabel("wait", 100)  # no more than this attempt has
+    ledger.close()
+    seconds = total_seconds_by_category(tmp_path)
+    assert seconds["useful"] == pytest.approx(6, abs=0.1)
+    assert seconds["detect"] == pytest.approx(4, abs=1e-5)
+    assert "stop" in seconds
+    assert [line.attempt for line in read_ledgers(tmp_path) if line.name == "wait"] == [1]
+
+
+def test_a_long_line_is_cut_where_the_job_goes_on(tmp_path: Path) -> None:
+    """So that the ledger says how far it was; not where nothing is done, and ever more rarely."""
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, began := time.monotonic() - 1000)
+    ledger._until = began + 990  # a line of eleven seconds, from here on
+    for step in (-1, 0, 1, 2):
+        ledger.account("useful", 0, step, step)
+        ledger._began -= 11
+    ledger.account("wait", 0, 2, 2)
+    ledger.close()
+    found = [(line.name, line.step) for line in read_ledgers(tmp_path)]
+    assert found == [("spawn", -1), ("useful", 0), ("useful", 1), ("useful", 2), ("wait", 2)]
+
+
+def test_what_was_noticed_late_changes_lines_that_had_ended(tmp_path: Path) -> None:
+    """Also such as are on the disk; ranks that wait for a lost one change from one name to another meanwhile."""
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 3)
+    for name in ("useful", "stall", "useful"):
+        ledger.account(name, 0)  # type: ignore[arg-type]
+        time.sleep(0.05)
+    ledger.account("stall", 0)
+    ledger._write_spans()
+    assert len(read_ledgers(tmp_path)) > 2
+    ledger.relabel("detect", 2.0)
+    ledger.close()
+    found = read_ledgers(tmp_path)
+    assert_no_gap(found)
+    assert [line.name for line in found] == ["useful", "detect"]
+    assert found[1].seconds == pytest.approx(2.0, abs=0.1)
+
+
+def test_who_stood_still_counts_no_second_twice() -> None:
+    """a leads to 10 and stands still; b leads from there to 20, c, in whose place a comes again, from there."""
+    a = [
+        LedgerSpan(5, "spawn", 5, 0, since=0.0),
+        LedgerSpan(18, "useful", 13, 0, since=0.0),
+        LedgerSpan(19, "stall", 1, 0, since=0.0),
+    ]
+    b = [LedgerSpan(20, "detect", 10, 0, since=10.0), LedgerSpan(25, "useful", 5, 1, since=10.0)]
+    again = [LedgerSpan(30, "useful", 10, 1, since=20.0)]
+    found = merge_ledgers([b, a + again])
+    assert_no_gap(found)
+    assert [(line.name, line.seconds) for line in found] == [("spawn", 5), ("useful", 5), ("detect", 10), ("useful", 10)]
+    assert merge_ledgers([a]) == a
+    assert merge_ledgers([]) == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.1, 9), st.floats(0, 9)), min_size=1, max_size=8))
+def test_the_time_of_many_leaders_is_the_time(terms: list[tuple[str, float, float]]) -> None:
+    """Each begins where the one before has ended, which goes on for a while."""
+    files: dict[str, list[LedgerSpan]] = {name: [] for name in "abc"}
+    at = 1e9
+    for (name, seconds, more), (after, *_) in pairwise([*terms, ("", 0.0, 0.0)]):
+        more = more if after not in ("", name) else 0.0
+        files[name].append(LedgerSpan(at + seconds + more, "useful", seconds + more, 0, since=at))
+        at += seconds
+    found = merge_ledgers(list(files.values()))
+    assert_no_gap(found)
+    assert sum(line.seconds for line in found) == pytest.approx(at - 1e9, abs=1e-4)
+
+
+def test_a_line_that_a_crash_has_cut_off(tmp_path: Path) -> None:
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 5)
+    ledger.account("useful", 0)
+    ledger.close()
+    whole = read_ledgers(tmp_path)
+    with (tmp_path / LEDGER_FILE).open("a") as file:
+        file.write('{"at": 17, "name": "use')
+    again = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 3)
+    again.account("redo", 1)
+    again.close()
+    assert read_ledgers(tmp_path)[: len(whole)] == whole
+    assert [line.name for line in read_ledgers(tmp_path)[len(whole) :]] == ["redo"]
+    assert read_ledgers(tmp_path / "none") == []
+
+
+def test_when_a_process_began() -> None:
+    code = "import time; from ckpt.recovery.goodput.ledger import process_start_time as b; print(b(), time.monotonic())"
+    before = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    began, then = map(float, done.stdout.split())
+    tick = 1 / os.sysconf("SC_CLK_TCK")  # in which the system counts when a process began
+    assert before - tick <= began < then <= time.monotonic()
+    assert process_start_time() <= time.monotonic()
+
+
+def test_a_loss_that_nobody_gave_is_no_metric(tmp_path: Path) -> None:
+    page = HeartbeatPage(tmp_path / "0-0", new=True)
+    page.beat(1, 3)
+    assert "ckpt_run_loss" not in metrics.render_metrics([], {}, True, {0: page.read()})
+    page.publish_loss(0.0)
+    assert "ckpt_run_loss 0.0\n" in metrics.render_metrics([], {}, True, {0: page.read()})
+
+
+def test_metrics_over_http() -> None:
+    web = metrics.serve("127.0.0.1", 0, lambda: metrics.render_metrics([], {"useful": 1.0}, True))
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/metrics", timeout=30) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert re.search(r'^ckpt_run_seconds_total\{name="useful"\} 1.0$', answer.read().decode(), re.MULTILINE)
+        with pytest.raises(OSError):
+            metrics.serve("127.0.0.1", web.port, str)
+    finally:
+        web.close()
+
+
+def test_a_lost_host_in_the_picture() -> None:
+    from ckpt.tools.run_plots import _describe_cause
+
+    lost = LogEntry(3, 0.0, 1, "failure", "says nothing for 3 s", {"cause": "lost", "ranks": [], "host": "a"})
+    assert _describe_cause(lost) == "host a says nothing for 3 s"

@@ -1,0 +1,42 @@
+"""Progress fills the budget of restarts; without progress a job is given up."""
+
+from __future__ import annotations
+
+from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
+
+
+def failure(step: int = 5, committed: int = 4, cause: str = "signal") -> Failure:
+    return Failure(cause, (1,), "was killed by SIGKILL", step, committed, 10.0, restored=committed)  # type: ignore[arg-type]
+
+
+def test_progress_fills_the_budget() -> None:
+    budget, failures = Budget(3, 3), []
+    for step in range(20):
+        failures.append(failure(10 * step + 5, 10 * step))
+        decision = decide(failures, budget)
+        assert decision.action == "restart"
+        assert decision.wait_seconds == 0
+        budget = decision.budget
+
+
+def test_without_progress_it_ends() -> None:
+    budget, failures = Budget(5, 5), []
+    for turn in range(6):
+        failures.append(failure(step=turn, committed=-1))  # never at the same place
+        decision = decide(failures, budget)
+        budget = decision.budget
+        if decision.action == "halt":
+            break
+    assert turn == 5
+    assert "5 restarts without a newer step" in decision.reason
+    waits = [decide(failures[: i + 1], Budget(5, 5 - i, i)).wait_seconds for i in range(4)]
+    assert waits == sorted(waits)
+
+
+def test_the_same_place_three_times() -> None:
+    budget, failures = Budget(10, 10, best_step=4), []
+    for turn in range(MAX_REPEATED_FAILURES):
+        failures.append(failure())
+        decision = decide(failures, budget)
+        budget = decision.budget
+        assert (decision.action == "halt") == (turn == MAX_REPEATED_FAILURES - 1)

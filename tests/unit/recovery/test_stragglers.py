@@ -1,0 +1,235 @@
+"""Which rank counts as a straggler, and which does not."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.agent_worlds import world
+from helpers.host_runs import job as job
+from helpers.step_times import found, measured, pace, slow
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.recovery.coordinator.transitions import draft_next_entries
+from ckpt.recovery.policy.stragglers import PaceMeter, find_stragglers
+from ckpt.recovery.run_log.agent_reports import HostFailure
+from ckpt.training import heartbeat_page as pulses
+from ckpt.training.heartbeat_page import HeartbeatPage, RankHeartbeat
+
+
+@given(st.floats(0.01, 100.0), st.integers(1, 20), st.floats(1.2, 8.0), st.floats(1.05, 3.0), st.randoms())
+def test_one_of_many(base: float, others: int, factor: float, more: float, rng: random.Random) -> None:
+    """However fast the job is. The others differ by less than the factor."""
+    quick = [pace(rank, base * rng.uniform(1.0, 0.99 * min(factor, 1.5))) for rank in range(others)]
+    one = pace(others, base * min(factor, 1.5) * factor * more)
+    assert find_stragglers(quick, factor) == []
+    assert [each.rank for each in find_stragglers([*quick, one], factor)] == [others]
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(2, 8), st.sampled_from(["even", "two", "rare", "heavy"]))
+def test_steps_of_very_different_length(seed: int, ranks: int, kind: str) -> None:
+    """Jitter of ten times and more, of each rank by itself."""
+    rng = random.Random(seed)
+    draw: Callable[[], float] = {
+        "even": lambda: rng.uniform(0.1, 1.0), "two": lambda: rng.choice([0.1, 1.0]),
+        "rare": lambda: 1.0 if rng.random() < 0.1 else 0.1, "heavy": lambda: min(20.0, 0.1 * rng.paretovariate(1.2)),
+    }[kind]  # fmt: skip
+    assert found(*([draw() for _ in range(300)] for _ in range(ranks))) == []
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 200), st.floats(1.0, 30.0), st.integers(1, 6))
+def test_a_pause_is_none(at: int, seconds: float, count: int) -> None:
+    """A rank stood still now and then, or was slow for less than the time that is looked at."""
+    steps = [0.1] * 400
+    for pause in range(count):
+        steps[(at + 60 * pause) % 400] = seconds
+    assert found(steps, *[[0.1] * 400] * 3) == []
+    assert found([0.1] * 340 + [0.4] * 15, *[[0.1] * 400] * 3) == []
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.floats(1.0, 10.0))
+def test_what_slows_all_is_none(factor: float) -> None:
+    assert found(*[[0.1] * 200 + [0.1 * factor] * 200] * 4) == []
+
+
+def test_halves_and_too_few() -> None:
+    slow, quick = [0.5] * 400, [0.1] * 400
+    assert found(slow, quick) == [0]
+    assert found(slow, quick, slow, quick) == [0, 2]
+    assert found(slow, slow, slow, quick) == [], "it is the others that are quick"
+    assert found(slow) == []
+    assert measured([0.1] * 50) is None, "half of ten seconds"
+    assert measured([20.0] * 31) is None, "fewer steps than one can tell by"
+    assert measured([20.0] * 32) is not None
+
+
+def test_what_is_marked() -> None:
+    together = [0.5] * 400
+    assert found(together, together, together) == [], "they end together: nothing can be told"
+    few, much = [0.1] * 400, [0.4] * 400
+    assert found((together, few), (together, much), (together, few)) == [1]
+    assert found((together, few), (together, much), (together, few), [9.0] * 400) == [1], "nothing else counts then"
+    tiny, more = [0.001] * 400, [0.01] * 400
+    assert found((together, tiny), (together, more), (together, tiny)) == [], "nobody waits for so little"
+
+
+def test_a_save_is_no_step() -> None:
+    """What a rank does between steps is not held against it."""
+    measure, at = PaceMeter(0, 1.0), 0.0
+    beat = RankHeartbeat(1, 0, "step", 0.0, -1, 0.0, 1)
+    measure.learn(replace(beat, phase="start"), beat)
+    for step in range(1, 100):
+        at += 0.1
+        before, beat = beat, replace(beat, step=step, since=at)
+        measure.learn(before, beat)
+        for phase in ("save", "step"):
+            at += 5.0 if phase == "step" else 0.0
+            before, beat = beat, replace(beat, phase=phase, since=at)
+            measure.learn(before, beat)
+    pace = measure.pace
+    assert pace is not None
+    assert pace.seconds == pytest.approx(0.1)
+
+
+def test_marks_in_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = HeartbeatPage(tmp_path / "page", new=True)
+    monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
+    pulses.reset_after_fork()
+    try:
+        for _ in range(2):
+            with pulses.compute():
+                time.sleep(0.01)
+        with pytest.raises(ValueError, match="a bad batch"), pulses.compute():
+            raise ValueError("a bad batch")
+    finally:
+        pulses._after_fork()
+    assert page.read().compute_seconds >= 0.02
+    page.close()
+
+
+@pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="no CUDA device")
+def test_marks_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device needs counts, and it is not waited for."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    page = HeartbeatPage(tmp_path / "page", new=True)
+    monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
+    pulses.reset_after_fork()
+    try:
+        x = torch.randn(4096, 4096, device="cuda")
+
+        def work(times: int) -> None:
+            for _ in range(times):
+                x @ x
+
+        before, began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        work(10)
+        before.record()
+        work(300)  # as a collective before it would
+        began.record()
+        with pulses.compute():
+            work(100)
+        ended.record()
+        assert not ended.query(), "the device is not waited for"
+        torch.cuda.synchronize()
+        assert page.read().compute_seconds == 0
+        with pulses.compute():
+            pass
+    finally:
+        pulses._after_fork()
+    real = began.elapsed_time(ended) / 1e3
+    assert 0.5 * real < page.read().compute_seconds < 1.5 * real, before.elapsed_time(began)
+    page.close()
+
+
+def test_it_is_said_once_an_attempt() -> None:
+    run = world()
+    run.turn()
+    slow(run, "b")
+    for _ in range(3):
+        run.turn()
+    (note,) = [e for e in run.log if e.kind == "note"]
+    assert (note.facts["straggler"], note.facts["host"]) == (3, "b")
+    assert note.text == (
+        "rank 3 on b takes 3.0 times as long as the median (300 ms beside 100 ms a step) for 60 s or longer; "
+        "--straggler 2 starts the job again without it, where a spare waits"
+    )
+    assert run.course.last is not None
+    assert run.course.last.kind == "start", "the job goes on"
+
+
+def test_a_spare_takes_its_place_once() -> None:
+    """All save, and go on without it. Where the spare is slow, too, and no other waits, that is only said."""
+    run = world(agents=4, straggler=2.0)
+    run.turn()
+    slow(run, "b")
+    run.turn()
+    assert [e.kind for e in run.log[-3:]] == ["note", "note", "stop"]
+    assert run.log[-2].text == "b is left out, as rank 3 there is slow, and d waits"
+    while len(run.starts()) < 2:
+        run.clock += 0.1
+        run.turn()
+    assert [m["name"] for m in run.starts()[-1].facts["members"]] == ["a", "d", "c"]
+    (failure,) = [e for e in run.log if e.kind == "failure"]
+    assert (failure.facts["cause"], failure.facts["host"]) == ("straggler", "b")
+    assert run.course.budget.restarts_left == run.spec.restarts, "it was no failure"
+    slow(run, "d")
+    for _ in range(5):
+        run.clock += 100.0
+        run.turn()
+    assert len(run.starts()) == 2
+    assert run.log[-1].text.endswith("; no other host waits")
+
+
+@pytest.mark.parametrize("what", ["no wish", "no spare", "the spare leaves", "one host"])
+def test_nobody_is_left_out(what: str) -> None:
+    run = world(
+        hosts=1 if what == "one host" else 3, least=1, agents={"no spare": 3, "one host": 1}.get(what, 4),
+        straggler=0.0 if what == "no wish" else 2.0,
+    )  # fmt: skip
+    run.turn()
+    if what == "the spare leaves":
+        run.agents["d"] = replace(run.agents["d"], leaving=15)
+    slow(run, "a")
+    for _ in range(3):
+        run.turn()
+    assert [e.kind for e in run.log if e.kind in ("note", "stop")] == ["note"]
+
+
+def test_a_rank_dies_while_all_save_for_a_straggler() -> None:
+    """That counts, then: the host it was on is at fault, and nobody is left out for it."""
+    run = world(agents=4, straggler=2.0)
+    run.turn()
+    slow(run, "b")
+    run.append(len(run.log), draft_next_entries(run.view()))
+    run.agents["c"] = replace(run.agents["c"], heard=True, wrong=HostFailure("signal", (5,), "was killed by SIGKILL"))
+    run.turn()
+    (failure,) = [e for e in run.log if e.kind == "failure"]
+    assert (failure.facts["cause"], failure.facts["host"]) == ("signal", "c")
+
+
+def test_spares_that_are_missing() -> None:
+    run = world(agents=5, spares=2, patience_seconds=30.0)
+    run.turn()
+
+    def said() -> list[str]:
+        run.clock += 31.0
+        run.turn()
+        return [e.text for e in run.log if e.kind == "note"]
+
+    assert said() == []
+    gone = run.agents.pop("e")
+    few = "1 of 2 spare hosts wait; start the same command on more"
+    assert said() == [few]
+    assert said() == [few], "once"
+    run.agents["e"] = gone
+    assert said() == [few, "2 of 2 spare hosts wait; as many as were asked for"]

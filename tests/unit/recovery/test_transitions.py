@@ -1,0 +1,288 @@
+"""The transitions of a run, without processes or clocks: agents that fail at random, driven to their end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from helpers.agent_worlds import CAUSES, agent, failure, world
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.recovery.coordinator.dry_run import predict_entries
+from ckpt.recovery.coordinator.transitions import draft_next_entries
+from ckpt.recovery.run_log import entry_drafts
+from ckpt.recovery.run_log.agent_reports import (
+    LOST_SECONDS,
+    REPORT_SECONDS,
+    AgentLiveness,
+    HostFailure,
+    SlowestRank,
+    decode_report,
+)
+from ckpt.recovery.run_log.base import Draft
+
+
+def test_who_is_waited_for_is_said_once() -> None:
+    run = world(3, 2, 1)
+    run.turn()
+    assert [e.kind for e in run.log] == ["run", "lead"], "hosts that are started together need a moment"
+    run.clock += 5
+    run.turn()
+    assert (run.log[-1].kind, run.log[-1].text.split(";")[0]) == ("note", "1 of 3 hosts are here")
+    assert "on 2 more" in run.log[-1].text
+    assert "gives up 600 s" in run.log[-1].text
+    run.clock += 5
+    run.turn()
+    assert len(run.log) == 3, "once"
+    run.agents["b"] = agent("b", 1)
+    run.clock += 5
+    run.turn()
+    assert run.log[-1].text.startswith("2 of 3 hosts are here")
+    assert "with these it goes on 600 s" in run.log[-1].text
+    run.agents["c"] = agent("c", 2)
+    run.turn()
+    assert run.log[-1].kind == "start"
+    del run.agents["c"]
+    run.turn()
+    assert [e.kind for e in run.log[-2:]] == ["failure", "decision"]
+    for name in ("a", "b"):
+        run.agents[name] = replace(run.agents[name], doing="idle")
+    for _ in range(5):
+        run.clock += 1
+        run.turn()
+    assert [e.kind for e in run.log[-2:]] == ["decision", "note"]
+    assert "with these it goes on 30 s" in run.log[-1].text
+
+
+def test_a_failure_is_not_put_down_to_a_host_while_another_may_be_lost() -> None:
+    """Ranks that have lost their peers end with an error, at once; only a loss that is not finite has come by itself."""
+    run = world()
+    run.turn()
+    wrong = {cause: replace(run.agents["a"], wrong=HostFailure(cause, (0,), "failed")) for cause in ("exit", "diverged")}
+    view = replace(run.view(), silent_since_failure=frozenset("b"))
+    exits = replace(view, maybe_living={**view.maybe_living, "a": wrong["exit"]})
+    assert draft_next_entries(exits) == []
+    assert [d.kind for d in draft_next_entries(replace(exits, silent_since_failure=frozenset("d")))] == [
+        "failure",
+        "decision",
+    ], "no host of it"
+    for perhaps, unheard, cause in (
+        (exits.maybe_living, "", "exit"),
+        ({**view.maybe_living, "a": wrong["diverged"]}, "b", "diverged"),
+        ({name: exits.maybe_living[name] for name in "ac"}, "", "lost"),
+    ):
+        failure, decision = draft_next_entries(replace(view, maybe_living=perhaps, silent_since_failure=frozenset(unheard)))
+        assert (failure.facts["cause"], decision.kind) == (cause, "decision")
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 2), st.integers(0, 2))
+def test_any_failures_come_to_an_end(seed: int, hosts: int, fewer: int, spares: int) -> None:
+    """Attempts have numbers of their own and enough hosts that live, and once nothing fails any more it ends."""
+    rng = random.Random(seed)
+    least = max(1, hosts - fewer)
+    run = world(hosts, least, hosts + spares, give_up_seconds=100.0)
+    for _ in range(60):
+        run.clock += rng.choice([0.1, 1.0, 40.0])
+        run.step += rng.randrange(8)
+        what, name = rng.random(), rng.choice(sorted(run.agents) or ["a"])
+        if name in run.agents and what < 0.2 and run.agents[name].doing == "running":
+            wrong = HostFailure(rng.choice(CAUSES), (0,), "failed")  # type: ignore[arg-type]
+            run.agents[name] = replace(run.agents[name], wrong=wrong)
+        elif name in run.agents and what < 0.3:
+            del run.agents[name]
+        elif what < 0.4:
+            run.agents[name] = replace(agent(name, run.clock), incarnation=f"{name}-{run.clock}")
+        before = len(run.log)
+        run.turn()
+        for entry in run.log[before:]:
+            if entry.kind == "start":
+                names = [m["name"] for m in entry.facts["members"]]
+                assert least <= len(set(names)) == len(names) <= hosts
+                assert set(names) <= set(run.agents)
+                assert [m["first"] for m in entry.facts["members"]] == [2 * i for i in range(len(names))]
+    for _ in range(400):
+        run.clock += 5.0
+        run.step += 5
+        run.turn()
+        if run.course.has_ended:
+            break
+        if run.course.last is not None and run.course.last.kind == "start" and rng.random() < 0.3:
+            for name, said in run.agents.items():
+                if said.doing == "running" and said.wrong is None:
+                    run.agents[name] = replace(said, doing="over")
+    assert run.course.has_ended
+    assert run.log[-1].kind == "end"
+    attempts = [e.attempt for e in run.starts()]
+    assert attempts == list(range(len(attempts)))
+    failures = [e for e in run.log if e.kind == "failure"]
+    assert [e.attempt for e in failures] == [e.attempt for e in run.log if e.kind == "decision"]
+    assert all(e.text for e in run.log if e.kind in ("decision", "failure", "end"))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32))
+def test_two_that_lead_write_one_log(seed: int) -> None:
+    """One of them decides by what was; its entries come too late, and are not taken."""
+    rng = random.Random(seed)
+    run = world()
+    stale = run.view()
+    for _ in range(40):
+        run.clock += 1.0
+        run.step += 3
+        if rng.random() < 0.3:
+            stale = run.view()
+        if rng.random() < 0.2 and run.agents["b"].doing == "running":
+            run.agents["b"] = replace(run.agents["b"], wrong=HostFailure("exit", (2,), "failed"))
+        drafts = draft_next_entries(stale) if stale.run_state.last is not None else []
+        took = run.append(stale.run_state.number, drafts)
+        assert not (took and drafts and stale.run_state.number != run.course.number - len(drafts))
+        run.turn()
+    attempts = [e.attempt for e in run.starts()]
+    assert attempts == list(range(len(attempts)))
+
+
+def test_a_failure_without_a_decision() -> None:
+    """Who wrote it died. The next one decides, by the same."""
+    one, other = world(), world()
+    for run in (one, other):
+        run.turn()
+        run.agents["b"] = replace(run.agents["b"], wrong=HostFailure("signal", (3,), "was killed by SIGKILL"))
+    one.turn()
+    drafts = draft_next_entries(other.view())
+    other.append(len(other.log), drafts[:1])
+    assert other.log[-1].kind == "failure"
+    other.follow()
+    other.turn()
+    assert [(e.kind, e.text) for e in other.log] == [(e.kind, e.text) for e in one.log]
+
+
+def test_the_cause_of_what_fails_together() -> None:
+    run = world()
+    run.turn()
+    run.agents["a"] = replace(run.agents["a"], wrong=HostFailure("exit", (0,), "exited: connection reset by peer"))
+    run.agents["c"] = replace(run.agents["c"], wrong=HostFailure("signal", (5,), "was killed by SIGSEGV"))
+    failure = draft_next_entries(run.view())[0]
+    assert (failure.facts["cause"], failure.facts["host"], failure.text) == ("signal", "c", "was killed by SIGSEGV")
+
+
+def test_where_it_failed_is_what_that_host_says() -> None:
+    """The others said where they are a moment before. A step that is committed is done on all of them."""
+    run = world()
+    run.turn()
+    run.agents["a"] = replace(run.agents["a"], step=41, committed=49)
+    run.agents["b"] = replace(run.agents["b"], step=55, wrong=HostFailure("signal", (3,), "was killed by SIGKILL"))
+    told = draft_next_entries(run.view())
+    assert (told[0].facts["step"], told[0].facts["committed"]) == (55, 49)
+    assert told[1].text.startswith("rank 3 was killed by SIGKILL after step 55; all ranks start again from step 49")
+    del run.agents["b"]
+    assert draft_next_entries(run.view())[0].facts["step"] == 49
+
+
+def test_who_goes_on_from_an_older_step_than_was_saved_says_so() -> None:
+    """Once, and not where it was decided."""
+    run = world()
+    run.turn()
+    run.step = 29
+    run.agents["b"] = replace(run.agents["b"], wrong=HostFailure("signal", (3,), "was killed by SIGKILL"))
+    run.follow()
+    for _ in range(3):
+        run.turn()
+    assert [len(run.starts()), run.course.failures[-1].committed] == [2, 25]
+    assert draft_next_entries(run.view()) == []
+    run.agents["a"] = replace(run.agents["a"], restored=25)
+    assert draft_next_entries(run.view()) == []
+    run.agents["a"] = replace(run.agents["a"], restored=20)
+    told = draft_next_entries(run.view())
+    assert [(draft.kind, draft.facts) for draft in told] == [("note", {"restored": 20})]
+    assert told[0].text.startswith("the ranks go on from step 20, as no later one is whole: 25 was saved")
+    before = replace(run.view(), run_state=replace(run.course, before=25))
+    assert draft_next_entries(before) == []
+    run.append(len(run.log), told)
+    assert draft_next_entries(run.view()) == []
+
+
+@pytest.mark.parametrize("command", ["train", "another"])
+def test_so_does_the_next_run_of_the_same_job(command: str) -> None:
+    """What was saved may have been spoiled in between; of another job nothing is known."""
+    run = world()
+    run.turn()
+    ended = [entry_drafts.draft_failure(0, failure("a", 25, "asked")), Draft(0, "end", "as drain asked", {"status": 0})]
+    again = [entry_drafts.draft_run(1, "s", replace(run.spec, command=(command,))), Draft(1, "lead", "", {"name": "a"})]
+    run.append(len(run.log), [*ended, *again])
+    run.follow()
+    for _ in range(2):
+        run.turn()
+    assert (run.course.attempt, run.course.last and run.course.last.kind) == (1, "start")
+    run.agents["a"] = replace(run.agents["a"], restored=20)
+    told = [draft.text for draft in draft_next_entries(run.view())]
+    assert [text[:34] for text in told] == (["the ranks go on from step 20, as n"] if command == "train" else [])
+
+
+def test_who_hangs_is_who_is_behind() -> None:
+    """Of all hosts, not of the one that noticed first."""
+    run = world()
+    run.turn()
+    run.agents["a"] = replace(run.agents["a"], wrong=HostFailure("hang", (1,), "…"), slowest=SlowestRank(1, 8, 31.0, "step"))
+    run.agents["b"] = replace(run.agents["b"], slowest=SlowestRank(2, 7, 30.5, "step"))
+    run.agents["c"] = replace(run.agents["c"], slowest=SlowestRank(5, 8, 30.0, "step"))
+    failure = draft_next_entries(run.view())[0]
+    assert (tuple(failure.facts["ranks"]), failure.facts["host"]) == ((2,), "b")
+    assert "30.5 s in phase 'step'" in failure.text
+
+
+def test_waiting_for_a_host() -> None:
+    run = world(least=2, patience_seconds=30.0, give_up_seconds=100.0)
+    run.turn()
+    del run.agents["c"]
+    run.turn()
+    assert run.log[-1].kind == "decision"
+    run.clock += 29.0
+    run.turn()
+    assert len(run.starts()) == 1
+    run.clock += 2.0
+    run.turn()
+    assert [m["name"] for m in run.starts()[-1].facts["members"]] == ["a", "b"]
+    del run.agents["b"]
+    run.turn()
+    run.clock += 99.0
+    run.turn()
+    assert len(run.starts()) == 2
+    run.clock += 2.0
+    run.turn()
+    assert run.log[-1].text == "1 of 2 hosts came within 100 s; start ckpt-run on more, or lower --min"
+    assert run.log[-1].facts["status"] == 1
+
+
+def test_who_lives() -> None:
+    """By the clock of who listens: what was said before is no sign of life, and its own absence is nobody's death."""
+    roll = AgentLiveness()
+    roll.observe({"a": agent("a", beat=1), "b": agent("b", beat=7)}, 100.0)
+    assert set(roll.maybe_living()) == {"a", "b"}
+    assert roll.living() == {}
+    for i in range(1, 8):
+        roll.observe({"a": agent("a", beat=1 + i), "b": agent("b", beat=7)}, 100.0 + i * REPORT_SECONDS)
+    assert set(roll.living()) == {"a"}
+    assert set(roll.maybe_living()) == {"a"}, f"b is silent for more than {LOST_SECONDS} s"
+    roll.observe({"a": agent("a", beat=8), "b": agent("b", beat=8)}, 160.0)
+    assert set(roll.living()) == {"a", "b"}, "for a minute it was this one that heard nothing"
+
+
+def test_a_report_is_read_as_it_was_written() -> None:
+    said = agent("a", wrong=HostFailure("hang", (1, 2), "x", 3.0), slowest=SlowestRank(1, 2, 3.0, "save"), leaving=15)
+    assert decode_report(said.to_facts() | {"of a later version": 1}) == said
+
+
+@pytest.mark.parametrize(("lost", "killed", "kinds"), [
+    ((), 0, ["failure", "decision", "start"]), (("b",), None, ["failure", "decision", "start"]),
+    (("b", "c"), None, ["failure", "decision", "end"]),
+])  # fmt: skip
+def test_suppose(lost: tuple[str, ...], killed: int | None, kinds: list[str]) -> None:
+    run = world(least=2)
+    run.turn()
+    before = list(run.log)
+    drafts = predict_entries(run.log, run.agents, lost, killed)
+    assert [draft.kind for draft in drafts] == kinds
+    assert run.log == before

@@ -1,0 +1,369 @@
+"""A client on the host of a node: bytes go through descriptors, and over the wire where they cannot."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers.near_nodes import DATA, _open_now, files, moved, opened
+from helpers.near_nodes import here as here
+from helpers.near_nodes import node as node
+from helpers.nodes import Here, Process, nodes_config, quick
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.aggregator.file_io.writer import FileWriter
+from ckpt.aggregator.maintenance import repair as repairs
+from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.storage.base import failpoints
+from ckpt.storage.base.errors import NoSpace, NotFound, StoreError, Unavailable
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.base.fd_io import AppendFile
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.node import wire
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.server import NodeOptions
+from ckpt.storage.node.upload_leases import UploadLeases
+from ckpt.storage.testing import random_bytes, read_range, write_object
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abstract names are Linux's")
+
+
+@pytest.mark.parametrize("options", [(), ("--no-near",)])
+def test_the_way_of_the_bytes(tmp_path: Path, options: tuple[str, ...]) -> None:
+    node = Process(tmp_path / "data", *options)
+    try:
+        store = NodeStore(node.address)
+        assert write_object(store, "a/b", DATA) == len(DATA)
+        assert store.get("a/b") == DATA
+        assert read_range(store, "a/b", 1000, 5000) == DATA[1000:6000]
+        with pytest.raises(NotFound, match="a/none"):
+            read_range(store, "a/none", 0, 10)
+        counted = moved(node)
+        if options:
+            assert counted["received"] == len(DATA)
+            assert counted["sent"] > len(DATA)
+            assert "near" not in counted
+        else:
+            assert counted == {"near": len(DATA)}
+        assert not opened()
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize("near_by", [True, False])
+def test_an_append_that_no_message_holds(tmp_path: Path, near_by: bool) -> None:
+    node = Here(tmp_path / "data", NodeOptions(pass_descriptors=near_by))
+    data = memoryview(bytearray(wire.MESSAGE_BYTES + 1))
+    try:
+        with NodeStore(node.address).create("a") as writer:
+            if near_by:
+                writer.append(data)
+                assert writer.commit() == len(data)
+            else:
+                with pytest.raises(StoreError, match="a node takes"):
+                    writer.append(data)
+    finally:
+        node.close()
+
+
+def test_rot(tmp_path: Path) -> None:
+    """A byte that flipped on the disk is found by who reads the file by itself, too."""
+    nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x"))
+    try:
+        namespace.put("a", DATA)
+        victim = next(path for node in nodes for path in files(node.folder))
+        with open(victim, "r+b") as file:
+            file.seek(100_000)
+            byte = file.read(1)
+            file.seek(100_000)
+            file.write(bytes([byte[0] ^ 1]))
+        for _ in range(2):
+            assert namespace.get("a") == DATA
+        found = surveys.scrub_namespace(namespace, verify=True)
+        assert [health.path for health in found.damaged_files] == ["a"]
+        assert not repairs.repair_namespace(namespace, found).failed
+        assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    finally:
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_fails_once_an_object_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The file goes elsewhere; what was begun there is not kept open here, though nobody answers for it."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x", deadline_seconds=2.0))
+    begin, hurt = FileWriter._open_object, threading.Lock()
+
+    def begun(self: FileWriter, member: str) -> int:
+        found = begin(self, member)
+        if hurt.acquire(blocking=False):
+            next(n for n in nodes if n.address == member).signal(number)
+        return found
+
+    try:
+        namespace.put("first", b"all are there once")
+        monkeypatch.setattr(FileWriter, "_open_object", begun)
+        gc.disable()
+        data = random_bytes(2_000_001, 1)
+        namespace.put("a", data)
+        assert hurt.locked()
+        assert namespace.get("a") == data
+        namespace.close()
+        assert not opened()
+    finally:
+        gc.enable()
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+def test_a_writer_is_forgotten(node: Process) -> None:
+    """Who neither commits nor gives up keeps nothing open, as where a pool of threads ends before its calls."""
+    writer = NodeStore(node.address).create("a", len(DATA))
+    writer.append(memoryview(DATA))
+    assert _open_now()
+    del writer
+    assert not _open_now()
+
+
+@pytest.mark.parametrize("point", ["node.append=kill@1", "node.get=error@*"])
+def test_a_node_fails_at_the_door(tmp_path: Path, point: str) -> None:
+    """In a namespace others stand in."""
+    nodes = [Process(tmp_path / f"n{i}", failpoints=point if i == 0 else "") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x"))
+    try:
+        namespace.put("first", b"all are there once")
+        for i in range(4):
+            namespace.put(f"f{i}", DATA)
+        for i in range(4):
+            assert namespace.get(f"f{i}") == DATA
+    finally:
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+def test_promises(tmp_path: Path) -> None:
+    """Two that grow share what there is, to the last byte, and no more."""
+    limit = 10 << 20
+    uploads = UploadLeases(LocalStore(tmp_path), lambda promised: limit - promised, 60.0)
+    a, b = uploads.create("a", 1 << 20), uploads.create("b", 0)
+    assert uploads.reserve(a, 2 << 20, 64 << 20) == 10 << 20
+    with pytest.raises(NoSpace, match="do not fit: 0 are free"):
+        uploads.reserve(b, 1, 64 << 20)
+    assert uploads.reserve(a, 3 << 20, 64 << 20) == 10 << 20, "as promised"
+    with pytest.raises(NoSpace, match="do not fit"):
+        uploads.reserve(a, (10 << 20) + 1, 64 << 20)
+    uploads.abort(a)
+    assert uploads.reserve(b, 1, 4 << 20) == 4 << 20
+    with pytest.raises(NoSpace):
+        uploads.create("c", 7 << 20)
+    assert uploads.create("c", 6 << 20)
+    with pytest.raises(NotFound, match="write the object again"):
+        uploads.reserve(a, 1, 1)
+
+
+VERBS = st.sampled_from(["create", "reserve", "reserve", "abort", "commit"])
+
+
+STEPS = st.lists(st.tuples(VERBS, st.integers(0, 3), st.integers(0, 40), st.integers(0, 40)), max_size=30)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=STEPS)
+def test_no_more_is_promised_than_there_is(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int, int]]
+) -> None:
+    limit, used = 50, 0
+    uploads = UploadLeases(LocalStore(tmp_path_factory.mktemp("store")), lambda promised: limit - used - promised, 60.0)
+    keys: dict[int, tuple[str, int]] = {}
+    for what, number, needed, more in steps:
+        try:
+            if what == "create" and number not in keys:
+                keys[number] = uploads.create(f"f{number}", needed), needed
+            elif number in keys and what == "reserve":
+                key, had = keys[number]
+                found = uploads.reserve(key, needed, needed + more)
+                assert found >= max(had, needed)
+                assert found <= max(had, needed + more)
+                keys[number] = key, found
+            elif number in keys and what in ("abort", "commit"):
+                key, had = keys.pop(number)
+                if what == "commit":
+                    assert uploads.commit(key, had) == had
+                    used += had
+                else:
+                    uploads.abort(key)
+        except NoSpace:
+            assert needed + used + sum(had for n, (_, had) in keys.items() if n != number) > limit
+        assert used + sum(had for _, had in keys.values()) <= limit
+
+
+def test_a_limited_node(tmp_path: Path) -> None:
+    node = Here(tmp_path / "data", capacity=8_000_000)
+    try:
+        store = NodeStore(node.address)
+        with store.create("a") as writer:
+            for _ in range(2):
+                writer.append(memoryview(DATA))
+            with pytest.raises(NoSpace, match="more bytes of a do not fit"):
+                writer.append(memoryview(DATA))
+            assert writer.commit() == 2 * len(DATA)
+        assert store.get("a") == 2 * DATA
+    finally:
+        node.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path / "data")]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    node = Process(tmp_path / "data")
+    try:
+        store = NodeStore(node.address)
+        with store.create("a") as writer:
+            for _ in range(4):
+                writer.append(memoryview(DATA))
+            with pytest.raises(NoSpace):
+                for _ in range(4):
+                    writer.append(memoryview(DATA))
+        with store.create("b") as writer:  # all is free again
+            for _ in range(4):
+                writer.append(memoryview(DATA))
+            assert writer.commit() == 4 * len(DATA)
+        assert store.get("b") == 4 * DATA
+        assert moved(node) == {"near": 4 * len(DATA)}
+    finally:
+        node.close()
+        subprocess.run(["umount", "-l", str(tmp_path / "data")], check=True)
+
+
+@pytest.mark.parametrize(("point", "kind"), [("full", NoSpace), ("error", StoreError)])
+def test_the_disk_fails_under_a_client(here: Here, point: str, kind: type[StoreError]) -> None:
+    """With the errors of a directory."""
+    store = NodeStore(here.address)
+    set_failpoints(f"local.append={point}@2")
+    try:
+        with store.create("a") as writer:
+            writer.append(memoryview(DATA))
+            with pytest.raises(kind, match="writing node://.*/a failed"):
+                writer.append(memoryview(DATA))
+    finally:
+        set_failpoints("")
+    assert not files(here.folder)
+    assert not opened()
+
+
+def test_an_object_is_deleted_under_a_reader(here: Here) -> None:
+    store = NodeStore(here.address)
+    write_object(store, "a", DATA)
+    with store.open("a") as reader:
+        buffer = memoryview(bytearray(len(DATA)))
+        assert reader.read_into(0, buffer[:100]) == 100
+        store.delete(["a"])
+        assert reader.read_into(0, buffer) == len(DATA)
+        assert buffer == DATA
+    with pytest.raises(NotFound):
+        store.get("a")
+    assert not opened()
+
+
+def test_the_memory_of_a_read_under_way(here: Here) -> None:
+    """Who has waited for long enough can tell whether the kernel may still write into his memory."""
+    store = NodeStore(here.address)
+    write_object(store, "a", DATA)
+    memory = bytearray(len(DATA))
+    view = memoryview(memory)
+    set_failpoints("local.read=sleep:0.5@1")
+    try:
+        with store.open("a") as reader:
+            thread = threading.Thread(target=reader.read_into, args=(0, view))
+            thread.start()
+            while not failpoints._passes.get("local.read"):
+                time.sleep(0.001)
+            with pytest.raises(BufferError):
+                view.release()
+            thread.join()
+            view.release()
+        assert memory == DATA
+    finally:
+        set_failpoints("")
+
+
+def test_a_disk_that_can_not_be_read(tmp_path: Path) -> None:
+    nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x"))
+    try:
+        namespace.put("a", DATA)
+        set_failpoints("local.read=error@1")
+        assert namespace.get("a") == DATA
+        assert failpoints._passes["local.read"] > 1, "another copy was read"
+        set_failpoints("local.read=error@*")
+        with pytest.raises(StoreError, match="check the disk"):
+            namespace.get("a")
+    finally:
+        set_failpoints("")
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+def test_a_file_is_closed_with_its_last_append(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "a", os.O_WRONLY | os.O_CREAT)
+    file = AppendFile(fd, None, "a")
+    with file.reserve_range(5) as position:
+        assert not file.close(), "one is under way"
+        with pytest.raises(StoreError, match="finished already"), file.reserve_range(5):
+            pass
+        file.write(memoryview(b"hello"), position)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert file.close()
+    assert (tmp_path / "a").read_bytes() == b"hello"
+
+
+def test_a_commit_waits_for_appends(here: Here) -> None:
+    """What is committed is not written to any more."""
+    store = NodeStore(here.address)
+    writer = store.create("a")
+    held, go = threading.Event(), threading.Event()
+
+    def append() -> None:
+        with writer._file.reserve_range(len(DATA)) as position:
+            held.set()
+            go.wait(60)
+            writer._file.write(memoryview(DATA), position)
+
+    thread = threading.Thread(target=append)
+    thread.start()
+    held.wait(60)
+    writer._seconds = 0.05
+    with pytest.raises(Unavailable, match="check the disk"):
+        writer.commit()
+    go.set()
+    thread.join()
+    assert writer.commit() == len(DATA)
+    assert store.get("a") == DATA
+
+
+def test_a_length_that_was_never_written(here: Here) -> None:
+    store = NodeStore(here.address)
+    writer = store.create("a")
+    writer.append(memoryview(DATA))
+    with pytest.raises(StoreError, match="instead of .*; write it again"):
+        store.call("commit", writer._key, 1 << 40)
+    writer.abort()
+    assert not files(here.folder)

@@ -1,0 +1,176 @@
+"""A local directory as a store: what it promises beyond the contract."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.local_stores import failpoints as failpoints
+from helpers.local_stores import files_below
+from helpers.local_stores import store as store
+from helpers.page_cache import bypasses_cache, drop_cache, is_cached
+
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.huge_pages import map_huge_pages
+from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.writer import O_DIRECT
+from ckpt.storage.testing import object_lengths, random_bytes, write_object
+from ckpt.storage.urls import open_store
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
+def test_what_is_opened_once_passes_the_page_cache_by(store: LocalStore) -> None:
+    """And what is in there comes from there."""
+    data = random_bytes(9 << 20)
+    file = Path(store.root) / "b"
+    file.write_bytes(data)
+    memory = memoryview(map_huge_pages(8 << 20))
+    drop_cache(file)
+    if is_cached(file, 8 << 20):
+        pytest.skip("a file system that is all in memory")
+
+    def read() -> None:
+        with store.open_once("b") as reader:
+            assert reader.read_into(1 << 20, memory) == len(memory)
+            assert memory == data[1 << 20 :]
+
+    assert bypasses_cache([file], read, lambda: is_cached(file, 4 << 20))
+    with store.open("b") as reader:
+        assert reader.read_into(0, memory) == len(memory)
+        assert is_cached(file, 6 << 20)
+    memory[:] = bytes(len(memory))
+    with store.open_once("b") as reader:
+        assert reader.read_into(0, memory) == len(memory)
+        assert memory == data[: 8 << 20]
+
+
+def test_a_prefetch_brings_just_what_it_names_into_the_page_cache(store: LocalStore) -> None:
+    file = Path(store.root) / "b"
+    file.write_bytes(random_bytes(9 << 20))
+    drop_cache(file)
+    if is_cached(file, 0):
+        pytest.skip("a file system that is all in memory")
+    store.prefetch("b", 3 << 20, 4 << 20)
+    while not all(is_cached(file, position << 20) for position in (4, 5, 6)):
+        time.sleep(0.01)
+    assert not is_cached(file, 3 << 20)
+    assert not is_cached(file, 8 << 20)
+
+
+def test_sweep_keeps_to_its_folder_and_to_temporary_files(store: LocalStore) -> None:
+    there = {"a/.x.0.ckpt-tmp", "b/.x.0.ckpt-tmp", "b/.hidden", "b/x.ckpt-tmp"}
+    for name in there:
+        path = Path(store.root, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+    store.sweep_temporaries("b")
+    assert files_below(store) == {"a/kept", "a/.x.0.ckpt-tmp", "b/.hidden", "b/x.ckpt-tmp"}
+
+
+def test_symbolic_links_are_not_listed_and_are_replaced_not_followed(store: LocalStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_bytes(b"outside")
+    for name, target in {"file": "file", "folder": "folder", "dangling": "none"}.items():
+        os.symlink(outside / target, Path(store.root, "a", name))
+    assert object_lengths(store) == {"a/kept": 4}
+    assert list(store.list_folders("a")) == []
+    store.put("a/file", b"inside")
+    write_object(store, "a/dangling", b"inside")
+    assert (outside / "file").read_bytes() == b"outside"
+    assert not (outside / "none").exists()
+    assert object_lengths(store) == {"a/kept": 4, "a/file": 6, "a/dangling": 6}
+    os.symlink(outside / "file", Path(store.root, "a", "again"))
+    store.delete(["a/again"])
+    assert (outside / "file").exists()
+
+
+def test_foreign_files_are_left_alone(store: LocalStore) -> None:
+    for name in ("lost+found", "ü.bin", "with space", ".hidden"):
+        Path(store.root, name).write_bytes(b"")
+        Path(store.root, "a", name).write_bytes(b"")
+        Path(store.root, "a", "folder " + name).mkdir()
+    assert object_lengths(store) == {"a/kept": 4}
+    assert list(store.list_folders()) == ["a"]
+    assert list(store.list_folders("a")) == []
+
+
+@pytest.mark.parametrize("folder", ["größe 模型", "a b", "100%25", "q?x=1#y"])
+def test_any_path_can_be_a_root_and_comes_back_from_its_url(tmp_path: Path, folder: str) -> None:
+    store = LocalStore(tmp_path / folder)
+    store.put("a", b"x")
+    assert (tmp_path / folder / "a").read_bytes() == b"x"
+    again = open_store(store.url)
+    assert isinstance(again, LocalStore)
+    assert again.root == store.root
+    assert again.get("a") == b"x"
+
+
+def test_delete_removes_empty_folders_up_to_the_root(store: LocalStore) -> None:
+    store.put("x/y/z", b"")
+    store.delete(["x/y/z"])
+    assert sorted(os.listdir(store.root)) == ["a"]
+    store.delete(["a/kept"])
+    assert os.listdir(store.root) == []
+
+
+def test_what_was_put_is_taken_at_once(store: LocalStore, failpoints: Callable[[str], None]) -> None:
+    """Who waited for it has read it, and has deleted it with its folder, before the put is over: it was put."""
+    failpoints("local.put=sleep:1")
+    thread = threading.Thread(target=lambda: failed.extend(raised(lambda: store.put("part/1", b"one"))))
+    failed: list[BaseException] = []
+    thread.start()
+    path = Path(store.root) / "part" / "1"
+    while thread.is_alive() and not path.exists():
+        time.sleep(0.001)
+    assert store.get("part/1") == b"one"
+    shutil.rmtree(path.parent)
+    thread.join()
+    assert failed == []
+
+
+def raised(do: Callable[[], None]) -> list[BaseException]:
+    try:
+        do()
+    except StoreError as error:
+        return [error]
+    return []
+
+
+def test_a_disk_is_kept_busy_by_fewer_appends(tmp_path: Path) -> None:
+    """A file system of the network, or in memory, has no device of its own."""
+    there = LocalStore(tmp_path / "not" / "yet" / "made")
+    assert there.parallel_appends == (4 if os.major(tmp_path.stat().st_dev) else 8)
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no tmpfs at /dev/shm")
+    assert LocalStore("/dev/shm/ckpt-test-not-made").parallel_appends == 8
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
+def test_a_page_that_is_there_brings_no_others(tmp_path: Path) -> None:
+    """What goes past the page cache goes on to do so behind what an earlier read has left in it."""
+    chunk = 1 << 19
+    data = np.random.default_rng(3).integers(0, 256, 48 << 20, np.uint8)
+    store = LocalStore(tmp_path)
+    store.put("a", data.data)
+    file = tmp_path / "a"
+    drop_cache(file)
+    fd = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    os.pread(fd, 1, 0)
+    os.close(fd)
+    assert is_cached(file, 0)
+    assert not is_cached(file, 1 << 20)
+    buffer = np.frombuffer(map_huge_pages(chunk), np.uint8)
+    with store.open_once("a") as reader:
+        for position in range(0, len(data), chunk):
+            assert reader.read_into(position, buffer.data) == chunk
+            assert np.array_equal(buffer, data[position : position + chunk])
+    # To ask for a page makes Linux read it: where that ends before the answer, one chunk comes through the page cache.
+    assert len([p for p in range(chunk, len(data), chunk) if is_cached(file, p + chunk // 2)]) <= 2

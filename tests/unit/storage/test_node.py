@@ -1,0 +1,261 @@
+"""A storage node in this process: tokens, names, sizes and garbage that it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+from helpers.node_stores import node as node
+from helpers.node_stores import store as store
+from helpers.nodes import Here
+
+from ckpt.storage.base.errors import (
+    AlreadyExists,
+    IntegrityError,
+    InvalidArgument,
+    InvalidName,
+    NoSpace,
+    NotFound,
+    Refused,
+    Unavailable,
+)
+from ckpt.storage.member import device as devices
+from ckpt.storage.member.device import Device
+from ckpt.storage.node import wire
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.server import NodeOptions
+from ckpt.storage.testing import random_bytes, write_object
+
+
+def test_a_wrong_token(tmp_path: Path) -> None:
+    node = Here(tmp_path, NodeOptions(tokens=lambda: ("the right one, long enough",)))
+    try:
+        NodeStore(node.address, NodeCredentials(token="the right one, long enough")).put("a", b"1")
+        for access in (NodeCredentials(), NodeCredentials(token="a wrong one"), NodeCredentials(token="")):
+            store = NodeStore(node.address, access)
+            for verb, arguments in (
+                ("put", ["b", b"2", False]), ("list", [""]), ("delete", [["a"]]), ("registers.read", [["x"]]),
+                ("create", ["c", 0]),
+            ):  # fmt: skip
+                with pytest.raises(Refused, match="wrong or missing token"):
+                    store.call(verb, *arguments)
+            with pytest.raises(Refused, match="wrong or missing token"):
+                store.get("a")
+        assert (tmp_path / "objects" / "a").read_bytes() == b"1"
+        assert not (tmp_path / "objects" / "b").exists()
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize("name", ["../a", "a/../../b", "/etc/passwd", "a//b", ".hidden", "x" * 300, "a\x00b"])
+def test_names_that_leave_the_root(node: Here, store: NodeStore, name: str) -> None:
+    for verb, arguments in (("put", [name, b"1", False]), ("create", [name, 0]), ("delete", [[name]]), ("exists", [name])):
+        with pytest.raises(InvalidName, match="not a valid object name"):
+            store.call(verb, *arguments)
+    with pytest.raises(InvalidName):
+        list(store.read(name, 0, 10))
+    assert sorted(p.name for p in node.folder.iterdir()) == ["device.json", "lock"]
+
+
+def test_a_symbolic_link_out_of_the_root(node: Here, store: NodeStore, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_bytes(b"secret")
+    store.put("a", b"1")
+    (node.folder / "objects" / "out").symlink_to(secret)
+    (node.folder / "objects" / "key").symlink_to(secret / "key")
+    for name in ("out/key", "key"):
+        with pytest.raises(InvalidName, match="symbolic link"):
+            store.get(name)
+        with pytest.raises(InvalidName, match="symbolic link"):
+            store.put(name, b"overwritten")
+        with pytest.raises(InvalidName, match="symbolic link"):
+            store.delete([name])
+    assert (secret / "key").read_bytes() == b"secret"
+
+
+def test_oversized_messages(store: NodeStore) -> None:
+    key = store.call("create", "a", 0)
+    descriptor = flight.FlightDescriptor.for_command(wire.pack([key, wire.MESSAGE_BYTES + 1, b""]))
+    with pytest.raises(InvalidArgument, match="is refused"), store.convert_flight_errors("test"):
+        writer, reader = store.next_connection().do_put(descriptor, wire.SCHEMA, store.call_options())
+        writer.done_writing()
+        reader.read()
+        writer.close()
+
+
+def test_garbage(node: Here, store: NodeStore) -> None:
+    with store.convert_flight_errors("test"):
+        client = store.next_connection()
+    garbage = [("list", wire.pack([5]))]
+    garbage += [("put", b"\xc1\xff"), ("put", b""), ("put", wire.pack([1])), ("no", b""), ("registers.read", wire.pack([5]))]
+    for verb, body in garbage:
+        with pytest.raises(InvalidArgument), store.convert_flight_errors("test"):
+            list(client.do_action(flight.Action(verb, body), store.call_options()))
+    tickets = [b"\xc1", wire.pack([1]), wire.pack(["a", "x", 3]), wire.pack(["a", -5, 3]), wire.pack([None, 0, 1])]
+    store.put("a", b"123")
+    for ticket in tickets:
+        with pytest.raises(InvalidArgument), store.convert_flight_errors("test"):
+            list(client.do_get(flight.Ticket(ticket), store.call_options()))
+    key = store.call("create", "b", 0)
+    text = pa.record_batch([["hello"]], names=["s"])
+    good = wire.to_record_batch(memoryview(b"hello"))
+    wrong = [(b"", good), (wire.pack([1]), good), (wire.pack([key, "x", b""]), good), (wire.pack([key, 5, b""]), text)]
+    for command, batch in wrong:
+        with pytest.raises(InvalidArgument), store.convert_flight_errors("test"):
+            writer, reader = client.do_put(flight.FlightDescriptor.for_command(command), batch.schema, store.call_options())
+            with suppress(pa.ArrowException):  # it may be refused before
+                writer.write_batch(batch)
+                writer.done_writing()
+                reader.read()
+            writer.close()
+    with pytest.raises(InvalidArgument):
+        store.call("create", "c", -(1 << 60))
+    assert store.info().state == "serving"
+
+
+def test_bytes_that_changed_on_the_way(store: NodeStore) -> None:
+    key = store.call("create", "a", 0)
+    descriptor = flight.FlightDescriptor.for_command(wire.pack([key, 5, b"0" * 16]))
+    with pytest.raises(IntegrityError, match="send the append again"), store.convert_flight_errors("test"):
+        writer, reader = store.next_connection().do_put(descriptor, wire.SCHEMA, store.call_options())
+        writer.write_batch(wire.to_record_batch(memoryview(b"hello")))
+        writer.done_writing()
+        reader.read()
+        writer.close()
+    assert store.append(key, memoryview(b"hello")) == 0, "and the upload goes on"
+    assert store.call("commit", key) == 5
+
+
+def test_a_full_node(tmp_path: Path) -> None:
+    node = Here(tmp_path, capacity=10_000_000)
+    try:
+        store = NodeStore(node.address)
+        assert store.info().free_bytes == 10_000_000
+        with pytest.raises(NoSpace, match="does not fit: 10000000 bytes are free"):
+            store.create("a", 20_000_000)
+        with store.create("b", 8_000_000) as writer, pytest.raises(NoSpace, match="2000000 bytes are free"):
+            store.create("c", 8_000_000)
+            del writer
+        write_object(store, "d", random_bytes(4 << 20))
+        assert store.info().used_bytes == 4 << 20
+    finally:
+        node.close()
+
+
+def test_used(tmp_path: Path) -> None:
+    """The bytes of the objects, at every moment: nothing else that the disk holds."""
+    node = Here(tmp_path)
+    try:
+        store = NodeStore(node.address)
+        assert store.info().used_bytes == 0
+        store.put("a", bytes(1000))
+        store.put("a", bytes(500))
+        store.put_new("b/c", bytes(20))
+        with pytest.raises(AlreadyExists):
+            store.put_new("b/c", bytes(3000))
+        write_object(store, "b/d", random_bytes(100_000))
+        write_object(store, "b/d", random_bytes(90_000))
+        with store.create("torn", 5000) as writer:
+            writer.append(memoryview(random_bytes(5000)))
+        assert store.info().used_bytes == 500 + 20 + 90_000
+        store.delete(["a", "never"])
+        assert store.info().used_bytes == 20 + 90_000
+        store.quarantine("b/d")
+        store.quarantine("b/d")
+        assert store.info().used_bytes == 20
+        with pytest.raises(NotFound):
+            store.get("b/d")
+        write_object(store, "e", random_bytes(7000))
+    finally:
+        node.close()
+    again = Here(tmp_path)
+    try:
+        assert again.server.usage()[0] == 20 + 7000, "counted at the start"
+    finally:
+        again.close()
+
+
+def test_used_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that is a member by itself has many writers."""
+    first, second = Device(tmp_path), Device(tmp_path)
+    assert first.usage()[0] == 0
+    first.store.put("a", bytes(100))
+    assert first.usage()[0] == 100
+    monkeypatch.setattr(devices, "_RECOUNT_SECONDS", 0.0)
+    second.store.put("b", bytes(10))
+    assert first.usage()[0] == second.usage()[0] == 110
+
+
+def test_a_read_only_node(tmp_path: Path) -> None:
+    node = Here(tmp_path, NodeOptions(read_only=True))
+    try:
+        store = NodeStore(node.address)
+        for call in (lambda: store.put("a", b""), lambda: store.create("a"), lambda: store.delete(["a"])):
+            with pytest.raises(Unavailable, match="read-only"):
+                call()
+        assert store.info().state == "read-only"
+    finally:
+        node.close()
+
+
+def test_a_client_that_vanished(tmp_path: Path) -> None:
+    node = Here(tmp_path, NodeOptions(lease_seconds=0.2))
+    try:
+        store = NodeStore(node.address)
+        writer = store.create("a")
+        writer.append(memoryview(random_bytes(5000)))
+        until = time.monotonic() + 20
+        while len(node.server.uploads) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not len(node.server.uploads)
+        with pytest.raises(NotFound, match="write the object again"):
+            writer.append(memoryview(b"more"))
+        writer.abort()
+        assert list(store.list()) == []
+        assert not [p for p in (tmp_path / "objects").rglob("*") if p.is_file()]
+    finally:
+        node.close()
+
+
+CLOSER = """
+import os, sys, threading
+from ckpt.storage.node.client import NodeStore
+store, errors = NodeStore(sys.argv[1]), []
+def work(number):
+    try:
+        for _ in range(40):
+            store.put(f"x{number}", b"1" * 100_000)
+            assert b"".join(store.read(f"x{number}", 0, 100_000)) == b"1" * 100_000
+            with store.create(f"y{number}") as writer:
+                writer.append(memoryview(b"2" * 5000))
+                writer.commit()
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+for thread in threads:
+    thread.start()
+while any(thread.is_alive() for thread in threads):
+    store.close()
+assert not errors, errors
+"""
+
+
+def test_closed_beneath_the_calls_of_other_threads(node: Here) -> None:
+    """As where an answer is not waited for. Flight's own `close` frees what such a call is using."""
+    said = subprocess.run([sys.executable, "-c", CLOSER, node.address], capture_output=True, text=True, timeout=300)
+    assert (said.returncode, said.stderr) == (0, "")
+
+
+def test_nobody_there() -> None:
+    store = NodeStore("127.0.0.1:1", NodeCredentials(deadline_seconds=1))
+    for call in (lambda: store.get("a"), lambda: store.put("a", b""), store.info, lambda: store.registers.read(["a"])):
+        with pytest.raises(Unavailable, match=r"node://127\.0\.0\.1:1"):
+            call()

@@ -1,0 +1,233 @@
+"""Files that are written through a mount, without a mount: over directories."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.nodes import directories
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.storage.base.errors import Changed, Unavailable
+from ckpt.storage.base.failpoints import set_failpoints
+from ckpt.storage.testing import random_bytes
+from ckpt.tools.mount import MountOperations
+
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def namespace(tmp_path: Path) -> Iterator[Namespace]:
+    made = Namespace(directories(tmp_path, 3, redundancy="2x"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tree(namespace: Namespace) -> MountOperations:
+    return MountOperations(namespace, "")
+
+
+def written(tree: MountOperations, path: str, data: bytes, flags: int = 0) -> int:
+    """A handle, with this written at its end."""
+    handle = tree.open(path, os.O_WRONLY) if flags else tree.create(path, 0o644)
+    tree.write(path, data, tree.getattr(path)["st_size"], handle)
+    return handle
+
+
+def close(tree: MountOperations, path: str, handle: int) -> None:
+    try:
+        tree.flush(path, handle)
+    finally:
+        tree.release(path, handle)
+
+
+def test_a_renamed_file_is_written_on(tree: MountOperations, namespace: Namespace) -> None:
+    data = random_bytes(20 * _MIB + 5)
+    for first, second in ((0, 10), (10, 50_000), (50_000, 50_001), (9 * _MIB, len(data))):
+        handle = written(tree, "/a", data[:first])
+        tree.rename("/a", "/b")
+        tree.write("/b", data[first:second], first, handle)
+        tree.fsync("/b", 0, handle)
+        assert namespace.get("b") == data[:second]
+        tree.rename("/b", "/c")
+        tree.write("/c", b"end", second, handle)
+        close(tree, "/c", handle)
+        assert namespace.get("c") == data[:second] + b"end"
+        assert list(namespace.list()) == ["c"]
+        assert not tree._files_in_writing
+
+
+def test_out_of_order_until_it_is_visible(tree: MountOperations, namespace: Namespace) -> None:
+    handle = written(tree, "/a", b"")
+    tree.write("/a", b"2", 10, handle)
+    tree.write("/a", b"1", 0, handle)
+    tree.fsync("/a", 0, handle)
+    assert namespace.get("a") == b"1" + bytes(9) + b"2"
+    with pytest.raises(OSError, match="can't be changed"):
+        tree.write("/a", b"3", 5, handle)
+    tree.write("/a", b"4", 11, handle)
+    tree.truncate("/a", 0)
+    tree.write("/a", b"anew", 0, handle)
+    close(tree, "/a", handle)
+    assert namespace.get("a") == b"anew"
+
+
+def test_what_was_cut_does_not_come_back(tree: MountOperations, namespace: Namespace) -> None:
+    for length, cut in ((100, 10), (9 * _MIB, 9 * _MIB - 5), (17 * _MIB, 3 * _MIB)):
+        handle = written(tree, "/a", b"x" * length)
+        tree.truncate("/a", cut)
+        tree.write("/a", b"end", length + 10, handle)
+        close(tree, "/a", handle)
+        assert namespace.get("a") == b"x" * cut + bytes(length + 10 - cut) + b"end"
+        tree.unlink("/a")
+
+
+def test_what_others_did_meanwhile(tree: MountOperations, namespace: Namespace) -> None:
+    other = MountOperations(namespace, "")  # as another host
+    for size in (5, 50_000):
+        close(tree, "/log", written(tree, "/log", b"0" * size))
+        first, second = written(tree, "/log", b"1", os.O_APPEND), written(other, "/log", b"2", os.O_APPEND)
+        close(tree, "/log", first)
+        with pytest.raises(Changed):
+            close(other, "/log", second)
+        assert namespace.get("log") == b"0" * size + b"1"
+        lost = written(tree, "/log", b"2", os.O_APPEND)
+        other.unlink("/log")
+        with pytest.raises(Changed):
+            close(tree, "/log", lost)
+        assert namespace.stat("log") is None
+    lost = written(tree, "/log", b"old")
+    other.unlink("/log")
+    new = written(tree, "/log", b"new")  # the name is free again, and another file's
+    close(tree, "/log", lost)
+    close(tree, "/log", new)
+    assert namespace.get("log") == b"new"
+
+
+def test_what_others_wrote_into_an_empty_file(tree: MountOperations, namespace: Namespace) -> None:
+    other = MountOperations(namespace, "")
+    for size in (5, 50_000):
+        for flags in (0, os.O_APPEND):  # made here, and found here
+            if flags:
+                namespace.put("log", b"")
+            first = written(tree, "/log", b"1" * size, flags)
+            second = written(other, "/log", b"2" * size, os.O_APPEND)
+            close(other, "/log", second)
+            with pytest.raises(Changed):
+                close(tree, "/log", first)
+            assert namespace.get("log") == b"2" * size
+            tree.unlink("/log")
+    namespace.put("log", b"")
+    handle = tree.open("/log", os.O_WRONLY | os.O_TRUNC)
+    tree.write("/log", b"1", 0, handle)
+    namespace.put("log", b"2")
+    close(tree, "/log", handle)
+    assert namespace.get("log") == b"1"
+
+
+@pytest.mark.parametrize("size", [5, 50_000])
+def test_emptied_while_another_writes(tree: MountOperations, namespace: Namespace, size: int) -> None:
+    namespace.put("a", b"0" * size)
+    handle = tree.open("/a", os.O_WRONLY)
+    namespace.put("a", b"precious" * size)
+    with pytest.raises(Changed):
+        tree.truncate("/a", 0, handle)
+    close(tree, "/a", handle)
+    assert namespace.get("a") == b"precious" * size
+    handle = tree.open("/a", os.O_WRONLY)
+    tree.truncate("/a", 0, handle)
+    assert namespace.get("a") == b""
+    tree.write("/a", b"1" * size, 0, handle)
+    namespace.put("a", b"precious")
+    with pytest.raises(Changed):
+        close(tree, "/a", handle)
+    assert namespace.get("a") == b"precious"
+    handle = written(tree, "/a", b"1" * size, os.O_APPEND)
+    tree.truncate("/a", 0, handle)
+    tree.write("/a", b"2" * size, 0, handle)
+    tree.truncate("/a", 0, handle)
+    tree.write("/a", b"3" * size, 0, handle)
+    close(tree, "/a", handle)
+    assert namespace.get("a") == b"3" * size
+    assert not any(place.info().uploads for place in namespace.open_members.values())
+    gone = written(tree, "/a", b"1", os.O_APPEND)
+    tree.unlink("/a")
+    tree.truncate("/a", 0, gone)
+    close(tree, "/a", gone)
+    assert namespace.stat("a") is None
+
+
+def test_a_part_that_failed_is_not_forgotten(tree: MountOperations, namespace: Namespace, tmp_path: Path) -> None:
+    handle = written(tree, "/a", b"1" * 100_000)
+    tree.fsync("/a", 0, handle)
+    tree.write("/a", b"2" * 100_000, 100_000, handle)
+    for i in range(2):
+        (tmp_path / f"disk{i}").rename(tmp_path / f"gone{i}")
+        (tmp_path / f"disk{i}").write_bytes(b"no folder")
+    with pytest.raises(Unavailable):
+        tree.fsync("/a", 0, handle)
+    for i in range(2):
+        (tmp_path / f"disk{i}").unlink()
+        (tmp_path / f"gone{i}").rename(tmp_path / f"disk{i}")
+    with pytest.raises(OSError, match="an earlier write failed"):
+        close(tree, "/a", handle)
+
+
+def test_folders(tree: MountOperations, namespace: Namespace) -> None:
+    tree.mkdir("/a", 0)
+    tree.mkdir("/a/e", 0)
+    tree.mkdir("/b", 0)
+    handle = written(tree, "/a/x", b"1")
+    tree.rename("/a", "/b")
+    tree.write("/b/x", b"2", 1, handle)
+    close(tree, "/b/x", handle)
+    assert list(namespace.list()) == ["b", "b/e", "b/x"]
+    assert namespace.get("b/x") == b"12"
+    for old, new, error in (
+        ("/b", "/b/c", "into itself"), ("/b/e", "/b/x", "no folder"), ("/none", "/n", "No such file"),
+    ):  # fmt: skip
+        with pytest.raises(OSError, match=error):
+            tree.rename(old, new)
+    with pytest.raises(NotADirectoryError):
+        tree.rmdir("/b/x")
+    tree.mkdir("/c", 0)
+    with pytest.raises(OSError, match="not empty"):
+        tree.rename("/c", "/b")
+    assert list(namespace.list()) == ["b", "b/e", "b/x", "c"]
+    assert stat.S_ISDIR(tree.getattr("/c")["st_mode"])
+
+
+def test_removed_while_it_is_written(tree: MountOperations, namespace: Namespace, tmp_path: Path) -> None:
+    """As libfuse removes a file that is open: under a hidden name, until it is closed."""
+    handle = written(tree, "/a", b"1" * 20 * _MIB)
+    tree.rename("/a", "/.fuse_hidden01")
+    tree.fsync("/.fuse_hidden01", 0, handle)
+    tree.write("/.fuse_hidden01", b"2", 20 * _MIB, handle)
+    close(tree, "/.fuse_hidden01", handle)
+    tree.unlink("/.fuse_hidden01")
+    assert namespace.list() == {}
+    left = written(tree, "/a", b"1")
+    tree.unlink("/a")
+    close(tree, "/a", left)
+    assert namespace.list() == {}
+    assert not [p for p in tmp_path.glob("disk*/objects/**/*") if p.is_file()]
+
+
+def test_a_rename_that_was_cut_off(tree: MountOperations, namespace: Namespace) -> None:
+    """Both names may be there then, of the same objects: what is done to one takes nothing from the other."""
+    close(tree, "/a", written(tree, "/a", b"1" * 100_000))
+    set_failpoints("namespace.renamed=error")
+    with pytest.raises(OSError, match="injected"):
+        tree.rename("/a", "/b")
+    set_failpoints("")
+    assert list(namespace.list()) == ["a", "b"]
+    close(tree, "/b", written(tree, "/b", b"2", os.O_APPEND))
+    assert namespace.get("b") == b"1" * 100_000 + b"2"
+    tree.unlink("/b")
+    assert namespace.get("a") == b"1" * 100_000
+    tree.rename("/a", "/b")
+    assert namespace.get("b") == b"1" * 100_000
