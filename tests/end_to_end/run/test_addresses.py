@@ -71,4 +71,4 @@ def test_spares_are_among_the_hosts_of_a_launcher(tmp_path: Path) -> None:
     environ = os.environ | {"SLURM_STEP_NUM_NODES": "3"}
     command += ["--launcher", "slurm", "true"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
-    assert "2 hosts share no file that could hold the state of the run" in done.stderr
+    assert "2 hosts share no file for the state of the run" in done.stderr
