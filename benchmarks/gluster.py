@@ -1,11 +1,11 @@
-"""The namespace beside GlusterFS: six nodes or bricks on one disk, 4+2 in both, in alternating rounds of one run.
+"""Compares the namespace with GlusterFS: six nodes or bricks on one disk, 4+2 in both, in alternating rounds.
 
-    apt-get install glusterfs-server            # Debian's; this needs root, FUSE and an address that is not loopback
+    apt-get install glusterfs-server            # on Debian; needs root, FUSE and an address that is not loopback
     python benchmarks/gluster.py [--data DIR] [--gib 1] [--rounds 3]
 
-Files of 128 MiB, four at a time, each durable before the next: through GlusterFS's mount with fsync, and through the
-namespace's own client. Reads begin with an empty page cache, where the system lets us drop it. At the end two of six are
-killed in both.
+Files of 128 MiB are written four at a time, and each is durable before the next: through the mount of GlusterFS with fsync, and
+through the client of the namespace. Reads begin with an empty page cache, if the system allows dropping it. At the end, two of
+six are killed in both.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from nodes import namespace, nodes, rows, say, timed
+from nodes import namespace, nodes, print_row, rows, timed
 
 HERE = Path(__file__).resolve().parent
 FILE_BYTES = 128 << 20
 CHUNK = 8 << 20
 
 
-def tell(*words: str) -> str:
+def run_gluster(*words: str) -> str:
+    """Run a gluster command, and return its output; end the program if it fails."""
     done = subprocess.run(["gluster", "--mode=script", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"gluster {' '.join(words)}: {done.stdout}{done.stderr}")
@@ -42,9 +43,9 @@ def tell(*words: str) -> str:
 
 @contextmanager
 def gluster(where: Path) -> Iterator[tuple[Path, str]]:
-    """A mounted volume of six bricks, and its name."""
+    """A context with the mount point and the name of a volume of six bricks."""
     if not shutil.which("glusterd"):
-        sys.exit("glusterd is not here; on Debian: apt-get install glusterfs-server")
+        sys.exit("glusterd is not installed; on Debian: apt-get install glusterfs-server")
     if subprocess.run(["gluster", "volume", "list"], capture_output=True, check=False).returncode:
         subprocess.run(["glusterd"], check=True)
         time.sleep(3)
@@ -55,20 +56,21 @@ def gluster(where: Path) -> Iterator[tuple[Path, str]]:
     bricks = [f"{host}:{folder}/brick{i}" for i in range(6)]
     for i in range(6):
         (folder / f"brick{i}").mkdir()
-    tell("volume", "create", name, "disperse", "6", "redundancy", "2", "transport", "tcp", *bricks, "force")
+    run_gluster("volume", "create", name, "disperse", "6", "redundancy", "2", "transport", "tcp", *bricks, "force")
     try:
-        tell("volume", "start", name)
+        run_gluster("volume", "start", name)
         time.sleep(2)
         subprocess.run(["mount", "-t", "glusterfs", f"{host}:/{name}", str(mount)], check=True)
         yield mount, name
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=False)
-        tell("volume", "stop", name, "force")
-        tell("volume", "delete", name)
+        run_gluster("volume", "stop", name, "force")
+        run_gluster("volume", "delete", name)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def forget_pages() -> None:
+def drop_page_cache() -> None:
+    """Drop the page cache, if this user may do that."""
     os.sync()
     with suppress(OSError):
         Path("/proc/sys/vm/drop_caches").write_text("1")
@@ -86,10 +88,10 @@ def main() -> None:
     count = max(4, round(args.gib * (1 << 30) / FILE_BYTES))
     source = np.random.default_rng(0).integers(0, 255, FILE_BYTES, np.uint8)
     total = count * FILE_BYTES / 1e9
-    places = [np.empty(FILE_BYTES, np.uint8) for _ in range(4)]
+    buffers = [np.empty(FILE_BYTES, np.uint8) for _ in range(4)]
 
-    with gluster(args.data) as (mount, volume), nodes(6, args.data) as made, ThreadPoolExecutor(4) as pool:
-        space = namespace(made, "4+2")
+    with gluster(args.data) as (mount, volume), nodes(6, args.data) as started, ThreadPoolExecutor(4) as pool:
+        space = namespace(started, "4+2")
 
         def put_theirs(name: str) -> None:
             out = os.open(mount / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -114,34 +116,34 @@ def main() -> None:
             return total / timed(lambda: list(pool.map(put, names)))
 
         def gets(get: Callable[[str, np.ndarray], None], names: list[str]) -> float:
-            def some(turn: int) -> None:
-                for name in names[turn::4]:
-                    get(name, places[turn])
+            def get_some(thread: int) -> None:
+                for name in names[thread::4]:
+                    get(name, buffers[thread])
 
-            forget_pages()
-            seconds = timed(lambda: list(pool.map(some, range(4))))
-            assert all(np.array_equal(place, source) for place in places)
+            drop_page_cache()
+            seconds = timed(lambda: list(pool.map(get_some, range(4))))
+            assert all(np.array_equal(buffer, source) for buffer in buffers)
             return total / seconds
 
         figures: dict[str, list[float]] = {}
-        for turn in range(args.rounds + 1):  # the first one warms up
-            names = [f"{turn}-{i}" for i in range(count)]
-            here = {
+        for number in range(args.rounds + 1):  # the first round is a warm-up
+            names = [f"{number}-{i}" for i in range(count)]
+            rates = {
                 "GlusterFS, write": puts(put_theirs, names),
                 "ckpt, write": puts(lambda name: space.put(name, source), names),
                 "GlusterFS, read": gets(get_theirs, names),
                 "ckpt, read": gets(get_ours, names),
             }
-            if turn:
-                for what, value in here.items():
-                    figures.setdefault(what, []).append(value)
+            if number:
+                for name, value in rates.items():
+                    figures.setdefault(name, []).append(value)
                 space.delete(names)
                 for name in names:
                     (mount / name).unlink()
-        for node in made[:2]:
+        for node in started[:2]:
             node.process.kill()
             node.process.wait()
-        for line in tell("volume", "status", volume).splitlines():
+        for line in run_gluster("volume", "status", volume).splitlines():
             words = line.split()
             if words[:1] == ["Brick"] and words[1].endswith(("brick0", "brick1")):
                 os.kill(int(words[-1]), signal.SIGKILL)
@@ -150,11 +152,11 @@ def main() -> None:
         for _ in range(args.rounds):
             figures.setdefault("GlusterFS, read, two of six killed", []).append(gets(get_theirs, names))
             figures.setdefault("ckpt, read, two of six killed", []).append(gets(get_ours, names))
-        for what, values in figures.items():
-            say(f"4+2 on one disk, {what}", median(values), "GB/s")
-        for what in ("write", "read", "read, two of six killed"):
-            ratio = median(figures[f"ckpt, {what}"]) / median(figures[f"GlusterFS, {what}"])
-            say(f"ckpt / GlusterFS, {what}", ratio, "x")
+        for name, values in figures.items():
+            print_row(f"4+2 on one disk, {name}", median(values), "GB/s")
+        for name in ("write", "read", "read, two of six killed"):
+            ratio = median(figures[f"ckpt, {name}"]) / median(figures[f"GlusterFS, {name}"])
+            print_row(f"ckpt / GlusterFS, {name}", ratio, "x")
     (args.out / "gluster.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""Lazy staging: a Checkpointer attached to an optimizer copies the state while the next forward and backward run.
+"""Measures lazy staging: an attached Checkpointer copies the state during the next forward and backward.
 
-What the loop feels is the time in `save` and the time that the optimizer's next step() waits for the copy.
+The training loop waits in `save`, and in the next step() of the optimizer for the end of the copy.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import ckpt
 
 BYTES_PER_PARAMETER = 12  # fp32 weight and the two moments of Adam
 SHAPE = (1024, 4096)
-STEP_SECONDS_PER_GIB = 0.5  # of forward and backward: longer than a copy at 2 GB/s
+STEP_SECONDS_PER_GIB = 0.5  # the time of forward and backward, which is longer than a copy at 2 GB/s
 
 
 def measure(folder: Path, gib: float, repeat: int) -> LazyResult:
-    """Save a model and its Adam `repeat` times while it trains, and once before, to warm up and to look at the data."""
+    """Save a model and its Adam state `repeat` times during training, after one save as warm-up, whose data are checked."""
     model, optimizer = make(gib)
     state = {"model": model, "optimizer": optimizer}
     nbytes = sum(t.nbytes for t in tensors(plain(state)))
     found = LazyResult(nbytes, STEP_SECONDS_PER_GIB * nbytes / 2**30, [], [])
-    hooks: list[float] = []  # when the attached hook began and when it ended
+    hooks: list[float] = []  # the times at which the attached hook began and ended
     with ckpt.Checkpointer(folder, every=None, keep=1) as checkpointer:
         optimizer.register_step_pre_hook(lambda *_: hooks.append(time.perf_counter()))
         checkpointer.attach(optimizer)
@@ -49,7 +49,7 @@ def measure(folder: Path, gib: float, repeat: int) -> LazyResult:
 
 
 def make(gib: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Layers whose state is about `gib`, with gradients, after one step of Adam."""
+    """Return layers with a state of about `gib` GiB, with gradients, and their optimizer after one step of Adam."""
     torch.manual_seed(0)
     layers = max(1, int(gib * 2**30 / BYTES_PER_PARAMETER / (SHAPE[0] * SHAPE[1])))
     model = torch.nn.ModuleList(torch.nn.Linear(*SHAPE, bias=False) for _ in range(layers))
@@ -61,7 +61,7 @@ def make(gib: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def train(seconds: float) -> None:
-    """A forward and backward of that length."""
+    """Run training steps for this long, as a forward and backward."""
     step = training_step()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -69,11 +69,12 @@ def train(seconds: float) -> None:
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dicts of all objects of a state."""
     return {name: part.state_dict() for name, part in state.items()}
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """All tensors of nested dicts and lists, in order."""
+    """Return all tensors of nested dicts and lists, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
@@ -81,5 +82,6 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def require_equal(loaded: list[torch.Tensor], saved: list[torch.Tensor]) -> None:
+    """Raise AssertionError if the loaded tensors differ from the saved ones."""
     if len(loaded) != len(saved) or not all(map(torch.equal, loaded, saved)):
-        raise AssertionError("lazy staging stored something else than the state at the time of the save")
+        raise AssertionError("lazy staging did not store the state at the time of the save")

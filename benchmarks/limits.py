@@ -1,6 +1,6 @@
-"""The physical limits of this machine, as the denominators of every ratio: memory, disk, hashes.
+"""Measures the limits of this machine, which are the denominators of every ratio: memory, disk, hashes.
 
-No library could be faster than these by more than their noise: each is the plainest program that moves the bytes.
+Each is the simplest program that moves the bytes, so no library can be faster by more than the noise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WRITE_2 = "disk write O_DIRECT, 2 threads"
 WRITE_4 = "disk write O_DIRECT, 4 threads"
 WRITE_HUGE = "disk write O_DIRECT, 1 thread, huge pages"
 WRITE_STATE = "disk write O_DIRECT, 1 thread, huge pages, a whole state"
-"""From as much memory as is written, as a save does; the others write one block of 8 MiB again and again, out of the cache."""
+"""The source has as many bytes as are written, as in a save. The other writes repeat one block of 8 MiB, which is cached."""
 WRITE_BUFFERED = "disk write buffered + fsync"
 READ_1 = "disk read O_DIRECT, 1 thread"
 READ_2 = "disk read O_DIRECT, 2 threads"
@@ -36,20 +36,20 @@ READ_HUGE = "disk read O_DIRECT, 1 thread, huge pages"
 READ_HUGE_4 = "disk read O_DIRECT, 4 threads, huge pages"
 READ_PIECES = "disk read O_DIRECT, 4 threads, huge pages, 1 MiB at a time"
 READ_COLD = "disk read buffered, cold"
-READ_TOLD = "disk read buffered, cold, told 16 MiB ahead"
+READ_ADVISED = "disk read buffered, cold, advised 16 MiB ahead"
 READ_HOT = "disk read buffered, page cache hot"
 DISK_READS = (READ_1, READ_2, READ_4, READ_COLD)
 
 BLOCK = 8 << 20
 PIECE = 1 << 20
-UNIT = 64 << 20  # sizes are multiples, so that every thread gets whole blocks
+UNIT = 64 << 20  # sizes are multiples of this, so that every thread gets whole blocks
 HASHED = 64 << 20
 
 Task = Callable[[], object]
 
 
 def measure(folder: Path, gib: float, repeat: int) -> dict[str, Samples]:
-    """GB/s of each limit, `repeat` samples, with `gib` of memory and a file of `gib` in `folder`."""
+    """Return `repeat` samples of each limit in GB/s, by name. Memory and file have `gib` GiB; the file is in `folder`."""
     nbytes = max(1, int(gib * 2**30) // UNIT) * UNIT
     source = np.frombuffer(np.random.default_rng(0).bytes(UNIT) * (nbytes // UNIT), np.uint8)
     file = folder / "limit.bin"
@@ -58,7 +58,7 @@ def measure(folder: Path, gib: float, repeat: int) -> dict[str, Samples]:
     def record(name: str, moved: int, task: Task, before: Task = lambda: None) -> None:
         try:
             found[name] = [moved / 1e9 / seconds(task, before) for _ in range(repeat)]
-        except OSError as error:  # no O_DIRECT here
+        except OSError as error:  # the file system has no O_DIRECT
             print(f"{name}: {error}", file=sys.stderr)
 
     try:
@@ -72,6 +72,7 @@ def measure(folder: Path, gib: float, repeat: int) -> dict[str, Samples]:
 
 
 def seconds(task: Task, before: Task) -> float:
+    """Return the seconds of a task, after another task that is not timed."""
     before()
     began = time.perf_counter()
     task()
@@ -79,12 +80,13 @@ def seconds(task: Task, before: Task) -> float:
 
 
 def in_threads(count: int, work: Callable[[int], object]) -> None:
-    """Run work(0) … work(count - 1), each on a thread."""
+    """Run work(0) … work(count - 1), each in a thread."""
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         list(pool.map(work, range(count)))
 
 
 def copy_limits(record: Callable[..., None], source: np.ndarray) -> None:
+    """Measure copies in memory."""
     nbytes, half = source.nbytes, source.nbytes // 2
     target = np.empty(nbytes, np.uint8)
     target[:] = 0
@@ -95,6 +97,7 @@ def copy_limits(record: Callable[..., None], source: np.ndarray) -> None:
 
 
 def write_limits(record: Callable[..., None], source: np.ndarray, file: Path) -> None:
+    """Measure writes to a file, which exists afterwards."""
     nbytes = source.nbytes
     small, huge, state = mmap.mmap(-1, BLOCK), map_huge_pages(BLOCK), map_huge_pages(nbytes)
     small.write(source[:BLOCK].tobytes())
@@ -132,10 +135,11 @@ def write_limits(record: Callable[..., None], source: np.ndarray, file: Path) ->
     small_pages = [(WRITE_1, 1, small), (WRITE_2, 2, small), (WRITE_4, 4, small)]
     for name, threads, buffer in [*small_pages, (WRITE_HUGE, 1, huge), (WRITE_STATE, 1, state)]:
         record(name, nbytes, lambda threads=threads, buffer=buffer: direct(threads, buffer), remove)
-    record(WRITE_BUFFERED, nbytes, buffered, remove)  # the last: its file is what is read next
+    record(WRITE_BUFFERED, nbytes, buffered, remove)  # the last one, because its file is read next
 
 
 def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
+    """Measure reads of a file."""
     target = np.empty(nbytes, np.uint8)
     target[:] = 0
 
@@ -157,11 +161,11 @@ def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
     def buffered(ahead: int = 0) -> None:
         descriptor = os.open(file, os.O_RDONLY)
         data = memoryview(target)
-        told = 0
+        advised = 0
         for offset in range(0, nbytes, BLOCK):
-            while told < min(offset + ahead, nbytes):
-                os.posix_fadvise(descriptor, told, PIECE, os.POSIX_FADV_WILLNEED)
-                told += PIECE
+            while advised < min(offset + ahead, nbytes):
+                os.posix_fadvise(descriptor, advised, PIECE, os.POSIX_FADV_WILLNEED)
+                advised += PIECE
             os.preadv(descriptor, [data[offset : offset + BLOCK]], offset)
         os.close(descriptor)
 
@@ -174,20 +178,21 @@ def read_limits(record: Callable[..., None], nbytes: int, file: Path) -> None:
             lambda threads=threads, piece=piece: direct(threads, lambda: map_huge_pages(BLOCK), piece),
             lambda: drop_file(file),
         )
-    for name, ahead in ((READ_COLD, 0), (READ_TOLD, 2 * BLOCK)):
+    for name, ahead in ((READ_COLD, 0), (READ_ADVISED, 2 * BLOCK)):
         record(name, nbytes, lambda ahead=ahead: buffered(ahead), lambda: drop_file(file))
     buffered()
     record(READ_HOT, nbytes, buffered)
 
 
 def hash_limits(record: Callable[..., None], source: np.ndarray) -> None:
+    """Measure the digests."""
     data = memoryview(source[:HASHED])
     for name, digest in hashes().items():
         record(f"hash {name}, 1 thread", 4 * HASHED, lambda digest=digest: [digest(data) for _ in range(4)])
 
 
 def hashes() -> dict[str, Callable[[memoryview], bytes]]:
-    """The digests that a save can use, of those installed."""
+    """Return the installed digests that a save can use, by name."""
     import xxhash
 
     found: dict[str, Callable[[memoryview], bytes]] = {"xxh3-128": xxhash.xxh3_128_digest}

@@ -1,6 +1,6 @@
-"""The child process of a run: one thing measured, in a process that has done nothing else.
+"""The child process of a run, which measures one thing in a process that has done nothing else.
 
-Started by run.py; `python benchmarks/one.py ckpt --data /tmp/x --gib 1 --repeat 3 --result /tmp/ckpt.json` by hand.
+run.py starts it. By hand: `python benchmarks/one.py ckpt --data /tmp/x --gib 1 --repeat 3 --result /tmp/ckpt.json`.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from probes import PeakMemory, drop_cache, fsync_files, quiet_step_seconds, step
 from results import PeerResult
 
 STEP_ROUNDS = 3
-"""So many times as many rounds for the training step, which differs by a few percent from one to the next."""
+"""How many times more rounds measure the training step, which varies by a few percent from round to round."""
 SETTLE_SECONDS = 1.0
-"""A virtual machine gives the memory that was freed back to its host, for a moment."""
+"""The wait before a round, because a virtual machine returns freed memory to its host for a moment."""
 
 
 def measure_peer(peer: Peer, state: states.State, folder: Path, repeat: int) -> PeerResult:
-    """Save and load `repeat` times, each to a new place; once before, to warm up."""
+    """Save and load `repeat` times, each time in a new folder, after one round as warm-up."""
     found = PeerResult(states.nbytes(state), [], [], [], [], [], 0, 0, 0, [])
     for number in range(repeat + 1):
         warm_up = number == 0
-        place = folder / f"{number}"
+        target = folder / f"{number}"
         copy = states.copy_seconds(state, states.blank(state)) if peer.background else 0.0
         os.sync()
         with PeakMemory() as memory:
             began = time.perf_counter()
-            peer.save(state, place)
+            peer.save(state, target)
             stall = time.perf_counter() - began
             peer.finish()
-            fsync_files(place)
+            fsync_files(target)
             durable = time.perf_counter() - began
         found.save_memory_bytes = max(found.save_memory_bytes, memory.nbytes)
-        found.stored_bytes = stored_bytes(place)
+        found.stored_bytes = stored_bytes(target)
 
         like = states.blank(state)
-        drop_cache(place)
-        if warm_up:  # not in the rounds that count, where the sampling would take time from the load
+        drop_cache(target)
+        if warm_up:  # not in the timed rounds, because the sampling slows the load
             with PeakMemory() as memory:
-                peer.load(place, like)
+                peer.load(target, like)
             found.load_memory_bytes = memory.nbytes
-            drop_cache(place)
+            drop_cache(target)
         began = time.perf_counter()
-        peer.load(place, like)
+        peer.load(target, like)
         cold = time.perf_counter() - began
         began = time.perf_counter()
-        loaded = peer.load(place, like)
+        loaded = peer.load(target, like)
         hot = time.perf_counter() - began
         states.require_equal(loaded, state)
         del like, loaded
-        shutil.rmtree(place)
+        shutil.rmtree(target)
 
         if not warm_up:
             found.stall_seconds.append(stall)
@@ -65,25 +65,26 @@ def measure_peer(peer: Peer, state: states.State, folder: Path, repeat: int) -> 
             found.durable_seconds.append(durable)
             found.cold_seconds.append(cold)
             found.hot_seconds.append(hot)
-    if peer.background:  # apart from the timed rounds, which it would disturb
+    if peer.background:  # after the timed rounds, which this would disturb
         found.step_ratios = [step_ratio(peer, state, folder / f"step-{number}") for number in range(STEP_ROUNDS * repeat)]
     return found
 
 
-def step_ratio(peer: Peer, state: states.State, place: Path) -> float:
-    """A training step while the save runs in the background, over the mean of quiet ones before and after."""
-    os.sync()  # else the deletion of the round before goes on beside them
+def step_ratio(peer: Peer, state: states.State, target: Path) -> float:
+    """Return the time of a training step during a save in the background, over that of steps before and after."""
+    os.sync()  # otherwise the deletion of the previous round continues during the steps
     time.sleep(SETTLE_SECONDS)
     before = quiet_step_seconds()
-    peer.save(state, place)
+    peer.save(state, target)
     busy = step_seconds(lambda steps: peer.done())
     peer.finish()
     after = quiet_step_seconds()
-    shutil.rmtree(place)
+    shutil.rmtree(target)
     return 2 * busy / (before + after)
 
 
 def main() -> None:
+    """Measure one thing, and write the result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["limits", "lazy", *PEERS])
     parser.add_argument("--data", type=Path, required=True)

@@ -1,7 +1,7 @@
-"""The peers: how each saves a flat dict of arrays to a folder and fills such a dict from it.
+"""The peers: how each library saves a flat dict of arrays to a folder, and fills such a dict from it.
 
-Every one is used as its own documentation says, with its defaults. What it imports is imported when it is made, so
-that the first save is a save only.
+Each is used as its documentation describes, with its defaults. Its modules are imported when the object is created, so that the
+first save does not include imports.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ from states import State
 
 
 class Peer:
-    """A way to save. One that saves in the background returns early from `save`, and says more in `done`."""
+    """A way to save. If it saves in the background, `save` returns early, and `done` returns whether the save has ended."""
 
     title: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ("torch",)
-    """Modules to import."""
+    """The modules that must be installed."""
     numpy = False
-    """Whether it takes numpy arrays; torch tensors otherwise."""
+    """Whether it saves numpy arrays; otherwise torch tensors."""
     background = False
+    """Whether it saves in the background."""
     ours = False
+    """Whether it is this project."""
 
     @classmethod
     def missing(cls) -> list[str]:
-        """The modules that it needs and that are not installed."""
+        """Return the needed modules that are not installed."""
         return [module for module in cls.needs if not is_installed(module)]
 
     def save(self, state: State, folder: Path) -> None:
+        """Save a state to a folder that does not exist yet."""
         raise NotImplementedError
 
     def finish(self) -> None:
         """Wait for the save in the background."""
 
     def done(self) -> bool:
-        """Whether the save in the background has ended."""
+        """Return whether the save in the background has ended."""
         return True
 
     def load(self, folder: Path, like: State) -> State:
-        """Fill `like` and return it; a peer that can't fill arrays returns its own."""
+        """Fill the arrays of `like` and return it. A peer that can't fill arrays returns new ones."""
         raise NotImplementedError
 
 
@@ -148,7 +151,7 @@ class DcpAsync(Dcp):
         import torch.distributed as dist
 
         super().__init__()
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # it asks for a group
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # async_save requires a group
 
     def save(self, state: State, folder: Path) -> None:
         self._future = self._dcp.async_save(state, checkpoint_id=folder)
@@ -188,7 +191,7 @@ class OrbaxAsync(Orbax):
 
     def save(self, state: State, folder: Path) -> None:
         super().save(state, folder)
-        self._waiter = threading.Thread(target=self._checkpointer.wait_until_finished)  # it has no done()
+        self._waiter = threading.Thread(target=self._checkpointer.wait_until_finished)  # orbax has no done()
         self._waiter.start()
 
     def finish(self) -> None:
@@ -247,14 +250,15 @@ class Zarr(Peer):
 
 
 def is_installed(module: str) -> bool:
+    """Return whether a module is installed."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package above it
+    except ModuleNotFoundError:  # its package is not installed
         return False
 
 
 def without_bf16(value: Any) -> Any:
-    """The same memory in a type that HDF5 and Zarr know."""
+    """Return an array of the same memory in a type that HDF5 and Zarr have."""
     return value.view("uint16") if value.dtype.itemsize == 2 else value
 
 

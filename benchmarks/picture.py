@@ -1,4 +1,4 @@
-"""The picture of a run: four panels of bars, a row for each peer, the limits of the machine as lines."""
+"""Draws the plot of a run: four panels of bars, with a row for each peer and the limits of the machine as lines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ OURS, OTHER, LIMIT, TEXT = "#0b7285", "#c4c9cf", "#c92a2a", "#343a40"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
+    """One panel of the plot."""
+
     title: str
     figure: Callable[[PeerResult], float]
+    """Returns the figure of a peer."""
     lines: list[tuple[str, float | None]]
-    """Limits: name, value."""
+    """The name and value of each limit; None if it was not measured."""
     log: bool = False
+    """Whether the axis is logarithmic."""
 
 
 def panels(results: Results) -> list[Panel]:
+    """Return the four panels."""
     copy = next((copy_seconds(results, peer.nbytes) for peer in results.peers.values()), None)
     return [
         Panel(
@@ -49,7 +54,7 @@ def panels(results: Results) -> list[Panel]:
 
 
 def draw(results: Results, file: Path) -> None:
-    """Write the picture as PNG."""
+    """Write the plot to a PNG file."""
     keys = [key for key in PEERS if key in results.peers]
     if not keys:
         return
@@ -69,6 +74,7 @@ def draw(results: Results, file: Path) -> None:
 
 
 def draw_panel(ax: Axes, panel: Panel, results: Results, keys: list[str]) -> None:
+    """Draw the bars and the limits of one panel. keys: those of the peers, in the order of the rows."""
     values = [panel.figure(results.peers[key]) for key in keys]
     lines = [(name, value) for name, value in panel.lines if value]
     everything = [*values, *(value for _, value in lines)]
@@ -100,7 +106,7 @@ def draw_panel(ax: Axes, panel: Panel, results: Results, keys: list[str]) -> Non
 
 
 def draw_lines(ax: Axes, lines: list[tuple[str, float]]) -> None:
-    """The limits, named above the panel; where two stand close their names lean away from each other."""
+    """Draw the limits, with their names above the panel. Two names are placed to the left and right of their lines."""
     ordered = sorted(lines, key=lambda line: line[1])
     sides = ["center"] if len(ordered) == 1 else ["right", "left"]
     for (name, value), side in zip(ordered, sides, strict=True):

@@ -1,4 +1,4 @@
-"""Instruments: what the disk holds, what the process holds, how long a training step takes."""
+"""Functions that measure files, the page cache, the memory of this process, and the time of a training step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ SAMPLE_SECONDS = 0.02
 
 
 def files(folder: Path) -> Iterator[Path]:
+    """Yield all files below a folder."""
     return (file for file in folder.rglob("*") if file.is_file())
 
 
 def fsync_files(folder: Path) -> None:
+    """Make all files below a folder durable."""
     for file in files(folder):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -26,13 +28,14 @@ def fsync_files(folder: Path) -> None:
 
 
 def drop_cache(folder: Path) -> None:
-    """Make the next read of these files come from the disk. Dirty pages would stay: they are written first."""
+    """Drop files from the page cache, so that the next read is from the disk. Dirty pages are written first."""
     fsync_files(folder)
     for file in files(folder):
         drop_file(file)
 
 
 def drop_file(file: Path) -> None:
+    """Drop one file from the page cache."""
     descriptor = os.open(file, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -40,14 +43,15 @@ def drop_file(file: Path) -> None:
 
 
 def stored_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
     return sum(file.stat().st_size for file in files(folder))
 
 
 class PeakMemory:
-    """Samples the resident memory of this process in a `with` block; `nbytes` is its peak above the start.
+    """Samples the resident memory of this process in a `with` block; `nbytes` is the peak above the start.
 
-    Only this process: none of the peers starts another, and looking for children costs 1 ms under the interpreter's
-    lock, 50 times a second, from the very saves that are timed meanwhile.
+    It samples only this process, because no peer starts another. Looking for children would take 1 ms with the interpreter
+    lock, 50 times a second, and slow the timed saves.
     """
 
     def __init__(self) -> None:
@@ -76,12 +80,12 @@ QUIET_STEPS = 100
 
 
 def quiet_step_seconds() -> float:
-    """The mean time of a training step with nothing beside it."""
+    """Return the mean time of a training step while nothing else runs."""
     return step_seconds(lambda steps: steps >= QUIET_STEPS)
 
 
 def step_seconds(until: Callable[[int], bool]) -> float:
-    """The mean time of training steps, made until `until(their number)` holds; at least one."""
+    """Return the mean time of training steps. At least one runs, until `until(number of steps)` is true."""
     step = training_step()
     times = []
     while True:
@@ -93,7 +97,7 @@ def step_seconds(until: Callable[[int], bool]) -> float:
 
 
 def training_step() -> Callable[[], None]:
-    """Some milliseconds of matrix products on one thread, so that a save finds a core where there are two."""
+    """Return a training step: some milliseconds of matrix products in one thread, so that a save can use a second core."""
     import torch
 
     torch.set_num_threads(1)

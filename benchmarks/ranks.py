@@ -1,12 +1,12 @@
-"""Four processes save one sharded state and other numbers of processes load it: this project beside torch DCP, in one run.
+"""Compares saves of a sharded state by four processes, and loads by other numbers, with torch DCP, in one run.
 
     python benchmarks/ranks.py                 2 GiB over 4 ranks: table, benchmarks/out/ranks.json, docs/design/ranks.png
-    python benchmarks/ranks.py --draw FILE     the table and the picture of an earlier run
+    python benchmarks/ranks.py --draw FILE     the table and the plot of an earlier run
 
-Every leaf is a DTensor cut by rows; "replicated" keeps all of it on every rank, as data parallelism does. The processes have
-imported what they use before the clock starts; it stops when the slowest rank is done and every file is fsynced. The first
-save of a process also makes its buffers ready, so that it stands apart from the later ones. Loads are cold and into other
-processes, and what they load is compared with what was saved.
+Every leaf is a DTensor that is sharded by rows. In "replicated" states, every rank has all of it, as in data parallelism. The
+processes import their modules before the clock starts. It stops when the slowest rank is done and every file is durable. The
+first save of a process also allocates its buffers, so it is reported separately. Loads are cold and in other processes, and the
+loaded values are compared with the saved ones.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 PEERS = {"ckpt": "ckpt", "dcp": "torch DCP"}
 READER = "read"
-"""Not a peer: as many processes that only read and copy what ckpt has written, for what the disk gives at that moment."""
+"""Not a peer: the same number of processes that only read and copy the files of ckpt, as the limit of the disk at that time."""
 MORE = (3, 2, 1)
-"""Numbers of ranks that load what four have saved."""
+"""Further numbers of ranks that load what four ranks saved."""
 STALL_ROUNDS = 7
-"""The slowest of four ranks on few cores differs by a third from one round to the next."""
+"""The number of rounds, because the slowest of four ranks on few cores varies by a third from round to round."""
 
 Result = dict[str, Any]
 
@@ -44,7 +44,7 @@ Result = dict[str, Any]
 
 
 def gpt(gib: float) -> dict[str, Any]:
-    """The leaves of states.gpt with values that take no time to make."""
+    """Return the leaves of states.gpt with values that are computed fast."""
     import states
     import torch
 
@@ -62,7 +62,7 @@ def gpt(gib: float) -> dict[str, Any]:
 
 
 def state_of(gib: float, kind: str, fill: bool) -> dict[str, Any]:
-    """This rank's part of the state of states.py."""
+    """Return the part of this rank of the state. fill: whether it has its values; otherwise zeros."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -74,19 +74,21 @@ def state_of(gib: float, kind: str, fill: bool) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = {}
     for name, value in whole.items():
-        cut = value.shape[0] >= mesh.size()
-        local = value.chunk(mesh.size())[mesh.get_local_rank()] if cut else value
+        is_sharded = value.shape[0] >= mesh.size()
+        local = value.chunk(mesh.size())[mesh.get_local_rank()] if is_sharded else value
         local = local.clone() if fill else torch.zeros_like(local)
-        place = [Shard(0)] if cut else [Replicate()]
-        found[name] = DTensor.from_local(local, mesh, place, run_check=False, shape=value.shape, stride=value.stride())
+        placements = [Shard(0)] if is_sharded else [Replicate()]
+        found[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
     return found
 
 
 def local(value: Any) -> Any:
+    """Return the tensor of this rank."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
 def rank(args: argparse.Namespace) -> Result:
+    """Run one task as one rank; return the result, which rank 0 also writes as JSON."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -114,23 +116,23 @@ def rank(args: argparse.Namespace) -> Result:
         state = state_of(args.gib, args.kind, True)
         times = []
         for number in range(args.repeat + 1):
-            place = args.data / str(number)
+            target = args.data / str(number)
 
-            def save(place: Path = place) -> None:
+            def save(target: Path = target) -> None:
                 if args.peer == "ckpt":
-                    ckpt.save(state, place, 1, codec="none")
+                    ckpt.save(state, target, 1, codec="none")
                 else:
-                    dcp.save(state, checkpoint_id=place)
+                    dcp.save(state, checkpoint_id=target)
                 dist.barrier()
                 if dist.get_rank() == 0:
-                    fsync_files(place)
+                    fsync_files(target)
 
             os.sync()
             times.append(timed(save))
-            found["stored"] = sum(f.stat().st_size for f in place.rglob("*") if f.is_file())
+            found["stored"] = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
             dist.barrier()
             if dist.get_rank() == 0 and number < args.repeat:
-                shutil.rmtree(place)
+                shutil.rmtree(target)
             dist.barrier()
         found |= {"first": times[0], "again": times[1:]}
     elif args.task == "stall":
@@ -152,18 +154,18 @@ def rank(args: argparse.Namespace) -> Result:
         found["load"] = raw_reads(args.data / str(args.repeat), dist.get_rank(), dist.get_world_size(), timed)
     else:
         like = state_of(args.gib, args.kind, False)
-        place = args.data / str(args.repeat)
+        source = args.data / str(args.repeat)
 
         def load() -> None:
             if args.peer == "ckpt":
-                ckpt.load(place, like)
+                ckpt.load(source, like)
             else:
-                dcp.load(like, checkpoint_id=place)
+                dcp.load(like, checkpoint_id=source)
 
         found["load"] = timed(load)
         for name, value in state_of(args.gib, args.kind, True).items():
             if not torch.equal(local(value), local(like[name])):
-                raise AssertionError(f"{name} was loaded with other values than were saved")
+                raise AssertionError(f"the loaded values of {name} differ from the saved ones")
     dist.barrier()
     if dist.get_rank() == 0:
         args.result.write_text(json.dumps(found))
@@ -171,12 +173,14 @@ def rank(args: argparse.Namespace) -> Result:
     return found
 
 
-# --- the limits: as many processes that only write, or only read -------------------------------------------------
+# --- the limits: the same number of processes that only write, or only read --------------------------------------
 
 
 def raw_reads(folder: Path, rank: int, ranks: int, timed: Any) -> float:
-    """Seconds in which these ranks read the files below a folder once and copy what they read, in equal shares: past the page
-    cache, sixteen threads each, 512 KiB at a time into memory on huge pages."""
+    """Return the seconds in which the ranks read the files below a folder once, in equal shares, and copy the bytes.
+
+    They read by O_DIRECT with sixteen threads each, 512 KiB at a time, into memory on huge pages.
+    """
     from limits import in_threads
 
     from ckpt.storage.base.huge_pages import map_huge_pages
@@ -185,7 +189,7 @@ def raw_reads(folder: Path, rank: int, ranks: int, timed: Any) -> float:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     pieces = [(file, at) for file in files for at in range(0, file.stat().st_size, piece)]
     share = -(-len(pieces) // (ranks * workers))
-    buffers = [np.frombuffer(map_huge_pages(2 << 20), np.uint8)[:piece] for _ in range(workers)]  # less is on no huge page
+    buffers = [np.frombuffer(map_huge_pages(2 << 20), np.uint8)[:piece] for _ in range(workers)]  # a huge page has 2 MiB
     for buffer in buffers:
         buffer[:] = 1
     into = [np.ones((share, piece), np.uint8) for _ in range(workers)]
@@ -204,7 +208,7 @@ def raw_reads(folder: Path, rank: int, ranks: int, timed: Any) -> float:
 
 
 def raw_writes(folder: Path, nbytes: int, processes: int) -> float:
-    """Seconds in which so many processes write their share with O_DIRECT, four threads each, and make it durable."""
+    """Return the seconds in which processes write equal shares by O_DIRECT with four threads each, and make them durable."""
     command = [sys.executable, __file__, "--raw", str(nbytes // processes), "--data"]
     children = [
         subprocess.Popen([*command, str(folder / f"raw-{i}")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -229,6 +233,7 @@ def raw_writes(folder: Path, nbytes: int, processes: int) -> float:
 
 
 def raw_writer(file: Path, nbytes: int) -> None:
+    """Run as one process of `raw_writes`: wait for a line on stdin, and then write."""
     import mmap
 
     from limits import in_threads
@@ -254,6 +259,7 @@ def raw_writer(file: Path, nbytes: int) -> None:
 
 
 def launch(args: argparse.Namespace, ranks: int, task: str, peer: str, kind: str, data: Path) -> Result:
+    """Run a task on a number of ranks, and return the result of rank 0."""
     result = data.parent / "result.json"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__,
@@ -268,6 +274,7 @@ def launch(args: argparse.Namespace, ranks: int, task: str, peer: str, kind: str
 
 
 def run(args: argparse.Namespace, folder: Path) -> Result:
+    """Measure everything, and return the results."""
     import limits
     import states
     from probes import drop_cache
@@ -302,7 +309,7 @@ def run(args: argparse.Namespace, folder: Path) -> Result:
         results["rows"] += rows.values()
         keep()
         for ranks in loads_of(results, kind):
-            for _ in range(args.repeat):  # in turns: the disk is not the same from minute to minute
+            for _ in range(args.repeat):  # alternating, because the speed of the disk varies from minute to minute
                 for peer in (*PEERS, READER):
                     data = folder / f"{'ckpt' if peer == READER else peer}-{kind}"
                     drop_cache(data)
@@ -322,15 +329,17 @@ def run(args: argparse.Namespace, folder: Path) -> Result:
 
 
 def read_limit(ranks: int, kind: str) -> str:
+    """Return the name of the limit for reads by this number of processes."""
     return f"disk read O_DIRECT and copied, {ranks} processes, {kind}"
 
 
 def loads_of(results: Result, kind: str) -> tuple[int, ...]:
-    """Into how many ranks a state is loaded."""
+    """Return the numbers of ranks that load a state."""
     return (results["ranks"], *MORE) if kind == "sharded" else (results["ranks"],)
 
 
 def show(results: Result) -> None:
+    """Print the limits and the table."""
     unique, ranks = results["unique"] / 1e9, results["ranks"]
     console = Console(width=130)
     for name, samples in results["limits"].items():
@@ -350,6 +359,7 @@ def show(results: Result) -> None:
 
 
 def draw(results: Result, file: Path) -> None:
+    """Draw the results into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -367,7 +377,7 @@ def draw(results: Result, file: Path) -> None:
             rates = [unique / (row[f] if isinstance(row[f], float) else median(row[f])) for f in figures]
             bars = ax.bar(np.arange(len(figures)) + 0.4 * i - 0.2, rates, 0.38, color=colours[peer], label=PEERS[peer])
             ax.bar_label(bars, [f"{r:.2f}" for r in rates], label_type="center", fontsize=9, color=("white", "#343a40")[i])
-        only = "as many processes that only write, or only read and copy"
+        only = "the same processes, which only write, or only read and copy"
         ax.plot([-0.45, 1.45], [write, write], linestyle=(0, (4, 3)), color="#c92a2a", linewidth=1.2, label=only)
         ax.margins(y=0.25)
         for i, ranks_now in enumerate(loads_of(results, kind), 2):

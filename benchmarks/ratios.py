@@ -1,4 +1,4 @@
-"""The ratios that this project has promised, each within one run: figure, reached, target."""
+"""Computes the ratios that this project promises, each within one run: figure, reached value, target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One line of the promise; `reached` is None where the run has not measured it."""
+    """One promised ratio. `reached` is None if the run has not measured it."""
 
     figure: str
     reached: float | None
@@ -27,13 +27,14 @@ class Ratio:
 
     @property
     def met(self) -> bool | None:
+        """Whether the target is reached; None if that is unknown."""
         if self.reached is None:
             return None
         return self.reached >= self.target if self.at_least else self.reached <= self.target
 
 
 def ratios(results: Results) -> list[Ratio]:
-    """All that apply to this run: the promises for large leaves, or those for very many small ones."""
+    """Return the ratios for the state of this run: large leaves, or very many small ones."""
     found = small_leaves(results) if results.leaves else large_leaves(results)
     return [*found, *step(results, 1.2 if results.leaves else 1.05), import_time(results)]
 
@@ -65,7 +66,7 @@ def small_leaves(results: Results) -> list[Ratio]:
     ]
 
 
-# --- one figure of a peer, None where it was not measured ------------------------------------------------------
+# --- one figure of a peer, None if it was not measured ---------------------------------------------------------
 
 
 def durable(peer: PeerResult | None) -> float | None:
@@ -81,32 +82,32 @@ def hot(peer: PeerResult | None) -> float | None:
 
 
 Named = tuple[float | None, str]
-"""What ours is compared with, in GB/s, and its name."""
+"""The figure to compare with, in GB/s, and its name."""
 
 
 def best(results: Results, figure: Callable[[PeerResult | None], float | None]) -> Named:
-    """The best of the others."""
+    """Return the best figure of the other peers."""
     rates = [(figure(results.peers[key]) or 0.0, PEERS[key].title) for key in OTHERS if key in results.peers]
     return max(rates, default=(None, ""))
 
 
 def best_read(results: Results) -> Named:
-    """The best median among the ways to read from the disk."""
+    """Return the best median of the limits of disk reads."""
     rates = [(results.limit(name) or 0.0, name.removeprefix("disk read ")) for name in DISK_READS if name in results.limits]
     return max(rates, default=(None, ""))
 
 
 def copy_seconds(results: Results, nbytes: int) -> float | None:
-    """The time of a two-thread memory copy of so many bytes."""
+    """Return the seconds of a memory copy of `nbytes` by two threads."""
     rate = results.limit(COPY_2)
     return nbytes / 1e9 / rate if rate else None
 
 
-# --- the lines -------------------------------------------------------------------------------------------------
+# --- the ratios ------------------------------------------------------------------------------------------------
 
 
 def rate(figure: str, ours: float | None, other: Named, target: float) -> Ratio:
-    """Our GB/s over another's."""
+    """Return the ratio of our GB/s to another figure."""
     theirs, name = other
     if not ours or not theirs:
         return not_measured(figure, True, target)
@@ -146,7 +147,7 @@ def async_memory(ours: PeerResult | None) -> Ratio:
 
 
 def step(results: Results, target: float) -> list[Ratio]:
-    """A training step while a save runs, of a quiet one and of one beside the save of torch DCP."""
+    """Return the ratios of a training step during a save to a quiet step, and to a step during a save of torch DCP."""
     figures = "step during a save / quiet step", "step during a save / during torch DCP async"
     ours, dcp = (results.peers[key].step_ratio if key in results.peers else None for key in ("ckpt-async", "dcp-async"))
     if ours is None:

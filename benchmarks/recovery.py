@@ -1,12 +1,12 @@
-"""How fast a job comes back under ckpt-run: what is noticed when, and when the next step is done; torchrun beside it.
+"""Measures how fast ckpt-run detects a fault and how fast a job recovers, in comparison with torchrun.
 
     python benchmarks/recovery.py                              everything
     python benchmarks/recovery.py --only comeback --repeat 50
     python benchmarks/recovery.py --run-options=--warm         more options for ckpt-run
 
-All processes share the cores of this machine, so that four torch ranks that start on two cores take longer than one: the
-import of torch is measured in the same run, as many at once as there are ranks. Times are from the fault to the moment when
-every rank has done a step again. "noticed" is when the first of the other ranks has been ended for it.
+All processes share the cores of this machine. Four torch ranks on two cores take longer to start than one, so the import of
+torch by as many processes is measured in the same run. Times are from the fault until every rank has done a step again.
+"noticed" is the time until the first of the other ranks has been ended because of the fault.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ import ckpt
 HERE = Path(__file__).resolve().parent
 PROGRAM = str(HERE / "recovery_program.py")
 WARM, COLD = "ckpt-run", "ckpt-run --cold"
-"""With a fault only when the next start is a warm one; without warm starts."""
+"""Launchers: with warm starts, where a fault waits until the next start is a warm one; and without warm starts."""
 STEPS_BEFORE = 25
-"""Between two faults, at least: by these a step's length is learned, and a newer step is saved."""
+"""The least number of steps between two faults: ckpt-run learns the duration of a step, and a newer step is saved."""
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-# --- what is found ---------------------------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Row:
-    """One figure: its samples, and what they are to reach."""
+    """One figure: its samples and its target."""
 
     name: str
     unit: str
@@ -62,6 +62,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
+        """The cells of its row in a table."""
         if not self.samples:
             return self.name, self.note or "-", "", "", self.target
         figures = (show(value, self.unit) for value in (median(self.samples), p99(self.samples)))
@@ -70,22 +71,27 @@ class Row:
 
 @dataclass(slots=True)
 class Results:
+    """The results of one run."""
+
     ranks: int
     run_options: str
     rows: list[Row] = field(default_factory=list)
-    beside: dict[str, dict[str, Row]] = field(default_factory=dict)
-    """By fault, then by launcher."""
+    comparison: dict[str, dict[str, Row]] = field(default_factory=dict)
+    """The rows of the comparison with torchrun, by fault and then by launcher."""
 
     def row(self, name: str, unit: str, target: str = "") -> Row:
+        """Add a row, and return it."""
         self.rows.append(Row(name, unit, target=target))
         return self.rows[-1]
 
 
 def p99(samples: list[float]) -> float:
+    """Return the 99th percentile."""
     return sorted(samples)[math.ceil(0.99 * len(samples)) - 1]
 
 
 def show(value: float, unit: str) -> str:
+    """Return a value with its unit as text."""
     if unit == "s":
         return f"{1e3 * value:.0f} ms" if value < 1 else f"{value:.2f} s"
     return f"{value:.3g} {unit}".rstrip()
@@ -95,7 +101,7 @@ def show(value: float, unit: str) -> str:
 
 
 class Job:
-    """The program under a launcher, seen from outside."""
+    """The program under a launcher, which is observed by the files that it writes."""
 
     def __init__(self, launcher: list[str], folder: Path, ranks: int, program: list[str]) -> None:
         self.folder, self.ranks = folder, ranks
@@ -105,7 +111,7 @@ class Job:
         )  # fmt: skip
 
     def times(self, rank: int) -> list[tuple[str, int, float]]:
-        """All lines of a rank."""
+        """Return all complete lines of a rank: what, step, time."""
         try:
             text = (self.folder / f"times-{rank}").read_text()
         except FileNotFoundError:
@@ -114,10 +120,11 @@ class Job:
         return [(what, int(step), float(at)) for what, step, at in lines]
 
     def pids(self) -> list[int]:
+        """Return the process ids of the ranks."""
         return [int((self.folder / f"pid-{rank}").read_text()) for rank in range(self.ranks)]
 
     def steps_since(self, moment: float) -> list[tuple[int, list[tuple[int, float]]]]:
-        """Of each rank: the step at which it last began after that moment, and the steps it has done since; -1 not yet."""
+        """Return for each rank the step with which it last began after a moment, or -1, and the steps that it did since."""
         found = []
         for rank in range(self.ranks):
             begun, done = -1, []
@@ -132,7 +139,7 @@ class Job:
         return found
 
     def until_steps(self, count: int, moment: float, patience: float) -> bool:
-        """Until every rank began after that moment and has done so many steps. False where it takes too long."""
+        """Wait until every rank began after a moment and did `count` steps; return False after `patience` seconds."""
         until = time.monotonic() + patience
         while time.monotonic() < until:
             if all(len(done) >= count for _, done in self.steps_since(moment)):
@@ -143,7 +150,7 @@ class Job:
         return False
 
     def end(self) -> None:
-        """With all that it has started."""
+        """End the launcher and its ranks."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 self.process.send_signal(number)
@@ -160,6 +167,7 @@ class Job:
 
 @contextmanager
 def job(args: argparse.Namespace, launcher: str, *program: str) -> Iterator[Job]:
+    """A context with a running job in a new folder. program: arguments of the program."""
     folder = Path(tempfile.mkdtemp(prefix="ckpt-recovery-", dir=args.data))
     started = Job(LAUNCHERS[launcher](args, folder), folder, args.ranks, list(program))
     try:
@@ -170,14 +178,15 @@ def job(args: argparse.Namespace, launcher: str, *program: str) -> Iterator[Job]
 
 
 def ckpt_run(args: argparse.Namespace, folder: Path, *options: str) -> list[str]:
-    where = ["-n", str(args.ranks), "--run-dir", str(folder / "run"), "--show", "none"]
-    return [sys.executable, "-m", "ckpt.tools.run", *where, *options, *shlex.split(args.run_options), "--", sys.executable]
+    """Return the command line of ckpt-run up to the program."""
+    own = ["-n", str(args.ranks), "--run-dir", str(folder / "run"), "--show", "none"]
+    return [sys.executable, "-m", "ckpt.tools.run", *own, *options, *shlex.split(args.run_options), "--", sys.executable]
 
 
 LAUNCHERS: dict[str, Callable[[argparse.Namespace, Path], list[str]]] = {
     WARM: lambda args, folder: ckpt_run(args, folder),
     COLD: lambda args, folder: ckpt_run(args, folder, "--cold"),
-    # As it is, torchrun 2.13 lets new ranks find the addresses of the old ones in its store, and gloo fails by that.
+    # Without the variable, new ranks find the addresses of the old ones in the store of torchrun 2.13, and gloo fails.
     "torchrun": lambda args, folder: [
         "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node",
         str(args.ranks), "--standalone", "--max-restarts", "1000",
@@ -196,22 +205,24 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Comeback:
+    """The recovery of a job from one fault."""
+
     noticed_seconds: float
     next_step_seconds: float
-    """Infinite where it never came back."""
+    """Infinite if the job did not recover."""
     redone_steps: int
     lost_commits: int
 
 
-def inflict(job: Job, fault: str, patience: float) -> Comeback:
-    """Do it to a job that runs, and wait for the next step of every rank."""
+def inject(job: Job, fault: str, patience: float) -> Comeback:
+    """Make ranks of a running job fail, and wait for the next step of every rank, for at most `patience` seconds."""
     pids = job.pids()
     files = [os.pidfd_open(pid) for pid in pids]
     try:
         saved, one = newest(job), random.randrange(len(pids))
         began = time.monotonic()
         for file in files if fault == "all" else files[one : one + 1]:
-            with suppress(ProcessLookupError):  # the launcher has ended it already, as the first is dead
+            with suppress(ProcessLookupError):  # the launcher has already ended the rank, because the first is dead
                 signal.pidfd_send_signal(file, FAULTS[fault][1])
         others = [file for number, file in enumerate(files) if number != one]
         ended, *_ = select.select(others, [], [], patience)
@@ -232,7 +243,7 @@ def inflict(job: Job, fault: str, patience: float) -> Comeback:
 
 
 def newest(job: Job) -> int:
-    """The newest step that is committed; -1 none."""
+    """Return the newest committed step, or -1."""
     if (job.folder / "newest").exists():
         return int((job.folder / "newest").read_text()) - 1
     try:
@@ -242,7 +253,7 @@ def newest(job: Job) -> int:
 
 
 def series(args: argparse.Namespace, launcher: str, fault: str, *program: str) -> list[Comeback]:
-    """The same fault again and again in one job, until it does not come back."""
+    """Inject the same fault again and again in one job, until the job does not recover; return all recoveries."""
     found: list[Comeback] = []
     with job(args, launcher, *program) as running:
         moment = 0.0
@@ -252,30 +263,31 @@ def series(args: argparse.Namespace, launcher: str, fault: str, *program: str) -
             while launcher == WARM and not is_warm(running.folder):
                 time.sleep(0.2)
             moment = time.monotonic()
-            found.append(inflict(running, fault, args.patience))
+            found.append(inject(running, fault, args.patience))
             if not math.isfinite(found[-1].next_step_seconds):
                 break
     return found
 
 
 def is_warm(folder: Path) -> bool:
+    """Return whether the next start is a warm one."""
     status = [sys.executable, "-m", "ckpt.tools.run", "status", "--run-dir", str(folder / "run")]
     return "the next start is warm" in subprocess.run(status, capture_output=True, text=True, check=False).stdout
 
 
-# --- what is measured ------------------------------------------------------------------------------------------
+# --- measurements ----------------------------------------------------------------------------------------------
 
 
 def noticed(args: argparse.Namespace, results: Results) -> None:
-    """Ranks that do not wait for each other: only the launcher ends the others."""
+    """Measure the detection, with ranks that do not wait for each other, so that only the launcher ends them."""
     for fault, target in (("kill", "≤ 50 ms"), ("stop", "≤ 1 s")):
         row = results.row(f"noticed: {FAULTS[fault][0]}", "s", target)
         row.samples = [each.noticed_seconds for each in series(args, COLD, fault) if math.isfinite(each.noticed_seconds)]
-        say(row)
+        print_row(row)
 
 
 def lost_host(args: argparse.Namespace, results: Results) -> None:
-    """Two hosts, one of which is killed with all that runs there; in turns the one that leads and the other."""
+    """Measure the detection of a lost host: of two hosts, the leader and the other are killed alternately."""
     row = results.row("noticed: a host is lost or cut off", "s", "≤ 4 s")
     options = "--cold --nnodes 2 --min 1 --patience 0 --no-memory --address 127.0.0.1"
     each = argparse.Namespace(**vars(args) | {"ranks": max(1, args.ranks // 2), "run_options": f"{args.run_options} {options}"})
@@ -291,10 +303,10 @@ def lost_host(args: argparse.Namespace, results: Results) -> None:
                 raise SystemExit(f"two hosts did not start: see {folder}/stderr")
             members = next(line for line in log_of(folder) if line["kind"] == "start")["facts"]["members"]
             stays = ("follows", "leads")[number % 2]
-            place = next(member for member in members if member["name"] == stays)
-            files = [os.pidfd_open(pid) for pid in jobs[0].pids()[place["first"] : place["first"] + place["count"]]]
+            member = next(member for member in members if member["name"] == stays)
+            files = [os.pidfd_open(pid) for pid in jobs[0].pids()[member["first"] : member["first"] + member["count"]]]
             began = time.monotonic()
-            jobs[number % 2].process.kill()  # its guardian ends the ranks there
+            jobs[number % 2].process.kill()  # the orphan guard of that host ends its ranks
             if select.select(files, [], [], args.patience)[0]:
                 row.samples.append(time.monotonic() - began)
             for file in files:
@@ -303,35 +315,36 @@ def lost_host(args: argparse.Namespace, results: Results) -> None:
             for one in jobs:
                 one.end()
             shutil.rmtree(folder, ignore_errors=True)
-    say(row)
+    print_row(row)
 
 
 def log_of(folder: Path, check: bool = True) -> list[dict[str, Any]]:
-    """What is in the log of a run. check=False: nothing where it can't be had, as before there is one."""
+    """Return the entries of the log of a run. check=False: return none if the log can't be read, such as before the start."""
     command = [sys.executable, "-m", "ckpt.tools.run", "why", "--json", "--run-dir", str(folder / "run")]
-    said = subprocess.run(command, capture_output=True, text=True, check=check).stdout
-    return [json.loads(line) for line in said.splitlines()]
+    output = subprocess.run(command, capture_output=True, text=True, check=check).stdout
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def comeback(args: argparse.Namespace, results: Results) -> None:
+    """Measure the time from a kill to the next step, and what is lost."""
     imports = results.row(f"import torch, {args.ranks} at once", "s")
     imports.samples = [import_seconds(args.ranks) for _ in range(3)]
-    say(imports)
+    print_row(imports)
     lost, redone = results.row("committed steps lost", "", "0"), results.row("steps done again, saved every 10", "")
     cold = f"≤ {median(imports.samples) + 2:.2f} s"
     targets = [("numpy", COLD, "p99 ≤ 1.5 s"), ("numpy", WARM, ""), ("torch", COLD, cold), ("torch", WARM, "≤ 2 s")]
     for kind, launcher, target in targets:
-        how = "" if launcher == COLD else ", warm"
-        row = results.row(f"kill -9 of 1 of {args.ranks} to the next step, {kind} script{how}", "s", target)
+        start = "" if launcher == COLD else ", warm"
+        row = results.row(f"kill -9 of 1 of {args.ranks} to the next step, {kind} script{start}", "s", target)
         found = series(args, launcher, "kill", "--kind", kind)
         row.samples = [each.next_step_seconds for each in found]
         lost.samples += [float(each.lost_commits) for each in found]
         redone.samples += [float(each.redone_steps) for each in found]
-        say(row)
+        print_row(row)
 
 
 def import_seconds(count: int) -> float:
-    """Until all of so many processes, started at once, have imported torch."""
+    """Return the seconds until `count` processes that start at the same time have imported torch."""
     began = time.monotonic()
     started = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(count)]
     for process in started:
@@ -340,7 +353,7 @@ def import_seconds(count: int) -> float:
 
 
 def overhead(args: argparse.Namespace, results: Results) -> None:
-    """Steps of 10 ms without saves, in turns with and without."""
+    """Measure steps of 10 ms without saves, alternately with and without ckpt-run."""
     cost = results.row("Checkpointer.step when nothing is due, after 10 ms of sleep", "µs", "≤ 20 µs")
     share = results.row("that, of a step of 10 ms", "%", "≤ 0.1 %")
     computed = results.row("Checkpointer.step when nothing is due, after 10 ms of computing", "µs", "≤ 20 µs")
@@ -364,32 +377,35 @@ def overhead(args: argparse.Namespace, results: Results) -> None:
             computed.samples.append(step_cost(running))
             share_computed.samples.append(computed.samples[-1] / 10_000 * 100)
     for row in (cost, share, computed, share_computed, whole, cpu):
-        say(row)
+        print_row(row)
 
 
 def step_cost(running: Job) -> float:
-    """Microseconds that rank 0 has spent in a call of Checkpointer.step, its median."""
+    """Return the median of the microseconds that rank 0 spent in a call of Checkpointer.step."""
     return 1e6 * float((running.folder / "cost-0").read_text())
 
 
 def step_seconds(args: argparse.Namespace, launcher: str, *program: str) -> float:
+    """Return the mean seconds of a step of 10 ms under a launcher."""
     with job(args, launcher, "--seconds", "0.01", "--steps", "400", *program) as running:
         running.process.wait()
         return per_step(running)
 
 
 def per_step(running: Job) -> float:
+    """Return the mean seconds from step to step of rank 0."""
     at = [moment for what, _, moment in running.times(0) if what == "step"]
     return (at[-1] - at[0]) / (len(at) - 1)
 
 
 def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def jitter(args: argparse.Namespace, results: Results) -> None:
-    """Steps of which one takes ten times as long as another, and saves of two seconds now and then; a hang may be 1 s."""
+    """Count false detections of hangs, with step times that vary tenfold, saves of two seconds, and --hang 1."""
     row = results.row("false kills: step times that vary tenfold, saves that stall for 2 s", "", "0")
     steps = 80 * max(1, args.repeat)
     few = argparse.Namespace(**vars(args) | {"run_options": f"{args.run_options} --hang 1"})
@@ -398,20 +414,20 @@ def jitter(args: argparse.Namespace, results: Results) -> None:
         running.process.wait()
         row.samples = [float(sum(line["kind"] == "failure" for line in log_of(running.folder)))]
     row.note = f"{steps} steps on {args.ranks} ranks"
-    say(row)
+    print_row(row)
 
 
-def beside(args: argparse.Namespace, results: Results) -> None:
-    """The same torch script, the same faults; it saves by ckpt, torch.save or torch's distributed checkpoints."""
+def compare(args: argparse.Namespace, results: Results) -> None:
+    """Compare with torchrun: the same script and faults, with saves by ckpt, torch.save or torch DCP."""
     for fault in args.faults:
-        rows = results.beside[FAULTS[fault][0]] = {}
+        rows = results.comparison[FAULTS[fault][0]] = {}
         for name, launcher, save in RIVALS:
             row = rows[name] = Row(f"{FAULTS[fault][0]}: {name}", "s")
             found = series(args, launcher, fault, "--kind", "torch", "--save", save)
             row.samples = [each.next_step_seconds for each in found if math.isfinite(each.next_step_seconds)]
             if len(row.samples) < len(found):
                 row.note = f"never (given up after {args.patience:g} s)"
-            say(row)
+            print_row(row)
 
 
 RIVALS = (
@@ -419,19 +435,21 @@ RIVALS = (
     ("torchrun, DCP", "torchrun", "dcp"),
 )  # fmt: skip
 TASKS = {
-    "noticed": noticed, "host": lost_host, "comeback": comeback, "overhead": overhead, "jitter": jitter, "torchrun": beside,
+    "noticed": noticed, "host": lost_host, "comeback": comeback, "overhead": overhead, "jitter": jitter, "torchrun": compare,
 }  # fmt: skip
 
 
 # --- tables ----------------------------------------------------------------------------------------------------
 
 
-def say(row: Row) -> None:
+def print_row(row: Row) -> None:
+    """Print a row when it is measured."""
     name, *cells = row.cells
     console.print(f"{name:72} {cells[0]:>12} {cells[1]:>12}", markup=False, soft_wrap=True)
 
 
 def tables(results: Results) -> Iterator[Table]:
+    """Yield the tables of the results."""
     if results.rows:
         table = Table("", box=SIMPLE_HEAD, pad_edge=False, title=f"ckpt-run, {results.ranks} ranks", title_justify="left")
         for name in ("median", "p99", "of", "to reach"):
@@ -439,25 +457,28 @@ def tables(results: Results) -> Iterator[Table]:
         for row in results.rows:
             table.add_row(*row.cells)
         yield table
-    if results.beside:
+    if results.comparison:
         names = [name for name, *_ in RIVALS]
         table = Table("fault to the next step", *(f"{name}\nmedian / p99" for name in names), box=SIMPLE_HEAD, pad_edge=False)
-        for fault, rows in results.beside.items():
-            table.add_row(fault, *(beside_cell(rows[name]) for name in names))
+        for fault, rows in results.comparison.items():
+            table.add_row(fault, *(comparison_cell(rows[name]) for name in names))
         yield table
 
 
-def beside_cell(row: Row) -> str:
+def comparison_cell(row: Row) -> str:
+    """Return the cell of a launcher in the table of the comparison."""
     return row.note or f"{show(median(row.samples), 's')} / {show(p99(row.samples), 's')}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--repeat", type=int, default=10, help="of each fault (default: 10)")
+    parser.add_argument("--repeat", type=int, default=10, help="how often each fault is injected (default: 10)")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS), help="beside torchrun")
-    parser.add_argument("--patience", type=float, default=60, help="seconds, then it never comes back (default: 60)")
+    parser.add_argument(
+        "--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS), help="those to compare with torchrun"
+    )
+    parser.add_argument("--patience", type=float, default=60, help="seconds to wait for a recovery (default: 60)")
     parser.add_argument("--run-options", default="", help="more options for ckpt-run, as one string")
     parser.add_argument("--data", type=Path, default=HERE / "out", help="a folder on the disk to work in")
     parser.add_argument("--out", type=Path, default=HERE / "out", help="for results (default: %(default)s)")

@@ -1,9 +1,10 @@
-"""One rank of what benchmarks/recovery.py runs: steps of a given length, and a line with the time for each.
+"""One rank of a job of benchmarks/recovery.py: it runs steps of a given duration, and records the time of each.
 
-SIGUSR1 makes it loop for ever, SIGALRM makes it raise. In FOLDER: pid-<rank>, and times-<rank> with lines of
+SIGUSR1 makes it loop for ever, and SIGALRM makes it raise an exception. It writes pid-<rank> and times-<rank> in FOLDER. The
+lines of the latter are
 
-    begin STEP TIME        it goes on with this step
-    step STEP TIME         this step is done; TIME by CLOCK_MONOTONIC, which all processes of a host share
+    begin STEP TIME        the rank starts with this step
+    step STEP TIME         this step is done; TIME is by CLOCK_MONOTONIC, which all processes of a host share
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ VALUES = 250_000
 
 
 def busy(*_: object) -> None:
+    """Loop for ever."""
     while True:
         pass
 
 
 def bad(*_: object) -> None:
+    """Raise an exception."""
     raise RuntimeError("a bad batch")
 
 
 def main() -> None:
+    """Run as one rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kind", choices=["numpy", "torch"], default="numpy")
@@ -42,8 +46,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.02)
     parser.add_argument("--compute", action="store_true", help="steps compute, instead of sleeping")
     parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--jitter", type=float, default=1.0, help="a step takes up to so many times as long")
-    parser.add_argument("--long-save", type=float, default=0.0, help="seconds that a save stalls now and then")
+    parser.add_argument("--jitter", type=float, default=1.0, help="a random factor of a step's duration, from 1 to this")
+    parser.add_argument("--long-save", type=float, default=0.0, help="seconds of a stall every 40 steps, as by a save")
     args = parser.parse_args()
     rank = int(os.environ.get("RANK", "0"))
     signal.signal(signal.SIGUSR1, busy)
@@ -78,7 +82,7 @@ def main() -> None:
 
 
 def numpy_work(rank: int) -> tuple[Callable[[], None], dict[str, Any]]:
-    """Each rank for itself."""
+    """Return the work of a step and the state. The ranks do not communicate."""
     import ckpt
 
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -91,7 +95,7 @@ def numpy_work(rank: int) -> tuple[Callable[[], None], dict[str, Any]]:
 
 
 def torch_work() -> tuple[Callable[[], None], dict[str, Any]]:
-    """The ranks wait for each other in every step, as in any data-parallel training."""
+    """Return the work of a step and the state. The ranks wait for each other in every step, as in data parallelism."""
     import torch
     import torch.distributed as dist
 
@@ -107,6 +111,7 @@ def torch_work() -> tuple[Callable[[], None], dict[str, Any]]:
 
 
 def with_ckpt(args: argparse.Namespace, state: Any, train_step: Callable[[], None], note: Callable[[str, int], None]) -> None:
+    """Train and save with ckpt.Checkpointer, and write the cost of its `step` to cost-<rank>."""
     import ckpt
 
     with ckpt.Checkpointer(args.folder / "checkpoints", every=args.every, keep=3) as ck:
@@ -123,7 +128,7 @@ def with_ckpt(args: argparse.Namespace, state: Any, train_step: Callable[[], Non
                 began = time.perf_counter()
                 ck.step(step, state)
                 spent.append(time.perf_counter() - began)
-            else:  # what looking at the clock costs then
+            else:  # the cost of reading the clock at this point
                 began = time.perf_counter()
                 clock.append(time.perf_counter() - began)
                 ck.step(step, state)
@@ -135,7 +140,7 @@ def with_ckpt(args: argparse.Namespace, state: Any, train_step: Callable[[], Non
 def with_torch(
     args: argparse.Namespace, rank: int, state: Any, train_step: Callable[[], None], note: Callable[[str, int], None]
 ) -> None:
-    """As torch users do it by hand: rank 0 writes a file and renames it; or torch's distributed checkpoints and a pointer."""
+    """Train and save as torch users do by hand: rank 0 writes a file by torch.save, or all use DCP; a file names the newest."""
     import torch
     import torch.distributed.checkpoint as dcp
 

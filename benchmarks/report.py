@@ -1,4 +1,4 @@
-"""The tables of a run, for the terminal and as Markdown: the same cells, drawn twice."""
+"""The tables of a run, with the same cells in the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ WHAT_RUN = "in this run"
 
 @dataclass(slots=True)
 class Section:
-    """A table: the first column is text, the others are figures."""
+    """A table, with text in the first column and figures in the others."""
 
     title: str
     header: list[str]
     rows: list[list[str]] = field(default_factory=list)
     highlighted: set[int] = field(default_factory=set)
-    """Numbers of the rows that are ours."""
+    """The indices of the rows of this project."""
 
 
 def sections(results: Results) -> list[Section]:
+    """Return all tables."""
     return [limit_section(results), peer_section(results), ratio_section(results)]
 
 
 def limit_section(results: Results) -> Section:
+    """Return the table of the limits of the machine."""
     section = Section("Limits of this machine", ["limit", "GB/s", "least", "most"])
     for name, samples in results.limits.items():
         section.rows.append([name, *(f"{f(samples):.2f}" for f in (median, min, max))])
@@ -38,6 +40,7 @@ def limit_section(results: Results) -> Section:
 
 
 def peer_section(results: Results) -> Section:
+    """Return the table of the peers."""
     columns = ["stall ms", "durable GB/s", "cold GB/s", "hot GB/s", "stored", "save +MiB", "load +MiB", "step"]
     section = Section(f"{state_title(results)}, medians of {results.repeat}", ["", *columns])
     for key, peer in PEERS.items():
@@ -58,6 +61,7 @@ def peer_section(results: Results) -> Section:
 
 
 def peer_cells(peer: PeerResult) -> list[str]:
+    """Return the cells of a peer."""
     return [
         f"{peer.stall_ms:.0f}",
         f"{peer.durable_gbs:.2f}",
@@ -71,6 +75,7 @@ def peer_cells(peer: PeerResult) -> list[str]:
 
 
 def ratio_section(results: Results) -> Section:
+    """Return the table of the promised ratios."""
     section = Section("What is promised", ["figure", "reached", "target", "", WHAT_RUN])
     for ratio in ratios(results):
         mark = {True: "✓", False: "✗", None: "-"}[ratio.met]
@@ -80,14 +85,17 @@ def ratio_section(results: Results) -> Section:
 
 
 def reached(ratio: Ratio) -> str:
+    """Return the reached value as text."""
     return "-" if ratio.reached is None else amount(ratio.reached, ratio)
 
 
 def amount(value: float, ratio: Ratio) -> str:
+    """Return a value with the unit of a ratio as text."""
     return f"{value:.0f} MiB" if ratio.unit == "MiB" else f"{value:.2f} {ratio.unit}".rstrip()
 
 
 def state_title(results: Results) -> str:
+    """Return a description of the saved state."""
     gb = next((f"{peer.gb:.2f} GB" for peer in results.peers.values()), f"{results.gib:g} GiB")
     if results.leaves:
         return f"{results.leaves:,} leaves of 1-64 KiB, {gb}"
@@ -95,13 +103,13 @@ def state_title(results: Results) -> str:
 
 
 def source(results: Results) -> str:
-    """Where and with what the run was made."""
+    """Return the time, the machine and the versions of the run."""
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return f"{results.began} on {results.machine}; {versions}"
 
 
 def show(results: Results, console: Console) -> None:
-    """Print all tables; they fit a terminal of 100 columns, and those of figures one of 80."""
+    """Print all tables. They fit in 100 columns of a terminal, and those with figures alone in 80."""
     for section in sections(results):
         table = Table(title=section.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
         for number, name in enumerate(section.header):
@@ -118,7 +126,7 @@ MARKS = {"✓": "[bold green]✓[/]", "✗": "[bold red]✗[/]"}
 
 
 def markdown(results: Results) -> str:
-    """All tables, for a document."""
+    """Return all tables as Markdown."""
     lines = [source(results), ""]
     for section in sections(results):
         lines += [f"**{section.title}**", ""]

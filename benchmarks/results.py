@@ -1,4 +1,4 @@
-"""What a run found: plain data, kept as JSON, from which the table and the picture can be drawn again."""
+"""The results of a run as plain data, stored as JSON, from which tables and plots can be made again."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ Samples = list[float]
 
 @dataclass(slots=True)
 class PeerResult:
-    """One peer, in seconds, one sample for each round after the warm-up."""
+    """The results of one peer. Samples are in seconds, one for each round after the warm-up."""
 
     nbytes: int
+    """The bytes of the state."""
     stall_seconds: Samples
-    """Until the call returned."""
+    """The time until the call of the save returned."""
     copy_seconds: Samples
-    """A copy of the same state by two threads, just before each save; zero where the peer can't save in the background."""
+    """The time of a copy of the state by two threads, just before each save; zero for a peer without background saves."""
     durable_seconds: Samples
-    """Until everything was written and fsynced."""
+    """The time until everything was durable."""
     cold_seconds: Samples
+    """The time of a load from the disk."""
     hot_seconds: Samples
+    """The time of a load from the page cache."""
     stored_bytes: int
     save_memory_bytes: int
-    """The peak above the state, over all saves of the process, the first included."""
+    """The peak of memory above the state, over all saves including the warm-up."""
     load_memory_bytes: int
     step_ratios: Samples
-    """Training step while a save runs over a quiet one; empty where the peer can't save in the background."""
+    """The time of a training step during a save over that of a quiet one; empty for a peer without background saves."""
 
     @property
     def gb(self) -> float:
@@ -61,7 +64,7 @@ class PeerResult:
 
 @dataclass(slots=True)
 class LazyResult:
-    """Lazy staging: what the training loop waits for, in `save` and in the optimizer's next step()."""
+    """Lazy staging: the time for which the training loop waits, in `save` and in the next step() of the optimizer."""
 
     nbytes: int
     step_seconds: float
@@ -75,7 +78,7 @@ class LazyResult:
 
 @dataclass(slots=True)
 class Results:
-    """One run."""
+    """The results of one run."""
 
     machine: str
     began: str
@@ -84,24 +87,25 @@ class Results:
     leaves: int
     repeat: int
     limits: dict[str, Samples] = field(default_factory=dict)
-    """GB/s by name; the samples from before and after our own rows together."""
+    """Samples in GB/s, by name: those from before and after our own rows together."""
     peers: dict[str, PeerResult] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    """Why a row is not there."""
+    """The reason why a row is missing, by peer."""
     lazy: LazyResult | None = None
     import_seconds: Samples = field(default_factory=list)
 
     def limit(self, name: str) -> float | None:
-        """The median of a limit in GB/s, None where it was not measured."""
+        """Return the median of a limit in GB/s, or None if it was not measured."""
         samples = self.limits.get(name)
         return median(samples) if samples else None
 
     def write(self, file: Path) -> None:
+        """Write the results to a JSON file."""
         file.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def read(file: Path) -> Results:
-    """The counterpart of `Results.write`."""
+    """Return the results that `Results.write` wrote."""
     found = Results(**json.loads(file.read_text()))
     found.peers = {key: PeerResult(**value) for key, value in found.peers.items()}  # type: ignore[arg-type]
     if found.lazy is not None:

@@ -1,12 +1,12 @@
-"""Measure this project beside its peers and the limits of the machine, in one run; print a table, draw a picture.
+"""Compares this project with its peers and the limits of the machine in one run; prints tables and draws a plot.
 
     python benchmarks/run.py                        a training state of 2 GiB
     python benchmarks/run.py --leaves 20000         very many small leaves
-    python benchmarks/run.py --only h5py            ckpt beside one peer
-    python benchmarks/run.py --draw results.json    the tables and the picture of an earlier run
+    python benchmarks/run.py --only h5py            ckpt and one peer
+    python benchmarks/run.py --draw results.json    the tables and the plot of an earlier run
 
-Everything is measured in a process of its own. The limits are measured before and after our own rows, so that a
-machine that is slower today, or shared, is slower in both parts of a ratio.
+Each measurement has a process of its own. The limits are measured before and after our own rows. So if the machine is slower
+today, or shared, both parts of a ratio are slower.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 
 
 class Failed(Exception):
-    """A child process did not bring a result."""
+    """A child process ended without a result."""
 
 
 def run(args: argparse.Namespace, data: Path) -> Results:
-    """Measure everything: limits, ours, limits again, the peers."""
+    """Measure everything: the limits, our rows, the limits again, and the peers."""
     peers = [key for key in args.only or OTHERS if key not in OURS]
     results = Results(machine(data), time.strftime("%Y-%m-%d %H:%M"), versions(), args.gib, args.leaves, args.repeat)
     measure_limits(results, args, data)
     results.import_seconds = [import_seconds() for _ in range(max(3, args.repeat))]
     for key in OURS:
         measure_peer(results, key, args, data)
-    if not args.leaves:  # what is lazy is copied, large or small: one state shows it
+    if not args.leaves:  # lazy staging copies large and small leaves alike, so one state is enough
         measure_lazy(results, args, data)
     measure_limits(results, args, data)
     for key in peers:
@@ -66,29 +66,31 @@ def run(args: argparse.Namespace, data: Path) -> Results:
 
 
 def measure_limits(results: Results, args: argparse.Namespace, data: Path) -> None:
+    """Add samples of the limits."""
     try:
         found = child("limits", args, data)
     except Failed as error:
-        say("limits", f"failed: {error}")
+        print_result("limits", f"failed: {error}")
         return
     for name, samples in found.items():
         results.limits.setdefault(name, []).extend(samples)
-    say("limits", f"{len(found)} measured")
+    print_result("limits", f"{len(found)} measured")
 
 
 def measure_peer(results: Results, key: str, args: argparse.Namespace, data: Path) -> None:
+    """Add the result of a peer, or the reason why it is missing."""
     peer = PEERS[key]
     if missing := peer.missing():
         results.missing[key] = "not installed"
-        say(peer.title, f"not installed: pip install {' '.join(missing)}")
+        print_result(peer.title, f"not installed: pip install {' '.join(missing)}")
         return
     try:
         found = results.peers[key] = PeerResult(**child(key, args, data))
     except Failed as error:
         results.missing[key] = "failed"
-        say(peer.title, f"failed: {error}")
+        print_result(peer.title, f"failed: {error}")
         return
-    say(
+    print_result(
         peer.title,
         f"stall {found.stall_ms:6.0f} ms   durable {found.durable_gbs:5.2f}   cold load {found.cold_gbs:5.2f}   "
         f"hot load {found.hot_gbs:5.2f} GB/s",
@@ -96,16 +98,17 @@ def measure_peer(results: Results, key: str, args: argparse.Namespace, data: Pat
 
 
 def measure_lazy(results: Results, args: argparse.Namespace, data: Path) -> None:
+    """Add the result of lazy staging, or the reason why it is missing."""
     try:
         results.lazy = LazyResult(**child("lazy", args, data))
-        say("ckpt async, lazy", f"stall {results.lazy.stall_ms:6.1f} ms")
+        print_result("ckpt async, lazy", f"stall {results.lazy.stall_ms:6.1f} ms")
     except Failed as error:
         results.missing["lazy"] = "failed"
-        say("ckpt async, lazy", f"failed: {error}")
+        print_result("ckpt async, lazy", f"failed: {error}")
 
 
 def child(what: str, args: argparse.Namespace, data: Path) -> dict[str, Any]:
-    """Measure one thing by one.py, with nothing left of what was measured before."""
+    """Measure one thing by one.py in a new process, and return its result."""
     result = data / f"{what}.json"
     command = [sys.executable, str(HERE / "one.py"), what, "--data", str(data), "--result", str(result)]
     command += ["--gib", str(args.gib), "--leaves", str(args.leaves), "--repeat", str(args.repeat)]
@@ -113,7 +116,7 @@ def child(what: str, args: argparse.Namespace, data: Path) -> dict[str, Any]:
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            raise Failed(f"gave up after {CHILD_SECONDS} s") from None
+            raise Failed(f"no result after {CHILD_SECONDS} s") from None
         finally:
             shutil.rmtree(data / what, ignore_errors=True)
     if ended.returncode:
@@ -124,21 +127,23 @@ def child(what: str, args: argparse.Namespace, data: Path) -> dict[str, Any]:
 
 
 def import_seconds() -> float:
-    """`import ckpt` in a fresh interpreter; fails if that imports torch."""
+    """Return the seconds of `import ckpt` in a new interpreter; fail if that imports torch."""
     return float(subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout)
 
 
-def say(what: str, found: str) -> None:
-    console.print(f"{what:22} {found}", highlight=False, markup=False, soft_wrap=True)
+def print_result(name: str, text: str) -> None:
+    """Print the result of one measurement."""
+    console.print(f"{name:22} {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def machine(data: Path) -> str:
-    """Processor, memory, disk and system, in a line."""
+    """Return processor, memory, disk and system as one line."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{processor()}, {os.cpu_count()} cores, {gib:.0f} GiB, {disk(data)}, {platform.system()} {platform.release()}"
 
 
 def processor() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -147,7 +152,7 @@ def processor() -> str:
 
 
 def disk(data: Path) -> str:
-    """The device under a folder and its file system."""
+    """Return the file system and the device of a folder."""
     import psutil
 
     mounts = [m for m in psutil.disk_partitions(all=True) if data.resolve().is_relative_to(m.mountpoint)]
@@ -156,6 +161,7 @@ def disk(data: Path) -> str:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of the installed packages."""
     found = {}
     for name in VERSIONS:
         try:
@@ -166,7 +172,7 @@ def versions() -> dict[str, str]:
 
 
 def show(results: Results, out: Path) -> None:
-    """Print the tables, write them as Markdown, draw the picture."""
+    """Print the tables, write them as Markdown, and draw the plot."""
     report.show(results, console)
     (out / "results.md").write_text(report.markdown(results))
     picture.draw(results, out / "results.png")
@@ -174,11 +180,12 @@ def show(results: Results, out: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2, help="size of the state and of the limits (default: 2)")
     parser.add_argument("--leaves", type=int, default=0, metavar="N", help="N leaves of 1-64 KiB instead of large ones")
-    parser.add_argument("--repeat", type=int, default=3, help="rounds, after one to warm up (default: 3)")
-    parser.add_argument("--only", nargs="+", choices=list(PEERS), metavar="PEER", help=f"beside ckpt: {' '.join(OTHERS)}")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds, after one as warm-up (default: 3)")
+    parser.add_argument("--only", nargs="+", choices=list(PEERS), metavar="PEER", help=f"peers: {' '.join(OTHERS)}")
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder on the disk to measure (default: in --out)")
     parser.add_argument("--out", type=Path, default=HERE / "out", metavar="DIR", help="for results (default: %(default)s)")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="measure nothing; show the results of an earlier run")
@@ -189,6 +196,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Run the benchmark, or show the results of an earlier run."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.draw:

@@ -1,7 +1,8 @@
-"""How the manifest grows with the ranks: merging their parts, and opening it to find the boxes of one of them.
+"""Measures how the manifest grows with the ranks: the merge of their parts, and a look-up for one rank.
 
-GPTs with the shapes of Narayanan et al. 2021 (arXiv:2104.04473, table 1) under tensor, pipeline and data parallelism, the
-optimizer sharded over the data-parallel ranks: the model grows with the ranks, so that each stores about 100 rows.
+The models are GPTs with the shapes of Narayanan et al. 2021 (arXiv:2104.04473, table 1) under tensor, pipeline and data
+parallelism, with the optimizer sharded over the data-parallel ranks. The model grows with the ranks, so each rank stores about
+100 rows.
 
     python benchmarks/scale.py             all sizes, the table, docs/design/scale.png
     python benchmarks/scale.py --ranks 100     one size
@@ -48,6 +49,8 @@ Ints = np.ndarray[Any, Any]
 
 
 class Model(NamedTuple):
+    """The size of a GPT."""
+
     title: str
     parameters: float
     layers: int
@@ -55,12 +58,15 @@ class Model(NamedTuple):
 
 
 class Mesh(NamedTuple):
+    """The degrees of tensor, pipeline and data parallelism."""
+
     tensor: int
     pipeline: int
     data: int
 
     @property
     def ranks(self) -> int:
+        """The number of all ranks."""
         return math.prod(self)
 
 
@@ -72,17 +78,19 @@ SIZES = {
 
 
 class Tensor(NamedTuple):
+    """A parameter of a model."""
+
     name: str
     shape: tuple[int, ...]
     axis: int | None
-    """Along which the tensor-parallel ranks cut it; None: each has all of it."""
+    """The axis along which it is sharded over the tensor-parallel ranks; None if each has all of it."""
     stage: int
-    """Of the pipeline."""
+    """The stage of the pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one size took: seconds, bytes."""
+    """The figures of one size, in seconds and bytes."""
 
     title: str
     ranks: int
@@ -101,10 +109,11 @@ class Figures:
     plan_again: float
 
 
-# --- the layout ------------------------------------------------------------------------------------------------
+# --- the rows of all ranks -------------------------------------------------------------------------------------
 
 
 def tensors(model: Model, mesh: Mesh) -> Iterator[Tensor]:
+    """Yield the parameters of a model."""
     h = model.hidden
     yield Tensor("embedding.word", (51200, h), 0, 0)
     yield Tensor("embedding.position", (2048, h), None, 0)
@@ -124,7 +133,7 @@ def tensors(model: Model, mesh: Mesh) -> Iterator[Tensor]:
 
 
 def slices(tensor: Tensor, mesh: Mesh) -> list[Box]:
-    """The boxes of the tensor-parallel ranks."""
+    """Return the boxes of the tensor-parallel ranks."""
     if tensor.axis is None:
         return [Box((0,) * len(tensor.shape), tensor.shape)]
     n = tensor.shape[tensor.axis] // mesh.tensor
@@ -136,7 +145,7 @@ def slices(tensor: Tensor, mesh: Mesh) -> list[Box]:
 
 
 def cuts(box: Box, itemsize: int, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-    """Ranges of rows of a box in blocks: the range that each is of, its first row, its rows."""
+    """Split ranges of rows of a box into blocks. Return for each block its range, its first row, and its number of rows."""
     most = max(1, BLOCK_BYTES // (itemsize * math.prod(box.shape[1:])))
     pieces = -(-(end - begin) // most)
     which = np.repeat(np.arange(len(begin)), pieces)
@@ -147,7 +156,7 @@ def cuts(box: Box, itemsize: int, begin: Ints, end: Ints) -> tuple[Ints, Ints, I
 
 
 def rows(model: Model, mesh: Mesh) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, Ints]]:
-    """The leaves, and for each row the leaf, the rank, the box and its bytes, by rank."""
+    """Return the leaves, and for each row of the manifest its leaf, rank, box and bytes, sorted by rank."""
     leaves: list[tuple[str, str, tuple[int, ...]]] = []
     found: list[Ints] = []
     listed = list(tensors(model, mesh))
@@ -163,14 +172,14 @@ def rows(model: Model, mesh: Mesh) -> tuple[list[tuple[str, str, tuple[int, ...]
                     edges = length * np.arange(mesh.data + 1) // mesh.data
                     data, first, count = cuts(box, itemsize, edges[:-1], edges[1:])
                 writer = t if tensor.axis is not None else data % mesh.tensor
-                made = np.zeros((len(first), 7), np.int64)
-                made[:, 0] = len(leaves) - 1
-                made[:, 1] = (tensor.stage * mesh.data + data) * mesh.tensor + writer
-                made[:, 2] = box.offset[0] + first
-                made[:, 3] = count
-                made[:, 4:6] = (box.offset[1], box.shape[1]) if len(box.shape) > 1 else (0, 1)
-                made[:, 6] = count * itemsize * math.prod(box.shape[1:])
-                found.append(made)
+                new_rows = np.zeros((len(first), 7), np.int64)
+                new_rows[:, 0] = len(leaves) - 1
+                new_rows[:, 1] = (tensor.stage * mesh.data + data) * mesh.tensor + writer
+                new_rows[:, 2] = box.offset[0] + first
+                new_rows[:, 3] = count
+                new_rows[:, 4:6] = (box.offset[1], box.shape[1]) if len(box.shape) > 1 else (0, 1)
+                new_rows[:, 6] = count * itemsize * math.prod(box.shape[1:])
+                found.append(new_rows)
     table = np.concatenate(found)
     table = table[np.argsort(table[:, 1], kind="stable")]
     names = ("leaf", "rank", "offset", "length", "offset1", "length1", "nbytes")
@@ -178,7 +187,7 @@ def rows(model: Model, mesh: Mesh) -> tuple[list[tuple[str, str, tuple[int, ...]
 
 
 def parts(model: Model, mesh: Mesh) -> Iterator[tuple[int, bytes]]:
-    """What each rank hands in, as its file."""
+    """Yield each rank and its part as the content of a file."""
     leaves, columns = rows(model, mesh)
     edges = np.searchsorted(columns["rank"], np.arange(mesh.ranks + 1))
     for rank, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
@@ -187,62 +196,64 @@ def parts(model: Model, mesh: Mesh) -> Iterator[tuple[int, bytes]]:
 
 
 def rank_table(rank: int, leaves: list[tuple[str, str, tuple[int, ...]]], part: dict[str, Ints]) -> pa.Table:
-    of = [leaves[i] for i in part["leaf"].tolist()]
-    axes = np.array([len(shape) for _, _, shape in of])
-    held = np.arange(2) < axes[:, None]
+    """Return the manifest rows of one rank as a table."""
+    row_leaves = [leaves[i] for i in part["leaf"].tolist()]
+    axes = np.array([len(shape) for _, _, shape in row_leaves])
+    has_axis = np.arange(2) < axes[:, None]
 
     def lists(*columns: Ints) -> pa.Array:
-        return list_array_of_flat(np.stack(columns, 1)[held], axes)
+        return list_array_of_flat(np.stack(columns, 1)[has_axis], axes)
 
-    whole = np.array([(*shape, 1)[:2] for _, _, shape in of])
+    whole = np.array([(*shape, 1)[:2] for _, _, shape in row_leaves])
     size = -(-part["nbytes"] // 4096) * 4096
     cells = [os.urandom(8 * -(-n // CELL_BYTES)) for n in part["nbytes"].tolist()]
     columns = {
-        "leaf": [name for name, _, _ in of],
-        "dtype": pa.array([dtype for _, dtype, _ in of]).dictionary_encode(),
+        "leaf": [name for name, _, _ in row_leaves],
+        "dtype": pa.array([dtype for _, dtype, _ in row_leaves]).dictionary_encode(),
         "global_shape": lists(*whole.T),
         "offset": lists(part["offset"], part["offset1"]),
         "shape": lists(part["length"], part["length1"]),
-        "pack": pa.array([f"steps/1000/pack/{rank}-1-0-0.pack"] * len(of)).dictionary_encode(),
+        "pack": pa.array([f"steps/1000/pack/{rank}-1-0-0.pack"] * len(row_leaves)).dictionary_encode(),
         "position": np.cumsum(size) - size,
         "stored": part["nbytes"],
         "raw": part["nbytes"],
-        "start": np.zeros(len(of), np.int64),
+        "start": np.zeros(len(row_leaves), np.int64),
         "nbytes": part["nbytes"],
-        "codec": pa.nulls(len(of), pa.string()).dictionary_encode(),
-        "digest": pa.array([os.urandom(16) for _ in of], pa.binary()),
-        "checksum": pa.nulls(len(of), pa.uint64()),
+        "codec": pa.nulls(len(row_leaves), pa.string()).dictionary_encode(),
+        "digest": pa.array([os.urandom(16) for _ in row_leaves], pa.binary()),
+        "checksum": pa.nulls(len(row_leaves), pa.uint64()),
         "cells": pa.array(cells, pa.binary()),
     }
     return pa.table({name: columns[name] for name in COLUMNS})
 
 
-def wanted_by_one(model: Model, mesh: Mesh) -> list[tuple[str, Box | None]]:
-    """The boxes of a rank in the middle of a job that goes on with three quarters of the data-parallel ranks."""
+def boxes_of_one_rank(model: Model, mesh: Mesh) -> list[tuple[str, Box | None]]:
+    """Return the boxes that a rank in the middle of a job loads, if it continues with 3/4 of the data-parallel ranks."""
     stage, t, data = mesh.pipeline // 2, mesh.tensor // 2, max(1, mesh.data * 3 // 4)
-    wanted: list[tuple[str, Box | None]] = []
+    boxes: list[tuple[str, Box | None]] = []
     for tensor in tensors(model, mesh):
         if tensor.stage == stage:
-            held = slices(tensor, mesh)
-            box = held[t % len(held)]
-            wanted.append((f"model.{tensor.name}", box))
+            shards = slices(tensor, mesh)
+            box = shards[t % len(shards)]
+            boxes.append((f"model.{tensor.name}", box))
             a, b = (box.shape[0] * d // data for d in (data // 2, data // 2 + 1))
             mine = Box((box.offset[0] + a, *box.offset[1:]), (b - a, *box.shape[1:]))
-            wanted += [(f"{state}.{tensor.name}", mine) for state in STATES if state != "model"]
-    return wanted
+            boxes += [(f"{state}.{tensor.name}", mine) for state in STATES if state != "model"]
+    return boxes
 
 
 # --- one size, each task in a process of its own ---------------------------------------------------------------
 
 
 def make(size: int, folder: Path) -> dict[str, Any]:
+    """Write the parts of all ranks to a file."""
     with open(folder / "parts", "wb") as file:
         pickle.dump(list(parts(*SIZES[size])), file)
     return {}
 
 
 def committer(size: int, folder: Path) -> dict[str, Any]:
-    """What rank 0 does with the parts."""
+    """Measure the work of rank 0: reading and merging the parts, and encoding the manifest."""
     with open(folder / "parts", "rb") as file:
         files = pickle.load(file)
     began = time.perf_counter()
@@ -265,8 +276,8 @@ def committer(size: int, folder: Path) -> dict[str, Any]:
 
 
 def loader(size: int, folder: Path) -> dict[str, Any]:
-    """What each rank does with the manifest: from the page cache, as it comes after the first rank of a host."""
-    wanted = wanted_by_one(*SIZES[size])
+    """Measure the work of each rank that loads: opening the manifest and finding boxes. The file is in the page cache."""
+    boxes = boxes_of_one_rank(*SIZES[size])
     opened: list[float] = []
     found: list[float] = []
     for _ in range(REPEAT):
@@ -277,10 +288,10 @@ def loader(size: int, folder: Path) -> dict[str, Any]:
         leaves = table.leaves()
         opened.append(time.perf_counter() - began)
         began = time.perf_counter()
-        rows_found = table.find(wanted)
+        rows_found = table.find(boxes)
         found.append(time.perf_counter() - began)
-    for (name, box), mine in zip(wanted, rows_found, strict=True):
-        assert mine, f"{name} {box} is nowhere"
+    for (name, box), mine in zip(boxes, rows_found, strict=True):
+        assert mine, f"no row has {name} {box}"
     return {
         "leaves": len(leaves), "open": sorted(opened)[REPEAT // 2], "find": sorted(found)[REPEAT // 2],
         "found": sum(map(len, rows_found)), "find_peak": peak(),
@@ -288,7 +299,7 @@ def loader(size: int, folder: Path) -> dict[str, Any]:
 
 
 def planner(size: int, folder: Path) -> dict[str, Any]:
-    """What a rank in the middle computes before each save: the first time, and when the structure is known."""
+    """Measure the write plan of a rank in the middle of the job: in the first save, and in later ones of the same structure."""
     model, mesh = SIZES[size]
     stage, t, data = mesh.pipeline // 2, mesh.tensor // 2, mesh.data // 2
     first = stage * mesh.data * mesh.tensor + t
@@ -296,8 +307,8 @@ def planner(size: int, folder: Path) -> dict[str, Any]:
     specs = []
     for tensor in tensors(model, mesh):
         if tensor.stage == stage:
-            held = slices(tensor, mesh)
-            box = held[t % len(held)]
+            shards = slices(tensor, mesh)
+            box = shards[t % len(shards)]
             for state, (dtype, itemsize) in STATES.items():
                 a, b = (box.shape[0] * d // mesh.data for d in (data, data + 1)) if state != "model" else (0, box.shape[0])
                 mine = Box((box.offset[0] + a, *box.offset[1:]), (b - a, *box.shape[1:]))
@@ -317,10 +328,12 @@ TASKS = {"planner": planner, "make": make, "committer": committer, "loader": loa
 
 
 def peak() -> int:
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(size: int) -> Figures:
+    """Run all tasks of one size, each in a new process."""
     model, mesh = SIZES[size]
     figures: dict[str, Any] = {"title": model.title, "ranks": mesh.ranks}
     with tempfile.TemporaryDirectory() as folder:
@@ -330,10 +343,11 @@ def measure(size: int) -> Figures:
     return Figures(**figures)
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------
 
 
 def show(results: list[Figures]) -> None:
+    """Print the table."""
     table = Table(box=SIMPLE_HEAD, title="The manifest of one step", title_justify="left")
     for column in (
         "model", "ranks", "rows", "leaves", "manifest\nMB", "read parts\ns", "merge\ns", "encode\ns", "peak\nMiB",
@@ -350,10 +364,10 @@ def show(results: list[Figures]) -> None:
 
 
 def on_paper(largest: Figures) -> None:
-    """A mixture of experts of 14.5 trillion parameters over 96,000 ranks, by what the largest size took."""
+    """Print an estimate for a mixture of experts of 14.5 trillion parameters on 96,000 ranks, from the largest size."""
     ranks, state = 96_000, 14.5e12 * STATE_BYTES
     blocks = state / BLOCK_BYTES
-    count = blocks + 50 * ranks  # blocks that are full, and about 50 boxes a rank that end in one that is not
+    count = blocks + 50 * ranks  # the full blocks, and for each rank about 50 boxes that end in a block that is not full
     cells = 8 * STATE_BYTES * SIZES[largest.ranks][0].parameters / CELL_BYTES
     other = (largest.nbytes - cells) / largest.rows
     nbytes = count * other + 8 * state / CELL_BYTES
@@ -362,12 +376,13 @@ def on_paper(largest: Figures) -> None:
         f"\nOn paper, 14.5 trillion parameters over {ranks:,} ranks, {state / 1e12:,.0f} TB: {count / 1e6:.0f} million rows "
         f"({count / ranks:.0f} a rank), a manifest of {nbytes / 1e9:.1f} GB; {factor:.0f} times the largest size: parts read "
         f"in {largest.read * count / largest.rows:.0f} s, merged in {largest.merge * factor:.0f} s, encoded in "
-        f"{largest.encode * factor:.0f} s, opened in {largest.open * factor:.1f} s. Not as it is: Arrow's 32-bit offsets hold "
-        f"2 GiB of cells in one column, which is {2**31 / 8 * CELL_BYTES / 1e12:.0f} TB of state."
+        f"{largest.encode * factor:.0f} s, opened in {largest.open * factor:.1f} s. A change is needed before: the 32-bit "
+        f"offsets of Arrow allow 2 GiB of cells in a column, which is {2**31 / 8 * CELL_BYTES / 1e12:.0f} TB of state."
     )
 
 
 def draw(results: list[Figures], file: Path) -> None:
+    """Draw the results into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")

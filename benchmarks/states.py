@@ -1,4 +1,4 @@
-"""The two states that every peer saves: that of a GPT in mixed precision, and very many small leaves."""
+"""The two states that every peer saves: a GPT in mixed precision, and very many small leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 State = dict[str, Any]
-"""torch tensors or numpy arrays by name."""
+"""torch tensors or numpy arrays, by name."""
 
 BYTES_PER_PARAMETER = 14  # bf16 weight, fp32 master copy, two fp32 moments
 WIDTH = 1024
@@ -18,12 +18,12 @@ VOCABULARY = 8192
 
 
 def make(gib: float, leaves: int) -> State:
-    """`leaves` small leaves, or a GPT of about `gib` where that is 0. The same values every time."""
+    """Return a state of `leaves` small leaves, or if that is 0, a GPT of about `gib` GiB. The values are always the same."""
     return small_leaves(leaves) if leaves else gpt(gib)
 
 
 def gpt(gib: float) -> State:
-    """bf16 weights, fp32 master copy and Adam moments of a GPT: some hundred tensors, none alike."""
+    """Return the bf16 weights, fp32 master copy and Adam moments of a GPT: some hundred tensors with different values."""
     torch.manual_seed(0)
     parameters = int(gib * 2**30 / BYTES_PER_PARAMETER)
     layers = max(1, (parameters - VOCABULARY * WIDTH) // (12 * WIDTH * WIDTH))
@@ -39,6 +39,7 @@ def gpt(gib: float) -> State:
 
 
 def gpt_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of a GPT, by name."""
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCABULARY, WIDTH)}
     for i in range(layers):
         shapes |= {
@@ -53,14 +54,14 @@ def gpt_shapes(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def small_leaves(count: int) -> State:
-    """Leaves of 1 to 64 KiB, as norms, biases and scalars of a large model have them: the cost of metadata."""
+    """Return leaves of 1 to 64 KiB, like the norms and biases of a large model. They show the cost of metadata."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(256, 16384, (count,), generator=generator).tolist()
     return {f"block.{i // 20}.leaf.{i % 20}": torch.randn(n, generator=generator) for i, n in enumerate(sizes)}
 
 
 def as_numpy(state: State) -> State:
-    """The same memory as numpy arrays; bf16 by ml_dtypes."""
+    """Return the state as numpy arrays of the same memory, with the bfloat16 of ml_dtypes."""
     import ml_dtypes
 
     def convert(value: torch.Tensor) -> Any:
@@ -72,11 +73,12 @@ def as_numpy(state: State) -> State:
 
 
 def nbytes(state: State) -> int:
+    """Return the bytes of all leaves."""
     return sum(value.nbytes for value in state.values())
 
 
 def blank(state: State) -> State:
-    """Arrays of the same shapes that are all zero, each page of them touched."""
+    """Return a state of the same shapes with zeros, whose memory is allocated."""
     like = {name: value.clone() if isinstance(value, torch.Tensor) else value.copy() for name, value in state.items()}
     for value in like.values():
         value[...] = 0
@@ -84,7 +86,7 @@ def blank(state: State) -> State:
 
 
 def copy_seconds(state: State, target: State) -> float:
-    """The time in which two threads copy the leaves of a state into those of another that is there."""
+    """Return the seconds in which two threads copy the leaves of a state into those of another state."""
     pairs = [(as_bytes(target[name]), as_bytes(value)) for name, value in state.items()]
     halves = [(a[part], b[part]) for a, b in pairs for part in (slice(len(b) // 2), slice(len(b) // 2, None))]
     began = time.perf_counter()
@@ -94,15 +96,15 @@ def copy_seconds(state: State, target: State) -> float:
 
 
 def as_bytes(value: Any) -> np.ndarray:
-    """The memory of a contiguous tensor or array."""
+    """Return the memory of a contiguous tensor or array as bytes."""
     array = value.reshape(-1).view(torch.uint8).numpy() if isinstance(value, torch.Tensor) else value
     return array.reshape(-1).view(np.uint8)
 
 
 def require_equal(loaded: State, state: State) -> None:
-    """Raise where a loaded leaf is not what was saved: a fast peer that gives back something else is no peer."""
+    """Raise AssertionError if a loaded leaf differs from the saved one."""
     for name, value in state.items():
         other = loaded[name]
         same = torch.equal(other, value) if isinstance(value, torch.Tensor) else bool((other == value).all())
         if not same:
-            raise AssertionError(f"{name} was loaded with other values than were saved")
+            raise AssertionError(f"the loaded values of {name} differ from the saved ones")

@@ -1,9 +1,9 @@
-"""What one call of Checkpointer.step costs when nothing is due.
+"""Measures one call of Checkpointer.step when no save is due.
 
     python benchmarks/step.py [--calls 20000]
 
-Microseconds a call (median of rounds, and the slowest round), and the share of a 10 ms step. Beside it what it costs to mark
-a part of the step by `with ckpt.pulse.compute():`.
+It prints the microseconds of a call (the median of rounds, and the slowest round), and the share of a step of 10 ms. It also
+measures a mark of a part of the step by `with ckpt.pulse.compute():`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDS = 20
 
 
 def one_rank(folder: Path, every: str, loss_kind: str, calls: int) -> None:
-    """In a process of its own: prints three numbers if it is rank 0."""
+    """Run as one rank in a process of its own. Rank 0 prints three numbers: the median, the slowest round, and a mark."""
     loss: object = 1.5
     if loss_kind == "torch":
         import torch
@@ -41,9 +41,9 @@ def one_rank(folder: Path, every: str, loss_kind: str, calls: int) -> None:
         for step in range(1, 200):
             ck.step(step, state, loss=loss)
         rounds, count = [], calls // ROUNDS
-        for turn in range(ROUNDS):
+        for number in range(ROUNDS):
             began = time.perf_counter()
-            for step in range(200 + turn * count, 200 + (turn + 1) * count):
+            for step in range(200 + number * count, 200 + (number + 1) * count):
                 ck.step(step, state, loss=loss)
             rounds.append((time.perf_counter() - began) / count * 1e6)
         began = time.perf_counter()
@@ -56,7 +56,10 @@ def one_rank(folder: Path, every: str, loss_kind: str, calls: int) -> None:
 
 
 def measure(every: str, loss: str, pulse: bool, ranks: int, spikes: bool, calls: int) -> list[float]:
-    """Microseconds a call on rank 0: median, slowest round, and of a mark. The other ranks are processes that do the same."""
+    """Return the microseconds of a call on rank 0: the median and the slowest round, and those of a mark.
+
+    The other ranks are processes that do the same.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = []

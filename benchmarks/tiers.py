@@ -1,9 +1,10 @@
-"""The memory tier beside the disk, in one run: saves, copying on, and the restore after a kill.
+"""Compares the memory tier with the disk in one run: saves, promotion to the disk, and the restore after a kill.
 
     python benchmarks/tiers.py                 a state of 512 MiB, /dev/shm and the current folder
     python benchmarks/tiers.py --gib 2 --disk /nvme/bench
 
-Medians of the saves after the first two, which make memory ready. Loads go into arrays that are there and are compared.
+Figures of saves are medians without the first two saves, which allocate memory. Loads fill existing arrays, and the loaded
+values are compared with the saved ones.
 """
 
 from __future__ import annotations
@@ -26,23 +27,26 @@ from ckpt.storage.local.shared_memory import MemoryStore
 
 
 def seconds(work: Callable[[], object]) -> float:
+    """Return the seconds that some work takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def make(gib: float) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(0)
-    return {f"layer {i}": draw.standard_normal(int(gib * 2**30 / 80), dtype=np.float32) for i in range(20)}
+    """Return a state of `gib` GiB."""
+    generator = np.random.default_rng(0)
+    return {f"layer {i}": generator.standard_normal(int(gib * 2**30 / 80), dtype=np.float32) for i in range(20)}
 
 
 def change(state: dict[str, np.ndarray], step: int) -> None:
+    """Change all values of a state."""
     for array in state.values():
         array[:] = array + np.float32(step)
 
 
-def saves(what: str, state: dict[str, np.ndarray], run: Path, tiers: list[ckpt.Tier], count: int) -> None:
-    """Time saves as a training loop makes them, one after the other; with a tier also the copying on."""
+def saves(title: str, state: dict[str, np.ndarray], run: Path, tiers: list[ckpt.Tier], count: int) -> None:
+    """Measure saves, one after the other as in a training loop; with a tier also the promotion to the disk."""
     nbytes = sum(array.nbytes for array in state.values())
     stall, commit, copied = [], [], []
     with ckpt.Checkpointer(run, every=1 if not tiers else None, keep=2, codec="none", tiers=tiers, group=None) as saver:
@@ -58,23 +62,23 @@ def saves(what: str, state: dict[str, np.ndarray], run: Path, tiers: list[ckpt.T
             saver.save(count, state).result()
             copied.append(seconds(saver.wait))
     done = median(commit[2:])
-    print(f"| {what} | {1e3 * median(stall[2:]):.0f} | {1e3 * done:.0f} | {nbytes / done / 1e9:.2f} |")
+    print(f"| {title} | {1e3 * median(stall[2:]):.0f} | {1e3 * done:.0f} | {nbytes / done / 1e9:.2f} |")
     if copied:
-        print(f"| … copied on to the disk, in the background | | {1e3 * copied[0]:.0f} | {nbytes / copied[0] / 1e9:.2f} |")
+        print(f"| … promoted to the disk, in the background | | {1e3 * copied[0]:.0f} | {nbytes / copied[0] / 1e9:.2f} |")
 
 
 def loads(state: dict[str, np.ndarray], run: Path, tiers: list[ckpt.Tier]) -> None:
-    """As after a kill: the newest step is in memory, and on the disk too."""
+    """Measure loads as after a kill: the newest step is in memory and on the disk."""
     nbytes = sum(array.nbytes for array in state.values())
     with suppress(RuntimeError), ckpt.Checkpointer(run, every=None, tiers=tiers, codec="none", group=None) as saver:
         saver.save(100, state).result()
         saver.wait()
         raise RuntimeError("the program fails, and the memory stays")
-    wanted = {name: array.copy() for name, array in state.items()}
-    for what in ("restore from memory", "load from the disk, cold"):
+    saved = {name: array.copy() for name, array in state.items()}
+    for title in ("restore from memory", "load from the disk, cold"):
         for array in state.values():
             array[:] = 0
-        if what.startswith("restore"):
+        if title.startswith("restore"):
             with ckpt.Checkpointer(run, every=None, tiers=tiers, group=None) as saver:
                 took = seconds(lambda: saver.restore(state))
         else:
@@ -83,8 +87,8 @@ def loads(state: dict[str, np.ndarray], run: Path, tiers: list[ckpt.Tier]) -> No
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(file)
             took = seconds(lambda: ckpt.load(run, state, group=None))
-        assert all(np.array_equal(state[name], wanted[name]) for name in wanted)
-        print(f"| {what} | | {1e3 * took:.0f} | {nbytes / took / 1e9:.2f} |")
+        assert all(np.array_equal(state[name], saved[name]) for name in saved)
+        print(f"| {title} | | {1e3 * took:.0f} | {nbytes / took / 1e9:.2f} |")
 
 
 def main() -> None:
@@ -104,10 +108,10 @@ def main() -> None:
         print("| | stall ms | ms | GB/s |\n|---|---:|---:|---:|")
         saves("save to the disk", state, disk / "disk", [], options.count)
         saves("save to memory", state, disk / "tiers", tiers, options.count)
-        take = MemoryStore.reuse_spare
+        reuse_spare = MemoryStore.reuse_spare
         MemoryStore.reuse_spare = lambda *_: False  # type: ignore[method-assign]
         saves("save to memory, pages not used again", state, disk / "fresh", tiers, options.count)
-        MemoryStore.reuse_spare = take  # type: ignore[method-assign]
+        MemoryStore.reuse_spare = reuse_spare  # type: ignore[method-assign]
         loads(state, disk / "loads", tiers)
     finally:
         shutil.rmtree(disk, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The program of `make demo`: kills a training in the middle of a save, and shows that it continues without a loss.
+"""The program of `make demo`: kills a training in the middle of a save, and shows that nothing is lost.
 
 It trains the GPT of train.py once undisturbed, and once with two kills (SIGKILL, which no program can catch). Then it compares
 the losses of both runs bit for bit. The exit status is 1 if any differs.

@@ -1,4 +1,4 @@
-"""An extension of griffe that makes lists of the parameters in docstrings, which are lines of the form `name: text`."""
+"""An extension of griffe that turns parameters in docstrings, lines of the form `name: text`, into lists."""
 
 from __future__ import annotations
 

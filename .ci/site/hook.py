@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: add the generated pages of the reference, and point links to files outside docs/ to their pages."""
+"""Hooks of mkdocs: add the generated pages, and point links to files outside docs/ to their pages."""
 
 from __future__ import annotations
 
