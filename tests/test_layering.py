@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import ckpt
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / ".ci"))
 import map as code_map  # noqa: E402
@@ -157,7 +159,20 @@ def test_import_ckpt_is_light():
     code = "import ckpt, sys; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert "ckpt" in loaded
-    assert not {"torch", "jax", "pyarrow", "numcodecs", "obstore", "fsspec", "mpi4py", "h5py", "zarr"} & set(loaded)
+    assert not {"numpy", "torch", "jax", "pyarrow", "numcodecs", "obstore", "fsspec", "mpi4py", "h5py", "zarr"} & set(loaded)
+
+
+def test_names_are_imported_from_where_type_checkers_find_them():
+    tree = ast.parse((ROOT / "ckpt/__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names if node.module != "ckpt"}
+    modules = {alias.name for node in imports for alias in node.names if node.module == "ckpt"}
+    assert seen == ckpt._MODULE_OF
+    assert {*seen, *modules, "__version__"} - {"dtypes"} == set(ckpt.__all__)
+    assert {*ckpt.__all__} <= {*dir(ckpt)}
+    with pytest.raises(AttributeError, match="module 'ckpt' has no attribute 'nothing'"):
+        ckpt.nothing  # noqa: B018
 
 
 def test_saving_and_loading_import_only_what_they_need(tmp_path: Path):
