@@ -150,9 +150,9 @@ def _draft_host_wait_note(view: DecisionInput, spec: RunSpec, arrived: int) -> l
         return []
     seconds = spec.patience_seconds if view.run_state.members else spec.give_up_seconds
     if arrived >= spec.least:
-        then = f"with these it goes on {seconds:g} s after it began to wait"
+        then = f"the run continues with these {seconds:g} s after it began to wait"
     else:
-        then = f"it gives up {spec.give_up_seconds:g} s after it began to wait"
+        then = f"the run gives up {spec.give_up_seconds:g} s after it began to wait"
     advice = f"start the same command on {spec.hosts - arrived} more, with the same --state (agents of one host: --run-dir)"
     text = f"{arrived} of {spec.hosts} hosts are here; {advice}; {then}"
     return [draft_note(max(0, view.run_state.attempt), text, NoteFacts(came=arrived))]
@@ -337,7 +337,7 @@ def _lost_host_failure(view: DecisionInput, member: AttemptHost) -> Failure:
     reports = [r for r in view.maybe_living.values() if r.attempt == view.run_state.attempt]
     reports = reports or [r for r in view.silent.values() if r.attempt == view.run_state.attempt]
     report = view.maybe_living.get(member.name)
-    detail = f"says nothing for {LOST_SECONDS:g} s" if report is None else "was started again"
+    detail = f"sent no report for {LOST_SECONDS:g} s" if report is None else "was started again"
     return _make_failure(view, "lost", [], detail, reports, member.name)
 
 

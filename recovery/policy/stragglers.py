@@ -59,10 +59,10 @@ class Straggler:
     def describe(self, host: str, window_seconds: float) -> str:
         """Return a text: which rank is slow, how slow, and for how long."""
         where = f" on {host}" if host else ""
-        what = "a step, without what it waits for" if self.marked else "a step"
+        unit = "a step, without what it waits for" if self.marked else "a step"
         return (
             f"rank {self.rank}{where} takes {self.slowdown:.1f} times as long as the median ({_format_duration(self.seconds)} "
-            f"beside {_format_duration(self.usual_seconds)} {what}) for {window_seconds:g} s or longer"
+            f"instead of {_format_duration(self.usual_seconds)} {unit}) for {window_seconds:g} s or longer"
         )
 
 

@@ -227,7 +227,7 @@ class RankMonitor:
             before, beat = self._heartbeats[rank.number], rank.heartbeat_page.read()
             if beat.beats != before.beats:
                 if before.pid:
-                    # The average, if there were several beats since the last poll. The first one came after that poll.
+                    # The average, if there were several beats since the last poll. The phase lasted at least until that poll.
                     took = (beat.since - before.since) / (beat.beats - before.beats)
                     if before.since >= self._observed_since:
                         self._limits.learn(before.phase, max(took, polled_at - before.since))

@@ -51,7 +51,8 @@ class SlowestRank:
     phase: str
 
     def describe(self, logs: str, more: str = "") -> str:
-        return f"said nothing for {self.silent_seconds:.1f} s in phase {self.phase!r} (stacks in {logs}{more})"
+        """Return a text about the silence of this rank. logs: the folder with its stacks. more: a text to append."""
+        return f"sent no heartbeat for {self.silent_seconds:.1f} s in phase {self.phase!r} (stacks in {logs}{more})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def test_status_and_plan(job: Callable[..., Job]) -> None:
     assert "1 of 2 spare hosts wait" in status
     lost = starts(log)[0][1]
     planned = run.ask("plan", "--dry-run", "--lose", lost).stdout
-    assert planned.startswith(f"suppose  {lost} is lost\ndecision  host {lost} says nothing")
+    assert planned.startswith(f"suppose  {lost} is lost\ndecision  host {lost} sent no report")
     assert f"without {lost} (gone) with {spare} instead" in planned
     planned = run.ask("plan", "--dry-run", "--lose", lost, "--lose", spare).stdout
     assert "4 ranks on" in planned

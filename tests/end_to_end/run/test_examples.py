@@ -116,5 +116,5 @@ def test_comeback(tmp_path: Path) -> None:
     assert "arrays of" in done.stdout
     assert re.search(r"step \d+ is done, ", done.stdout)
     assert done.stdout.count("ckpt-run: rank") == 1
-    assert "said nothing for" in done.stdout
+    assert "sent no heartbeat for" in done.stdout
     assert "1 failure" in done.stdout

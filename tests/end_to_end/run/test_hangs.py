@@ -28,7 +28,7 @@ def test_a_rank_hangs(start: Callable[..., Run], fault: str) -> None:
     assert run.end() == 0, run.said
     is_right(run)
     assert run.failures() == [("hang", [2])]
-    assert "said nothing for" in run.said
+    assert "sent no heartbeat for" in run.said
     kept = "".join(p.read_text() for p in (run.files / "logs" / "0").iterdir() if p.name.startswith("rank-2"))
     assert "job.py" in kept
     assert "main" in kept

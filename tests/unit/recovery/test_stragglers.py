@@ -160,7 +160,7 @@ def test_it_is_said_once_an_attempt() -> None:
     (note,) = [e for e in run.log if e.kind == "note"]
     assert (note.facts["straggler"], note.facts["host"]) == (3, "b")
     assert note.text == (
-        "rank 3 on b takes 3.0 times as long as the median (300 ms beside 100 ms a step) for 60 s or longer; "
+        "rank 3 on b takes 3.0 times as long as the median (300 ms instead of 100 ms a step) for 60 s or longer; "
         "--straggler 2 starts the job again without it, where a spare waits"
     )
     assert run.course.last is not None

@@ -40,7 +40,7 @@ def test_who_is_waited_for_is_said_once() -> None:
     run.clock += 5
     run.turn()
     assert run.log[-1].text.startswith("2 of 3 hosts are here")
-    assert "with these it goes on 600 s" in run.log[-1].text
+    assert "the run continues with these 600 s" in run.log[-1].text
     run.agents["c"] = agent("c", 2)
     run.turn()
     assert run.log[-1].kind == "start"
@@ -53,7 +53,7 @@ def test_who_is_waited_for_is_said_once() -> None:
         run.clock += 1
         run.turn()
     assert [e.kind for e in run.log[-2:]] == ["decision", "note"]
-    assert "with these it goes on 30 s" in run.log[-1].text
+    assert "the run continues with these 30 s" in run.log[-1].text
 
 
 def test_a_failure_is_not_put_down_to_a_host_while_another_may_be_lost() -> None:
