@@ -90,7 +90,7 @@ class Joining:
         self._refuse_lost_log(run_state)
         return self._begin(reports, living)
 
-    def _find_living(self, reports: Mapping[str, Any], can_join: bool) -> dict[str, AgentReport]:
+    def _find_living(self, reports: Mapping[str, Mapping[str, Any]], can_join: bool) -> dict[str, AgentReport]:
         """Return the reports of living agents if the decision depends on them, as it takes a while to find them."""
         is_locked = self._request.spec.hosts == 1 and not self._log.state.is_remote
         must_observe = reports and not is_locked and (self._request.name in reports or not can_join)

@@ -412,7 +412,7 @@ def _run_script(script: list[str]) -> None:
         raise
 
 
-def _trim_traceback(hook: Callable[..., Any]) -> Callable[..., None]:
+def _trim_traceback(hook: Callable[..., object]) -> Callable[..., None]:
     hidden_files = {_run_script.__code__.co_filename, "<string>"}
 
     def trimmed_hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

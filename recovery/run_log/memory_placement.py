@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from ckpt.recovery.policy.decide import Failure
 
@@ -157,8 +157,9 @@ def node_addresses(memories: Sequence[MemoryNamespace]) -> set[str]:
 
 
 def to_facts(memories: Sequence[MemoryNamespace]) -> list[list[tuple[str, str]]]:
+    """Return the namespaces as they are written into an entry of the run log."""
     return [list(memory.nodes) for memory in memories]
 
 
-def from_facts(facts: Sequence[Any]) -> tuple[MemoryNamespace, ...]:
+def from_facts(facts: Sequence[Sequence[tuple[str, str]]]) -> tuple[MemoryNamespace, ...]:
     return tuple(MemoryNamespace(tuple((host, at) for host, at in nodes)) for nodes in facts)
