@@ -59,7 +59,7 @@ class SqliteRunLog(RunLog):
         if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
             return "remove it"
         if name.startswith("SQLITE_READONLY") or (self.path.exists() and not os.access(self.path, self._needed_access)):
-            return "this user lacks the permission: do it as the user of the run"
+            return "this user lacks the permission: run the command as the user of the run"
         return "free space on this disk, and check it"
 
     def _connect_read_only(self) -> sqlite3.Connection:

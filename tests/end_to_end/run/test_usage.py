@@ -108,7 +108,7 @@ def test_numbers_of_options() -> None:
             Number(0).convert(text, None, None)
     assert Number(0, never=True).convert("inf", None, None) == math.inf
     assert Number(0).convert("2.5", None, None) == 2.5
-    with pytest.raises(click.BadParameter, match="nan is no number"):
+    with pytest.raises(click.BadParameter, match="nan can't be used here"):
         simulate.main(["--days", "nan"], standalone_mode=False)
 
 
