@@ -1,8 +1,7 @@
-"""Many members (nodes, folders, buckets) as one namespace of files.
+"""Many members (nodes, directories, buckets) as one namespace of files.
 
-It promises that a file which was acknowledged is read back as it was written while fewer members fail than its redundancy
-tolerates, and that nothing is deleted on the strength of something that could not be read. It imports `storage`; users reach
-it by ckpt:// URLs.
+It promises that an acknowledged file is read back as it was written while no more members fail than its redundancy tolerates.
+It deletes nothing because of something that it could not read. It imports `storage`; users reach it by ckpt:// URLs.
 
 Start with `file_io.namespace`; docs/reference/namespace.md describes the whole.
 """

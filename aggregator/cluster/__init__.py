@@ -1,4 +1,4 @@
-"""The members of a namespace: from a URL to open members, and what they report of themselves.
+"""The members of a namespace: their configuration, the connection to each, and what they report.
 
-It imports `placement`. Start with `config`; `fanout` asks many members at once.
+It imports `placement`. Start with `config`; `fanout` calls many members at once.
 """

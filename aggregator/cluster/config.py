@@ -1,16 +1,16 @@
-"""From a URL to the members of a namespace.
+"""The configuration of a namespace: its members and credentials, from a ckpt:// URL or from a TOML file.
 
-    ckpt://host:port,host:port/path?redundancy=2x      nodes, by address; &near=host:port, the one of this host
-    ckpt://NAME/path                                   what a TOML file says of NAME
+    ckpt://host:port,host:port/path?redundancy=2x      nodes by address; &near=host:port names the node of this host
+    ckpt://NAME/path                                   a namespace that is configured in a TOML file
 
 The file is `$CKPT_CONFIG`, else `ckpt/config.toml` in the user's configuration folder. A member is a node, a directory of
-this host or a bucket; all that is not said has a default:
+this host or a bucket. Every key but `members` has a default:
 
     [namespaces.NAME]
-    redundancy = "2x"               # of what is written without saying it
-    near = "rack1/host1"            # the domains of this host: first copies stay there
-    token_file = "/etc/ckpt/token"  # else $CKPT_TOKEN, or the file that $CKPT_TOKEN_FILE names
-    ca_file = "/etc/ckpt/ca.pem"    # the wire is TLS then; cert_file and key_file where nodes ask for ours
+    redundancy = "2x"               # of files that are written without an own redundancy
+    near = "rack1/host1"            # the failure domains of this host: the first copy of a file is stored there
+    token_file = "/etc/ckpt/token"  # default: $CKPT_TOKEN, or the file that $CKPT_TOKEN_FILE names
+    ca_file = "/etc/ckpt/ca.pem"    # use TLS; add cert_file and key_file where nodes require client certificates
     insecure = false                # true, or $CKPT_INSECURE=1: send the token to other hosts without TLS
     members = [
         "host3:7070",
@@ -19,10 +19,11 @@ this host or a bucket; all that is not said has a default:
         { url = "s3://bucket/folder", domain = "cloud" },
     ]
 
-or, instead of the list, what nodes announced in etcd until the namespace was opened, whether they are up or not:
+Instead of the list, the members can be the nodes that announced themselves in etcd before the namespace was opened, whether
+they are up or not:
 
     members = "etcd://host:2379,host:2379/CLUSTER"
-    etcd = { ca_file = "/etc/ckpt/etcd-ca.pem" }    # else the environment says it: see etcd_access.py
+    etcd = { ca_file = "/etc/ckpt/etcd-ca.pem" }    # default: the environment variables of etcd_access.py
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ log = logging.getLogger("ckpt")
 NAMESPACE_SCHEME = "ckpt"
 _ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
 _UNQUOTED = "/:,[]+=@*!"
-"""Of a URL, besides letters, digits and _.-~: what stands for itself."""
+"""Characters of a URL that are not quoted, besides letters, digits and _.-~."""
 _MEMBER_KEYS = {"url", "name", "domain", "weight"}
 _NAMESPACE_KEYS = {
     "redundancy", "near", "token_file", "ca_file", "cert_file", "key_file", "deadline_seconds", "members", "insecure", "etcd",
@@ -59,14 +60,15 @@ _NAMESPACE_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One place that keeps a part of a namespace."""
+    """The configuration of one member. Exactly one of `address`, `folder` and `bucket` is set."""
 
     location: MemberLocation
     address: str | None = None
-    """host:port of a node; else `folder` or `bucket` is set."""
+    """host:port of a node."""
     folder: str | None = None
+    """The path of a directory of this host."""
     bucket: str | None = None
-    """The URL of a folder of a bucket."""
+    """The URL of a folder in a bucket."""
 
     @property
     def name(self) -> str:
@@ -75,22 +77,22 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceConfig:
-    """A namespace as a client sees it."""
+    """The configuration of a namespace, as one client uses it."""
 
     name: str
-    """For messages and URLs: what stands between ckpt:// and the path."""
+    """The part of the URL between ckpt:// and the path, for messages and URLs."""
     members: tuple[Member, ...]
     redundancy: Redundancy
     host_domain: tuple[str, ...] = ()
+    """The failure domains of this host, the widest first."""
     credentials: NodeCredentials = field(default_factory=NodeCredentials)
     etcd_url: str = ""
-    """The URL of etcd, where the members are from there."""
+    """The URL of the etcd that lists the members; empty where the configuration lists them."""
     etcd_credentials: EtcdCredentials | None = None
-    """How that etcd is reached."""
 
 
 def parse_namespace_url(url: str) -> tuple[NamespaceConfig, str]:
-    """The namespace of a URL, and the path in it. Raises InvalidArgument."""
+    """Return the configuration of the namespace of a URL, and the path in the namespace. Raises InvalidArgument."""
     names, path, options = split_url(url)
     if not names:
         raise InvalidArgument(f"{url}: write ckpt://host:port,host:port/path, or ckpt://NAME/path with NAME in a TOML file")
@@ -103,60 +105,60 @@ def parse_namespace_url(url: str) -> tuple[NamespaceConfig, str]:
 
 
 def split_url(url: str) -> tuple[str, str, dict[str, str]]:
-    """What names the members, the path, and the options of a URL: each with %20 and the like undone. Raises InvalidArgument."""
-    # Not urlsplit, which refuses several addresses where one of them is in brackets.
+    """Return the members' part, the path and the options of a URL, each unquoted. Raises InvalidArgument."""
+    # urlsplit refuses a list of addresses that contains brackets.
     scheme, _, rest = url.partition("://")
     if scheme != NAMESPACE_SCHEME:
         raise InvalidArgument(f"{url}: not a URL of a namespace, which begins with {NAMESPACE_SCHEME}://")
-    where, _, query = rest.partition("?")
-    names, _, path = where.partition("/")
-    # Not parse_qs, which reads the + of 4+2 as a space.
+    location, _, query = rest.partition("?")
+    names, _, path = location.partition("/")
+    # parse_qs reads the + of 4+2 as a space.
     options = {key: unquote(value) for key, _, value in (item.partition("=") for item in query.split("&")) if key}
     if unknown := set(options) - {"redundancy", "near"}:
-        raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; there are redundancy= and near=")
+        raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; use redundancy= or near=")
     return _strip_at(unquote(names)), unquote(path).strip("/"), options
 
 
 def join_url(names: str, path: str = "", **options: str | None) -> str:
-    """The counterpart of `split_url`."""
+    """Return the URL of these parts: the inverse of `split_url`. Options without a value are left out."""
     query = "&".join(f"{key}={quote(value, safe=_UNQUOTED)}" for key, value in options.items() if value)
     return f"{NAMESPACE_SCHEME}://{quote(names, safe=_UNQUOTED)}/{quote(path, safe=_UNQUOTED)}{'?' if query else ''}{query}"
 
 
 def full_path(names: str, path: str = "") -> str:
-    """A path that says of which namespace it is: a URL without its scheme, for programs that build a URL from both.
+    """Return a path that contains its namespace: a URL without the scheme, for programs that add the scheme themselves.
 
-    A name of the TOML file stands behind an @ here, so that it is not the first folder of a path. Only what a URL gives
-    another meaning is written as %25 and %3F, and brackets of addresses as %5B and %5D, which are no pattern then.
+    A name of the TOML file gets the prefix @, because it would otherwise look like the first folder of a path. In the path only
+    % and ? are quoted, as %25 and %3F. Brackets of addresses are quoted as %5B and %5D, because they are a pattern to glob.
     """
-    where = quote(names if _is_address_list(names) else f"@{names}", safe=_UNQUOTED.replace("[]", "").replace("*", ""))
-    return f"{where}/{path.replace('%', '%25').replace('?', '%3F')}".rstrip("/")
+    location = quote(names if _is_address_list(names) else f"@{names}", safe=_UNQUOTED.replace("[]", "").replace("*", ""))
+    return f"{location}/{path.replace('%', '%25').replace('?', '%3F')}".rstrip("/")
 
 
 def split_full_path(text: str) -> tuple[str, str]:
-    """The counterpart of `full_path`."""
+    """Return the members' part and the path of a full path: the inverse of `full_path`."""
     names, path, _ = split_url(f"{NAMESPACE_SCHEME}://{text}")
     return names, path
 
 
 def _strip_at(names: str) -> str:
-    """Without the @ that `full_path` writes."""
+    """Return the name without the @ that `full_path` adds."""
     return names if _is_address_list(names) else names.removeprefix("@")
 
 
 def _is_address_list(names: str) -> bool:
-    """Whether these are addresses, and no name of the TOML file."""
+    """Return whether these are addresses and not a name of the TOML file."""
     return "," in names or _ADDRESS_PATTERN.fullmatch(names) is not None
 
 
 def is_full_path(path: str) -> bool:
-    """Whether a path can be one of `full_path`."""
+    """Return whether a path can be a result of `full_path`."""
     first = path.partition("/")[0]
     return first.startswith("@") or _is_address_list(unquote(first))
 
 
 def find_config(name: str) -> NamespaceConfig:
-    """The namespace of a list of addresses, or of a name in the TOML file."""
+    """Return the configuration for a list of addresses, or for a name in the TOML file. Raises InvalidArgument."""
     if _is_address_list(name):
         members = tuple(_parse_member(url, {"url": url}) for url in name.split(",") if url)
         return _with_credentials(NamespaceConfig(name, members, _default_redundancy(len(members))), {}, name)
@@ -166,7 +168,7 @@ def find_config(name: str) -> NamespaceConfig:
             tables = tomllib.load(opened).get("namespaces", {})
     except FileNotFoundError:
         raise InvalidArgument(
-            f"ckpt://{name}: {name} is no list of host:port, and there is no {file} that could say what it is"
+            f"ckpt://{name}: {name} is not a list of host:port, and the file {file} that could configure it does not exist"
         ) from None
     except (tomllib.TOMLDecodeError, OSError) as error:
         raise InvalidArgument(f"{file} can't be read: {error}") from error
@@ -176,7 +178,7 @@ def find_config(name: str) -> NamespaceConfig:
 
 
 def _with_host_domain(config: NamespaceConfig, node_name: str, url: str) -> NamespaceConfig:
-    """With first copies at one of the members, each of which is a host of its own."""
+    """Return the configuration with each member as a failure domain of its own, and `node_name` as the one of this host."""
     if node_name not in [member.name for member in config.members] or any(member.location.domain for member in config.members):
         raise InvalidArgument(f"{url}: near= names one of the nodes that the URL lists; for a name it is in the TOML file")
     members = tuple(replace(m, location=replace(m.location, domain=(m.name,))) for m in config.members)
@@ -184,24 +186,25 @@ def _with_host_domain(config: NamespaceConfig, node_name: str, url: str) -> Name
 
 
 def config_file() -> Path:
-    """Where the TOML file is, or would be."""
+    """Return the path of the TOML file, which need not exist."""
     if given := os.environ.get("CKPT_CONFIG"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ckpt" / "config.toml"
 
 
 def config_from_table(name: str, table: Mapping[str, Any], source: str) -> NamespaceConfig:
-    """A namespace from its part of a TOML file."""
+    """Return the configuration of a namespace from its table of a TOML file. Raises InvalidArgument.
+
+    source: the file and the table, for messages.
+    """
     if unknown := set(table) - _NAMESPACE_KEYS:
-        raise InvalidArgument(f"{source}: unknown key {sorted(unknown)[0]!r}; there are {', '.join(sorted(_NAMESPACE_KEYS))}")
+        raise InvalidArgument(f"{source}: unknown key {sorted(unknown)[0]!r}; use {', '.join(sorted(_NAMESPACE_KEYS))}")
     try:
         members_value, etcd_url, etcd_credentials = table["members"], "", None
         if isinstance(members_value, str):
             etcd_url, etcd_credentials = members_value, _parse_etcd_credentials(source, table.get("etcd", {}))
-            members, default_redundancy = (
-                _announced_members(source, members_value, etcd_credentials),
-                parse_redundancy("2x"),
-            )  # not 1x because only one node has started yet
+            members = _announced_members(source, members_value, etcd_credentials)
+            default_redundancy = parse_redundancy("2x")  # also while only one node has started
         else:
             members = tuple(_parse_member(source, m if isinstance(m, dict) else {"url": m}) for m in members_value)
             default_redundancy = _default_redundancy(len(members))
@@ -219,32 +222,32 @@ def config_from_table(name: str, table: Mapping[str, Any], source: str) -> Names
 
 
 def is_address(name: str) -> bool:
-    """Whether the name of a member says where it is: host:port."""
+    """Return whether the name of a member is an address: host:port."""
     return _ADDRESS_PATTERN.fullmatch(name) is not None
 
 
 def check_config(config: NamespaceConfig) -> NamespaceConfig:
-    """The configuration, if it makes sense."""
+    """Return the configuration unchanged. Raises InvalidArgument where it contradicts itself."""
     names = [member.name for member in config.members]
     if len(set(names)) < len(names):
         duplicate = next(n for n in names if names.count(n) > 1)
-        raise InvalidArgument(f"ckpt://{config.name}: the member {duplicate} is there twice")
+        raise InvalidArgument(f"ckpt://{config.name}: the member {duplicate} is listed twice; list it once")
     if config.redundancy.total_fragments > len(names):
         raise InvalidArgument(
             f"ckpt://{config.name}: redundancy {config.redundancy} needs {config.redundancy.total_fragments} members, "
-            f"there are {len(names)}"
+            f"there are {len(names)}; add members or use less redundancy"
         )
     return config
 
 
 def _default_redundancy(members: int) -> Redundancy:
-    """Two copies, where there are two members."""
+    """Return 2x where there are two members or more, else 1x."""
     return parse_redundancy("2x" if members > 1 else "1x")
 
 
 def _parse_member(source: str, table: Mapping[str, Any]) -> Member:
     if unknown := set(table) - _MEMBER_KEYS:
-        raise InvalidArgument(f"{source}: unknown key {sorted(unknown)[0]!r} of a member; there are {', '.join(_MEMBER_KEYS)}")
+        raise InvalidArgument(f"{source}: unknown key {sorted(unknown)[0]!r} of a member; use {', '.join(_MEMBER_KEYS)}")
     url = str(table["url"])
     weight = float(table.get("weight", 1.0))
     if not 0 <= weight < 1e9:
@@ -258,30 +261,36 @@ def _parse_member(source: str, table: Mapping[str, Any]) -> Member:
     folder = url.removeprefix("file://") if url.startswith("file:///") else url
     if "://" in folder or not os.path.isabs(os.path.expanduser(folder)):
         raise InvalidArgument(
-            f"{source}: {url!r} is no member: use host:port of a ckpt-node, the full path of a directory, or s3://bucket/folder"
+            f"{source}: {url!r} is not a member: use host:port of a ckpt-node, the full path of a directory, or s3://bucket/folder"
         )
     return Member(MemberLocation(name, domain, weight), folder=os.path.expanduser(folder))
 
 
 _last_announced: dict[str, tuple[Member, ...]] = {}
+"""The members that etcd listed last, by its URL."""
 
 
-def _parse_etcd_credentials(source: str, table: Any) -> EtcdCredentials:
+def _parse_etcd_credentials(source: str, table: object) -> EtcdCredentials:
     if (
         not isinstance(table, dict)
         or table.keys() - etcd_access.ETCD_VARIABLES.keys()
         or not all(map(_is_text, table.values()))
     ):
-        raise InvalidArgument(f"{source}: etcd is {table!r}; it may have {', '.join(etcd_access.ETCD_VARIABLES)}, each a text")
+        raise InvalidArgument(
+            f"{source}: etcd is {table!r}; use a table of strings with {', '.join(etcd_access.ETCD_VARIABLES)}"
+        )
     return etcd_access.etcd_credentials_from_environment(table)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
 def _announced_members(source: str, url: str, credentials: EtcdCredentials) -> tuple[Member, ...]:
-    """The members that etcd knows; while it does not answer, those that it told this process of before."""
+    """Return the members that etcd lists; while it does not answer, those that it listed last in this process.
+
+    Raises Unavailable where etcd does not answer and never did, or lists none.
+    """
     from ckpt.aggregator.cluster import etcd
 
     endpoints, cluster = etcd.parse_etcd_url(url)
@@ -294,7 +303,7 @@ def _announced_members(source: str, url: str, credentials: EtcdCredentials) -> t
     except Unavailable as error:
         if url not in _last_announced:
             raise
-        log.warning("go on with the members that were known before: %s", error)
+        log.warning("%s: using the members that etcd listed before: %s", source, error)
         return _last_announced[url]
     tables = [{"url": m.node.address, "name": m.name, "domain": m.node.domain, "weight": m.node.weight} for m in found]
     _last_announced[url] = tuple(_parse_member(url, table) for table in tables)
@@ -326,7 +335,7 @@ def _with_credentials(config: NamespaceConfig, table: Mapping[str, Any], source:
 
 
 def token_from_environment() -> str | None:
-    """The token that the environment names."""
+    """Return the token that the environment gives, or None. Raises InvalidArgument where its file can't be read."""
     if token := os.environ.get("CKPT_TOKEN"):
         return token
     file = os.environ.get("CKPT_TOKEN_FILE")

@@ -1,13 +1,15 @@
-"""Who belongs to a cluster, kept in etcd: nodes announce themselves, clients ask who there is.
+"""The members of a cluster in etcd: nodes announce themselves there, and clients list them.
 
-    /ckpt/<cluster>/members/<name>      under the lease of the node: it is up
-    /ckpt/<cluster>/known/<name>        without a lease: it belongs here, whether it is up or not
+    /ckpt/<cluster>/members/<name>      with a lease of the node: the node is up
+    /ckpt/<cluster>/known/<name>        without a lease: the node belongs to the cluster, whether it is up or not
 
-Both hold the same JSON: address, domain (a path), weight, device. A node that ends takes its first key with it, one that
-dies loses it with its lease; the second stays, because the ring names the members that keep records, and one of them that is
-down is a member that does not answer, not one less. What etcd says about who is up is a hint; calls show it anyway.
+The values of both keys are the same JSON: address, domain (a path), weight, device. A node that ends deletes its first key; a
+node that dies loses it when its lease expires. The second key stays, because the record ring names the members that keep
+records: one of them that is down counts as a member that does not answer. Which nodes are up according to etcd is only a hint;
+calls to the nodes find it out.
 
-Whoever writes to etcd decides where clients look for data, and where they send their token: see etcd_access.py and SECURITY.md.
+A process that can write to etcd decides where clients look for data and where they send their token: see etcd_access.py and
+SECURITY.md.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ log = logging.getLogger("ckpt")
 
 ETCD_SCHEME = "etcd"
 LEASE_SECONDS = 10.0
-"""How long a dead node is shown as up. Renewed three times in that."""
+"""How long a dead node is listed as up. A node renews its lease three times in this time."""
 
 _ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):\d{1,5}")
 _ENDPOINT_PATTERN = re.compile(f"(https?://)?{_ADDRESS_PATTERN.pattern}")
@@ -38,15 +40,15 @@ _CLUSTER_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedNode:
-    """What a node says of itself."""
+    """What a node announces about itself."""
 
     address: str
-    """host:port where clients reach it."""
+    """The host:port where clients reach it."""
     domain: str = ""
     """Its failure domains as a path, the widest first."""
     weight: float = 1.0
     device: str = ""
-    """Which disk it is, so that two nodes under one name are found out."""
+    """The identity of its device, which shows when two nodes use the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class ClusterMember:
     name: str
     node: AnnouncedNode
     is_up: bool
-    """Whether it holds a lease. A hint."""
+    """Whether its lease is valid. A hint only."""
 
 
 # --- members -----------------------------------------------------------------------------------------------------
@@ -65,17 +67,17 @@ class ClusterMember:
 def announce(
     endpoints: Sequence[str], cluster: str, name: str, node: AnnouncedNode, lease_seconds: float = LEASE_SECONDS
 ) -> Announcement:
-    """Register a member, for as long as the answer is not closed.
+    """Announce a node until the returned object is closed.
 
-    An etcd that does not answer is no error: a node serves without, and is registered as soon as it can be. Raises
+    It is no error if etcd does not answer: the node serves without it, and is announced when etcd answers. Raises
     InvalidArgument where another node is up under this name.
     """
-    check_address(node.address)  # before clients have to refuse it
+    check_address(node.address)  # clients would refuse it
     return Announcement(EtcdClient(endpoints, min(5.0, lease_seconds / 3)), check_cluster(cluster), name, node, lease_seconds)
 
 
 class Announcement:
-    """A member that is registered, or is going to be: a thread keeps the lease, and takes a new one where it was lost."""
+    """The announcement of one node. A thread renews its lease, and gets a new lease where the old one was lost."""
 
     def __init__(self, etcd: EtcdClient, cluster: str, name: str, node: AnnouncedNode, lease_seconds: float) -> None:
         self._etcd = etcd
@@ -85,7 +87,7 @@ class Announcement:
         self._lease_seconds = lease_seconds
         self._last_error = ""
         self.lease: int | None = None
-        """None while it is not registered."""
+        """None while the node is not announced."""
         try:
             self._renew_lease()
         except Unavailable as error:
@@ -105,7 +107,7 @@ class Announcement:
         self._revoke_lease()
 
     def _renew_lease(self) -> None:
-        """Keep the lease; register anew where etcd does not know it, after a long pause or the loss of its data."""
+        """Renew the lease. Announce the node again where etcd has lost the lease, after a long pause or a loss of its data."""
         if self.lease is None or not self._etcd.keep_lease_alive(self.lease):
             self.lease = None
             self.lease = self._register()
@@ -113,21 +115,20 @@ class Announcement:
     def _register(self) -> int:
         value = json.dumps(asdict(self._node)).encode()
         lease = self._etcd.grant_lease(self._lease_seconds)
-        while True:  # until nobody comes in between, which only a node under the same name could
+        while True:  # only another node under the same name can change the key between the two calls
             current = self._etcd.get(self._leased_key)
             other = _parse_announcement(current) if current.revision else None
             if other is not None and other.device != self._node.device:
                 self._etcd.revoke_lease(lease)
                 raise InvalidArgument(
                     f"{self._description} is another node (device {other.device[:8]}), which is up or was "
-                    f"{self._lease_seconds:g} seconds ago; "
-                    "give each node an address of its own"
+                    f"{self._lease_seconds:g} seconds ago; give each node an address of its own"
                 )
             if self._etcd.put_leased(current, value, lease, self._lasting_key):
                 return lease
 
     def _log_first_failure(self, error: CkptError) -> None:
-        """Say it once, not every few seconds."""
+        """Log the first failure in a row only: the renewal is tried every few seconds."""
         if not self._last_error:
             log.warning("can't announce %s, and go on trying: %s", self._description, error)
         self._last_error = str(error)
@@ -145,7 +146,7 @@ class Announcement:
             log.warning("%s stays announced for %g seconds: %s", self._description, self._lease_seconds, error)
 
     def close(self) -> None:
-        """Withdraw. Takes no longer than a few calls to an etcd that does not answer."""
+        """Withdraw the announcement. It waits for at most the time of a lease."""
         self._stop.set()
         self._thread.join(self._lease_seconds)
 
@@ -153,37 +154,42 @@ class Announcement:
 def list_members(
     endpoints: Sequence[str], cluster: str, seconds: float = 5.0, access: EtcdCredentials | None = None
 ) -> tuple[ClusterMember, ...]:
-    """All that ever announced themselves and were not deleted, up or not, by name. Who can't be read is passed over: a warning
-    names the key."""
+    """Return all nodes that ever announced themselves and were not deleted, up or not, ordered by name.
+
+    A value that can't be read is passed over with a warning that names its key.
+    """
     folder = _key_prefix(check_cluster(cluster))
     items = {item.key: item for item in EtcdClient(endpoints, seconds, access).range(folder)}
     found = []
     for key in sorted(items):
         if key.startswith(f"{folder}known/"):
             name = key.removeprefix(f"{folder}known/")
-            live = items.get(f"{folder}members/{name}")
-            facts = (live and _parse_announcement(live)) or _parse_announcement(items[key])
-            if facts is not None:
-                found.append(ClusterMember(name, facts, live is not None))
+            leased = items.get(f"{folder}members/{name}")
+            node = (leased and _parse_announcement(leased)) or _parse_announcement(items[key])
+            if node is not None:
+                found.append(ClusterMember(name, node, leased is not None))
     return tuple(found)
 
 
 def remove_announcement(
     endpoints: Sequence[str], cluster: str, name: str, seconds: float = 5.0, access: EtcdCredentials | None = None
 ) -> None:
-    """Let a member belong to a cluster no more. One that is up announces itself again."""
+    """Delete a node from a cluster. A node that is up announces itself again when it gets a new lease."""
     EtcdClient(endpoints, seconds, access).delete(f"{_key_prefix(check_cluster(cluster))}known/{name}")
 
 
 def _parse_announcement(item: EtcdItem) -> AnnouncedNode | None:
-    """The value of a key. What a newer version adds is ignored; None, and a warning, where it can't be read."""
+    """Return the node that a value describes. Log a warning and return None where it can't be read.
+
+    Fields that a newer version adds are ignored.
+    """
     try:
-        facts = decode(AnnouncedNode, read_json(item.value))
-        check_address(facts.address)
-        if not 0 <= facts.weight < _MAX_WEIGHT:
-            raise Malformed(f"{facts.weight} is no weight")
-        return facts
-    except ValueError as error:  # Malformed, InvalidArgument
+        node = decode(AnnouncedNode, read_json(item.value))
+        check_address(node.address)
+        if not 0 <= node.weight < _MAX_WEIGHT:
+            raise Malformed(f"{node.weight} is not a weight")
+        return node
+    except ValueError as error:  # Malformed and InvalidArgument are subclasses
         log.warning("%s in etcd can't be read, and is passed over (%s); delete it, the node writes it again", item.key, error)
         return None
 
@@ -196,31 +202,35 @@ def _key_prefix(cluster: str) -> str:
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
-    """https://host:port,host:port, as they are written; EtcdAccess.endpoint says how one without a scheme is spoken to. Raises
-    InvalidArgument."""
+    """Return the endpoints of a list such as https://host:port,host:port, as they are written. Raises InvalidArgument.
+
+    `EtcdCredentials.endpoint_url` chooses the scheme of an endpoint without one.
+    """
     found = tuple(item.rstrip("/") for item in text.split(",") if item)
     invalid = [item for item in found if not _ENDPOINT_PATTERN.fullmatch(item)]
     if invalid or not found:
-        raise InvalidArgument(f"{text}: {invalid[0] if invalid else 'nothing'} is no endpoint of etcd; write http://host:2379")
+        raise InvalidArgument(
+            f"{text}: {invalid[0] if invalid else 'nothing'} is not an endpoint of etcd; write http://host:2379"
+        )
     return found
 
 
 def check_address(text: str) -> str:
-    """The address of a node, if it can be one; a path would lead a client to its own disks. Raises InvalidArgument."""
+    """Return the text if it is a host:port. Raises InvalidArgument: a client would take a path for a directory of its host."""
     if not _ADDRESS_PATTERN.fullmatch(text):
-        raise InvalidArgument(f"{text!r} is no address of a node; write host:port")
+        raise InvalidArgument(f"{text!r} is not an address of a node; write host:port")
     return text
 
 
 def check_cluster(name: str) -> str:
-    """The name of a cluster, if it can be one. Raises InvalidArgument."""
+    """Return the text if it can name a cluster. Raises InvalidArgument."""
     if not _CLUSTER_PATTERN.fullmatch(name):
         raise InvalidArgument(f"{name!r} can't name a cluster: use letters, digits, '-', '_' and '.'")
     return name
 
 
 def parse_etcd_url(url: str) -> tuple[tuple[str, ...], str]:
-    """The endpoints and the cluster of etcd://host:2379,host:2379/CLUSTER. Raises InvalidArgument."""
+    """Return the endpoints and the cluster of etcd://host:2379,host:2379/CLUSTER. Raises InvalidArgument."""
     scheme, _, rest = url.partition("://")
     hosts, _, cluster = rest.partition("/")
     if scheme != ETCD_SCHEME or not hosts or "://" in rest:

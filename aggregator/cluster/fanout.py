@@ -1,4 +1,4 @@
-"""Asking many members at once, without waiting for those that do not answer."""
+"""Calls to many members at once, which do not wait for the members that do not answer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ log = logging.getLogger("ckpt")
 T = TypeVar("T")
 
 _SLOW_CALL_SECONDS = 1.0
+"""A call that takes longer counts as unanswered."""
 
 _GRACE_SECONDS = 1.0
-"""How long more answers are waited for that can be done without, or as long again as those took that are there."""
+"""How long to wait for more answers once the present ones are acceptable; or as long as those took, if that is longer."""
 
 _PROBE_SECONDS = 60.0
-"""Longer than a probe takes."""
+"""The pause after a probe was started; longer than a probe takes."""
 
 _WARNING_INTERVAL_SECONDS = 60.0
-"""Who fails now and then is not spoken of more often."""
+"""A member that fails now and then is warned of at most once in this time."""
 
 
 class MemberHealth:
-    """Which members answered lately. One that did not is left alone until it answers a probe, which nobody waits for; where
-    there is no probe, for a while, longer each time."""
+    """Which members are down: they did not answer lately, and get no calls if others can answer.
+
+    A member is down until it answers a probe, which runs in the background. Without a probe it is down for a pause, which is
+    longer after each failure. Safe to use from many threads.
+    """
 
     def __init__(
         self, first_pause_seconds: float = 0.5, max_pause_seconds: float = 15.0, probe: Callable[[str], object] | None = None
@@ -42,15 +46,15 @@ class MemberHealth:
         self._max_pause_seconds = max_pause_seconds
         self._probe = probe
         self._lock = threading.Lock()
-        self._backoffs: dict[str, tuple[float, int]] = {}
+        self._backoffs: dict[str, tuple[float, int]] = {}  # when the pause of each ends, and its failures in a row
         self._next_warnings_at: dict[str, float] = {}
 
     def record_failure(self, name: str, reason: object) -> None:
-        """A member did not answer, or not well."""
+        """Note that a member did not answer, or answered with an error."""
         now = time.monotonic()
         with self._lock:
             until, failures = self._backoffs.get(name, (0.0, 0))
-            if now < until:  # of a call that began before the first failure was known
+            if now < until:  # this call began before the first failure was noted
                 return
             self._back_off(name)
             should_warn = not failures and now >= self._next_warnings_at.get(name, now)
@@ -58,24 +62,24 @@ class MemberHealth:
                 self._next_warnings_at[name] = now + _WARNING_INTERVAL_SECONDS
         if should_warn:
             log.warning(
-                "%s is left alone until it answers (%s); if it is down start it, if it is lost `ckpt-node admin forget` it",
+                "%s gets no calls until it answers (%s); start it, or if it is lost run `ckpt-node admin forget`",
                 name, reason,
             )  # fmt: skip
 
     def _back_off(self, name: str) -> None:
-        """For a while, longer each time. Under the lock."""
+        """Begin a pause for a member, twice as long as the last one. The caller has the lock."""
         _, failures = self._backoffs.get(name, (0.0, 0))
         pause = min(self._max_pause_seconds, self._first_pause_seconds * 2**failures)
         self._backoffs[name] = (time.monotonic() + pause, failures + 1)
 
     def record_answer(self, name: str) -> None:
-        """A member answered."""
+        """Note that a member answered."""
         if self._backoffs:
             with self._lock:
                 self._backoffs.pop(name, None)
 
     def is_down(self, name: str) -> bool:
-        """Whether to leave a member alone now."""
+        """Return whether a member is down. Starts a probe where its pause is over."""
         backoff = self._backoffs.get(name)
         if backoff is None:
             return False
@@ -102,17 +106,17 @@ class MemberHealth:
 
 
 class FanOut:
-    """Threads for calls to members. A call that never returns holds one thread until its own deadline."""
+    """Threads for calls to members. A call that does not return occupies one thread until its own deadline."""
 
     def __init__(self, health: MemberHealth, threads: int = 64) -> None:
         self.health = health
         self._pool = DaemonThreadPool(threads, "ckpt-member")
         self._max_calls_per_member = threads // 3
         self._lock = threading.Lock()
-        self._running_calls: dict[str, dict[object, float]] = {}  # calls that a thread is in, and since when
+        self._running_calls: dict[str, dict[object, float]] = {}  # by member: calls that run on a thread, and when each began
 
     def submit(self, name: str, call: Callable[[], T]) -> Future[T]:
-        """Start one call. One of a member that leaves too many unanswered fails at once: it may not take all threads."""
+        """Start one call. It fails at once where too many calls to the member are unanswered: they would take all threads."""
         with self._lock:
             running = self._running_calls.setdefault(name, {})
             slow_since = time.monotonic() - _SLOW_CALL_SECONDS
@@ -121,7 +125,7 @@ class FanOut:
                 and sum(began < slow_since for began in running.values()) >= self._max_calls_per_member
             ):
                 failed: Future[T] = Future()
-                failed.set_exception(Unavailable(f"{name} leaves {len(running)} calls unanswered"))
+                failed.set_exception(Unavailable(f"{name} has not answered {len(running)} calls"))
                 return failed
         return self._pool.submit(contextvars.copy_context().run, self._run_call, name, call)
 
@@ -135,11 +139,12 @@ class FanOut:
         skip_failed: bool = False,
         mark_late: bool = True,
     ) -> tuple[dict[str, T], dict[str, StoreError]]:
-        """Call all; return what they answered, and the errors, as soon as it is `enough`, or all are done, or time is over.
+        """Make all calls. Return the answers and errors by member, as soon as `is_enough`, or all are done, or time is over.
 
-        The others go on by themselves. A member that has just failed is asked only if the rest are not enough, and not even
-        then if they are to be spared: that answer can be done without. will_do: with these answers the rest are waited for a
-        moment longer, and no more. blame: who has not answered in time is left alone for a while.
+        Late calls go on in the background. A member that is down is called only if the answers of the others are not enough.
+
+        is_acceptable: whether the caller can do with these answers; the wait for the others is short then. skip_failed: never
+        call members that are down. mark_late: a member that has not answered in time counts as down.
         """
         answers: dict[str, T] = {}
         errors: dict[str, StoreError] = {}
@@ -157,9 +162,8 @@ class FanOut:
                         break
         for name in calls:
             if name not in answers and name not in errors:
-                errors[name] = Unavailable(
-                    f"{name} {'did not answer lately' if name in recently_failed else 'has not answered yet'}"
-                )
+                reason = "did not answer lately" if name in recently_failed else "has not answered yet"
+                errors[name] = Unavailable(f"{name} {reason}")
         return answers, errors
 
     def _call_each(
@@ -196,7 +200,7 @@ class FanOut:
         except CkptError as error:
             if isinstance(error, StoreError):
                 raise
-            raise StoreError(str(error)) from error  # whatever one member says, the others may do
+            raise StoreError(str(error)) from error  # any error of one member: the others may still answer
         finally:
             with self._lock:
                 del self._running_calls[name][call_id]
@@ -204,25 +208,24 @@ class FanOut:
         return answer
 
     def close(self) -> None:
-        """Take no more calls; wait for none."""
+        """Accept no more calls, and wait for none."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def run_in_order(call: Callable[[T], object], items: Iterable[T], max_threads: int, thread_name: str) -> None:
-    """Call for each item, so many at once, the first ones first. After an error no more are begun."""
+    """Call `call` for each item, begun in order, up to `max_threads` at once. After an error no more calls are begun."""
     with DaemonThreadPool(max_threads, thread_name) as pool:
-        work = [pool.submit(call, item) for item in items]
+        futures = [pool.submit(call, item) for item in items]
         try:
-            for each in work:
-                each.result()
+            for future in futures:
+                future.result()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 
 
 def commit_or_abort(writer: Writer) -> Callable[[], int]:
-    """A call for its commit. Where that fails what was written is given up with it, for nobody asks again: else a file stays
-    open, and its bytes on the disk."""
+    """Return a call that commits a writer, and aborts it if the commit fails: else a file stays open, and its bytes on disk."""
 
     def commit() -> int:
         try:

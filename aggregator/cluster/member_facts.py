@@ -1,4 +1,4 @@
-"""What members say of themselves: where they stand, if the configuration does not say it, and which device each of them is."""
+"""The reports of members about themselves: their failure domains and their devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt.storage.member.device import MemberInfo
 
 
 class MemberFacts:
-    """The members are asked once, and those that do not answer again when they do. Safe to use from many threads."""
+    """The reports of members, each requested until it was received once. Safe to use from many threads."""
 
     def __init__(self, fan_out: FanOut) -> None:
         self._fan_out = fan_out
@@ -24,16 +24,20 @@ class MemberFacts:
     def get_infos(
         self, open_members: Mapping[str, OpenMember], timeout_seconds: float, wait_for_all: bool = False
     ) -> Mapping[str, MemberInfo]:
-        """What those say that have answered by now. Who was not asked before, or everyone, is waited for, but no longer than
-        this; who has not answered then, while others have, is left alone."""
+        """Return the reports received so far, by member.
+
+        Waits up to `timeout_seconds` for the members that are asked for the first time, or for all (`wait_for_all`). A member
+        that has not answered by then counts as down if others have answered.
+        """
         if len(self._infos) >= len(open_members) and all(name in self._infos for name in open_members):
             return self._infos
         with self._lock:
             new = []
             for name, open_member in open_members.items():
-                asked = self._requests.get(name)
-                failed = asked is not None and asked.done() and asked.exception() is not None
-                if name in self._infos or (asked is not None and not failed) or (failed and self._fan_out.health.is_down(name)):
+                request = self._requests.get(name)
+                failed = request is not None and request.done() and request.exception() is not None
+                is_pending = request is not None and not failed
+                if name in self._infos or is_pending or (failed and self._fan_out.health.is_down(name)):
                     continue
                 self._requests[name] = self._fan_out.submit(name, open_member.info)
                 new.append(name)
@@ -50,8 +54,10 @@ class MemberFacts:
 
 
 def failure_domains(configured: Mapping[str, tuple[str, ...]], infos: Mapping[str, MemberInfo]) -> dict[str, tuple[str, ...]]:
-    """The failure domains of members: as configured, or else as they say. One that is only told apart by its own name (`near=`)
-    stands within what it says; one that has not said it yet stands alone.
+    """Return the failure domains of members, as configured or else as they report.
+
+    A member whose configured domain is only its own name (`near=`) lies within the domains that it reports. A member that has
+    not reported yet is a domain of its own, once any other has reported.
     """
     found = {
         name: (*domain_of_labels(infos.get(name)), *domain) if domain in ((), (name,)) else domain
@@ -63,12 +69,12 @@ def failure_domains(configured: Mapping[str, tuple[str, ...]], infos: Mapping[st
 
 
 def domain_of_labels(info: MemberInfo | None) -> tuple[str, ...]:
-    """The failure domains that a member says it stands in."""
+    """Return the failure domains that a member reports, the widest first."""
     return () if info is None else tuple(value for _, value in info.labels)
 
 
 def require_distinct_devices(infos: Mapping[str, MemberInfo], names: Iterable[str], url: str) -> None:
-    """Raises InvalidArgument where two members are the same device: what is kept twice would be lost at once."""
+    """Raise InvalidArgument where two members are the same device: both copies of a file would be lost at once."""
     by_device: dict[str, str] = {}
     for name in names:
         info = infos.get(name)

@@ -1,4 +1,4 @@
-"""A member that is open: its objects, its registers, and the few things that a directory does as a node does them."""
+"""The connection to one member, with the same calls for a node, a directory and a bucket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OpenMember:
-    """One member. `name` is what records call it."""
+    """One open member. Records refer to it by its `name`."""
 
     def __init__(self, member: Member, credentials: NodeCredentials) -> None:
         self.member = member
@@ -25,12 +25,12 @@ class OpenMember:
         self.store: Store
         self.registers: Registers
         if member.address is not None:
-            from ckpt.storage.node.client import NodeStore  # with Arrow Flight: not for directories
+            from ckpt.storage.node.client import NodeStore  # imports Arrow Flight, which directories do not need
 
             self._device: NodeStore | Bucket | Device = NodeStore(member.address, credentials)
             self.store = self._device
         elif member.bucket is not None:
-            from ckpt.storage.member.bucket import Bucket  # with obstore
+            from ckpt.storage.member.bucket import Bucket  # imports obstore
 
             self._device = Bucket(member.bucket)
             self.store = self._device.store
@@ -41,15 +41,15 @@ class OpenMember:
         self.registers = self._device.registers
 
     def info(self) -> MemberInfo:
-        """Who it is and how it is."""
+        """Return the identity and the state of the member."""
         return self._device.info()
 
     def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> Sequence[int]:
-        """Which ranges (position, length, checksums) of an object are damaged."""
+        """Return the indexes of the damaged ranges. A range is a position, a length in bytes and the checksums of its cells."""
         return self._device.verify(name, ranges)
 
     def inventory(self) -> dict[str, tuple[int, float]]:
-        """Length of every object, and the seconds since it was made durable."""
+        """Return the length of every object in bytes, and the seconds since it was made durable, by name."""
         return self._device.inventory()
 
     def link(self, name: str, to: str) -> None:
@@ -57,12 +57,12 @@ class OpenMember:
         self._device.link(name, to)
 
     def sweep(self, older_seconds: float) -> None:
-        """Remove what dead writers left half-written. A node does so itself."""
+        """Remove the unfinished objects of dead writers, from this age on. A node does so itself."""
         if self.member.address is None:
             self._device.sweep(older_seconds)  # type: ignore[union-attr]
 
     def quarantine(self, name: str) -> None:
-        """Put a damaged object where no reader finds it."""
+        """Move a damaged object to where no reader finds it."""
         self._device.quarantine(name)
 
     def close(self) -> None:

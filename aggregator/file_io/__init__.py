@@ -1,4 +1,5 @@
-"""Files of a namespace: written in pieces to several members, read back from any that answer, every cell verified.
+"""Files of a namespace, written as stripes to several members and read back from those that answer.
 
-It imports `records` and what is below. Start with `namespace`, then `writer` and `reader`.
+Every cell that is read is verified. It imports `records` and the packages below. Start with `namespace`, then `writer` and
+`reader`.
 """

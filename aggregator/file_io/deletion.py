@@ -1,4 +1,4 @@
-"""Putting a tombstone in the place of a record."""
+"""The deletion of paths: the change of a record to a tombstone, and whether it was done."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ckpt.storage.registers.base import RegisterValue
 
 
 class Deletion:
-    """One deletion of one or more paths: what a change of their records asks, and what it has seen. Used by one thread.
+    """The state of one deletion of one or more paths, for changes of their records. Used by one thread.
 
-    is_deletable: whether a record is one to delete; any other stays.
+    is_deletable: returns whether a record is to be deleted; any other record stays.
     """
 
     def __init__(self, is_deletable: Callable[[PathRecord], bool]) -> None:
         self._is_deletable = is_deletable
         self._version, self._now = new_version(), time.time()
         self.seen: dict[str, PathRecord | None] = {}
-        """What each path was when it was last looked at, before the deletion."""
+        """The last record of each path before the deletion."""
         self.proposed: set[str] = set()
-        """Paths whose tombstone was proposed."""
+        """The paths for which a tombstone was proposed."""
         self.is_unsettled = False
-        """Whether a member may have taken a tombstone in a try that failed."""
+        """Whether a member may have accepted a tombstone in a try that failed."""
 
     @property
     def targets(self) -> dict[str, PathRecord]:
@@ -33,11 +33,11 @@ class Deletion:
         return {path: file for path, file in self.seen.items() if file is not None and self._is_deletable(file)}
 
     def decide(self, name: str, value: RegisterValue | None) -> RegisterValue | None:
-        """The tombstone for a register, None where it stays as it is."""
+        """Return the tombstone for a register, or None to keep its value: the `Decide` of this deletion."""
         path = name[1:]
         current = None if value is None else file_record.decode_record(path, value)
         if file_record.has_version(current, self._version):
-            return None  # done already, in a try that seemed to fail
+            return None  # an earlier try, which seemed to fail, has done it
         self.seen[path] = current
         if current is None or not self._is_deletable(current):
             return None
@@ -46,8 +46,9 @@ class Deletion:
         return file_record.encode_record(PathRecord(file_record.next_head(head, current)))
 
     def on_outdated(self, may_be_taken: bool, _: int) -> None:
+        """Note that a member may have accepted a tombstone: the `OnOutdated` of this deletion."""
         self.is_unsettled = self.is_unsettled or may_be_taken
 
     def is_done(self, path: str, value: RegisterValue | None) -> bool:
-        """Whether this deletion, and not another, has deleted a path whose register has this value now."""
+        """Return whether this deletion, and not another one, has deleted a path whose register has this value now."""
         return value is not None and file_record.has_version(file_record.decode_record(path, value), self._version)

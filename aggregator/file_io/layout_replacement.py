@@ -1,4 +1,4 @@
-"""Moving a file: its record names other objects from now on, if it still is the file that was read."""
+"""The replacement of a file's layout after its fragments were moved, if the file has not changed meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("ckpt")
 
 
 def current_record(records: NamespaceRecords, path: str, expected: PathRecord) -> PathRecord | None:
-    """What a path is now: `expected` itself where it still is that, or where nobody can tell."""
+    """Return the current record of a path; `expected` itself where it is unchanged or can't be read now."""
     try:
         now = records.stat_all([path])[path]
     except CkptError:
@@ -33,39 +33,40 @@ def replace_layout(
     records: NamespaceRecords, member_io: MemberIO, path: str, old: PathRecord, layout: FileLayout, fence_number: int,
     kept_objects: Collection[str] = (),
 ) -> bool:  # fmt: skip
-    """Say where a file is now, if it still is the same file at the same place. Else the new objects go again. Whether nobody
-    needs the old objects any more.
+    """Make the record of a file name the objects of `layout`, if it still is `old`; else delete the new objects.
 
-    fence_number: the one that was known before the new objects were made. kept_objects: old objects that are not deleted.
+    Return whether no record needs the old objects any more; they are deleted then. fence_number: the number that was read
+    before the new objects were written. kept_objects: old objects that are not deleted.
     """
     assert old.layout is not None
-    before = {h.name for h in old.layout.objects}
+    before = {o.name for o in old.layout.objects}
     proposed_layouts = [drop_unused_objects(layout)]  # the last is proposed; the others have the same objects by other names
-    same = file_record.encode_record(old).body
+    expected_body = file_record.encode_record(old).body
 
     def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:
-        return (
-            file_record.encode_record(replace(old, layout=proposed_layouts[-1]))
-            if value is not None and value.body == same
-            else None
-        )
+        if value is None or value.body != expected_body:
+            return None
+        return file_record.encode_record(replace(old, layout=proposed_layouts[-1]))
 
-    def outdated(_: bool, __: int) -> None:
-        now, unlinked = relink_objects(member_io, proposed_layouts[-1], {h.name for h in proposed_layouts[-1].objects} - before)
+    def on_outdated(_: bool, __: int) -> None:
+        new_names = {o.name for o in proposed_layouts[-1].objects} - before
+        relinked, unlinked = relink_objects(member_io, proposed_layouts[-1], new_names)
         if unlinked:
-            raise StoreError(f"{path}: a repair that stood still has lost what it made; the file stays where it is")
-        proposed_layouts.append(now)
+            raise StoreError(
+                f"{path}: another repair has deleted the new fragments while this one was stopped; the file stays as it was"
+            )
+        proposed_layouts.append(relinked)
 
     failpoint("repair.record")
-    after = records.update_record_fenced(fence_number, path, decide, outdated)
+    after = records.update_record_fenced(fence_number, path, decide, on_outdated)
     current = None if after is None else file_record.decode_record(path, after)
-    named = {h.name for h in current.layout.objects} if current is not None and current.layout is not None else set()
-    new = {h.name for each in proposed_layouts for h in each.objects}
+    named = {o.name for o in current.layout.objects} if current is not None and current.layout is not None else set()
+    new = {o.name for each in proposed_layouts for o in each.objects}
     done = bool(named & (new - before)) and not old.rename_token
     if current is not None and current.head.version == old.head.version and not (old.rename_token or current.rename_token):
         member_io.discard_layout(old.layout, {*named, *kept_objects, *new})
     if not named & (new - before):
         log.info("%s was changed while it was repaired; it is left to the next repair", path)
     for each in proposed_layouts:
-        member_io.discard_layout(each, named | before)  # what this repair has made, and nobody names
+        member_io.discard_layout(each, named | before)  # new objects that the record does not name
     return done and current is not None and not current.rename_token and not named & set(kept_objects)

@@ -1,4 +1,4 @@
-"""Which fragments of a file are gone, and its layout without them."""
+"""The set of lost fragments of a file, and the file's layout without them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ class LostFragments:
     """Fragments of a file that can't be read any more."""
 
     objects: frozenset[str] = frozenset()
-    """Whole objects, by name."""
+    """The names of objects of which every fragment is lost."""
     fragments: frozenset[tuple[str, int]] = frozenset()
-    """Single ones: object and position."""
+    """Single fragments, as the name of the object and the position."""
     is_incomplete: bool = False
-    """The layout says itself that some are missing."""
+    """Whether fragments are missing in the layout already."""
 
     def __bool__(self) -> bool:
         return bool(self.objects or self.fragments or self.is_incomplete)
 
     def removed_from(self, layout: FileLayout) -> FileLayout:
-        """The layout with these fragments missing."""
+        """Return the layout with None in place of these fragments."""
 
-        def left(fragment: Fragment | None) -> Fragment | None:
+        def unless_lost(fragment: Fragment | None) -> Fragment | None:
             if fragment is None:
                 return None
             name = layout.objects[fragment.object_index].name
             return None if name in self.objects or (name, fragment.position) in self.fragments else fragment
 
-        pieces = (replace(p, fragments=tuple(left(f) for f in p.fragments)) for p in layout.stripes)
-        return replace(layout, stripes=tuple(pieces))
+        stripes = (replace(s, fragments=tuple(unless_lost(f) for f in s.fragments)) for s in layout.stripes)
+        return replace(layout, stripes=tuple(stripes))

@@ -1,4 +1,4 @@
-"""What reading, writing and rebuilding fragments need of a namespace: its open members, their health, deadlines and threads."""
+"""The access to members for reading, writing and rebuilding fragments: open members, health, deadlines, threads."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _WARNING_INTERVAL_SECONDS = 60.0
 
 
 class MemberIO:
-    """Calls to the members that hold fragments. Safe to use from many threads."""
+    """The members that store fragments, and the resources for calls to them. Safe to use from many threads."""
 
     def __init__(self, membership: Membership, commit_timeout_seconds: float) -> None:
         self._membership = membership
         seconds = membership.config.credentials.deadline_seconds
         self.append_timeout_seconds = seconds
-        """A member that takes longer for an append is passed over."""
+        """A member that takes longer for an append has failed for the file."""
         self.commit_timeout_seconds = commit_timeout_seconds
         self.read_timeout_seconds = 2 * seconds
         self.hedge_after_seconds = 0.5
-        """A read that takes longer is asked of another member too."""
+        """A read that takes longer is started on another member too."""
         self.fan_out = membership.fan_out
         self.read_fan_out = FanOut(self.fan_out.health)
         self.scratch = ScratchPool()
@@ -46,12 +46,12 @@ class MemberIO:
 
     @property
     def open_members(self) -> Mapping[str, OpenMember]:
-        """By name: those of the configuration and of the ring."""
+        """The members of the configuration and of the record ring, by name."""
         return self._membership.open_members
 
     @property
     def locations(self) -> tuple[MemberLocation, ...]:
-        """The members that may take fragments."""
+        """The members that may get new fragments."""
         return self._membership.locations
 
     @property
@@ -60,23 +60,23 @@ class MemberIO:
         return self._membership.host_domain
 
     def shared_domains(self, member: str) -> int:
-        """How many of the widest failure domains a member shares with this host."""
+        """Return how many of the widest failure domains a member shares with this host."""
         return self._membership.shared_domains(member)
 
     def update_domains(self) -> None:
-        """Learn the failure domains that members report of themselves."""
+        """Update the failure domains from the reports of the members."""
         self._membership.update_domains()
 
     def warn_under_replicated(self, path: str, member_count: int, redundancy: Redundancy) -> None:
-        """Log that a file is on fewer members than it should be: a warning once a minute at most, else for information."""
+        """Log that a file is on fewer members than its redundancy needs: at most one warning per minute, else level INFO."""
         now = time.monotonic()
         level = logging.WARNING if now >= self._under_replication_warned_at + _WARNING_INTERVAL_SECONDS else logging.INFO
         if level == logging.WARNING:
             self._under_replication_warned_at = now
         log.log(
             level,
-            "%s of %s is on %d members where %s asks for %d, as the others take nothing now: `ckpt-node admin repair` "
-            "makes it whole when they do, or when there are more",
+            "%s of %s is on %d members where %s needs %d, as the others do not accept writes now; run `ckpt-node admin repair` "
+            "when they do",
             path,
             self.url,
             member_count,
@@ -87,31 +87,32 @@ class MemberIO:
     # --- objects that no record needs ------------------------------------------------------------------------------
 
     def discard(self, names: Mapping[str, Sequence[str]], wait_for_slow_nodes: bool = False) -> None:
-        """Delete objects by member. What can't be deleted now, a scrub finds.
+        """Delete objects, given by member. Objects that can't be deleted now are found by a scrub.
 
-        wait_for_slow_nodes: else a node that takes long goes on by itself; a member without a node is always waited for.
+        wait_for_slow_nodes: wait for nodes as long as for a commit; by default a slow node goes on in the background after
+        three seconds. Directories and buckets are always waited for.
         """
         open_members = self.open_members
         calls = {m: (lambda m=m, n=n: open_members[m].store.delete(n)) for m, n in names.items() if m in open_members and n}  # type: ignore[misc]
         nodes = {m: call for m, call in calls.items() if open_members[m].member.address is not None and not wait_for_slow_nodes}
         others = {m: call for m, call in calls.items() if m not in nodes}
         errors: dict[str, StoreError] = {}
-        for asked, seconds in (
+        for batch, seconds in (
             (nodes, min(_DISCARD_SECONDS, self.commit_timeout_seconds)),
             (others, self.commit_timeout_seconds),
         ):
-            errors |= self.fan_out.ask(asked, seconds, skip_failed=True, mark_late=False)[1] if asked else {}
+            errors |= self.fan_out.ask(batch, seconds, skip_failed=True, mark_late=False)[1] if batch else {}
         for member, error in errors.items():
-            log.info("%d objects on %s stay until a scrub: %s", len(names[member]), member, error)
+            log.info("%d objects stay on %s until the next repair: %s", len(names[member]), member, error)
 
     def discard_layout(self, layout: FileLayout, kept_objects: Collection[str] = ()) -> None:
-        """Delete the objects of a layout but those to keep."""
+        """Delete the objects of a layout except `kept_objects`."""
         objects_by_member: dict[str, list[str]] = defaultdict(list)
-        for holder in layout.objects:
-            if holder.name not in kept_objects:
-                objects_by_member[holder.member].append(holder.name)
+        for member_object in layout.objects:
+            if member_object.name not in kept_objects:
+                objects_by_member[member_object.member].append(member_object.name)
         self.discard(objects_by_member)
 
     def close(self) -> None:
-        """Take no more reads; the membership closes the rest."""
+        """Accept no more reads. The membership closes the members."""
         self.read_fan_out.close()

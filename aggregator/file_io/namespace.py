@@ -1,4 +1,4 @@
-"""Many members as one place: files by path, written in pieces to several members and read back from whichever answer."""
+"""An open namespace, with calls to list, read, write, delete and rename its files."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, Regist
 log = logging.getLogger("ckpt")
 
 MAX_TOMBSTONES = 500
-"""So many records of deleted files a listing may meet, or as many as there are files, before they are collected."""
+"""A listing that finds more tombstones than this, and more than files, starts their collection."""
 _APPEND_BYTES = 8 << 20
 
 
 class Namespace(NamespaceRecords):
-    """A namespace, opened. Safe to use from many threads."""
+    """An open namespace. Safe to use from many threads."""
 
     def __init__(self, config: NamespaceConfig) -> None:
         super().__init__(config)
@@ -51,7 +51,7 @@ class Namespace(NamespaceRecords):
     # --- records -----------------------------------------------------------------------------------------------
 
     def list(self, folder: str = "") -> dict[str, RecordHead]:
-        """The heads of all files and folders below a folder, at any depth, by path, in order.
+        """Return the heads of all files and folders below a folder, at any depth, by path, in order.
 
         Raises Unavailable where so many members are missing that a file could be overlooked.
         """
@@ -59,7 +59,7 @@ class Namespace(NamespaceRecords):
         if not self.exists():
             return {}
         answers, _ = self.scan(prefix, wait_for_all=False)
-        newest: dict[str, tuple[Ballot, bytes, int]] = {}  # and on how many members it is
+        newest: dict[str, tuple[Ballot, bytes, int]] = {}  # ballot, head and number of members of the newest record
         for records in answers.values():
             for name, record in records:
                 if isinstance(record, DamagedRecord) or record.value is None:
@@ -71,7 +71,8 @@ class Namespace(NamespaceRecords):
                     newest[name] = ballot, record.value.head, count + 1
         found = {name[1:]: file_record.decode_record_head(name[1:], head) for name, (_, head, _) in newest.items()}
         self._start_collection_if_needed(found)
-        # What too few have is half-done, or old: it is settled, so that a listing shows what the file says when it is opened.
+        # A record that too few members have is half-done or outdated. `stat_all` settles it, so that the listing shows the
+        # record with which the file is opened later.
         needed = self.ring.quorum.write
         for path, file in self.stat_all([name[1:] for name, (_, _, count) in newest.items() if count < needed]).items():
             found.pop(path, None)
@@ -80,7 +81,7 @@ class Namespace(NamespaceRecords):
         return {path: found[path] for path in sorted(found) if found[path].kind != "deleted"}
 
     def _start_collection_if_needed(self, found: Mapping[str, RecordHead]) -> None:
-        """Let tombstones be collected in the background where a listing meets too many."""
+        """Start a collection of tombstones in the background where a listing has found too many."""
         deleted = sum(head.kind == "deleted" for head in found.values())
         if deleted > max(MAX_TOMBSTONES, len(found) - deleted):
             if self._collector is None:
@@ -88,19 +89,18 @@ class Namespace(NamespaceRecords):
             self._collector.start()
 
     def _prepare_write(self, redundancy: Redundancy) -> None:
-        """Before anything is written: know where to, and see to it that its record outlives as many members as its redundancy
-        says."""
+        """Prepare a write: update the failure domains, check the devices, and make records as redundant as the file."""
         self.update_domains()
         if (infos := self._infos) is not self._checked_infos:
-            self.check_devices([spot.name for spot in self.locations])
+            self.check_devices([location.name for location in self.locations])
             self._checked_infos = infos
         if not self.ring.can_tolerate(redundancy.tolerated_losses, len(self.locations)):
             ensure_record_redundancy(self, redundancy)
         if (member_count := len(self.ring.members)) < 2 * redundancy.tolerated_losses and not self._is_few_members_warned:
             self._is_few_members_warned = True
             log.warning(
-                "%s has %d members: after the loss of %d the others do not know what there is, though %s keeps the bytes; with "
-                "%d members they do",
+                "%s has %d members: after the loss of %d the records can't be read, though %s keeps the bytes; use %d members "
+                "or more",
                 self.url,
                 member_count,
                 redundancy.tolerated_losses,
@@ -109,7 +109,7 @@ class Namespace(NamespaceRecords):
             )
 
     def publish(self, publication: Publication, relink: Relink = lambda file: file) -> PathRecord:
-        """Make a record what its path is; see `Publisher.publish`. Raises StoreError where members were removed meanwhile."""
+        """Publish a record, as `Publisher.publish` does. Raises StoreError where members were removed meanwhile."""
         check_path(publication.path)
         outcome = self._publisher.publish(publication, relink)
         if isinstance(outcome, MembersRemoved):
@@ -117,7 +117,7 @@ class Namespace(NamespaceRecords):
         return outcome
 
     def delete(self, paths: Iterable[str]) -> Sequence[str]:
-        """Remove files and folder marks; the paths that were there. What is not there is no error."""
+        """Delete files and folder marks, and return the paths that existed. It is no error if a path does not exist."""
         every = [check_path(path) for path in paths]
         if not every:
             return []
@@ -125,7 +125,8 @@ class Namespace(NamespaceRecords):
         names = [f"/{path}" for path in every]
         after = self.update_records_fenced(self.ring.fence_number, names, deletion.decide, deletion.on_outdated)
         targets = deletion.targets
-        # Its tombstone may have been collected by now. Its objects are left to a repair: another client may have deleted it.
+        # The tombstones of these may have been collected already, or another client has deleted them: leave their objects to a
+        # repair.
         possibly_deleted = {
             path for path in deletion.proposed if deletion.is_unsettled and path not in targets and after[f"/{path}"] is None
         }
@@ -133,20 +134,21 @@ class Namespace(NamespaceRecords):
         objects_by_member: dict[str, list[str]] = defaultdict(list)
         for file in deleted.values():
             if file.layout is not None and not file.rename_token:
-                for holder in file.layout.objects:
-                    objects_by_member[holder.member].append(holder.name)
+                for member_object in file.layout.objects:
+                    objects_by_member[member_object.member].append(member_object.name)
         self.member_io.discard(objects_by_member)
         return [path for path in every if path in deleted or path in possibly_deleted]
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, in place of what was there. Raises NotFound.
+        """Rename a file, and replace a file at the new name. Raises NotFound.
 
-        Nothing is copied. A crash in the middle leaves the old name, or both: then a scrub finds out who needs what.
+        Nothing is copied. A crash may leave the file under its old name or under both names; a scrub then finds out which
+        objects are still needed.
         """
         number = self.ring.fence_number if self.exists() else 0
         file = self.stat(check_path(old))
         if file is None or file.head.kind != "file":
-            raise NotFound(f"{old} in {self.url}: {'no such file' if file is None else 'a folder, no file'}")
+            raise NotFound(f"{old} in {self.url}: {'no such file' if file is None else 'a folder, not a file'}")
         if old == new:
             return
         token = new_version()
@@ -154,41 +156,44 @@ class Namespace(NamespaceRecords):
             file = self._set_rename_token(old, file.head.version, "", token)
             if file is None:
                 raise StoreError(f"{old} in {self.url} was changed while it was renamed; try again")
-        is_own_token = file.rename_token == token  # else others share it already, and only a scrub knows when nobody does
+        is_own_token = file.rename_token == token  # else an earlier rename was not completed, and a scrub must find out
         failpoint("namespace.rename")
         before = file
 
-        def still(moved: PathRecord) -> PathRecord:
+        def require_unchanged(moved: PathRecord) -> PathRecord:
             current = self.stat(old)
             if current is None or (current.head.version, current.rename_token) != (before.head.version, before.rename_token):
                 raise StoreError(f"{old} in {self.url} was changed while it was renamed; try again")
             return moved
 
         moved = replace(file, head=replace(file.head, version=new_version(), history=()))
-        self.publish(Publication(new, moved, fence_number=number), still)
+        self.publish(Publication(new, moved, fence_number=number), require_unchanged)
         failpoint("namespace.renamed")
         deletion = Deletion(
             lambda current: (current.head.version, current.rename_token) == (before.head.version, before.rename_token)
         )
-        after = self.update_record(old, deletion.decide)  # what was changed meanwhile stays
+        after = self.update_record(old, deletion.decide)  # a file that was changed meanwhile stays
         if file.layout is not None and is_own_token and old in deletion.targets and deletion.is_done(old, after):
             self._set_rename_token(new, moved.head.version, token, "")
 
     def _set_rename_token(self, path: str, version: str, old_token: str, new_token: str) -> PathRecord | None:
-        """Mark the objects of a file as shared, or not any more; the file as it is then, None where it is another."""
+        """Change the rename token of a file from `old_token` to `new_token`.
+
+        Return the record after that; None where the path has another version.
+        """
 
         def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:
-            there = None if value is None else file_record.decode_record(path, value)
-            if there is None or there.head.version != version or there.rename_token != old_token:
+            current = None if value is None else file_record.decode_record(path, value)
+            if current is None or current.head.version != version or current.rename_token != old_token:
                 return None
-            return file_record.encode_record(replace(there, rename_token=new_token))
+            return file_record.encode_record(replace(current, rename_token=new_token))
 
         value = self.update_record(path, decide)
         current = None if value is None else file_record.decode_record(path, value)
         return current if current is not None and current.head.version == version else None
 
     def make_folder(self, path: str) -> None:
-        """Mark a folder, so that it is there while it is empty. Raises AlreadyExists."""
+        """Create a folder mark, so that the folder exists while it is empty. Raises AlreadyExists."""
         self._prepare_write(self.config.redundancy)
         now = time.time()
         mark = PathRecord(RecordHead("folder", 0, now, now, new_version()))
@@ -199,8 +204,11 @@ class Namespace(NamespaceRecords):
     def put(
         self, path: str, data: Buffer, new: bool = False, redundancy: Redundancy | None = None, replaces: str | None = None
     ) -> PathRecord:
-        """Store a whole file, atomically and durably, in place of what was there, or only where nothing was (`new`), or only of
-        a version (`replaces`)."""
+        """Write a whole file, atomically and durably, and return its record.
+
+        By default it replaces any file at the path. new: raise AlreadyExists where a file exists. replaces: raise Changed where
+        the path has not this version. redundancy: default is that of the namespace.
+        """
         view = memoryview(data).cast("B")
         if len(view) <= INLINE_BYTES:
             self._prepare_write(redundancy or self.config.redundancy)
@@ -213,7 +221,7 @@ class Namespace(NamespaceRecords):
             return writer.publish()
 
     def truncate(self, path: str, expected: PathRecord) -> PathRecord:
-        """Let a file be empty, at once; what it is then. Raises Changed if it is another one by now."""
+        """Make a file empty, and return its record. Raises Changed if the path has not the `expected` file."""
         now = time.time()
         empty = PathRecord(RecordHead("file", 0, now, now, new_version()), inline_data=b"")
         return self.publish(Publication(path, empty, Condition(base=expected)))
@@ -222,7 +230,12 @@ class Namespace(NamespaceRecords):
         self, path: str, redundancy: Redundancy | None = None, size_hint: int = 0, *, new: bool = False,
         aligned: bool = True, base: PathRecord | None = None, replaces: str | None = None,
     ) -> FileWriter:  # fmt: skip
-        """Begin to write a file. base: what is there already and is written on. replaces: the only version that it replaces."""
+        """Return a writer of a file, which exists after its `commit`.
+
+        redundancy: the default is that of the namespace. size_hint: the expected bytes. aligned: each append starts at a
+        multiple of 4 KiB. new: the commit raises AlreadyExists where a file exists. base: append to this file. replaces: the
+        commit raises Changed where the path has not this version.
+        """
         redundancy = redundancy or self.config.redundancy
         if base is not None and base.layout is not None:
             redundancy = base.layout.redundancy
@@ -232,20 +245,23 @@ class Namespace(NamespaceRecords):
         return FileWriter(self.member_io, self._publisher, path, redundancy, condition, size_hint=size_hint, aligned=aligned)
 
     def open(self, path: str) -> FileReader:
-        """Open a file for reading; raises NotFound."""
+        """Return a reader of a file. Raises NotFound."""
         file = self.stat(path)
-        if self.host_domain:  # for copies that are near
+        if self.host_domain:  # the reader prefers copies near this host
             self.update_domains(0)
         if file is None or file.head.kind != "file":
-            raise NotFound(f"{path} in {self.url}: {'no such file' if file is None else 'a folder, no file'}")
+            raise NotFound(f"{path} in {self.url}: {'no such file' if file is None else 'a folder, not a file'}")
         return FileReader(self.member_io, path, file)
 
     def get(self, path: str) -> bytes:
-        """A whole file; the new content where it is replaced meanwhile."""
+        """Return the content of a file; the new content if it is replaced meanwhile. Raises NotFound."""
         return self.get_versioned(path)[0]
 
     def get_versioned(self, path: str, limit: int | None = None) -> tuple[bytes, str]:
-        """A whole file, and its version, for `put`. Raises IntegrityError where it is longer than `limit` bytes."""
+        """Return the content of a file and its version, for `put(replaces=…)`.
+
+        Raises NotFound, and IntegrityError where the file is longer than `limit` bytes.
+        """
         while True:
             with self.open(path) as reader:
                 require_length(f"{self.url}/{path}", reader.file.head.nbytes, limit)
@@ -259,18 +275,19 @@ class Namespace(NamespaceRecords):
                         raise
 
     def close(self) -> None:
+        """Close the connections to all members."""
         self.fan_out.close()
         self.member_io.close()
         for open_member in self.open_members.values():
             open_member.close()
 
 
-_open_namespaces: dict[NamespaceConfig, Namespace] = {}
+_open_namespaces: dict[NamespaceConfig, Namespace] = {}  # guarded by the lock
 _open_lock = threading.Lock()
 
 
 def open_namespace(url: str) -> tuple[Namespace, str]:
-    """The namespace of a URL, shared by all who name the same in this process, and the path in it."""
+    """Return the namespace of a URL and the path in it. All callers in this process share one object per configuration."""
     config, path = parse_namespace_url(url)
     with _open_lock:
         found = _open_namespaces.get(config)
@@ -280,7 +297,7 @@ def open_namespace(url: str) -> tuple[Namespace, str]:
 
 
 def _clear_after_fork() -> None:
-    """A child makes its own connections."""
+    """Forget the namespaces of the parent: a forked child opens its own connections."""
     _open_namespaces.clear()
 
 

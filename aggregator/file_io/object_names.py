@@ -1,4 +1,4 @@
-"""Names of versions and objects, drawn at random by whoever writes."""
+"""The random names of versions and objects."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 def new_version() -> str:
     """Return a name for new content.
 
-    It begins with the time, which tells an old object without a record from one that is still being written.
+    It begins with the time of its creation, so that the name of an object without a record shows how old the object is.
     """
     return f"{int(time.time()):010x}{secrets.token_hex(11)}"
 
 
 def object_name(version: str) -> str:
-    """Of the object that holds a member's fragments of a file; spread over folders."""
+    """Return a name for an object with the fragments of one version of a file; the names are spread over folders."""
     return f"{version[-2:]}/{version}-{secrets.token_hex(2)}"

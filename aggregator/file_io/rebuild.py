@@ -1,4 +1,4 @@
-"""Making lost fragments anew from those that are left."""
+"""The rebuild of lost fragments of a file from those that are left, in new objects on other members."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ckpt.storage.base.store import ALIGNMENT, Reader, Writer
 log = logging.getLogger("ckpt")
 
 ByteProgress = Callable[[int], None]
-"""Called with the bytes just done, from many threads."""
+"""Called with the number of bytes just done, from many threads."""
 
 _MAX_TRIES = 4
-_THREADS = 4  # pieces at once: one waits for a disk while another is on the wire
+_THREADS = 4  # stripes at once: one waits for a disk while another is on the network
 
 
 def rebuild_fragments(
@@ -41,10 +41,12 @@ def rebuild_fragments(
     excluded: Collection[str] = (),
     allow_partial: bool = False,
 ) -> FileLayout:
-    """The layout without what is gone, and with those fragments in new objects on other members, not on those to leave.
+    """Return the layout with the lost fragments in new objects on other members. The record is not changed.
 
-    Each fragment is checked against its sums, the new ones too. Raises Unavailable where too little is left, or where there are
-    too few members; allow_partial: what no member takes stays where it was, be it gone for ever, or till somebody is back.
+    Each fragment is checked against its checksums, the new ones too. excluded: members that never take a new fragment.
+    allow_partial: a fragment that no member takes keeps its old position, whether it is lost or its member is only down.
+
+    Raises Unavailable where too few fragments are left, and, without `allow_partial`, where there are too few members.
     """
     avoided = set(excluded)
     before = layout
@@ -55,95 +57,102 @@ def rebuild_fragments(
         layout, failed = _rebuild_once(targets, path, version, remaining, before, progress)
         if not failed:
             return drop_unused_objects(_with_previous_fragments(layout, before) if allow_partial else layout)
-        lost = LostFragments(frozenset(failed))  # members that failed meanwhile: once more, without them
+        lost = LostFragments(frozenset(failed))  # try again without the members that failed
         if allow_partial:
             excluded = {*excluded, *(h.member for h in layout.objects if h.name in failed)}
-    raise Unavailable(f"{path} could not be restored: members failed {_MAX_TRIES} times meanwhile; try again")
+    raise Unavailable(f"{path} could not be rebuilt, as members failed in {_MAX_TRIES} tries in a row; try again")
 
 
 def _with_previous_fragments(layout: FileLayout, previous: FileLayout) -> FileLayout:
-    """A layout that was made of `before`, whose holders it has, with that one's fragments where its own are missing."""
+    """Return the layout with the fragments of `previous` where its own are missing. Its objects include those of `previous`."""
 
-    def kept(piece: Stripe, old: Stripe) -> Stripe:
-        taken = {layout.objects[f.object_index].member for f in piece.fragments if f is not None}
-        both = zip(piece.fragments, old.fragments, strict=True)
-        return replace(piece, fragments=tuple(now or _unless_on_members(layout, was, taken) for now, was in both))
+    def completed(stripe: Stripe, old_stripe: Stripe) -> Stripe:
+        used = {layout.objects[f.object_index].member for f in stripe.fragments if f is not None}
+        both = zip(stripe.fragments, old_stripe.fragments, strict=True)
+        return replace(stripe, fragments=tuple(new or _unless_on_members(layout, old, used) for new, old in both))
 
-    return replace(layout, stripes=tuple(map(kept, layout.stripes, previous.stripes)))
+    return replace(layout, stripes=tuple(map(completed, layout.stripes, previous.stripes)))
 
 
 def _unless_on_members(layout: FileLayout, fragment: Fragment | None, members: Collection[str]) -> Fragment | None:
-    """A fragment, unless it is on one of these members: two of a piece would be lost together."""
+    """Return the fragment; None if it is on one of these members, as two fragments of a stripe would be lost together."""
     return None if fragment is None or layout.objects[fragment.object_index].member in members else fragment
 
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """Where new fragments may go."""
+    """The choice of members for new fragments."""
 
     member_io: MemberIO
     avoided: frozenset[str]
-    """Members that just lost something: taken only if there are no others."""
+    """Members that have just lost a fragment: chosen only if there are no others."""
     excluded: frozenset[str]
-    """Members that are to be left: never taken."""
+    """Members that are never chosen."""
     allow_partial: bool
-    """Whether some of the fragments will do, if there are no more members."""
+    """Whether fewer members than needed are acceptable, if there are no more."""
 
     def choose(self, key: str, count: int, used: list[str]) -> list[str]:
-        """Members for new fragments of a stripe: such as hold nothing of it, answer, and are not avoided, if possible."""
-        every = [s for s in self.member_io.locations if s.name not in self.excluded]
-        responsive = [s for s in every if not self.member_io.fan_out.health.is_down(s.name)]
+        """Return `count` members for new fragments of a stripe, none of which is in `used`.
+
+        It prefers members that are up and not avoided. With `allow_partial` it may return fewer. Raises Unavailable where there
+        are too few.
+        """
+        every = [m for m in self.member_io.locations if m.name not in self.excluded]
+        responsive = [m for m in every if not self.member_io.fan_out.health.is_down(m.name)]
         found: list[str] = []
-        for spots in (
-            [s for s in responsive if s.name not in self.avoided],
-            [s for s in every if s.name not in self.avoided],
+        for candidates in (
+            [m for m in responsive if m.name not in self.avoided],
+            [m for m in every if m.name not in self.avoided],
             responsive,
             every,
         ):
-            found = choose_members(key, spots, count, (), used)
+            found = choose_members(key, candidates, count, (), used)
             if len(found) == count:
                 return found
-            if self.allow_partial and spots is responsive:  # who does not answer is no help
+            if self.allow_partial and candidates is responsive:  # members that are down would not take a fragment
                 return found
-        raise Unavailable(f"{count} more members are needed for what was lost or is to move, and there are none; add members")
+        raise Unavailable(f"{count} more members are needed for fragments that were lost or are to move; add members")
 
 
 def _rebuild_once(
     targets: _Targets, path: str, version: str, layout: FileLayout, previous: FileLayout, progress: ByteProgress
 ) -> tuple[FileLayout, set[str]]:
-    """The layout with what it misses in new objects, and the names of those that could not be made durable."""
-    member_io = targets.member_io
-    lost = sum(fragment_bytes(p.nbytes, layout.redundancy) * p.fragments.count(None) for p in layout.stripes)
-    objects = _NewObjects(member_io, path, layout, lost // len(member_io.locations) // ALIGNMENT * ALIGNMENT)
-    sources = _SourceObjects(member_io)
-    pieces = list(layout.stripes)
+    """Return the layout with its missing fragments in new objects, and the names of objects that could not be made durable.
 
-    def mend(index: int) -> None:
-        piece = layout.stripes[index]
-        missing = [i for i, f in enumerate(piece.fragments) if f is None]
+    previous: the layout before fragments were lost. A fragment that is only to move is read from where it was.
+    """
+    member_io = targets.member_io
+    lost_bytes = sum(fragment_bytes(s.nbytes, layout.redundancy) * s.fragments.count(None) for s in layout.stripes)
+    objects = _NewObjects(member_io, path, layout, lost_bytes // len(member_io.locations) // ALIGNMENT * ALIGNMENT)
+    sources = _SourceObjects(member_io)
+    stripes = list(layout.stripes)
+
+    def rebuild(index: int) -> None:
+        stripe = layout.stripes[index]
+        missing = [i for i, f in enumerate(stripe.fragments) if f is None]
         failpoint("repair.piece")
-        used = [layout.objects[f.object_index].member for f in piece.fragments if f is not None]
+        used = [layout.objects[f.object_index].member for f in stripe.fragments if f is not None]
         members = [m for m in targets.choose(f"{version}/{index}", len(missing), used) if objects.is_writable(m)]
         new = _assign_fragments(member_io, previous, index, missing, members)
         missing = list(new)
         if not missing:
             return
         count = layout.redundancy.data_fragments + len(missing)
-        pages = max(1, -(-fragment_bytes(piece.nbytes, layout.redundancy) // ALIGNMENT))
+        pages = max(1, -(-fragment_bytes(stripe.nbytes, layout.redundancy) // ALIGNMENT))
         scratch = member_io.scratch.take(count * pages * ALIGNMENT)
         memory = list(scratch.reshape(count, -1))
-        shares = _make_missing_fragments(sources, path, layout, piece, missing, previous, index, memory)
-        fragments = list(piece.fragments)
+        data = _make_missing_fragments(sources, path, layout, stripe, missing, previous, index, memory)
+        fragments = list(stripe.fragments)
         for i, member in new.items():
-            if (at := objects.append(member, shares[i])) is not None:
-                fragments[i] = Fragment(*at, _fragment_checksums(layout, piece, i, shares[i]))
-                progress(len(shares[i]))
-        pieces[index] = replace(piece, fragments=tuple(fragments))
+            if (location := objects.append(member, data[i])) is not None:
+                fragments[i] = Fragment(*location, _fragment_checksums(layout, stripe, data[i]))
+                progress(len(data[i]))
+        stripes[index] = replace(stripe, fragments=tuple(fragments))
         member_io.scratch.give_back(scratch)
 
-    broken = [index for index, piece in enumerate(layout.stripes) if None in piece.fragments]
+    incomplete = [index for index, stripe in enumerate(layout.stripes) if None in stripe.fragments]
     try:
-        run_in_order(mend, broken, _THREADS, "ckpt-restore")
+        run_in_order(rebuild, incomplete, _THREADS, "ckpt-restore")
         failpoint("repair.commit")
         objects.commit()
     except BaseException:
@@ -151,12 +160,14 @@ def _rebuild_once(
         raise
     finally:
         sources.close()
-    return FileLayout(layout.redundancy, tuple(objects.objects), tuple(pieces)), objects.failed
+    return FileLayout(layout.redundancy, tuple(objects.objects), tuple(stripes)), objects.failed
 
 
 class _NewObjects:
-    """New objects on the members that take what is restored, one on each, of about `size_hint` bytes. Safe to use from many
-    threads."""
+    """The new objects for rebuilt fragments, one on each member. Safe to use from many threads.
+
+    size_hint: the expected bytes of each object.
+    """
 
     def __init__(self, member_io: MemberIO, path: str, layout: FileLayout, size_hint: int) -> None:
         self._member_io = member_io
@@ -167,103 +178,110 @@ class _NewObjects:
         self._opening: dict[str, threading.Lock] = {}
         self.objects = list(layout.objects)
         self.failed: set[str] = set()
-        """Names of those that did not take everything."""
+        """The names of the objects that could not be written completely."""
 
     def is_writable(self, member: str) -> bool:
-        """Whether a member can be written to. A member that can't is reported, and is asked only once."""
+        """Return whether a member can be written to. Creates its object at the first call; a failure is logged once."""
         return self.objects[self._writer_of(member)[0]].name not in self.failed
 
-    def append(self, member: str, share: np.ndarray) -> tuple[int, int] | None:
-        """The number of the holder, and the position there; None where it could not be written."""
-        holder, writer = self._writer_of(member)
+    def append(self, member: str, data: np.ndarray) -> tuple[int, int] | None:
+        """Append a fragment to the object of a member. Return the object's index and the position; None if it failed."""
+        index, writer = self._writer_of(member)
         try:
-            return holder, writer.append(share.data)
+            return index, writer.append(data.data)
         except StoreError as error:
-            self._mark_failed(member, holder, error)
+            self._mark_failed(member, index, error)
             return None
 
     def _writer_of(self, member: str) -> tuple[int, Writer]:
         with self._lock:
             opening = self._opening.setdefault(member, threading.Lock())
-        with opening:  # others go on with theirs
+        with opening:  # one lock per member: a slow member does not delay the others
             if member not in self._writers:
                 name = object_name(new_version())
                 with self._lock:
                     self.objects.append(MemberObject(member, name))
-                    holder = len(self.objects) - 1
+                    index = len(self.objects) - 1
                 writer: Writer = _FailedWriter()
                 try:
                     writer = self._member_io.open_members[member].store.create(name, self._size_hint)
                 except StoreError as error:
-                    self._mark_failed(member, holder, error)
-                self._writers[member] = holder, writer
+                    self._mark_failed(member, index, error)
+                self._writers[member] = index, writer
             return self._writers[member]
 
-    def _mark_failed(self, member: str, holder: int, error: StoreError) -> None:
-        log.warning("%s: %s takes no more: %s", self._path, member, error)
+    def _mark_failed(self, member: str, index: int, error: StoreError) -> None:
+        log.warning("%s: %s takes no more rebuilt fragments: %s", self._path, member, error)
         self._member_io.fan_out.health.record_failure(member, error)
-        self.failed.add(self.objects[holder].name)
+        self.failed.add(self.objects[index].name)
 
     def commit(self) -> None:
-        """Make durable what can be made so."""
+        """Make the objects durable, and note those that fail in `failed`."""
         calls = {member: commit_or_abort(writer) for member, (_, writer) in self._writers.items()}
         _, errors = self._member_io.fan_out.ask(calls, self._member_io.commit_timeout_seconds)
         for member, error in errors.items():
             self._mark_failed(member, self._writers[member][0], error)
 
     def abort(self) -> None:
+        """Delete the objects."""
         for _, writer in self._writers.values():
             with suppress(StoreError):
                 writer.abort()
 
 
 class _FailedWriter(Writer):
-    """In place of an object that could not be begun."""
+    """Stands for an object that could not be created."""
 
     def append(self, data: memoryview) -> int:
-        raise Unavailable("it was not begun")
+        raise Unavailable("the object could not be created")
 
     def commit(self) -> int:
-        raise Unavailable("it was not begun")
+        raise Unavailable("the object could not be created")
 
     def abort(self) -> None:
-        """There is nothing."""
+        """Do nothing: no object exists."""
 
 
 def _assign_fragments(
     member_io: MemberIO, previous: FileLayout, index: int, missing: list[int], targets: list[str]
 ) -> dict[int, str]:
-    """Which of the missing fragments of a piece each target takes: the one that it had, as no member may have two, then those
-    that are gone rather than those of members which do not answer now and may be back."""
+    """Return the member that takes each missing fragment of a stripe, by the number of the fragment.
+
+    A member takes the fragment that it had before, as no member may have two of a stripe. The other members first take
+    fragments that are gone, and then those of members that are down, which may come back.
+    """
     fragments = previous.stripes[index].fragments
-    had = {i: previous.objects[f.object_index].member for i in missing if (f := fragments[i]) is not None}
-    own = {member: i for i, member in had.items()}
-    new = {own[t]: t for t in targets if t in own}
-    rest = sorted((i for i in missing if i not in new), key=lambda i: i in had and member_io.fan_out.health.is_down(had[i]))
-    return new | dict(zip(rest, (t for t in targets if t not in own), strict=False))
+    old_members = {i: previous.objects[f.object_index].member for i in missing if (f := fragments[i]) is not None}
+    old_fragments = {member: i for i, member in old_members.items()}
+    assigned = {old_fragments[t]: t for t in targets if t in old_fragments}
+    rest = sorted(
+        (i for i in missing if i not in assigned),
+        key=lambda i: i in old_members and member_io.fan_out.health.is_down(old_members[i]),
+    )
+    return assigned | dict(zip(rest, (t for t in targets if t not in old_fragments), strict=False))
 
 
 class _SourceObjects:
-    """The objects that are read from, each opened once. Safe to use from many threads."""
+    """The objects that are read, each opened once. Safe to use from many threads."""
 
     def __init__(self, member_io: MemberIO) -> None:
         self._member_io = member_io
         self._lock = threading.Lock()
         self._readers: dict[MemberObject, Reader] = {}
 
-    def read(self, holder: MemberObject, fragment: Fragment, data: np.ndarray) -> None:
-        """Fill `data` with a fragment, verified. Raises StoreError, IntegrityError."""
-        open_member = self._member_io.open_members.get(holder.member)
+    def read(self, member_object: MemberObject, fragment: Fragment, data: np.ndarray) -> None:
+        """Fill `data` with a fragment, and verify it. Raises StoreError, and IntegrityError where it is damaged."""
+        open_member = self._member_io.open_members.get(member_object.member)
         if open_member is None:
-            raise Unavailable("no member any more")
+            raise Unavailable("it is not a member any more")
         with self._lock:
-            reader = self._readers.get(holder)
+            reader = self._readers.get(member_object)
             if reader is None:
-                reader = self._readers[holder] = open_member.store.open(holder.name)
+                reader = self._readers[member_object] = open_member.store.open(member_object.name)
         if reader.read_into(fragment.position, data.data) < len(data):
-            raise IntegrityError(f"{holder.name} is cut")
+            raise IntegrityError(f"{member_object.name} is cut")
         if find_bad_cells(data.data, fragment.cell_checksums):
-            raise IntegrityError(f"{holder.name} is damaged")
+            raise IntegrityError(f"{member_object.name} is damaged")
 
     def close(self) -> None:
         for reader in self._readers.values():
@@ -280,18 +298,19 @@ def _make_missing_fragments(
     index: int,
     memory: list[np.ndarray],
 ) -> dict[int, np.ndarray]:
-    """The missing fragments: from where they were, if they are only to move, else from the others.
+    """Return the missing fragments by number: read from where they were if they can be, else made from the others.
 
-    memory: for those that are missing and for as many as a piece needs.
+    previous: the layout before fragments were lost. memory: arrays for the missing fragments and for as many as a stripe needs.
+    Raises Unavailable where too few fragments can be read.
     """
     redundancy = layout.redundancy
     length = fragment_bytes(stripe.nbytes, redundancy)
     moved: dict[int, np.ndarray] = {}
     for i in missing:
-        was = previous.stripes[index].fragments[i]
-        if was is not None:
+        old = previous.stripes[index].fragments[i]
+        if old is not None:
             with suppress(StoreError, IntegrityError):
-                sources.read(previous.objects[was.object_index], was, memory[-1][:length])
+                sources.read(previous.objects[old.object_index], old, memory[-1][:length])
                 moved[i] = memory.pop()[:length]
     missing = [i for i in missing if i not in moved]
     if not missing:
@@ -301,31 +320,31 @@ def _make_missing_fragments(
     for i, fragment in enumerate(stripe.fragments):
         if fragment is None or i in usable or len(usable) == redundancy.data_fragments:
             continue
-        holder = layout.objects[fragment.object_index]
+        member_object = layout.objects[fragment.object_index]
         try:
-            sources.read(holder, fragment, memory[-1][:length])
+            sources.read(member_object, fragment, memory[-1][:length])
             usable[i] = memory.pop()[:length]
         except (StoreError, IntegrityError) as error:
-            reasons.append(f"{holder.member}: {error}")
+            reasons.append(f"{member_object.member}: {error}")
     if len(usable) < redundancy.data_fragments:
         raise Unavailable(
-            f"bytes {stripe.start} to {stripe.start + stripe.nbytes} of {path} are lost: {len(usable)} fragments are left of "
-            f"{redundancy}, {redundancy.data_fragments} are needed ({'; '.join(reasons) or 'the others are gone'}); "
-            "start the missing members"
+            f"bytes {stripe.start} to {stripe.start + stripe.nbytes} of {path} can't be rebuilt: {len(usable)} fragments of "
+            f"{redundancy} can be read, {redundancy.data_fragments} are needed "
+            f"({'; '.join(reasons) or 'the others are lost'}); start the missing members"
         )
     if redundancy.data_fragments == 1:
-        only = next(iter(usable.values()))
-        return moved | dict.fromkeys(missing, only)
-    into = {i: memory.pop()[:length] for i in missing}
-    erasure.erasure_code(redundancy.data_fragments, redundancy.parity_fragments).reconstruct(usable, into)
-    return moved | into
+        copy = next(iter(usable.values()))
+        return moved | dict.fromkeys(missing, copy)
+    rebuilt = {i: memory.pop()[:length] for i in missing}
+    erasure.erasure_code(redundancy.data_fragments, redundancy.parity_fragments).reconstruct(usable, rebuilt)
+    return moved | rebuilt
 
 
-def _fragment_checksums(layout: FileLayout, stripe: Stripe, number: int, share: np.ndarray) -> bytes:
-    """Of a new fragment: as before the loss for a copy, computed where the share had its own."""
-    computed = cell_checksums(share.data)
+def _fragment_checksums(layout: FileLayout, stripe: Stripe, data: np.ndarray) -> bytes:
+    """Return the checksums of a rebuilt fragment. Raises IntegrityError where a copy differs from the other copies."""
+    computed = cell_checksums(data.data)
     if layout.redundancy.data_fragments == 1:
         previous = next((f.cell_checksums for f in stripe.fragments if f is not None), computed)
         if previous != computed:
-            raise IntegrityError("a copy changed while it was copied")
+            raise IntegrityError("a rebuilt copy differs from the other copies; run the repair again")
     return computed

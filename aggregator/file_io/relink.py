@@ -1,4 +1,4 @@
-"""Second names for the objects of a client that an era began under (`aggregator/records/eras.py` says why)."""
+"""Second names for the objects of a client that was fenced by a new era (see `aggregator/records/eras.py`)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ log = logging.getLogger("ckpt")
 
 
 def relink_objects(member_io: MemberIO, layout: FileLayout, own_objects: Collection[str]) -> tuple[FileLayout, frozenset[str]]:
-    """The layout with a second name for each of its objects that are `mine`, and the names of those that have none, because
-    they are gone or their member does not answer."""
+    """Give each of the objects in `own_objects` a second name on its member.
+
+    Return the layout with the second names, and the old names of objects that got none, because they are deleted or their
+    member does not answer.
+    """
     names: dict[str, dict[str, str]] = defaultdict(dict)
-    for holder in layout.objects:
-        if holder.name in own_objects:
-            names[holder.member][holder.name] = f"{holder.name.rpartition('-')[0]}-{secrets.token_hex(4)}"
+    for member_object in layout.objects:
+        if member_object.name in own_objects:
+            new_name = f"{member_object.name.rpartition('-')[0]}-{secrets.token_hex(4)}"
+            names[member_object.member][member_object.name] = new_name
     calls = {member: _link_call(member_io, member, each) for member, each in names.items() if member in member_io.open_members}
     answers, errors = member_io.fan_out.ask(calls, member_io.commit_timeout_seconds)
     for member, error in errors.items():
-        log.warning("objects of this client on %s are given up: %s", member, error)
-    linked = {(member, name): to for member, done in answers.items() for name, to in done.items()}
-    holders = tuple(MemberObject(h.member, linked.get((h.member, h.name), h.name)) for h in layout.objects)
-    unlinked = {h.name for h in layout.objects if h.name in own_objects and (h.member, h.name) not in linked}
-    return replace(layout, objects=holders), frozenset(unlinked)
+        log.warning("the objects of this client on %s can't be used any more: %s", member, error)
+    linked = {(member, name): new_name for member, done in answers.items() for name, new_name in done.items()}
+    objects = tuple(MemberObject(o.member, linked.get((o.member, o.name), o.name)) for o in layout.objects)
+    unlinked = {o.name for o in layout.objects if o.name in own_objects and (o.member, o.name) not in linked}
+    return replace(layout, objects=objects), frozenset(unlinked)
 
 
 def _link_call(member_io: MemberIO, member: str, names: Mapping[str, str]) -> Callable[[], dict[str, str]]:
@@ -37,14 +41,14 @@ def _link_call(member_io: MemberIO, member: str, names: Mapping[str, str]) -> Ca
 
     def link() -> dict[str, str]:
         done = {}
-        for name, to in names.items():
+        for name, new_name in names.items():
             try:
-                open_member.link(name, to)
-                done[name] = to
+                open_member.link(name, new_name)
+                done[name] = new_name
             except NotFound:
                 continue
             except StoreError as error:
-                log.warning("%s on %s is given up: %s", name, member, error)
+                log.warning("the object %s on %s can't be used any more: %s", name, member, error)
         return done
 
     return link

@@ -1,4 +1,4 @@
-"""Memory for fragments, mapped once and used again and again: aligned, as O_DIRECT needs it."""
+"""A pool of scratch memory for fragments, mapped once, reused, and aligned for O_DIRECT."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from ckpt.storage.base.huge_pages import map_huge_pages
 
 _MAX_BYTES = 128 << 20
-_MIN_BYTES = 256 << 10  # less than this is not worth keeping
+_MIN_BYTES = 256 << 10  # smaller memory is allocated for each use
 
 
 class ScratchPool:
@@ -20,7 +20,7 @@ class ScratchPool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Memory of this length, with any content."""
+        """Return memory of this length in bytes, with any content."""
         if nbytes < _MIN_BYTES:
             return np.empty(nbytes, np.uint8)
         with self._lock:
@@ -30,7 +30,7 @@ class ScratchPool:
         return np.frombuffer(map_huge_pages(nbytes), np.uint8)
 
     def give_back(self, memory: np.ndarray) -> None:
-        """Let memory be used again, which no thread uses any more."""
+        """Return memory to the pool. No thread may use it any more."""
         if len(memory) < _MIN_BYTES:
             return
         with self._lock:

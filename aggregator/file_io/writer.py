@@ -1,4 +1,4 @@
-"""Writing a file of the namespace: pieces to the members that placement proposes, passing over those that fail."""
+"""The writer of a file: it sends stripes to members that placement proposes, and leaves out those that fail."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ _PUBLISH_TRIES = 3
 
 
 class FileWriter(Writer):
-    """One file on its way. `append` may be called from several threads; the file exists after `commit`."""
+    """A file that is being written. `append` may be called from several threads; the file exists after `commit`.
+
+    condition: what must be at the path when the file is published; its `base` is the file to append to. size_hint: the expected
+    length in bytes. aligned: each append starts at a multiple of 4 KiB.
+    """
 
     def __init__(
         self, member_io: MemberIO, publisher: Publisher, path: str, redundancy: Redundancy, condition: Condition, *,
@@ -59,12 +63,12 @@ class FileWriter(Writer):
         self._size_hint = size_hint
         self._version = new_version()
         self._fence_number = publisher.fence_number
-        self._previous_layouts: list[FileLayout] = []  # the same objects under the names that they had before an era began
+        self._previous_layouts: list[FileLayout] = []  # the same objects under the names that they had before a new era
         self._lock = threading.Lock()
         self._stripes: list[Stripe | None] = []
         self._next_position = 0
         self._length = 0
-        self._inline_data: bytes | None = b""  # all there is, as long as it is small
+        self._inline_data: bytes | None = b""  # the whole content while the file is small
         self._objects: list[MemberObject] = []
         self._writers: list[Writer | None] = []
         self._object_by_member: dict[str, int] = {}
@@ -72,7 +76,7 @@ class FileWriter(Writer):
         self._failed_members: dict[str, StoreError] = {}
         self._is_finished = False
         base = condition.base
-        if base is not None and base.inline_data is not None:  # what is appended to
+        if base is not None and base.inline_data is not None:
             self._inline_data = base.inline_data
             self._next_position = self._length = len(base.inline_data)
         if base is not None and base.layout is not None:
@@ -89,7 +93,7 @@ class FileWriter(Writer):
         data = data.cast("B")
         with self._lock:
             if self._is_finished:
-                raise StoreError(f"{self._path} is finished already; create it anew to write it again")
+                raise StoreError(f"{self._path} was committed or aborted already; create it again to write it")
             start = self._next_position
             self._next_position = -(-(start + len(data)) // self._alignment) * self._alignment
             self._length = start + len(data)
@@ -107,10 +111,10 @@ class FileWriter(Writer):
         return start
 
     def write_at(self, start: int, data: memoryview) -> None:
-        """Write a place of the file where nothing was written yet. What is left out is zeros."""
+        """Write a range of the file that was not written yet. Ranges that are never written are zeros."""
         with self._lock:
             if self._is_finished:
-                raise StoreError(f"{self._path} is finished already; create it anew to write it again")
+                raise StoreError(f"{self._path} was committed or aborted already; create it again to write it")
             inline_data, self._inline_data = self._inline_data, None
             self._next_position = self._length = max(self._length, start + len(data))
             index = len(self._stripes)
@@ -121,39 +125,39 @@ class FileWriter(Writer):
         self._write_stripe(index, start, data.cast("B"))
 
     def truncate(self, length: int) -> None:
-        """Let the file end here; what was written behind that is not read."""
+        """Set the length of the file; bytes behind it are not read."""
         with self._lock:
             self._length = length
 
     def _write_stripe(self, index: int, start: int, data: memoryview) -> None:
-        shares, scratch = self._make_fragments(data)
-        sums = [cell_checksums(share) for share in shares[: max(1, self._redundancy.data_fragments)]]
+        fragment_data, scratch = self._make_fragments(data)
+        sums = [cell_checksums(each) for each in fragment_data[: max(1, self._redundancy.data_fragments)]]
         if self._redundancy.data_fragments == 1:
-            sums *= len(shares)
+            sums *= len(fragment_data)
         else:
-            sums += [cell_checksums(share) for share in shares[self._redundancy.data_fragments :]]
-        fragments: list[Fragment | None] = [None] * len(shares)
-        unwritten = dict(enumerate(self._choose_members(index, len(shares), ())))
+            sums += [cell_checksums(each) for each in fragment_data[self._redundancy.data_fragments :]]
+        fragments: list[Fragment | None] = [None] * len(fragment_data)
+        unwritten = dict(enumerate(self._choose_members(index, len(fragment_data), ())))
         while unwritten:
             failpoint("namespace.append")
-            calls = {m: self._append_call(m, shares[i]) for i, m in unwritten.items()}
+            calls = {m: self._append_call(m, fragment_data[i]) for i, m in unwritten.items()}
             answers, errors = self._member_io.fan_out.ask(calls, self._member_io.append_timeout_seconds)
             for i, member in list(unwritten.items()):
                 if member in answers:
-                    holder, position = answers[member]
-                    fragments[i] = Fragment(holder, position, sums[i])
+                    object_index, position = answers[member]
+                    fragments[i] = Fragment(object_index, position, sums[i])
                     del unwritten[i]
                 else:
                     self._mark_failed(member, errors[member])
             if unwritten:
                 used = [self._objects[f.object_index].member for f in fragments if f is not None]
                 unwritten = dict(zip(unwritten, self._choose_members(index, len(unwritten), used), strict=False))
-        if scratch is not None and not self._failed_members:  # else a thread may still be reading it
+        if scratch is not None and not self._failed_members:  # a late append to a failed member may still read it
             self._member_io.scratch.give_back(scratch)
         self._stripes[index] = Stripe(start, len(data), tuple(fragments), len(data))
 
     def _make_fragments(self, data: memoryview) -> tuple[list[memoryview], np.ndarray | None]:
-        """The fragments of a piece, and memory that can be used again."""
+        """Return the bytes of each fragment of a stripe, and scratch memory to give back when they are written."""
         k, m = self._redundancy.data_fragments, self._redundancy.parity_fragments
         if k == 1:
             return [data] * (1 + m), None
@@ -166,21 +170,20 @@ class FileWriter(Writer):
         rest = source[whole * length :]
         extra[: len(rest)] = rest
         extra[len(rest) :] = 0
-        shares = [source[i * length : (i + 1) * length] for i in range(whole)]
-        shares += [extra[i * length : (i + 1) * length] for i in range(k - whole)]
-        at = len(extra)
-        parity = [scratch[at + i * length : at + (i + 1) * length] for i in range(m)]
-        erasure.erasure_code(k, m).encode(shares, parity)
-        return [s.data for s in (*shares, *parity)], scratch
+        data_fragments = [source[i * length : (i + 1) * length] for i in range(whole)]
+        data_fragments += [extra[i * length : (i + 1) * length] for i in range(k - whole)]
+        start = len(extra)
+        parity = [scratch[start + i * length : start + (i + 1) * length] for i in range(m)]
+        erasure.erasure_code(k, m).encode(data_fragments, parity)
+        return [fragment.data for fragment in (*data_fragments, *parity)], scratch
 
     def _choose_members(self, index: int, count: int, excluded: Sequence[str]) -> list[str]:
-        """Where to put so many fragments of a piece, or at least as many as a write settles for. Raises Unavailable, or
-        NoSpace, where there are not as many members."""
-        host_domain, key, min_members = (
-            self._member_io.host_domain,
-            f"{self._version}/{index}",
-            self._redundancy.min_write_fragments - len(excluded),
-        )
+        """Return the members for `count` fragments of a stripe, or fewer, but at least as many as a write needs.
+
+        excluded: members that have other fragments of the stripe. Raises Unavailable or NoSpace where too few members are left.
+        """
+        host_domain, key = self._member_io.host_domain, f"{self._version}/{index}"
+        min_members = self._redundancy.min_write_fragments - len(excluded)
         found = choose_members(key, self._responsive_candidates(), count, host_domain, excluded)
         if len(found) < min_members:
             found = choose_members(key, self._candidates(), count, host_domain, excluded)
@@ -189,20 +192,20 @@ class FileWriter(Writer):
         return found
 
     def _candidates(self) -> list[MemberLocation]:
-        """The members that may take something."""
-        return [s for s in self._member_io.locations if s.weight > 0 and s.name not in self._failed_members]
+        """Return the members that accept new fragments and have not failed for this file."""
+        return [m for m in self._member_io.locations if m.weight > 0 and m.name not in self._failed_members]
 
     def _responsive_candidates(self) -> list[MemberLocation]:
-        """Those of them that answer."""
-        return [s for s in self._candidates() if not self._member_io.fan_out.health.is_down(s.name)]
+        """Return the candidates that are not down."""
+        return [m for m in self._candidates() if not self._member_io.fan_out.health.is_down(m.name)]
 
     def _too_few_members_error(self) -> StoreError:
-        full = any(isinstance(e, NoSpace) for e in self._failed_members.values())
+        is_full = any(isinstance(e, NoSpace) for e in self._failed_members.values())
         reasons = "".join(f"; {name}: {error}" for name, error in self._failed_members.items())
-        return (NoSpace if full else Unavailable)(
+        return (NoSpace if is_full else Unavailable)(
             f"{self._path} needs {self._redundancy.min_write_fragments} members for {self._redundancy}, "
-            f"{len(self._candidates())} of "
-            f"{len(self._member_io.locations)} take anything{reasons}; start or add members, or write with less redundancy"
+            f"{len(self._candidates())} of {len(self._member_io.locations)} accept writes{reasons}; start or add members, or "
+            "write with less redundancy"
         )
 
     def _mark_failed(self, member: str, error: StoreError) -> None:
@@ -210,17 +213,19 @@ class FileWriter(Writer):
             self._failed_members[member] = error
             log.warning("%s of %s is written without %s: %s", self._path, self._member_io.url, member, error)
 
-    def _append_call(self, member: str, share: memoryview) -> Callable[[], tuple[int, int]]:
-        def send() -> tuple[int, int]:
-            holder = self._open_object(member)
-            writer = self._writers[holder]
-            assert writer is not None
-            return holder, writer.append(share)
+    def _append_call(self, member: str, data: memoryview) -> Callable[[], tuple[int, int]]:
+        """Return a call that appends a fragment to the object of a member, and returns the object's index and the position."""
 
-        return send
+        def append() -> tuple[int, int]:
+            index = self._open_object(member)
+            writer = self._writers[index]
+            assert writer is not None
+            return index, writer.append(data)
+
+        return append
 
     def _open_object(self, member: str) -> int:
-        """The object of a member, begun when first needed."""
+        """Return the index of the member's object, which is created when it is first needed."""
         with self._lock:
             opening = self._opening_locks.setdefault(member, threading.Lock())
         with opening:
@@ -235,50 +240,54 @@ class FileWriter(Writer):
                     self._object_by_member[member] = len(self._objects) - 1
                     return self._object_by_member[member]
         writer.abort()
-        raise StoreError(f"{self._path} was given up meanwhile")
+        raise StoreError(f"{self._path} was committed or aborted meanwhile")
 
     def _object_size_hint(self) -> int:
-        """The share of one member in all that is expected."""
-        pieces = max(1, -(-self._size_hint // (8 << 20)))
-        members = min(len(self._member_io.locations), pieces * self._redundancy.total_fragments)
+        """Return the expected bytes of the object of one member."""
+        stripes = max(1, -(-self._size_hint // (8 << 20)))
+        members = min(len(self._member_io.locations), stripes * self._redundancy.total_fragments)
         return int(self._size_hint * self._redundancy.overhead / members) // ALIGNMENT * ALIGNMENT
 
-    # --- the end -----------------------------------------------------------------------------------------------
+    # --- commit ------------------------------------------------------------------------------------------------
 
     def commit(self) -> int:
         self.publish()
         return self._length
 
     def publish(self) -> PathRecord:
-        """Make the file durable and visible; what it is now."""
+        """Make the file durable and visible, and return its record.
+
+        Raises AlreadyExists or Changed where the condition does not hold: then nothing was published. After Unavailable the
+        file may have been published.
+        """
         if self._is_finished:
-            raise StoreError(f"{self._path} is finished already")
+            raise StoreError(f"{self._path} was committed or aborted already")
         now = time.time()
         head = RecordHead("file", self._length, now, now, self._version)
         if self._inline_data is not None:
             file = PathRecord(head, inline_data=self._inline_data)
         else:
-            pieces = tuple(p for p in self._stripes if p is not None)
-            if len(pieces) < len(self._stripes):
-                raise StoreError(f"{self._path}: an append failed, so that the file can't be committed; write it anew")
-            layout = FileLayout(self._redundancy, tuple(self._objects), _truncate_stripes(pieces, self._length))
+            stripes = tuple(stripe for stripe in self._stripes if stripe is not None)
+            if len(stripes) < len(self._stripes):
+                raise StoreError(f"{self._path}: an append failed, so that the file can't be committed; write it again")
+            layout = FileLayout(self._redundancy, tuple(self._objects), _truncate_stripes(stripes, self._length))
             failpoint("namespace.commit")
             lost = LostFragments(frozenset(self._commit_objects()))
             file = PathRecord(head, layout=self._rebuild_lost(layout, lost))
         failpoint("namespace.record")
-        self._is_finished = (
-            True  # whatever happens now, members may have the record: its objects stay, until a scrub knows better
-        )
+        # From now on members may have the record, so an error must not delete the objects. A repair deletes them if no record
+        # names them.
+        self._is_finished = True
         try:
             file = self._publish_record(file)
         except (AlreadyExists, Changed):
-            self._is_finished = False  # for certain
+            self._is_finished = False  # nothing was published, so `abort` may delete the objects
             raise
         failpoint("namespace.recorded")
         return file
 
     def _publish_record(self, file: PathRecord) -> PathRecord:
-        """Publish, elsewhere where a member was taken out meanwhile."""
+        """Publish the file. Where members were removed from the namespace meanwhile, move its fragments and try again."""
         unsettled_number = None
         removed: MembersRemoved | None = None
         for _ in range(_PUBLISH_TRIES):
@@ -292,14 +301,16 @@ class FileWriter(Writer):
             removed, rest = outcome, outcome.publication
             file, self._condition, unsettled_number = rest.file, rest.condition, rest.unsettled_number
             assert file.layout is not None
-            lost = LostFragments(frozenset(h.name for h in file.layout.objects if h.member in outcome.members))
+            lost = LostFragments(frozenset(o.name for o in file.layout.objects if o.member in outcome.members))
             file = replace(file, layout=self._rebuild_lost(file.layout, lost))
         assert removed is not None
         raise removed.error()
 
     def _relink_after_fence(self, file: PathRecord) -> PathRecord | None:
-        """The file after an era began: with second names for its objects, and without those that are gone by now; None where
-        too many are gone."""
+        """Return the file after a new era: with second names for its objects, and with lost fragments rebuilt.
+
+        Returns None where a repair has deleted too many objects.
+        """
         if file.layout is None:
             return file
         number = self._publisher.fence_number
@@ -315,44 +326,47 @@ class FileWriter(Writer):
         return replace(file, layout=self._rebuild_lost(layout, LostFragments(unlinked)) if unlinked else layout)
 
     def _own_objects(self, layout: FileLayout) -> FileLayout:
-        """A layout with the objects alone that were made for this file: not those of what it is written on."""
+        """Return a layout of only the objects that this writer made, without those of the file that it appends to."""
         base = self._condition.base
-        before = _object_names(base.layout if base is not None else None)
-        return replace(layout, objects=tuple(h for h in layout.objects if h.name not in before), stripes=())
+        base_names = _object_names(base.layout if base is not None else None)
+        return replace(layout, objects=tuple(o for o in layout.objects if o.name not in base_names), stripes=())
 
     def _rebuild_lost(self, layout: FileLayout, lost: LostFragments) -> FileLayout:
-        """The layout without what is gone, and with what is missing on other members, as far as there are any: else a repair
-        does that once there are. Raises Unavailable, or NoSpace, where that is less than a write settles for."""
-        remaining, asked = lost.removed_from(layout), self._redundancy
-        base = self._condition.base
-        before = len(base.layout.stripes) if base is not None and base.layout is not None else 0
-        touched = [i for i, piece in enumerate(remaining.stripes) if i >= before or piece != layout.stripes[i]]
+        """Return the layout without the lost fragments, and with rebuilt ones as far as other members accept them.
 
-        def there() -> int:
+        A later repair rebuilds the rest. Raises Unavailable or NoSpace where a stripe has fewer fragments than a write needs.
+        """
+        remaining, redundancy = lost.removed_from(layout), self._redundancy
+        base = self._condition.base
+        base_count = len(base.layout.stripes) if base is not None and base.layout is not None else 0
+        touched = [i for i, stripe in enumerate(remaining.stripes) if i >= base_count or stripe != layout.stripes[i]]
+
+        def fewest_fragments() -> int:
             return file_record.min_fragments(remaining, [remaining.stripes[i] for i in touched])
 
-        if there() < asked.min_write_fragments or there() < asked.total_fragments <= len(self._responsive_candidates()):
+        is_too_few = fewest_fragments() < redundancy.min_write_fragments
+        if is_too_few or fewest_fragments() < redundancy.total_fragments <= len(self._responsive_candidates()):
             with suppress(Unavailable):
                 self._member_io.update_domains()
                 remaining = lost.removed_from(
                     rebuild_fragments(self._member_io, self._path, self._version, layout, lost, allow_partial=True)
                 )
-        if there() < asked.min_write_fragments:
+        if fewest_fragments() < redundancy.min_write_fragments:
             raise self._too_few_members_error()
-        if there() < asked.total_fragments:
-            self._member_io.warn_under_replicated(self._path, there(), asked)
+        if fewest_fragments() < redundancy.total_fragments:
+            self._member_io.warn_under_replicated(self._path, fewest_fragments(), redundancy)
         return file_record.drop_unused_objects(remaining)
 
     def _commit_objects(self) -> set[str]:
-        """Make the objects durable that hold something; the names of those that could not be made so."""
-        used = {f.object_index for piece in self._stripes if piece is not None for f in piece.fragments if f is not None}
+        """Commit the objects that have fragments, and abort the empty ones; return the names of those that failed."""
+        used = {f.object_index for stripe in self._stripes if stripe is not None for f in stripe.fragments if f is not None}
         own_writers = {i: writer for i, writer in enumerate(self._writers) if writer is not None}
         commits = {self._objects[i].member: commit_or_abort(writer) for i, writer in own_writers.items() if i in used}
         _, errors = self._member_io.fan_out.ask(commits, self._member_io.commit_timeout_seconds)
         for member, error in errors.items():
             self._mark_failed(member, error)
         empty = {self._objects[i].member: writer.abort for i, writer in own_writers.items() if i not in used}
-        # Where nobody answers it expires, or a scrub finds it; what is open here goes in any case.
+        # An empty object on a member that does not answer expires there, or a scrub finds it.
         self._member_io.fan_out.ask(empty, _ABORT_SECONDS, mark_late=False)
         return {self._objects[i].name for i in own_writers if self._objects[i].member in errors}
 
@@ -366,21 +380,21 @@ class FileWriter(Writer):
             with suppress(StoreError):
                 writer.abort()
         names: dict[str, list[str]] = {}
-        for holder, began in zip(self._objects, self._writers, strict=True):
-            if began is not None:
-                names.setdefault(holder.member, []).append(holder.name)
+        for member_object, own_writer in zip(self._objects, self._writers, strict=True):
+            if own_writer is not None:
+                names.setdefault(member_object.member, []).append(member_object.name)
         self._member_io.discard(names)
 
 
 def _object_names(layout: FileLayout | None) -> set[str]:
-    """Of the objects of a layout."""
-    return set() if layout is None else {h.name for h in layout.objects}
+    """Return the names of the objects of a layout."""
+    return set() if layout is None else {o.name for o in layout.objects}
 
 
 def _truncate_stripes(stripes: Sequence[Stripe], length: int) -> tuple[Stripe, ...]:
-    """The pieces of a file that was cut, so that what is appended later lies behind them."""
+    """Return the stripes of a file that was truncated to `length`, so that later appends follow them."""
     return tuple(
-        replace(p, visible_bytes=length - p.start) if p.start + p.visible_bytes > length else p
-        for p in stripes
-        if p.start < length
+        replace(s, visible_bytes=length - s.start) if s.start + s.visible_bytes > length else s
+        for s in stripes
+        if s.start < length
     )

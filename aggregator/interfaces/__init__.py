@@ -1,4 +1,4 @@
-"""A namespace as others see it: as a store for checkpoints, and as an fsspec filesystem.
+"""The interfaces of a namespace: a store for checkpoints, and an fsspec filesystem.
 
-It imports `file_io` and what is below. Start with `store` and `fsspec_filesystem`.
+It imports `file_io` and the packages below. Start with `store` and `fsspec_filesystem`.
 """

@@ -1,4 +1,4 @@
-"""Whole files and ranges of them between a namespace and this host, or another namespace. `callback` is that of fsspec."""
+"""Copies of files and of ranges between a namespace and this host, or between namespaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COPY_BYTES = 8 << 20
 
 
 def read_range(namespace: Namespace, path: str, start: int | None, end: int | None) -> bytes:
-    """A range of a file, cut as Python cuts a slice: negative positions count from the end."""
+    """Return the bytes from `start` to `end` of a file, with the rules of a Python slice: negative ones count from the end."""
     with namespace.open(path) as reader:
         size = reader.file.head.nbytes
         first = 0 if start is None else start if start >= 0 else max(0, size + start)
@@ -23,7 +23,11 @@ def read_range(namespace: Namespace, path: str, start: int | None, end: int | No
 
 
 def upload_file(local_path: str, namespace: Namespace, path: str, parent_check: ParentCheck, new: bool, callback: Any) -> None:
-    """Write a file of this host to the namespace; with `new` only where nothing is."""
+    """Copy a file of this host to a namespace.
+
+    parent_check: raises where a file can't be at this path. new: raise AlreadyExists where a file exists. callback: an fsspec
+    callback for the progress.
+    """
     size = os.path.getsize(local_path)
     callback.set_size(size)
     parent_check.check(path)
@@ -35,7 +39,10 @@ def upload_file(local_path: str, namespace: Namespace, path: str, parent_check: 
 
 
 def download_file(namespace: Namespace, path: str, local_path: str, callback: Any) -> None:
-    """Write a file of the namespace to this host, with the folders above it."""
+    """Copy a file of a namespace to this host, and create the folders above it.
+
+    callback: an fsspec callback for the progress.
+    """
     with namespace.open(path) as reader:
         size = reader.file.head.nbytes
         callback.set_size(size)
@@ -49,7 +56,7 @@ def download_file(namespace: Namespace, path: str, local_path: str, callback: An
 
 
 def copy_file(source: Namespace, path: str, target: Namespace, target_path: str) -> None:
-    """Copy a file to another path, which may be of another namespace."""
+    """Copy a file to another path, of the same or of another namespace."""
     with source.open(path) as reader:
         size = reader.file.head.nbytes
         with target.create(target_path, None, size, aligned=False) as writer:

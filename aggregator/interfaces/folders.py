@@ -1,4 +1,4 @@
-"""Folders as programs of a file system know them. A namespace keeps names only: a folder is the files below it, and a mark."""
+"""Folders with the rules of a file system: a folder exists while it has a mark or a file below it."""
 
 from __future__ import annotations
 
@@ -17,42 +17,44 @@ _CACHE_ENTRIES = 10_000
 
 
 class ParentCheck:
-    """Where files can be: not below another file. Who writes by the namespace itself is not asked: a path is a name to it.
-    Whether a folder without a mark has this name would have to be asked of nearly all members for each file, and is not.
-    Safe to use from many threads."""
+    """The check that a new file is not below another file. The namespace itself has no such rule. Safe for many threads.
+
+    It does not check whether a folder without a mark has the name of the file: that would need a call to nearly all members for
+    each file.
+    """
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
-        self._valid_until: dict[str, float] = {}  # folders, and until when each is known to exist: most files lie beside others
+        self._valid_until: dict[str, float] = {}  # checked folders, which most files share, and until when each check counts
 
     def check(self, path: str) -> None:
-        """Raises NotADirectoryError where a file can't be written."""
+        """Raise NotADirectoryError where the path is below a file, and InvalidName where it can't name a file."""
         check_path(path)
         now = time.monotonic()
         self._valid_until.pop(path, None)
         new = [folder for folder in parent_folders(path) if self._valid_until.get(folder, 0.0) < now]
         for folder, file in self._namespace.stat_all(new).items() if new else ():
             if file is not None and file.head.kind == "file":
-                raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", folder)
+                raise NotADirectoryError(errno.ENOTDIR, "a file, not a folder", folder)
         if len(self._valid_until) > _CACHE_ENTRIES:
             self._valid_until = {}
         self._valid_until |= dict.fromkeys(new, now + _CACHE_SECONDS)
 
 
 def parent_folders(path: str) -> list[str]:
-    """The folders that a path lies in, without the root."""
+    """Return the folders above a path, without the root, the highest first."""
     parts = path.split("/")
     return ["/".join(parts[:n]) for n in range(1, len(parts))]
 
 
 def is_folder(namespace: Namespace, path: str) -> bool:
-    """Whether a path is a folder; the root is one."""
+    """Return whether a path is a folder. The root is one."""
     file = namespace.stat(path) if path else None
     return not path or (file.head.kind == "folder" if file is not None else bool(namespace.list(path)))
 
 
 def remove_folder(namespace: Namespace, path: str) -> None:
-    """Remove a folder that is empty, and nothing else. Raises OSError: ENOENT, ENOTDIR or ENOTEMPTY."""
+    """Remove an empty folder. Raises OSError: EBUSY for the root, ENOENT, ENOTDIR or ENOTEMPTY."""
     if not path:
         raise OSError(errno.EBUSY, "the root of a namespace can't be removed", path)
     file = namespace.stat(path)
@@ -65,14 +67,14 @@ def remove_folder(namespace: Namespace, path: str) -> None:
     if before is None or not before.exists:
         raise FileNotFoundError(errno.ENOENT, "no such folder", path)
     if before.head.kind != "folder":
-        raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", path)
+        raise NotADirectoryError(errno.ENOTDIR, "a file, not a folder", path)
 
 
 def move_folder(namespace: Namespace, old: str, new: str, rename: Callable[[str, str], None]) -> None:
-    """Give a folder and all that is in it another name, in place of an empty folder or nothing. Cut off in the middle, some is
-    at the old name and some at the new one, each file whole. rename: of one file.
+    """Rename a folder and everything in it. At the new name there may only be an empty folder.
 
-    Raises OSError: ENOENT, EINVAL (into itself), ENOTDIR or ENOTEMPTY (what is at the new name).
+    If it is interrupted, some files have their old and some their new names, and each is complete. rename: renames one file.
+    Raises OSError: ENOENT, EINVAL (into itself), and ENOTDIR or ENOTEMPTY for the new name.
     """
     if new == old:
         return
@@ -82,20 +84,21 @@ def move_folder(namespace: Namespace, old: str, new: str, rename: Callable[[str,
     if mark is None and not below:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old)
     if target is not None and target.head.kind != "folder":
-        raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", new)
+        raise NotADirectoryError(errno.ENOTDIR, "a file, not a folder", new)
     if namespace.list(new):
         raise OSError(errno.ENOTEMPTY, "the folder is not empty", new)
     _mark_folder(namespace, new)
     for name, head in below.items():
-        to = new + name[len(old) :]
+        new_name = new + name[len(old) :]
         if head.kind == "file":
-            rename(name, to)
+            rename(name, new_name)
         else:
-            _mark_folder(namespace, to)
+            _mark_folder(namespace, new_name)
     namespace.delete([*(name for name, head in below.items() if head.kind == "folder"), old])
 
 
 def _mark_folder(namespace: Namespace, path: str) -> None:
+    """Create a folder mark; a folder that exists is no error."""
     try:
         namespace.make_folder(path)
     except AlreadyExists:

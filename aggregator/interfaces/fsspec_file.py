@@ -1,4 +1,4 @@
-"""A file of the namespace as fsspec opens it, and our errors as those of a file system."""
+"""An open file of a namespace for fsspec, entries of listings, and the mapping of errors to OSError."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsspec.spec import AbstractBufferedFile
 
+from ckpt.aggregator.records.file_record import RecordHead
 from ckpt.storage.base.errors import AlreadyExists, Changed, InvalidName, StoreError, error_number
 
 if TYPE_CHECKING:
@@ -19,32 +20,54 @@ T = TypeVar("T")
 
 
 def call_with_os_errors(path: str, call: Callable[..., T], *args: Any) -> T:
-    """Our errors as those that users of a file system catch."""
+    """Return the result of a call. Raises OSError with an error number for a StoreError, and ValueError for an InvalidName."""
     try:
         return call(*args)
     except InvalidName as error:
         raise ValueError(str(error)) from error
-    except StoreError as error:  # OSError makes itself the subclass of its number
+    except StoreError as error:  # OSError(…) returns the subclass for its error number
         raise OSError(error_number(error), str(error), path) from error
 
 
+def file_info(path: str, head: RecordHead) -> dict[str, Any]:
+    """Return the entry of a file or a folder in the listings of fsspec."""
+    return {
+        "name": path,
+        "size": head.nbytes if head.kind == "file" else 0,
+        "type": "file" if head.kind == "file" else "directory",
+        "created": head.created,
+        "mtime": head.modified,
+        "ukey": head.version,
+    }
+
+
+def raise_unless_missing(error: OSError) -> None:
+    """Raise an error of a listing, unless the folder was removed while its parent was walked through."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
 class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
-    """An open file. What is written is visible when it is closed, not before, and not at all if it is discarded."""
+    """An open file. Written data becomes visible when the file is closed, and never if it is discarded.
+
+    mode: rb, wb, ab or xb. block_size: of reads and writes in bytes. autocommit: whether closing the file makes it visible, or
+    a later `commit` does.
+    """
 
     def __init__(self, fs: CkptFileSystem, path: str, mode: str, block_size: int, autocommit: bool, **options: Any) -> None:
         location = self._location = fs.resolve(path)
         self._reader: Any = None
         self._writer: Any = None
         if mode not in ("rb", "wb", "ab", "xb"):
-            raise ValueError(f"mode {mode!r}: use rb, wb, ab or xb; a file that is there can't be changed in its middle")
+            raise ValueError(f"mode {mode!r}: use rb, wb, ab or xb; an existing file can't be changed in its middle")
         if mode == "rb":
             self._reader = call_with_os_errors(path, location.namespace.open, location.path)
             options["size"] = self._reader.file.head.nbytes
         if mode == "xb" and call_with_os_errors(path, location.namespace.stat, location.path) is not None:
-            raise FileExistsError(17, "there is a file of this name already", path)
+            raise FileExistsError(17, "a file of this name exists already", path)
         existing = call_with_os_errors(path, location.namespace.stat, location.path) if mode == "ab" else None
         if existing is not None and existing.head.kind != "file":
-            raise IsADirectoryError(errno.EISDIR, "a folder, no file", path)
+            raise IsADirectoryError(errno.EISDIR, "a folder, not a file", path)
         if mode != "rb" and existing is None:
             call_with_os_errors(path, location.parent_check.check, location.path)
         super().__init__(fs, path, mode, block_size, autocommit, **options)
@@ -61,7 +84,9 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
 
     def _initiate_upload(self) -> None:
         base = self._base if self.mode == "ab" else None
-        new = self.mode == "xb" or (self.mode == "ab" and base is None)  # what another writes meanwhile is not replaced
+        new = self.mode == "xb" or (
+            self.mode == "ab" and base is None
+        )  # never replace a file that another client writes meanwhile
         create = functools.partial(self._location.namespace.create, new=new, aligned=False, base=base)
         self._writer = call_with_os_errors(self.path, create, self._location.path)
 
@@ -74,7 +99,7 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
         return True
 
     def commit(self) -> None:
-        """Make what was written visible."""
+        """Make the written data visible. Raises OSError."""
         try:
             call_with_os_errors(self.path, self._commit_writer)
         except BaseException:
@@ -85,17 +110,17 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
         try:
             self._writer.commit()
         except AlreadyExists as error:
-            if self.mode == "ab":  # nothing was there when it was opened
-                raise Changed(f"{error}, written by another meanwhile; nothing was added, do it again") from error
+            if self.mode == "ab":  # no file existed when it was opened
+                raise Changed(f"{error}, written by another client meanwhile; nothing was added, try again") from error
             raise
 
     def discard(self) -> None:
-        """Forget what was written."""
+        """Discard the written data."""
         self._abort_writer()
         self.buffer = io.BytesIO()
 
     def _abort_writer(self) -> None:
-        """Leave nothing on the members, but what may be visible after all."""
+        """Delete the written data on the members, unless it may be visible already."""
         if self._writer is not None:
             self._writer.abort()
 

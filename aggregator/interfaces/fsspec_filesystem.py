@@ -1,13 +1,13 @@
-"""The namespace as an fsspec filesystem: fsspec.open("ckpt://…/file"), and with it zarr, h5py, pandas, torch DCP.
+"""A namespace as an fsspec filesystem: fsspec.open("ckpt://…/file"), also for zarr, h5py, pandas and torch DCP.
 
-A file is written once: it is there, whole, when it is closed, and never before. Writing to a name that is there replaces it
-at that moment; appending writes what is new and keeps the rest. Folders are there while something is in them, and those that
-were made, until they are removed.
+A file becomes visible, complete, when it is closed. A write to an existing name replaces the file at that moment; an append
+writes only the new data and keeps the rest. A folder exists while a file is in it; a folder that was made exists until it is
+removed.
 
-A path is one of two kinds. `run/a` is a path in the namespace of this filesystem, and answers to it are such paths.
-`host:port,host:port/run/a` (or `@NAME/run/a`) says its namespace itself. It is a URL without `ckpt://`, and what a URL becomes
-when its protocol is stripped, so that programs can build the URL from both again; answers to it are of this kind. A filesystem
-that was made without `members` takes paths of the second kind only, of any namespace.
+There are two kinds of paths. `run/a` is a path in the namespace of this filesystem, and results for it are such paths.
+`host:port,host:port/run/a` (or `@NAME/run/a`) contains its namespace. It is a URL without `ckpt://`: fsspec makes it when it
+strips the protocol, and programs add the protocol again to get the URL. Results for it are of this kind. A filesystem without
+`members` accepts paths of the second kind only, of any namespace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckpt.aggregator.cluster.config import NAMESPACE_SCHEME, full_path, is_full_
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.interfaces.file_transfer import copy_file, download_file, read_range, upload_file
 from ckpt.aggregator.interfaces.folders import ParentCheck, move_folder, parent_folders, remove_folder
-from ckpt.aggregator.interfaces.fsspec_file import CkptFile, call_with_os_errors
+from ckpt.aggregator.interfaces.fsspec_file import CkptFile, call_with_os_errors, file_info, raise_unless_missing
 from ckpt.aggregator.records.file_record import RecordHead
 from ckpt.storage.base.threads import DaemonThreadPool
 
@@ -42,23 +42,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _ResolvedPath:
-    """Where a path leads."""
+    """The namespace of a path, and the path in it."""
 
     namespace: Namespace
     parent_check: ParentCheck
     path: str
-    """In the namespace."""
+    """The path in the namespace."""
     member_list: str = ""
-    """What names the members, where the path says it."""
+    """The members' part of a path that contains its namespace."""
 
     def full_name(self, path: str) -> str:
-        """Another path of the namespace, of the kind that this one was given in."""
+        """Return another path of the namespace, of the same kind as the path that was resolved."""
         return full_path(self.member_list, path) if self.member_list else path
 
 
 class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
-    """One namespace. `members` is what stands between ckpt:// and the path; `redundancy` that of new files; `near` the member
-    that stands on this host. Without `members` each path says its namespace."""
+    """The fsspec filesystem of a namespace.
+
+    members: the part of the URL between ckpt:// and the path; without it, each path contains its namespace. redundancy: of new
+    files, such as "2x" or "4+2"; default is that of the namespace. near: the member on this host, which gets first copies.
+
+        fs = fsspec.filesystem("ckpt", members="host1:7070,host2:7070", redundancy="2x")
+        fs.pipe("run/a", b"data")
+
+    Raises ValueError where the arguments name no namespace. The methods raise OSError with the error numbers of a file system.
+    """
 
     protocol = NAMESPACE_SCHEME
     root_marker = ""
@@ -78,7 +86,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             self.parent_check = ParentCheck(self.namespace)
 
     def resolve(self, path: Any) -> _ResolvedPath:
-        """Where a path leads, of either kind. Raises ValueError where it says no namespace, and nothing else does."""
+        """Return the namespace of a path of either kind, and the path in it. Raises ValueError where there is no namespace."""
         text = stringify_path(path)
         if text.startswith(f"{NAMESPACE_SCHEME}://"):
             return self._resolve_in(*split_url(text)[:2])
@@ -90,7 +98,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             return _ResolvedPath(self.namespace, self.parent_check, text)
         if not is_full_path(text):
             raise ValueError(
-                f"{text!r} names no namespace: write ckpt://host:port,host:port/path, or ckpt://NAME/path, or give members="
+                f"{text!r} names no namespace: write ckpt://host:port,host:port/path or ckpt://NAME/path, or give members="
             )
         return self._resolve_in(*split_full_path(text))
 
@@ -118,12 +126,12 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return {"members": members, **options}
 
     def unstrip_protocol(self, name: str) -> str:
-        """The URL of a path."""
+        """Return the URL of a path."""
         text: str = stringify_path(name)
         if text.startswith(f"{NAMESPACE_SCHEME}://"):
             return text
         location = self.resolve(text)
-        # One that says its namespace is a URL already: so it is the same, character by character, when it comes back.
+        # A path that contains its namespace gets the protocol only, so that its URL is the original one.
         return (
             f"{NAMESPACE_SCHEME}://{self._strip_protocol(text)}"
             if location.member_list
@@ -132,36 +140,38 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     @property
     def fsid(self) -> str:
-        """Two of one namespace are one."""
+        """The same text for all filesystems of one namespace."""
         return f"{NAMESPACE_SCHEME}-{self.members or ''}"
 
-    # --- looking -----------------------------------------------------------------------------------------------
+    # --- information -------------------------------------------------------------------------------------------
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
-        at = self.resolve(path)
-        name = at.full_name(at.path)
-        if at.path:
-            file = await self._call_in_thread(name, at.namespace.stat, at.path)
+        location = self.resolve(path)
+        name = location.full_name(location.path)
+        if location.path:
+            file = await self._call_in_thread(name, location.namespace.stat, location.path)
             if file is not None:
-                return _file_info(name, file.head)
-        below = await self._call_in_thread(name, at.namespace.list, at.path)
-        if at.path and not below:
+                return file_info(name, file.head)
+        below = await self._call_in_thread(name, location.namespace.list, location.path)
+        if location.path and not below:
             raise FileNotFoundError(name)
         return {"name": name, "size": 0, "type": "directory"}
 
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        at = self.resolve(path)
-        heads: dict[str, RecordHead] = await self._call_in_thread(at.full_name(at.path), at.namespace.list, at.path)
+        location = self.resolve(path)
+        heads: dict[str, RecordHead] = await self._call_in_thread(
+            location.full_name(location.path), location.namespace.list, location.path
+        )
         found: dict[str, dict[str, Any]] = {}
-        skip = len(at.path) + 1 if at.path else 0
+        skip = len(location.path) + 1 if location.path else 0
         for name, head in heads.items():
             child, deeper, _rest = name[skip:].partition("/")
-            full = at.full_name(name[:skip] + child)
+            full = location.full_name(name[:skip] + child)
             if deeper:
                 found.setdefault(full, {"name": full, "size": 0, "type": "directory"})
             else:
-                found[full] = _file_info(full, head)
-        if not found and at.path:
+                found[full] = file_info(full, head)
+        if not found and location.path:
             own_info: dict[str, Any] = await self._info(path)
             if own_info["type"] == "file":
                 found[own_info["name"]] = own_info
@@ -174,7 +184,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return await self._entry_type(path) == "directory"
 
     async def _entry_type(self, path: str) -> str | None:
-        """None where nothing is. What can't be looked at is neither there nor not: that is an error."""
+        """Return the type of a path, None where nothing exists. Other errors are raised: they do not show that."""
         try:
             found: str = (await self._info(path))["type"]
             return found
@@ -185,44 +195,46 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = None, below: Any = None,
         **options: Any,
     ) -> AsyncIterator[tuple[str, Any, Any]]:  # fmt: skip
-        """A folder that can't be listed is an error, unless `on_error` says otherwise: those who copy or remove what is in it
-        would take it for empty. below: on_error once more, which fsspec does not hand on to the folders below by itself."""
-        on_error = on_error or below or _raise_unless_missing
+        """Walk as fsspec does, but raise where a folder can't be listed, unless `on_error` is given: a copy or a removal would
+        take the folder for empty. below: `on_error` for the folders below, to which fsspec does not pass it."""
+        on_error = on_error or below or raise_unless_missing
         async for found in super()._walk(path, maxdepth, topdown, on_error, below=on_error, **options):
             yield found
 
     async def _find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: Any) -> Any:
-        at = self.resolve(path)
+        location = self.resolve(path)
         if maxdepth is not None or withdirs:
             return await super()._find(self._strip_protocol(path), maxdepth=maxdepth, withdirs=withdirs, **options)
-        heads: dict[str, RecordHead] = await self._call_in_thread(at.full_name(at.path), at.namespace.list, at.path)
-        found = [_file_info(at.full_name(name), head) for name, head in heads.items() if head.kind == "file"]
-        if not found and at.path:
-            file = await self._call_in_thread(at.full_name(at.path), at.namespace.stat, at.path)
+        heads: dict[str, RecordHead] = await self._call_in_thread(
+            location.full_name(location.path), location.namespace.list, location.path
+        )
+        found = [file_info(location.full_name(name), head) for name, head in heads.items() if head.kind == "file"]
+        if not found and location.path:
+            file = await self._call_in_thread(location.full_name(location.path), location.namespace.stat, location.path)
             if file is not None and file.head.kind == "file":
-                found = [_file_info(at.full_name(at.path), file.head)]
+                found = [file_info(location.full_name(location.path), file.head)]
         files = {each["name"]: each for each in found}
         return files if options.get("detail") else sorted(files)
 
     def created(self, path: str) -> datetime:
-        """When the file was first written."""
+        """Return the time when the file was first written."""
         return datetime.fromtimestamp(self._file_times(path)["created"], UTC)
 
     def modified(self, path: str) -> datetime:
-        """When the content was written."""
+        """Return the time when the current content of the file was written."""
         return datetime.fromtimestamp(self._file_times(path)["mtime"], UTC)
 
     def _file_times(self, path: str) -> dict[str, Any]:
         info: dict[str, Any] = self.info(path)
         if "mtime" not in info:
-            raise FileNotFoundError(f"{path}: a folder that only its content makes has no times")
+            raise FileNotFoundError(f"{path}: a folder that was not made, but has files in it, has no times")
         return info
 
     # --- reading and writing -----------------------------------------------------------------------------------
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        at = self.resolve(path)
-        found: bytes = await self._call_in_thread(path, read_range, at.namespace, at.path, start, end)
+        location = self.resolve(path)
+        found: bytes = await self._call_in_thread(path, read_range, location.namespace, location.path, start, end)
         return found
 
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
@@ -235,19 +247,21 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     async def _put_file(
         self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **_: Any
     ) -> None:
-        at = self.resolve(rpath)
+        location = self.resolve(rpath)
         if os.path.isdir(lpath):
             await self._makedirs(rpath, exist_ok=True)
             return
         new = mode == "create"
-        await self._call_in_thread(rpath, upload_file, lpath, at.namespace, at.path, at.parent_check, new, callback)
+        await self._call_in_thread(
+            rpath, upload_file, lpath, location.namespace, location.path, location.parent_check, new, callback
+        )
 
     async def _get_file(self, rpath: str, lpath: str, callback: Any = DEFAULT_CALLBACK, **_: Any) -> None:
-        at = self.resolve(rpath)
+        location = self.resolve(rpath)
         if (await self._info(rpath))["type"] == "directory":
             os.makedirs(lpath, exist_ok=True)
             return
-        await self._call_in_thread(rpath, download_file, at.namespace, at.path, lpath, callback)
+        await self._call_in_thread(rpath, download_file, location.namespace, location.path, lpath, callback)
 
     async def _cp_file(self, path1: str, path2: str, **_: Any) -> None:
         source, target = self.resolve(path1), self.resolve(path2)
@@ -270,19 +284,22 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         )
 
     def mv(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **_: Any) -> None:
-        """Move files, and (`recursive`) folders with all that is in them, by their names: nothing is copied."""
+        """Rename files, and with `recursive` folders with all their content, without a copy.
+
+        Raises OSError: EXDEV between two namespaces, EISDIR for a folder without `recursive`, and those of a rename.
+        """
         if maxdepth is not None:
-            raise ValueError("mv moves a folder with all that is in it; there is no maxdepth")
+            raise ValueError("mv moves a folder with all its content, so maxdepth can't be used")
         moves = self._plan_moves(path1, path2)
-        folders = {old for old, _ in moves if self.info(old)["type"] == "directory"}  # told before anything is moved
+        folders = {old for old, _ in moves if self.info(old)["type"] == "directory"}  # find errors before the first move
         if folders and not recursive:
             raise IsADirectoryError(
-                errno.EISDIR, "a folder; mv(…, recursive=True) moves it with all that is in it", sorted(folders)[0]
+                errno.EISDIR, "a folder; mv(…, recursive=True) moves it with all its content", sorted(folders)[0]
             )
         for old, new in moves:
             source, target = self.resolve(old), self.resolve(new)
             if source.namespace is not target.namespace:
-                raise OSError(errno.EXDEV, "another namespace: copy it there, and remove it here", new)
+                raise OSError(errno.EXDEV, "another namespace: copy the file there, and remove it here", new)
             call_with_os_errors(new, target.parent_check.check, target.path)
             if old in folders:
                 call_with_os_errors(old, move_folder, source.namespace, source.path, target.path, source.namespace.rename)
@@ -290,28 +307,28 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
                 call_with_os_errors(old, source.namespace.rename, source.path, target.path)
 
     def _plan_moves(self, path1: Any, path2: Any) -> list[tuple[str, str]]:
-        """What goes where: into a folder that is there, as fsspec copies."""
+        """Return pairs of old and new paths. As for a copy by fsspec, an existing folder at the new path is a parent."""
         if isinstance(path1, list) and isinstance(path2, list):
             return list(zip(self._strip_protocol(path1), self._strip_protocol(path2), strict=True))
         old, new = self._strip_protocol(path1), self._strip_protocol(path2)
         if isinstance(old, str) and not has_magic(old):
-            into = trailing_sep(stringify_path(path2)) or (not trailing_sep(stringify_path(path1)) and self.isdir(new))
-            return [(old, f"{new}/{old.rpartition('/')[2]}".lstrip("/") if into else new)]
+            is_into = trailing_sep(stringify_path(path2)) or (not trailing_sep(stringify_path(path1)) and self.isdir(new))
+            return [(old, f"{new}/{old.rpartition('/')[2]}".lstrip("/") if is_into else new)]
         found = self.expand_path(old)
         below = tuple(f"{path}/" for path in found)
-        found = [path for path in found if not path.startswith(below)]  # what lies in a folder goes with it
+        found = [path for path in found if not path.startswith(below)]  # files in a folder move with the folder
         targets = [path.strip("/") for path in other_paths(found, new, exists=len(found) == 1, flatten=isinstance(old, list))]
         if len(set(targets)) < len(targets):
-            raise ValueError(f"mv to {path2}: two of the files would have the same name")
+            raise ValueError(f"mv to {path2}: two of the files would get the same name; move them one by one")
         return list(zip(found, targets, strict=True))
 
     # --- changing ----------------------------------------------------------------------------------------------
 
     async def _rm_file(self, path: str, **_: Any) -> None:
-        at = self.resolve(path)
+        location = self.resolve(path)
         if (await self._info(path))["type"] == "directory":
-            raise IsADirectoryError(errno.EISDIR, "a folder, no file", path)
-        if not await self._call_in_thread(path, at.namespace.delete, [at.path]):
+            raise IsADirectoryError(errno.EISDIR, "a folder, not a file", path)
+        if not await self._call_in_thread(path, location.namespace.delete, [location.path]):
             raise FileNotFoundError(path)
 
     async def _rm(
@@ -320,77 +337,60 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         paths = await self._expand_path(path, recursive=recursive, maxdepth=maxdepth)
         for each in paths:
             if not recursive and (await self._info(each))["type"] == "directory":
-                raise IsADirectoryError(f"{each} is a folder; rm(…, recursive=True) removes it with all that is in it")
+                raise IsADirectoryError(f"{each} is a folder; rm(…, recursive=True) removes it with all its content")
         paths_by_namespace: dict[Namespace, list[str]] = defaultdict(list)
-        for at in map(self.resolve, paths):
-            if at.path:
-                paths_by_namespace[at.namespace].append(at.path)
+        for location in map(self.resolve, paths):
+            if location.path:
+                paths_by_namespace[location.namespace].append(location.path)
         for namespace, below in paths_by_namespace.items():
             await self._call_in_thread(str(path), namespace.delete, below)
 
     async def _mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        at = self.resolve(path)
-        for folder in map(at.full_name, parent_folders(at.path)):
+        location = self.resolve(path)
+        for folder in map(location.full_name, parent_folders(location.path)):
             if await self._isfile(folder):
-                raise NotADirectoryError(errno.ENOTDIR, "a file, no folder", folder)
-        if at.path:
-            await self._call_in_thread(path, at.namespace.make_folder, at.path)
+                raise NotADirectoryError(errno.ENOTDIR, "a file, not a folder", folder)
+        if location.path:
+            await self._call_in_thread(path, location.namespace.make_folder, location.path)
 
     async def _makedirs(self, path: str, exist_ok: bool = False) -> None:
-        at = self.resolve(path)
-        if not at.path:
+        location = self.resolve(path)
+        if not location.path:
             return
-        record = await self._call_in_thread(path, at.namespace.stat, at.path)
+        record = await self._call_in_thread(path, location.namespace.stat, location.path)
         if record is None and (exist_ok or not await self._exists(path)):
-            try:  # marked also where there are files below it already, which may go before the folder does
+            try:  # a mark is needed also where files are below: they may be removed before the folder is
                 await self._mkdir(path)
                 return
-            except FileExistsError:  # another one made it at the same time
-                record = await self._call_in_thread(path, at.namespace.stat, at.path)
+            except FileExistsError:  # another client made it at the same time
+                record = await self._call_in_thread(path, location.namespace.stat, location.path)
         if not exist_ok or record is None or record.head.kind != "folder":
             raise FileExistsError(path)
 
     async def _rmdir(self, path: str) -> None:
-        at = self.resolve(path)
-        await self._call_in_thread(path, remove_folder, at.namespace, at.path)
+        location = self.resolve(path)
+        await self._call_in_thread(path, remove_folder, location.namespace, location.path)
 
     def rmdir(self, path: str) -> None:
-        """Remove a folder that is empty."""
+        """Remove an empty folder. Raises OSError: ENOENT, ENOTDIR or ENOTEMPTY."""
         _call_sync(self, self._rmdir, path)
 
     async def _touch(self, path: str, truncate: bool = True, **_: Any) -> None:
-        at = self.resolve(path)
+        location = self.resolve(path)
         if truncate:
-            await self._call_in_thread(path, self._put_whole, at, b"")
-        elif await self._call_in_thread(path, at.namespace.stat, at.path) is None:
-            with suppress(FileExistsError):  # another one made it meanwhile
-                await self._call_in_thread(path, self._put_whole, at, b"", True)
+            await self._call_in_thread(path, self._put_whole, location, b"")
+        elif await self._call_in_thread(path, location.namespace.stat, location.path) is None:
+            with suppress(FileExistsError):  # another client made it meanwhile
+                await self._call_in_thread(path, self._put_whole, location, b"", True)
 
     def touch(self, path: str, truncate: bool = True, **options: Any) -> None:
-        """Make an empty file, or (`truncate=False`) leave what is there."""
+        """Make an empty file. With `truncate=False`, keep an existing file."""
         _call_sync(self, self._touch, path, truncate, **options)
 
     async def _call_in_thread(self, path: str, work: Callable[..., T], *args: Any) -> T:
-        """Run a call of the namespace on a thread, its errors as those of a file system."""
+        """Run a call of the namespace on a thread. Raises the errors of a file system."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, functools.partial(call_with_os_errors, path, work, *args))
-
-
-def _file_info(path: str, head: RecordHead) -> dict[str, Any]:
-    return {
-        "name": path,
-        "size": head.nbytes if head.kind == "file" else 0,
-        "type": "file" if head.kind == "file" else "directory",
-        "created": head.created,
-        "mtime": head.modified,
-        "ukey": head.version,
-    }
-
-
-def _raise_unless_missing(error: OSError) -> None:
-    """Of a listing: a folder may go while its parent is walked through."""
-    if not isinstance(error, FileNotFoundError):
-        raise error
 
 
 def _call_sync(fs: CkptFileSystem, call: Callable[..., Any], *args: Any, **options: Any) -> Any:

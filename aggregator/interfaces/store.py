@@ -1,4 +1,4 @@
-"""A folder of the namespace as a store, so that checkpoints are kept there as anywhere else."""
+"""A folder of a namespace as a store for checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt.storage.base.store import Buffer, Entry, Reader, Version, Writer, chec
 
 
 class NamespaceStore(ConditionalStore):
-    """What lies below the path of a ckpt:// URL."""
+    """The store of all files below the path of a ckpt:// URL."""
 
     _unused_version: Version = "outdated"
 

@@ -1,5 +1,5 @@
-"""Keeping a namespace whole: finding and repairing damage, moving fragments, by hand or in the background.
+"""The maintenance of a namespace: scrub, repair and rebalance, on demand or in the background.
 
-It promises that nothing is deleted on the strength of something that could not be read. It imports `file_io` and what is below.
-Start with `scrub`, then `repair` and `rebalance`.
+It deletes nothing because of something that it could not read. It imports `file_io` and the packages below. Start with `scrub`,
+then `repair` and `rebalance`.
 """

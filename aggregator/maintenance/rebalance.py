@@ -1,4 +1,4 @@
-"""Moving what a namespace holds: off a member, off one that is taken out for ever, or to where placement wants it today."""
+"""The move of fragments off a member, off a removed member, or to the members that placement proposes now."""
 
 from __future__ import annotations
 
@@ -30,57 +30,64 @@ _RECHECK_SECONDS = 1.0
 
 
 def drain_member(namespace: Namespace, member: str, progress: ByteProgress = lambda _: None) -> RepairReport:
-    """Move every fragment off a member, to others. Nothing new goes there only once its weight is 0.
+    """Move every fragment off a member to other members. New fragments are still written to it unless its weight is 0.
 
-    Raises InvalidArgument where the member is read-only: it could delete nothing, and its records would fall behind.
+    progress: called with the number of bytes just written, from many threads. Raises InvalidArgument where there is no such
+    member, or where it is read-only: it could not delete its objects, and its records would become outdated.
     """
     if member not in namespace.open_members:
-        raise InvalidArgument(f"{member} is no member of {namespace.url}; there are {', '.join(namespace.open_members)}")
+        raise InvalidArgument(
+            f"{member} is not a member of {namespace.url}; its members are {', '.join(namespace.open_members)}"
+        )
     answers, _ = namespace.fan_out.ask({member: namespace.open_members[member].info}, namespace.commit_timeout_seconds)
     if member in answers and answers[member].state == "read-only":
         raise InvalidArgument(
-            f"{member} is read-only, so that it can't delete what moves away; start it without --read-only and give it the "
-            "weight 0, or `ckpt-node admin forget` it, which works as it is"
+            f"{member} is read-only, so that it can't delete fragments that move; start it without --read-only and with the "
+            "weight 0, or run `ckpt-node admin forget`"
         )
     return _move_off(namespace, member, progress)
 
 
 def _move_off(namespace: Namespace, member: str, progress: ByteProgress) -> RepairReport:
+    """Move every fragment of `member` to other members."""
 
-    def leaving(layout: FileLayout, index: int, version: str) -> set[str]:
+    def members_to_leave(layout: FileLayout, index: int, version: str) -> set[str]:
         return {member}
 
-    return _move_fragments(namespace, leaving, {member}, progress)
+    return _move_fragments(namespace, members_to_leave, {member}, progress)
 
 
 def remove_member(
     namespace: Namespace, member: str, is_destroyed: bool = False, progress: ByteProgress = lambda _: None
 ) -> RepairReport:
-    """Take a member out for ever: what it holds goes to others, and so do the records that it keeps.
+    """Remove a member from the namespace for ever: its fragments and the records that it keeps move to other members.
 
-    destroyed: its device never comes back. Must be said where, of two members, the other alone is left to agree to it.
+    is_destroyed: its device never comes back. Required where, of two members, only the other is left to agree. progress: called
+    with the number of bytes just written, from many threads. Raises InvalidArgument where too few members are left.
     """
     config = namespace.config
     require_exists(namespace)
     if member not in namespace.ring.all_members and member not in namespace.open_members:
-        raise InvalidArgument(f"{member} is no member of {namespace.url}; there are {', '.join(namespace.open_members)}")
+        raise InvalidArgument(
+            f"{member} is not a member of {namespace.url}; its members are {', '.join(namespace.open_members)}"
+        )
     answers, _ = namespace.fan_out.ask({m: p.info for m, p in namespace.open_members.items()}, namespace.commit_timeout_seconds)
     redundancy = config.redundancy
     remaining = [s for s in namespace.locations if s.name != member and s.name in answers]
     if len(remaining) < redundancy.total_fragments:
         raise InvalidArgument(
             f"without {member} {len(remaining)} members answer and {redundancy} needs {redundancy.total_fragments}; start "
-            "the others, or another one and name it in the URL, or write with less redundancy"
+            "the others, or add a member to the URL, or use less redundancy"
         )
-    change_ring(namespace, remaining, member, is_destroyed)  # from now on no writer gets this member
+    change_ring(namespace, remaining, member, is_destroyed)  # from now on no writer uses this member
     done, empty_rounds = RepairReport(), 0
-    while member in answers and not is_destroyed and empty_rounds < 2:  # until nothing is left that was under way then
+    while member in answers and not is_destroyed and empty_rounds < 2:  # files that were being written may still appear
         moved = _move_off(namespace, member, progress)
         done.files, done.nbytes = done.files + moved.files, done.nbytes + moved.nbytes
         if moved.failed:
             return replace(done, failed=moved.failed)
         empty_rounds = 0 if moved.files else empty_rounds + 1
-        if empty_rounds:  # a record that was half-done then may come through a moment later; its writer moves it, too
+        if empty_rounds:  # a record that was half-done may be settled a moment later; its writer moves the file too
             time.sleep(_RECHECK_SECONDS)
     if config.etcd_url:
         etcd.remove_announcement(*etcd.parse_etcd_url(config.etcd_url), member, access=config.etcd_credentials)
@@ -92,24 +99,26 @@ def remove_member(
 def rebalance_fragments(
     namespace: Namespace, progress: ByteProgress = lambda _: None, on_planned_bytes: ByteProgress = lambda _: None
 ) -> RepairReport:
-    """Move fragments to the members that placement proposes today: to new members, and to those that were away.
+    """Move fragments to the members that placement proposes now, such as new members and members that were down.
 
-    New members keep records from then on, too, and more of them each record if more of them may be lost.
+    New members join the record ring, whose replica sets grow if the redundancy of the namespace tolerates more losses than
+    before. progress: called with the number of bytes just written, from many threads. on_planned_bytes: called with the number
+    of bytes to be written, before they are.
     """
     require_exists(namespace)
     namespace.update_domains(namespace.commit_timeout_seconds, wait_for_all=True)
-    every = {s.name: s for s in (*namespace.ring.members, *(m.location for m in namespace.config.members))}
-    spots = namespace.with_known_domains(every.values())
-    change_ring(namespace, spots, tolerated_losses=namespace.config.redundancy.tolerated_losses)
-    namespace.locations = spots
+    every = {m.name: m for m in (*namespace.ring.members, *(m.location for m in namespace.config.members))}
+    locations = namespace.with_known_domains(every.values())
+    change_ring(namespace, locations, tolerated_losses=namespace.config.redundancy.tolerated_losses)
+    namespace.locations = locations
 
-    def leaving(layout: FileLayout, index: int, version: str) -> set[str]:
-        piece = layout.stripes[index]
-        current_members = {layout.objects[f.object_index].member for f in piece.fragments if f is not None}
+    def members_to_leave(layout: FileLayout, index: int, version: str) -> set[str]:
+        stripe = layout.stripes[index]
+        current_members = {layout.objects[f.object_index].member for f in stripe.fragments if f is not None}
         key = f"{version}/{index}"
-        return current_members - set(choose_members(key, namespace.locations, len(piece.fragments), namespace.host_domain))
+        return current_members - set(choose_members(key, namespace.locations, len(stripe.fragments), namespace.host_domain))
 
-    return _move_fragments(namespace, leaving, set(), progress, on_planned_bytes)
+    return _move_fragments(namespace, members_to_leave, set(), progress, on_planned_bytes)
 
 
 def _move_fragments(
@@ -119,7 +128,12 @@ def _move_fragments(
     progress: ByteProgress,
     on_planned_bytes: ByteProgress = lambda _: None,
 ) -> RepairReport:
-    """progress: called with the bytes just written, from many threads; it may hold them up. expect: with those to come."""
+    """Move the fragments of all files off the members that `members_to_leave` returns.
+
+    members_to_leave: called with a layout, the index of a stripe and the version of the file. excluded: members that get no
+    fragment. progress: called with the number of bytes just written, from many threads; it may delay them. on_planned_bytes:
+    called with the number of bytes to be written.
+    """
     done, lock = RepairReport(), threading.Lock()
 
     def advance(nbytes: int) -> None:
@@ -127,39 +141,41 @@ def _move_fragments(
             done.nbytes += nbytes
         progress(nbytes)
 
-    def gone(file: PathRecord, layout: FileLayout) -> LostFragments:
-        away = [members_to_leave(layout, index, file.head.version) for index in range(len(layout.stripes))]
-        return LostFragments(fragments=select_fragments(layout, lambda index, holder: holder.member in away[index]))
+    def fragments_to_move(file: PathRecord, layout: FileLayout) -> LostFragments:
+        leaving = [members_to_leave(layout, index, file.head.version) for index in range(len(layout.stripes))]
+        return LostFragments(
+            fragments=select_fragments(layout, lambda index, member_object: member_object.member in leaving[index])
+        )
 
-    def nbytes(file: PathRecord | None) -> int:
+    def planned_bytes(file: PathRecord | None) -> int:
         if file is None or (layout := file.layout) is None:
             return 0
-        remaining = gone(file, layout).removed_from(layout)
-        return sum(fragment_bytes(p.nbytes, layout.redundancy) * p.fragments.count(None) for p in remaining.stripes)
+        remaining = fragments_to_move(file, layout).removed_from(layout)
+        return sum(fragment_bytes(s.nbytes, layout.redundancy) * s.fragments.count(None) for s in remaining.stripes)
 
     def move(path: str, file: PathRecord) -> None:
-        if (layout := file.layout) is not None and (leaves := gone(file, layout)):
+        if (layout := file.layout) is not None and (moving := fragments_to_move(file, layout)):
             number = namespace.ring.fence_number
-            rebuilt = rebuild_fragments(namespace.member_io, path, file.head.version, layout, leaves, advance, excluded)
+            rebuilt = rebuild_fragments(namespace.member_io, path, file.head.version, layout, moving, advance, excluded)
             replace_layout(namespace, namespace.member_io, path, file, rebuilt, number)
             with lock:
                 done.files += 1
 
-    def until_moved(item: tuple[str, PathRecord | None]) -> None:
+    def move_current(item: tuple[str, PathRecord | None]) -> None:
         path, file = item
         while file is not None:
             try:
                 return move(path, file)
             except CkptError as error:
-                if (now := current_record(namespace, path, file)) is file:
+                if (current := current_record(namespace, path, file)) is file:
                     done.failed[path] = str(error)
                     return None
-                file = now  # its writer was here, and took away what was to be moved
+                file = current  # the file was replaced meanwhile, and its old objects deleted
         return None
 
     paths = [path for path, head in namespace.list().items() if head.kind == "file"]
     for start in range(0, len(paths), _BATCH):
         files = namespace.stat_all(paths[start : start + _BATCH])
-        on_planned_bytes(sum(map(nbytes, files.values())))
-        run_in_order(until_moved, files.items(), FILES_AT_ONCE, "ckpt-repair")
+        on_planned_bytes(sum(map(planned_bytes, files.values())))
+        run_in_order(move_current, files.items(), FILES_AT_ONCE, "ckpt-repair")
     return done

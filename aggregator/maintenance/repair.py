@@ -1,7 +1,7 @@
-"""Making a namespace whole: what a survey found, the most endangered first.
+"""The repair of a namespace from the report of a scrub, the most endangered files first.
 
-Lost fragments are made anew from those that are left, records that lag are brought up to date, and objects that no record
-names are deleted once they are too old to belong to a write under way. Any of it can be cut off and run again.
+Lost fragments are rebuilt from those that are left, outdated records are settled, and objects that no record names are deleted
+once they are too old to belong to a file that is being written. A repair can be interrupted at any time and run again.
 """
 
 from __future__ import annotations
@@ -33,23 +33,30 @@ FILES_AT_ONCE = 3
 
 @dataclass(slots=True)
 class RepairReport:
-    """What was done."""
+    """What a repair, a drain or a rebalance has done."""
 
     files: int = 0
+    """The number of repaired or moved files."""
     nbytes: int = 0
+    """The number of bytes that were written."""
     records: int = 0
+    """The number of records that were settled."""
     orphans: int = 0
+    """The number of deleted objects that no record named."""
     collected: int = 0
-    """Records of deleted files that were forgotten."""
+    """The number of collected tombstones."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Why a path could not be made whole."""
+    """The reason for each path that could not be repaired or moved."""
 
 
 def repair_namespace(
     namespace: Namespace, found: ScrubReport, bytes_per_second: float | None = None, progress: ByteProgress = lambda _: None
 ) -> RepairReport:
-    """Make whole what a survey found, the most endangered first. progress: called with the bytes just written, from
-    many threads."""
+    """Repair what a scrub found, the most endangered files first.
+
+    found: the report of the scrub. bytes_per_second: the most bytes to write per second. progress: called with the number of
+    bytes just written, from many threads.
+    """
     done = RepairReport()
     rate_limiter, lock = ByteRateLimiter(bytes_per_second), threading.Lock()
     complete_ring_change(namespace)
@@ -65,7 +72,7 @@ def repair_namespace(
         progress(nbytes)
         rate_limiter(nbytes)
 
-    def mend(health: FileHealth) -> None:
+    def repair(health: FileHealth) -> None:
         if health.state == "lost":
             done.failed[health.path] = "too few fragments are left; start the missing members"
             return
@@ -74,14 +81,14 @@ def repair_namespace(
         except CkptError as error:
             if current_record(namespace, health.path, health.file) is health.file:
                 done.failed[health.path] = str(error)
-                log.warning("%s is not made whole: %s", health.path, error)
+                log.warning("%s could not be repaired, and is tried again by the next repair: %s", health.path, error)
             else:
                 log.info("%s was changed while it was repaired; it is left to the next repair", health.path)
         else:
-            present_fragments, asked = min_fragments(rebuilt), rebuilt.redundancy
-            if present_fragments < asked.total_fragments:
+            present_count, redundancy = min_fragments(rebuilt), rebuilt.redundancy
+            if present_count < redundancy.total_fragments:
                 done.failed[health.path] = (
-                    f"only {present_fragments} of {asked.total_fragments} fragments are there: start or add members"
+                    f"only {present_count} of {redundancy.total_fragments} fragments exist: start or add members"
                 )
                 return
             with lock:
@@ -90,7 +97,7 @@ def repair_namespace(
     if found.lagging_paths:
         namespace.settle([f"/{path}" for path in found.lagging_paths])
         done.records = len(found.lagging_paths)
-    run_in_order(mend, found.damaged_files, FILES_AT_ONCE, "ckpt-repair")
+    run_in_order(repair, found.damaged_files, FILES_AT_ONCE, "ckpt-repair")
     if found.orphans or found.lagging_paths:
         done.orphans = _delete_orphans(namespace, found.grace_seconds)
     if not found.missing_members:
@@ -102,10 +109,10 @@ def repair_namespace(
 
 
 def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:
-    """Delete the objects that no record names; how many. See `aggregator/records/eras.py` for the order.
+    """Delete the objects that no record names, and return their number. `aggregator/records/eras.py` explains the order.
 
-    Looked at twice: what was renamed while the records were read once is named then. What old records named that are settled
-    now is found here, too.
+    Two scrubs must find an object: a rename during the first one may hide the record that names it. The first scrub also finds
+    objects that only outdated records named, which are settled now.
     """
     first_report = scrub_namespace(namespace, grace_seconds=grace_seconds)
     if not first_report.orphans or begin_era(namespace) is None:
@@ -119,8 +126,8 @@ def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:
 
 
 def _admit_restored_members(namespace: Namespace) -> None:
-    """Let members vote on what they have no record of, whose registers were lost: the others' records are back on them."""
-    registers = {spot.name: namespace.open_members[spot.name].registers for spot in namespace.ring.members}
+    """Let members whose registers were lost vote on missing registers again, once they have all records of the others."""
+    registers = {m.name: namespace.open_members[m.name].registers for m in namespace.ring.members}
     answers, _ = namespace.fan_out.ask(
         {m: partial(r.read, [ABSENT_NAME]) for m, r in registers.items()}, namespace.commit_timeout_seconds
     )
@@ -139,44 +146,43 @@ def _admit_restored_members(namespace: Namespace) -> None:
 
 
 def select_fragments(layout: FileLayout, is_selected: Callable[[int, MemberObject], bool]) -> frozenset[tuple[str, int]]:
-    """The fragments, as object and position, of those holders that are taken, asked with the number of the piece."""
+    """Return fragments as object name and position, selected by the index of their stripe and their member object."""
     return frozenset(
-        (holder.name, fragment.position)
-        for index, piece in enumerate(layout.stripes)
-        for fragment in piece.fragments
-        if fragment is not None and is_selected(index, holder := layout.objects[fragment.object_index])
+        (member_object.name, fragment.position)
+        for index, stripe in enumerate(layout.stripes)
+        for fragment in stripe.fragments
+        if fragment is not None and is_selected(index, member_object := layout.objects[fragment.object_index])
     )
 
 
 def _rebuild_file(namespace: Namespace, health: FileHealth, advance: ByteProgress) -> FileLayout:
-    """What is there of the file now: with fragments missing, where there are too few members."""
+    """Rebuild the lost fragments of a file, and return its current layout, which is incomplete if there are too few members."""
     layout = health.file.layout
     assert layout is not None
-    damaged_names = {
-        name for _, name in health.damaged_objects
-    }  # no part of it is trusted any more: all goes elsewhere, and it is put aside
-    rotten = select_fragments(layout, lambda _, holder: holder.name in damaged_names)
-    lost = replace(health.lost, fragments=health.lost.fragments | rotten)
+    # A damaged object is not trusted: all of its fragments are rebuilt elsewhere, and it is quarantined.
+    damaged_names = {name for _, name in health.damaged_objects}
+    untrusted = select_fragments(layout, lambda _, member_object: member_object.name in damaged_names)
+    lost = replace(health.lost, fragments=health.lost.fragments | untrusted)
     number = namespace.ring.fence_number
     rebuilt = rebuild_fragments(
         namespace.member_io, health.path, health.file.head.version, layout, lost, advance, allow_partial=True
     )
-    now = lost.removed_from(rebuilt)
+    current_layout = lost.removed_from(rebuilt)
     if rebuilt == drop_unused_objects(layout) or not replace_layout(
         namespace, namespace.member_io, health.path, health.file, rebuilt, number, damaged_names
     ):
-        return now
+        return current_layout
     for member, name in health.damaged_objects:
         try:
-            if name not in {h.name for h in rebuilt.objects}:
+            if name not in {o.name for o in rebuilt.objects}:
                 namespace.open_members[member].quarantine(name)
         except StoreError as error:
-            log.info("%s on %s can't be put aside: %s", name, member, error)
-    return now
+            log.info("the damaged object %s on %s can't be quarantined: %s", name, member, error)
+    return current_layout
 
 
 class ByteRateLimiter:
-    """Holds a stream of bytes down to a rate, in bytes a second; None: to none."""
+    """Delays its callers so that they process at most `rate` bytes per second; None is no limit. Safe for many threads."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate

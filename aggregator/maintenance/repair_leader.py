@@ -1,7 +1,7 @@
-"""Repairs that go on by themselves, in one of the processes that offer to make them.
+"""The background repair of a namespace, in the one process that is elected for it.
 
-That two hold the office (`election.py`) for a moment costs some reading twice: a repair changes a record only if it still is
-what it read.
+It is harmless if two processes are leader for a moment (`records/leader_election.py`): they read some data twice. A repair
+changes a record only if it still is the record that was read.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 import threading
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance.repair import repair_namespace
+from ckpt.aggregator.maintenance.scrub import scrub_namespace
 from ckpt.aggregator.records.leader_election import REPAIR_LEADER_REGISTER, Election
 from ckpt.aggregator.records.record_collection import collect_tombstones
 from ckpt.storage.base.errors import CkptError
@@ -22,7 +22,11 @@ __all__ = ["REPAIR_LEADER_REGISTER", "Election", "RepairLeader"]
 
 
 class RepairLeader:
-    """Looks after a namespace in the background, whenever it is elected, until `close`."""
+    """A thread that scrubs and repairs a namespace while this process is the leader, until `close`.
+
+    process_id: the name of this process in the election. interval_seconds: the pause between two rounds. bytes_per_second: the
+    limit for rebuilt bytes. rounds_per_scrub: one round of so many reads and verifies all data.
+    """
 
     def __init__(
         self,
@@ -49,22 +53,22 @@ class RepairLeader:
                     self.repair_once(verify=self._rounds % self._rounds_per_scrub == 0)
                     self._rounds += 1
             except (CkptError, OSError) as error:
-                log.warning("looking after %s failed, and is tried again: %s", self._namespace.url, error)
+                log.warning("the background repair of %s failed, and is tried again: %s", self._namespace.url, error)
 
     def repair_once(self, verify: bool) -> None:
-        """One round. verify: read everything, too."""
-        found = surveys.scrub_namespace(self._namespace, verify)
+        """Scrub the namespace once, and repair what is found. verify: also let the members read and verify all data."""
+        found = scrub_namespace(self._namespace, verify)
         if found.is_whole:
             log.info("%s is whole: %d files", self._namespace.url, found.files)
             collect_tombstones(self._namespace)
             return
-        done = repairs.repair_namespace(self._namespace, found, self._bytes_per_second)
+        done = repair_namespace(self._namespace, found, self._bytes_per_second)
         log.info(
-            "%s: %d files made whole, %d records, %d objects deleted, %d files could not be made whole, %d members missing",
+            "%s: repaired %d files and %d records, deleted %d objects; %d files could not be repaired, %d members are missing",
             self._namespace.url, done.files, done.records, done.orphans, len(done.failed), len(found.missing_members),
         )  # fmt: skip
 
     def close(self, seconds: float) -> None:
-        """Begin no other round; wait so long for the end of this one. Cut off, it is harmless."""
+        """Begin no other round, and wait up to `seconds` for the end of this one. It is harmless to interrupt a round."""
         self._stop.set()
         self._thread.join(seconds)

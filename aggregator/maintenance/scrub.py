@@ -1,6 +1,7 @@
-"""Finding what is missing, rotten or forgotten in a namespace.
+"""The scrub of a namespace: it finds lost fragments, outdated records, and objects that no record names.
 
-A survey lists what members hold and compares it with the records. A scrub also makes members read and check what they hold.
+It lists the objects of all members and compares them with the records. On demand it also lets the members read and verify all
+fragments.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ckpt.storage.registers.base import DamagedRecord, Record
 log = logging.getLogger("ckpt")
 
 GRACE_SECONDS = 3600.0
-"""An object that no record names may belong to a write under way for as long as this, after it was made durable."""
+"""An object that no record names may belong to a file that is still being written, for this time after it was made durable."""
 
 _BATCH = 1_000
 _VERIFY_BYTES = 64 << 20
@@ -34,18 +35,19 @@ HealthState = Literal["whole", "endangered", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class FileHealth:
-    """A file of several fragments, some of which may be gone."""
+    """The lost and damaged fragments of a file."""
 
     path: str
     file: PathRecord
     lost: LostFragments
     spare_fragments: int
-    """Fragments of its worst piece that may still be lost; negative: it can't be read."""
+    """How many fragments of its worst stripe may still be lost; negative if the stripe can't be read."""
     damaged_objects: tuple[tuple[str, str], ...] = ()
-    """Objects that hold something damaged: member, name."""
+    """The objects with damaged fragments, as member and name."""
 
     @property
     def state(self) -> HealthState:
+        """`lost` if a stripe can't be read, `endangered` if fragments are lost, else `whole`."""
         if self.spare_fragments < 0:
             return "lost"
         return "endangered" if self.lost else "whole"
@@ -53,30 +55,33 @@ class FileHealth:
 
 @dataclass(slots=True)
 class ScrubReport:
-    """What was found."""
+    """What a scrub found."""
 
     files: int = 0
+    """The number of all files."""
     nbytes: int = 0
+    """The length of all files in bytes."""
     damaged_files: list[FileHealth] = field(default_factory=list)
-    """Files that are not whole, the most endangered first."""
+    """The files that are not whole, the most endangered first."""
     orphans: dict[str, list[str]] = field(default_factory=dict)
-    """Objects that no record names, by member."""
+    """The names of objects that no record names, by member."""
     lagging_paths: list[str] = field(default_factory=list)
-    """Paths whose record is not the same on all members that keep it."""
+    """The paths whose record differs between the members of its replica set."""
     unreadable_paths: list[str] = field(default_factory=list)
-    """Paths whose record can't be read: nobody knows which objects they need."""
+    """The paths whose record can't be read, so that the objects that they need are unknown."""
     missing_members: dict[str, StoreError] = field(default_factory=dict)
-    """Members that do not answer."""
+    """The members that do not answer, with the error of each."""
     unchecked_bytes: int = 0
-    """Bytes that a scrub could not check, since their members do not answer, or can't read them now."""
+    """The number of bytes that could not be verified, as their members do not answer or can't read them now."""
 
     insufficient_redundancy: Redundancy | None = None
-    """Of the files whose records outlive fewer members than the files themselves, the most that was asked for."""
+    """The highest redundancy of the files whose records tolerate fewer losses than the files; None if there are none."""
     grace_seconds: float = GRACE_SECONDS
     """The age from which objects that no record names count as orphans."""
 
     @property
     def is_whole(self) -> bool:
+        """Whether there is nothing to repair."""
         found = (
             self.damaged_files,
             self.orphans,
@@ -90,15 +95,18 @@ class ScrubReport:
 
     @property
     def lost_files(self) -> list[FileHealth]:
+        """The files that can't be read."""
         return [f for f in self.damaged_files if f.state == "lost"]
 
 
 def scrub_namespace(
     namespace: Namespace, verify: bool = False, progress: ByteProgress = lambda _: None, grace_seconds: float | None = None
 ) -> ScrubReport:
-    """Compare records and objects of all members that answer. verify: let the members read everything, too.
+    """Compare the records and the objects of all members that answer, and return the report.
 
-    progress: called with the bytes just checked. grace_seconds: the age from which objects that no record names are orphans.
+    verify: also let the members read and verify all fragments. progress: called with the number of bytes just verified.
+    grace_seconds: the age from which objects that no record names are orphans. Raises NotFound where the namespace does not
+    exist.
     """
     require_exists(namespace)
     found = ScrubReport(grace_seconds=GRACE_SECONDS if grace_seconds is None else grace_seconds)
@@ -122,10 +130,11 @@ def scrub_namespace(
         health = _file_health(path, file, objects_by_member, damaged_positions.get(path, {}))
         if health.lost:
             found.damaged_files.append(health)
-    if any(health.lost.objects for health in found.damaged_files):  # or written after the members were asked what they hold
-        again, _ = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+    # An object may also be missing in the lists because it was written after they were read: read them again.
+    if any(health.lost.objects for health in found.damaged_files):
+        later_ages, _ = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
         later = {
-            m: objects_by_member.get(m, {}) | {n: nbytes for n, (nbytes, _) in names.items()} for m, names in again.items()
+            m: objects_by_member.get(m, {}) | {n: nbytes for n, (nbytes, _) in names.items()} for m, names in later_ages.items()
         }
         checked = [
             _file_health(f.path, f.file, objects_by_member | later, damaged_positions.get(f.path, {}))
@@ -133,7 +142,7 @@ def scrub_namespace(
         ]
         found.damaged_files = [health for health in checked if health.lost]
     found.damaged_files.sort(key=lambda f: (f.spare_fragments, -f.file.head.nbytes))
-    if all_read and not found.missing_members and not found.unreadable_paths:  # else there may be records that name them
+    if all_read and not found.missing_members and not found.unreadable_paths:  # else unread records may name them
         for member, names in ages.items():
             orphans = [name for name, (_, age) in names.items() if name not in named and age > found.grace_seconds]
             if orphans:
@@ -142,14 +151,17 @@ def scrub_namespace(
 
 
 def require_exists(namespace: Namespace) -> None:
-    """Looking after a namespace does not make one."""
+    """Raise NotFound where the namespace does not exist: only a write creates it."""
     if not namespace.exists():
-        raise NotFound(f"{namespace.url} holds nothing: nobody ever wrote there; is it the right URL, with all its members?")
+        raise NotFound(f"{namespace.url} is empty: nothing was ever written to it; check that the URL names all its members")
 
 
 def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tuple[dict[str, PathRecord], set[str], bool]:
-    """The file of each path, and all objects that any record of any member names, be it the newest or not: a change that was
-    left half-done may yet become the newest. Notes which records lag. Last: whether all could be read."""
+    """Return the record of each path, the names of all objects that any record names, and whether all records could be read.
+
+    Objects that outdated or half-done records of single members name count too, because a half-done change may still become the
+    newest. Lagging and unreadable paths, and missing members, are noted in `found`.
+    """
     answers, errors = namespace.scan("/")
     ballots: dict[str, dict[str, object]] = defaultdict(dict)
     for member, given in answers.items():
@@ -173,7 +185,7 @@ def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tup
                         found.unreadable_paths.append(name[1:])
                         continue
                     if layout is not None:
-                        named.update(h.name for h in layout.objects)
+                        named.update(o.name for o in layout.objects)
     for start in range(0, len(paths), _BATCH):
         batch = paths[start : start + _BATCH]
         for name, value in namespace.read_records(batch).items():
@@ -190,7 +202,7 @@ def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tup
                 found.unreadable_paths.append(name[1:])
                 continue
             if file.layout is not None:
-                named.update(h.name for h in file.layout.objects)
+                named.update(o.name for o in file.layout.objects)
             if file.exists:
                 records[name[1:]] = file
     found.missing_members |= errors
@@ -200,19 +212,22 @@ def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tup
 def _file_health(
     path: str, file: PathRecord, objects_by_member: Mapping[str, Mapping[str, int]], damaged_positions: Mapping[str, set[int]]
 ) -> FileHealth:
-    """rotten: positions of damaged fragments by object."""
+    """Return the health of a file.
+
+    objects_by_member: the length of each object in bytes, by member and name. damaged_positions: the positions of damaged
+    fragments by object name.
+    """
     layout = file.layout
     assert layout is not None
-    missing = {h.name for h in layout.objects if h.name not in objects_by_member.get(h.member, {})}
-    lost = LostFragments(
-        frozenset(missing), frozenset((name, at) for name, positions in damaged_positions.items() for at in positions)
-    )
+    missing = {o.name for o in layout.objects if o.name not in objects_by_member.get(o.member, {})}
+    damaged_fragments = {(name, position) for name, positions in damaged_positions.items() for position in positions}
+    lost = LostFragments(frozenset(missing), frozenset(damaged_fragments))
     remaining = lost.removed_from(layout)
     spare = file_record.min_fragments(remaining) - layout.redundancy.data_fragments
-    damaged = tuple((h.member, h.name) for h in layout.objects if h.name in damaged_positions)
-    if not any(None in p.fragments for p in remaining.stripes):
+    damaged = tuple((o.member, o.name) for o in layout.objects if o.name in damaged_positions)
+    if not any(None in s.fragments for s in remaining.stripes):
         lost = LostFragments()
-    elif not lost:  # lost before, and not yet made anew
+    elif not lost:  # the layout lacks fragments that were lost earlier and not rebuilt
         lost = LostFragments(is_incomplete=True)
     return FileHealth(path, file, lost, spare, damaged)
 
@@ -224,51 +239,52 @@ def _verify_objects(
     found: ScrubReport,
     progress: ByteProgress,
 ) -> dict[str, dict[str, set[int]]]:
-    """Positions of damaged fragments, by path and object. Each member checks what it holds, all at once."""
+    """Let all members verify their fragments at once, and return the positions of damaged ones by path and object name."""
     jobs: dict[str, list[tuple[str, str, list[tuple[int, int, bytes]]]]] = defaultdict(list)
     for path, file in records.items():
         if file.layout is None:
             continue
         length = partial(fragment_bytes, redundancy=file.layout.redundancy)
         ranges: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
-        for piece in file.layout.stripes:
-            for fragment in piece.fragments:
+        for stripe in file.layout.stripes:
+            for fragment in stripe.fragments:
                 if fragment is not None:
-                    ranges[fragment.object_index].append((fragment.position, length(piece.nbytes), fragment.cell_checksums))
-        for number, object_ranges in ranges.items():
-            holder = file.layout.objects[number]
-            if holder.member not in objects_by_member:
+                    ranges[fragment.object_index].append((fragment.position, length(stripe.nbytes), fragment.cell_checksums))
+        for object_index, object_ranges in ranges.items():
+            member_object = file.layout.objects[object_index]
+            if member_object.member not in objects_by_member:
                 found.unchecked_bytes += sum(n for _, n, _ in object_ranges)
-            elif holder.name in objects_by_member[holder.member]:
-                jobs[holder.member].append((path, holder.name, object_ranges))
+            elif member_object.name in objects_by_member[member_object.member]:
+                jobs[member_object.member].append((path, member_object.name, object_ranges))
     damaged_positions: dict[str, dict[str, set[int]]] = defaultdict(dict)
 
-    def check(member: str) -> None:
-        for path, name, wanted in jobs[member]:
-            for batch in _split_by_bytes(wanted):
+    def verify(member: str) -> None:
+        for path, name, object_ranges in jobs[member]:
+            for batch in _split_by_bytes(object_ranges):
                 try:
                     damaged = namespace.open_members[member].verify(name, batch)
                 except StoreError as error:
                     if isinstance(error, NotFound) and not _is_referenced(namespace, path, name):
-                        break  # replaced or moved meanwhile
-                    log.warning("%s on %s could not be checked: %s", name, member, error)
+                        break  # the file was replaced or moved meanwhile
+                    log.warning("the object %s on %s could not be verified: %s", name, member, error)
                     found.unchecked_bytes += sum(n for _, n, _ in batch)
                     continue
                 progress(sum(n for _, n, _ in batch))
                 if damaged:
                     damaged_positions[path].setdefault(name, set()).update(batch[i][0] for i in damaged)
 
-    namespace.member_io.read_fan_out.ask({member: partial(check, member) for member in jobs}, float(1 << 30))
+    namespace.member_io.read_fan_out.ask({member: partial(verify, member) for member in jobs}, float(1 << 30))
     return damaged_positions
 
 
 def _is_referenced(namespace: Namespace, path: str, name: str) -> bool:
-    """Whether a file still needs an object."""
+    """Return whether the current record of a path names an object."""
     file = namespace.stat(path)
-    return file is not None and file.layout is not None and name in [h.name for h in file.layout.objects]
+    return file is not None and file.layout is not None and name in [o.name for o in file.layout.objects]
 
 
 def _split_by_bytes(ranges: Iterable[tuple[int, int, bytes]]) -> Iterable[list[tuple[int, int, bytes]]]:
+    """Yield the ranges, ordered by position, in batches of about 64 MiB."""
     batch: list[tuple[int, int, bytes]] = []
     total = 0
     for each in sorted(ranges):

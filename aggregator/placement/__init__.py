@@ -1,4 +1,4 @@
-"""Where the pieces of a file go, and how often each is stored: rendezvous hashing, copies, erasure codes. Pure.
+"""Which members store a file, and with how much redundancy: rendezvous hashing, copies, erasure codes.
 
-It imports nothing else of the aggregator. Start with `rendezvous_hash`.
+All decisions are pure functions. It imports nothing else of the aggregator. Start with `rendezvous_hash`.
 """

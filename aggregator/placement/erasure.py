@@ -1,7 +1,8 @@
-"""Reed-Solomon by ISA-L, called directly: the arithmetic is the library's, the matrices and the buffers are ours.
+"""The Reed-Solomon erasure code: ISA-L does the arithmetic, this file makes the matrices and passes the buffers.
 
-The code is systematic over GF(2^8): share i < k is the i-th part of the data, share k + j is parity, by a Cauchy matrix, so
-that any k of the k + m shares give the data back. ISA-L comes with the wheel of pyeclib, or from the system.
+The code is systematic over GF(2^8): fragment i < k is the i-th part of the data, and fragment k + j is parity. The parity rows
+are a Cauchy matrix, so any k of the k + m fragments give the data back. ISA-L comes with the wheel of pyeclib or with the
+system.
 """
 
 from __future__ import annotations
@@ -13,22 +14,21 @@ import importlib.util
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ckpt.storage.base.errors import InvalidArgument, StoreError
 
 ByteArray = np.ndarray
-"""One dimension of uint8, contiguous."""
+"""A contiguous one-dimensional array of uint8."""
 
 
 class ErasureCode:
-    """The code of k data and m parity shares. Safe to use from many threads."""
+    """The code of `data` data fragments and `parity` parity fragments. Safe to use from many threads."""
 
     def __init__(self, data: int, parity: int) -> None:
         if not (data >= 1 and parity >= 0 and data + parity <= 32):
-            raise InvalidArgument(f"an erasure code of {data}+{parity}: 1 to 32 shares in all")
+            raise InvalidArgument(f"an erasure code of {data}+{parity} is not possible: use 1 to 32 fragments in all")
         self.data = data
         self.parity = parity
         self._isal = _load_isal()
@@ -38,33 +38,37 @@ class ErasureCode:
         self._decode_tables_cache: dict[tuple[tuple[int, ...], tuple[int, ...]], ByteArray] = {}
         self._lock = threading.Lock()
 
-    def encode(self, shares: Sequence[ByteArray], parity: Sequence[ByteArray]) -> None:
-        """Fill the parity shares from the data shares, all of one length."""
-        self._multiply(self._encode_tables, shares, parity)
+    def encode(self, data_fragments: Sequence[ByteArray], parity_fragments: Sequence[ByteArray]) -> None:
+        """Fill the parity fragments from the data fragments. All have the same length."""
+        self._multiply(self._encode_tables, data_fragments, parity_fragments)
 
-    def reconstruct(self, shares: Mapping[int, ByteArray], missing_shares: Mapping[int, ByteArray]) -> None:
-        """Fill the missing shares `into` from any k others, data or parity, all of one length."""
-        have = tuple(sorted(shares))[: self.data]
+    def reconstruct(self, fragments: Mapping[int, ByteArray], missing_fragments: Mapping[int, ByteArray]) -> None:
+        """Fill the arrays of `missing_fragments` from any k other fragments, data or parity. All have the same length.
+
+        Both mappings are by fragment number. Raises StoreError where fewer than k fragments are given.
+        """
+        have = tuple(sorted(fragments))[: self.data]
         if len(have) < self.data:
-            raise StoreError(f"{len(shares)} shares are left of {self.data}+{self.parity}; {self.data} are needed")
-        missing = tuple(missing_shares)
-        self._multiply(self._decode_tables(have, missing), [shares[i] for i in have], [missing_shares[i] for i in missing])
+            raise StoreError(f"{len(fragments)} fragments are left of {self.data}+{self.parity}; {self.data} are needed")
+        missing = tuple(missing_fragments)
+        tables = self._decode_tables(have, missing)
+        self._multiply(tables, [fragments[i] for i in have], [missing_fragments[i] for i in missing])
 
     def _decode_tables(self, have: tuple[int, ...], missing: tuple[int, ...]) -> ByteArray:
-        """Tables that make the missing shares from those that we have."""
+        """Return the tables that make the missing fragments from the present ones, both given by number."""
         with self._lock:
             found = self._decode_tables_cache.get((have, missing))
         if found is None:
             rows = np.ascontiguousarray(self._matrix[list(have)])
             inverse = np.zeros_like(rows)
             if self._isal.gf_invert_matrix(_address(rows), _address(inverse), self.data):
-                raise StoreError(f"shares {have} of {self.data}+{self.parity} can't be decoded")  # never for a Cauchy matrix
+                raise StoreError(f"fragments {have} of {self.data}+{self.parity} can't be decoded")  # never for a Cauchy matrix
             coefficients = np.zeros((len(missing), self.data), np.uint8)
-            for row, share in enumerate(missing):
+            for row, fragment in enumerate(missing):
                 for column in range(self.data):
                     total = 0
                     for i in range(self.data):
-                        total ^= self._isal.gf_mul(int(self._matrix[share, i]), int(inverse[i, column]))
+                        total ^= self._isal.gf_mul(int(self._matrix[fragment, i]), int(inverse[i, column]))
                     coefficients[row, column] = total
             found = self._make_tables(coefficients)
             with self._lock:
@@ -83,28 +87,28 @@ class ErasureCode:
             return
         length = len(sources[0])
         if any(len(s) != length for s in (*sources, *targets)):
-            raise ValueError("shares of different lengths")
+            raise ValueError("fragments of different lengths")
         self._isal.ec_encode_data(length, self.data, len(targets), _address(tables), _pointers(sources), _pointers(targets))
 
 
 @functools.cache
 def erasure_code(data: int, parity: int) -> ErasureCode:
-    """The code, made once."""
+    """Return the code for `data` + `parity` fragments. Each code is made once per process."""
     return ErasureCode(data, parity)
 
 
-def _address(array: ByteArray) -> Any:
+def _address(array: ByteArray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def _pointers(arrays: Sequence[ByteArray]) -> Any:
+def _pointers(arrays: Sequence[ByteArray]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
 
 
 @functools.cache
-def _load_isal() -> Any:
-    """The library. ctypes releases the GIL while it works."""
-    tried = []
+def _load_isal() -> ctypes.CDLL:
+    """Return the ISA-L library. ctypes releases the GIL during its calls."""
+    failures = []
     for path in _library_paths():
         try:
             library = ctypes.CDLL(path)
@@ -115,10 +119,10 @@ def _load_isal() -> Any:
             library.gf_mul.restype = ctypes.c_ubyte
             return library
         except (OSError, AttributeError) as error:
-            tried.append(f"{path}: {error}")
+            failures.append(f"{path}: {error}")
     raise StoreError(
-        'an erasure code needs ISA-L: pip install "ckpt-store[erasure]", or the package libisal2 of the system'
-        + (f" (tried {'; '.join(tried)})" if tried else "")
+        'an erasure code needs ISA-L: pip install "ckpt-store[erasure]", or install the package libisal2 of the system'
+        + (f" (tried {'; '.join(failures)})" if failures else "")
     )
 
 

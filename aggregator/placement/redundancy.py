@@ -1,4 +1,4 @@
-"""How often, or how, what is stored is kept more than once: copies (`2x`) or an erasure code (`4+2`)."""
+"""The redundancy of stored files: copies (`2x`) or an erasure code (`4+2`), and the quorum sizes of registers."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ _CODE = re.compile(r"([1-9]\d?)\+([1-9]\d?)")
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """`data` fragments, of which any may be lost as long as `data` of all fragments are left. A copy is a code of 1 + n."""
+    """The number of data and parity fragments of each stripe. Any `data_fragments` of them give the stripe back.
+
+    n copies are a code of 1 data fragment and n - 1 parity fragments.
+    """
 
     data_fragments: int
     parity_fragments: int
 
     @property
     def total_fragments(self) -> int:
-        """Members that a piece of a file needs."""
+        """The number of members that a stripe of a file needs."""
         return self.data_fragments + self.parity_fragments
 
     @property
     def min_write_fragments(self) -> int:
-        """Members that a write settles for where the others don't take anything: one more may still be lost."""
+        """The number of members that a write needs at least. One of them may still be lost, if there is any redundancy."""
         return min(self.data_fragments + 1, self.total_fragments)
 
     @property
     def tolerated_losses(self) -> int:
-        """Members that may be lost at once."""
+        """The number of members that may be lost at once."""
         return self.parity_fragments
 
     @property
     def overhead(self) -> float:
-        """Stored bytes over bytes."""
+        """Stored bytes per byte of a file."""
         return self.total_fragments / self.data_fragments
 
     def __str__(self) -> str:
@@ -43,7 +46,7 @@ class Redundancy:
 
 
 def parse_redundancy(text: str) -> Redundancy:
-    """`1x`, `2x`, `3x` … or `k+m`. Raises InvalidArgument."""
+    """Return the redundancy that a text names: `1x`, `2x`, `3x` … or `k+m`. Raises InvalidArgument."""
     if found := _COPIES.fullmatch(text):
         return Redundancy(1, int(found[1]) - 1)
     if found := _CODE.fullmatch(text):
@@ -55,8 +58,10 @@ def parse_redundancy(text: str) -> Redundancy:
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """How many of the members that keep a register must answer. Any two writes meet in one of them, and so do a write
-    and a read."""
+    """How many members of a register's replica set must answer a write and a read.
+
+    Any two writes have a member in common, and so do any write and any read.
+    """
 
     members: int
     write: int
@@ -64,9 +69,9 @@ class Quorum:
 
 
 def quorum(tolerated_losses: int, available: int) -> Quorum:
-    """For registers that are to be there after the loss of `tolerated` of the `available` members of a namespace.
+    """Return the quorum of registers that survive the loss of `tolerated_losses` of the `available` members of a namespace.
 
-    Three members at least, for a record is small, and a namespace that forgets what it holds is worth nothing.
+    It has at least three members where there are as many: a record is small, and without it the bytes of a file are useless.
     """
     members = min(2 * max(1, tolerated_losses) + 1, available)
     write = members // 2 + 1

@@ -1,7 +1,8 @@
-"""Where things go: weighted rendezvous hashing over failure domains. A proposal only: a file says itself where it is.
+"""The choice of members for a key: weighted rendezvous hashing over failure domains.
 
-Each member draws a number for a key, and the highest win, so that growing and shrinking move as little as can be
-(Thaler and Ravishankar 1998; weights as in Schindelhauer and Schomaker 2005).
+Each member has a score for a key, and the highest scores win. So a new or a removed member moves as little as possible
+(Thaler and Ravishankar 1998; weights as in Schindelhauer and Schomaker 2005). For fragments of files the choice is only a
+proposal, because the record of a file names its members.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ class MemberLocation:
 
     name: str
     domain: tuple[str, ...] = ()
-    """Failure domains, the widest first: supernode, rack, host. The member itself is the narrowest."""
+    """Failure domains, the widest first, such as supernode, rack, host. The member itself is the narrowest one."""
     weight: float = 1.0
 
 
 def score(key: str, location: MemberLocation) -> float:
-    """The number that a member draws for a key; a member of twice the weight wins twice as often."""
+    """Return the score of a member for a key. A member of twice the weight wins twice as often."""
     hashed = xxhash.xxh3_64_intdigest(f"{location.name}\n{key}".encode())
     return -location.weight / math.log((hashed + 0.5) / 2.0**64)
 
@@ -32,45 +33,47 @@ def score(key: str, location: MemberLocation) -> float:
 def choose_members(
     key: str, locations: Sequence[MemberLocation], count: int, host_domain: Sequence[str] = (), excluded: Collection[str] = ()
 ) -> list[str]:
-    """Names of up to `count` members for a key, as far apart as the domains allow: first over the widest, then within.
+    """Return the names of up to `count` members for a key, spread over the failure domains: first the widest, then the others.
 
-    near: the writer's own domains; the first member is the one that shares most of them. taken: members that hold other
-    parts of the same thing: they are not chosen, and their domains count as used.
+    host_domain: the failure domains of the writer; the first member is the one that shares most of them. excluded: members
+    that have other fragments of the same stripe; they are not chosen, and their domains count as used.
     """
     used: dict[tuple[str, ...], int] = {}
     chosen: list[str] = []
 
-    def use(spot: MemberLocation) -> None:
-        for prefix in _domain_prefixes(spot):
+    def use(location: MemberLocation) -> None:
+        for prefix in _domain_prefixes(location):
             used[prefix] = used.get(prefix, 0) + 1
 
-    for spot in locations:
-        if spot.name in excluded:
-            use(spot)
-    candidates = {spot.name: (spot, score(key, spot)) for spot in locations if spot.name not in excluded and spot.weight > 0}
+    for location in locations:
+        if location.name in excluded:
+            use(location)
+    usable = [location for location in locations if location.name not in excluded and location.weight > 0]
+    candidates = {location.name: (location, score(key, location)) for location in usable}
     first = not excluded and bool(host_domain)
     while candidates and len(chosen) < count:
 
         def order(item: tuple[MemberLocation, float], first: bool = first) -> tuple[object, ...]:
-            spot, drawn = item
-            crowded = tuple(used.get(prefix, 0) for prefix in _domain_prefixes(spot))
-            return (-count_shared_domains(host_domain, spot.domain) if first else 0, crowded, -drawn, spot.name)
+            location, location_score = item
+            uses = tuple(used.get(prefix, 0) for prefix in _domain_prefixes(location))
+            shared_domains = count_shared_domains(host_domain, location.domain) if first else 0
+            return (-shared_domains, uses, -location_score, location.name)
 
-        spot, _ = min(candidates.values(), key=order)
-        del candidates[spot.name]
-        use(spot)
-        chosen.append(spot.name)
+        location, _ = min(candidates.values(), key=order)
+        del candidates[location.name]
+        use(location)
+        chosen.append(location.name)
         first = False
     return chosen
 
 
 def max_parts_per_domain(names: Collection[str], locations: Sequence[MemberLocation]) -> int:
-    """The most parts that one failure of a widest domain takes, for parts on these members."""
+    """Return how many fragments on these members are lost at most when one of the widest failure domains fails."""
     lost: dict[tuple[str, ...], int] = {}
-    domain = {spot.name: spot.domain[:1] or (spot.name,) for spot in locations}
+    domains = {location.name: location.domain[:1] or (location.name,) for location in locations}
     for name in names:
-        at = domain.get(name, (name,))
-        lost[at] = lost.get(at, 0) + 1
+        domain = domains.get(name, (name,))
+        lost[domain] = lost.get(domain, 0) + 1
     return max(lost.values(), default=0)
 
 
@@ -79,10 +82,10 @@ def _domain_prefixes(location: MemberLocation) -> list[tuple[str, ...]]:
 
 
 def count_shared_domains(host_domain: Sequence[str], domain: Sequence[str]) -> int:
-    """How many of the widest domains are the same."""
+    """Return how many of the widest failure domains are the same."""
     count = 0
-    for mine, other in zip(host_domain, domain, strict=False):
-        if mine != other:
+    for host, other in zip(host_domain, domain, strict=False):
+        if host != other:
             break
         count += 1
     return count

@@ -1,6 +1,6 @@
-"""The record of each path, agreed by a majority of the members that keep it, and the ring that says which members those are.
+"""The records of paths, each agreed by its replica set, and the record ring that defines the replica sets.
 
-It promises that a record which was acknowledged is never lost or replaced by an older one, whatever fails. It imports
-`cluster`. Start with `paxos`, then `record_ring`, `namespace_records` and `file_record`. `ring_change` lets other members keep
-the records; `record_collection` removes those of deleted files.
+It promises that an acknowledged record is never lost or replaced by an older one while a quorum of its replica set has its
+registers. It imports `cluster`. Start with `paxos`, then `record_ring`, `namespace_records` and `file_record`. `ring_change`
+moves the records to other members; `record_collection` removes those of deleted files.
 """

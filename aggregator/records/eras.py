@@ -1,17 +1,17 @@
-"""Eras: nothing is deleted on which a client may still count that stood still.
+"""The start of a new era, which fences clients that were stopped before unreferenced objects are deleted.
 
-A client makes objects, stands still for hours, and then publishes a record that names them. Meanwhile no record names these
-objects, so that a repair deletes them. Age does not tell a client that stands still from one that is dead. So a repair
+A client may write objects, be stopped for hours, and then publish a record that names them. Meanwhile no record names these
+objects, so a repair would delete them. Their age does not show whether the client is stopped or dead. Therefore a repair
 
-1. lists what nobody refers to;
+1. lists the objects that no record names;
 2. fences every member that keeps records by a new era (`storage/registers/fence_numbers.py`);
-3. reads all records of all members once more, and deletes only what it listed in step 1 and no record names now.
+3. reads all records of all members again, and deletes only the objects of step 1 that no record names now.
 
-A client publishes by the fence number that it knew before it made its objects. After step 2 members refuse that number. The
-client then learns the new one, gives each of its objects a second name, and publishes those names: they were not listed in
-step 1. An object that is deleted already can't get a name, so that the client knows. Whichever of both comes first at a member,
-deleting or linking, no record names an object that does not exist. No clock is compared, and a client that no repair met
-publishes as before.
+A client publishes with the fence number that it read before it wrote its objects. After step 2 members refuse that number. The
+client then reads the new number, gives each of its objects a second name, and publishes those names, which were not listed in
+step 1. An object that is already deleted can't get a second name, so the client notices. Whether a member deletes or links an
+object first, no record names an object that does not exist. No clocks are compared, and a client that meets no repair has no
+additional calls.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _TRIES = 5
 
 
 def begin_era(records: NamespaceRecords, min_number: int = 0) -> int | None:
-    """Fence every member that keeps records by a number that none has had, and that is above `above`; that number.
+    """Fence every member that keeps records by a new fence number above `min_number`, and return that number.
 
-    None where a member does not answer, where the ring is just changing, or where others begin eras all the time.
+    Returns None where a member does not answer, where the ring is changing, or where other clients begin eras at the same time.
     """
     for _ in range(_TRIES):
         records.invalidate_ring()
@@ -44,9 +44,10 @@ def begin_era(records: NamespaceRecords, min_number: int = 0) -> int | None:
         answers, errors = records.fan_out.ask(calls, records.commit_timeout_seconds)
         records.invalidate_ring()
         if errors:
-            log.info("nothing is collected in %s: %s", records.url, "; ".join(map(str, errors.values())))
+            reasons = "; ".join(map(str, errors.values()))
+            log.info("%s: nothing is collected, as members could not be fenced: %s", records.url, reasons)
             return None
-        if all(answers.values()):  # else another client begins one, too: its listing is not this one's
+        if all(answers.values()):  # else another client began this era, after a listing of its own
             failpoint("era.begun")
             return fence_number
     return None

@@ -1,8 +1,8 @@
-"""What the namespace knows of a path: the record that makes a file exist. docs/design/namespace.md has the encoding.
+"""The record of a path, which makes a file or a folder exist, and its encoding (docs/design/namespace.md).
 
-A file is cut into pieces, in the order in which they were appended. A piece lies on as many members as the redundancy asks
-for, in one fragment each: copies of all of it, or the shares of an erasure code, contiguous. All fragments that a member
-holds of one file stand in one object of that member, at the places that the record names.
+A file is a sequence of stripes, in the order in which they were appended. A stripe is stored as fragments, each on another
+member: copies of the whole stripe, or the fragments of an erasure code, of which each data fragment is a contiguous part of the
+stripe. All fragments that a member stores of one file are in one object of that member, at the positions that the record names.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.registers.base import RegisterValue
 
 INLINE_BYTES = 32 << 10
-"""A file up to this size lies in its record, on every member that keeps that."""
+"""A file up to this size is stored in its record, on every member of the record's replica set."""
 
 _MAX_HISTORY = 8
+"""The number of replaced versions that a record lists."""
 
 RecordKind = Literal["file", "folder", "deleted"]
 
@@ -29,7 +30,7 @@ _RECORD_KINDS: tuple[RecordKind, ...] = ("file", "folder", "deleted")
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
-    """What a listing shows."""
+    """The part of a record that a listing reads."""
 
     kind: RecordKind
     nbytes: int
@@ -37,41 +38,44 @@ class RecordHead:
     """Seconds since 1970."""
     modified: float
     version: str
-    """Random; another for every content that a path ever had."""
+    """A random name of the content; each content that a path ever had has its own."""
     history: tuple[str, ...] = ()
-    """Versions that this one replaced, the newest first. Who does not know whether its own was ever there looks here: to put
-    it there again would undo what came after, and name objects that are gone."""
+    """The versions that this one replaced, the newest first. They show a client whose publication had an unknown outcome that
+    it was published and replaced. To publish it again would undo later changes, and name deleted objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A share of a piece."""
+    """One fragment of a stripe."""
 
     object_index: int
-    """Index in `Layout.holders`."""
+    """The index of its member object in `FileLayout.objects`."""
     position: int
-    """In that member's object."""
+    """Its first byte in that object."""
     cell_checksums: bytes
-    """Checksums, see storage/base/checksums.py."""
+    """The checksum of each of its cells; see storage/base/checksums.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """A part of a file: `fragments[:k]` are its bytes in order, each of `share_bytes` but the last, which may be shorter
-    (it is stored as long as the others, with zeros); the rest is parity. A missing one is None."""
+    """A contiguous part of a file, stored as fragments.
+
+    `fragments[:k]` are its bytes in order, and the others are parity. All have the length that `fragment_bytes` returns; the
+    last data fragment is filled up with zeros. A missing fragment is None.
+    """
 
     start: int
-    """In the file. What lies between two pieces is zeros."""
+    """Its first byte in the file. Bytes between two stripes are zeros."""
     nbytes: int
-    """That the fragments were made of."""
+    """The number of bytes that the fragments encode."""
     fragments: tuple[Fragment | None, ...]
     visible_bytes: int
-    """Bytes that belong to the file: fewer where it was cut in this piece."""
+    """The number of its bytes that belong to the file: fewer than `nbytes` where the file was truncated within this stripe."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberObject:
-    """An object on a member that holds fragments of a file."""
+    """An object on a member, with fragments of one file."""
 
     member: str
     name: str
@@ -79,7 +83,7 @@ class MemberObject:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where the bytes of a file are."""
+    """Where the bytes of a file are stored."""
 
     redundancy: Redundancy
     objects: tuple[MemberObject, ...]
@@ -88,24 +92,25 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class PathRecord:
-    """All that is known of a path."""
+    """The record of a path: a file, a folder or a tombstone."""
 
     head: RecordHead
     inline_data: bytes | None = None
     """The content of a small file."""
     layout: FileLayout | None = None
-    """Where that of a large one is."""
+    """Where the content of a larger file is stored."""
     rename_token: str = ""
-    """Not empty: another path may name the same objects, as in the middle of a renaming: only a scrub may delete them. It says
-    which renaming."""
+    """Names an unfinished rename; empty if there is none. During a rename another path may name the same objects, so only a
+    scrub may delete them."""
 
     @property
     def exists(self) -> bool:
+        """Whether it is a file or a folder, and not a tombstone."""
         return self.head.kind != "deleted"
 
 
 def next_head(head: RecordHead, previous: PathRecord | None) -> RecordHead:
-    """A head as the next of a path, after what is there."""
+    """Return a head with the history and the time of creation that follow from the previous record of the path."""
     if previous is None:
         return head
     history = (previous.head.version, *previous.head.history)[:_MAX_HISTORY]
@@ -113,86 +118,92 @@ def next_head(head: RecordHead, previous: PathRecord | None) -> RecordHead:
 
 
 def is_history_truncated(file: PathRecord | None, base: PathRecord) -> bool:
-    """Whether a version may have come after `base`, and gone out of the history of a path since."""
+    """Return whether the history of a path may lack versions that came after `base`."""
     return file is not None and len(file.head.history) >= _MAX_HISTORY and not has_version(file, base.head.version)
 
 
 def has_added_objects(current: PathRecord | None, file: PathRecord, base: PathRecord | None) -> bool:
-    """Whether what is there was written on a file: it has objects of it that are not those of `base`."""
-    of_there, of_file, before = ({h.name for h in f.layout.objects} if f and f.layout else set() for f in (current, file, base))
-    return bool(of_there & (of_file - before))
+    """Return whether the current record names objects of `file` that are not objects of `base`: it was appended to `file`."""
+    of_current, of_file, of_base = (
+        {h.name for h in f.layout.objects} if f and f.layout else set() for f in (current, file, base)
+    )
+    return bool(of_current & (of_file - of_base))
 
 
 def has_version(file: PathRecord | None, version: str) -> bool:
-    """Whether a path has, or had not long ago, the content of this version."""
+    """Return whether a path has, or recently had, the content of this version."""
     return file is not None and (file.head.version == version or version in file.head.history)
 
 
 def fragment_bytes(nbytes: int, redundancy: Redundancy) -> int:
-    """The length of each fragment of a piece: whole pages, so that each can be written with O_DIRECT."""
+    """Return the length of each fragment of a stripe of `nbytes`. It is a multiple of 4 KiB for erasure codes, for O_DIRECT."""
     if redundancy.data_fragments == 1:
         return nbytes
     return -(-nbytes // (redundancy.data_fragments * 4096)) * 4096
 
 
 def has_same_stripes(one: Sequence[Stripe], other: Sequence[Stripe]) -> bool:
-    """Whether these are the same bytes, wherever they lie: a repair moves them."""
+    """Return whether two sequences of stripes have the same bytes, on whichever members: a repair moves fragments."""
 
     def same(a: Fragment | None, b: Fragment | None) -> bool:
         return a is None or b is None or a.cell_checksums == b.cell_checksums
 
     return len(one) == len(other) and all(
-        (p.start, p.nbytes, p.visible_bytes) == (q.start, q.nbytes, q.visible_bytes)
-        and all(map(same, p.fragments, q.fragments))
-        for p, q in zip(one, other, strict=True)
+        (a.start, a.nbytes, a.visible_bytes) == (b.start, b.nbytes, b.visible_bytes)
+        and all(map(same, a.fragments, b.fragments))
+        for a, b in zip(one, other, strict=True)
     )
 
 
 def has_same_content(one: PathRecord, other: PathRecord) -> bool:
-    """Whether two files have the same bytes, as far as their records tell."""
+    """Return whether two files have the same bytes, as far as their records show it."""
     if one.layout is None or other.layout is None:
         return (one.inline_data, one.layout) == (other.inline_data, other.layout)
     return one.layout.redundancy == other.layout.redundancy and has_same_stripes(one.layout.stripes, other.layout.stripes)
 
 
 def written_on(layout: FileLayout, base: FileLayout, current: FileLayout) -> FileLayout:
-    """A layout that was written on `base`, on what that is now: its new pieces behind those that were moved meanwhile."""
-    holders = list(current.objects)
+    """Return a layout that was appended to `base`, rebased on what `base` is now: repairs may have moved its fragments.
 
-    def moved(fragment: Fragment | None) -> Fragment | None:
+    The result has the stripes of `current`, and after them the stripes that `layout` has added to `base`.
+    """
+    objects = list(current.objects)
+
+    def rebased(fragment: Fragment | None) -> Fragment | None:
         if fragment is None:
             return None
-        holder = layout.objects[fragment.object_index]
-        if holder not in holders:
-            holders.append(holder)
-        return replace(fragment, object_index=holders.index(holder))
+        member_object = layout.objects[fragment.object_index]
+        if member_object not in objects:
+            objects.append(member_object)
+        return replace(fragment, object_index=objects.index(member_object))
 
-    added = [replace(p, fragments=tuple(map(moved, p.fragments))) for p in layout.stripes[len(base.stripes) :]]
-    return FileLayout(current.redundancy, tuple(holders), (*current.stripes, *added))
+    added = [replace(s, fragments=tuple(map(rebased, s.fragments))) for s in layout.stripes[len(base.stripes) :]]
+    return FileLayout(current.redundancy, tuple(objects), (*current.stripes, *added))
 
 
 def min_fragments(layout: FileLayout, stripes: Sequence[Stripe] | None = None) -> int:
-    """The fragments of that piece, of all or of these, which has the fewest."""
-    given = layout.stripes if stripes is None else stripes
-    return min((sum(f is not None for f in p.fragments) for p in given), default=layout.redundancy.total_fragments)
+    """Return the number of fragments of the stripe that has the fewest, of `stripes` or of all stripes."""
+    chosen = layout.stripes if stripes is None else stripes
+    return min((sum(f is not None for f in s.fragments) for s in chosen), default=layout.redundancy.total_fragments)
 
 
 def drop_unused_objects(layout: FileLayout) -> FileLayout:
-    """The layout without holders that hold nothing."""
-    used = sorted({f.object_index for p in layout.stripes for f in p.fragments if f is not None})
-    number = {old: new for new, old in enumerate(used)}
-    pieces = tuple(
-        replace(p, fragments=tuple(None if f is None else replace(f, object_index=number[f.object_index]) for f in p.fragments))
-        for p in layout.stripes
-    )
-    return FileLayout(layout.redundancy, tuple(layout.objects[i] for i in used), pieces)
+    """Return the layout without objects that have no fragment."""
+    used = sorted({f.object_index for s in layout.stripes for f in s.fragments if f is not None})
+    new_index = {old: new for new, old in enumerate(used)}
+
+    def renumbered(fragment: Fragment | None) -> Fragment | None:
+        return None if fragment is None else replace(fragment, object_index=new_index[fragment.object_index])
+
+    stripes = tuple(replace(s, fragments=tuple(map(renumbered, s.fragments))) for s in layout.stripes)
+    return FileLayout(layout.redundancy, tuple(layout.objects[i] for i in used), stripes)
 
 
 # --- encoding --------------------------------------------------------------------------------------------------
 
 
 def encode_record(file: PathRecord) -> RegisterValue:
-    """As a register's value."""
+    """Return a record as the value of a register."""
     head = file.head
     packed = msgpack.packb(
         [_RECORD_KINDS.index(head.kind), head.nbytes, head.created, head.modified, head.version, list(head.history)]
@@ -208,12 +219,12 @@ def encode_record(file: PathRecord) -> RegisterValue:
                 [[h.member, h.name] for h in layout.objects],
                 [
                     [
-                        p.start,
-                        p.nbytes,
-                        p.visible_bytes,
-                        [None if f is None else [f.object_index, f.position, f.cell_checksums] for f in p.fragments],
+                        s.start,
+                        s.nbytes,
+                        s.visible_bytes,
+                        [None if f is None else [f.object_index, f.position, f.cell_checksums] for f in s.fragments],
                     ]
-                    for p in layout.stripes
+                    for s in layout.stripes
                 ],
                 file.rename_token,
             ]
@@ -224,24 +235,24 @@ def encode_record(file: PathRecord) -> RegisterValue:
 
 
 def decode_record_head(path: str, data: bytes) -> RecordHead:
-    """The head of a record. Raises IntegrityError."""
+    """Return the head of the record of a path. Raises IntegrityError where it can't be read."""
     try:
         kind, nbytes, created, modified, version, history = msgpack.unpackb(data)
         return RecordHead(_RECORD_KINDS[kind], nbytes, created, modified, version, tuple(history))
-    except Exception as error:  # whatever the library makes of other bytes
+    except Exception as error:  # msgpack raises many kinds for invalid bytes
         raise _unreadable_error(path, error) from error
 
 
 def decode_record(path: str, value: RegisterValue) -> PathRecord:
-    """The counterpart of `encode`. Raises IntegrityError."""
+    """Return the record of a path: the inverse of `encode_record`. Raises IntegrityError where it can't be read."""
     head = decode_record_head(path, value.head)
     if not value.body:
         return PathRecord(head)
     try:
-        what, *rest = msgpack.unpackb(value.body, max_bin_len=1 << 30)
+        storage_kind, *rest = msgpack.unpackb(value.body, max_bin_len=1 << 30)
         return (
             PathRecord(head, inline_data=rest[0])
-            if what == 0
+            if storage_kind == 0
             else PathRecord(head, layout=_decode_layout(*rest[:3]), rename_token=rest[3])
         )
     except Exception as error:
@@ -252,7 +263,10 @@ def _decode_layout(redundancy: Sequence[int], objects: Sequence[Any], stripes: S
     return FileLayout(
         Redundancy(*redundancy),
         tuple(MemberObject(*h) for h in objects),
-        tuple(Stripe(s, n, tuple(None if f is None else Fragment(*f) for f in fs), reach) for s, n, reach, fs in stripes),
+        tuple(
+            Stripe(start, nbytes, tuple(None if f is None else Fragment(*f) for f in fragments), visible_bytes)
+            for start, nbytes, visible_bytes, fragments in stripes
+        ),
     )
 
 

@@ -1,7 +1,8 @@
-"""One process of many that does something for a namespace, such as looking after it.
+"""The election of one process of many that does background work for a namespace, such as repairs.
 
-Whoever holds an office keeps it while it renews it in time; it is a register like any other. No clock is compared with that of
-another host: a holder counts its terms, and who has seen the count stand still for long enough, by its own clock, takes over.
+The leader is recorded in a register, and stays leader while it renews its term in time. Clocks of different hosts are never
+compared: the leader increments a term number, and a process that has not seen the number change for the length of a term, by
+its own clock, takes over.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from ckpt.storage.registers.base import RegisterValue
 log = logging.getLogger("ckpt.node")
 
 REPAIR_LEADER_REGISTER = "caretaker"
-"""The register's name, which no path has. Its value: who holds the office, and the number of the term."""
+"""The name of the register of the repair leader, which no path has. Its value is the leader and the number of its term."""
 
 
 class Election:
-    """Who looks after a namespace, as one process sees it. seconds: a term that is so old, and not renewed, is over.
+    """The part of one process in an election. Used by one thread.
 
-    office: the register; another one is another office.
+    process_id: the name of this process in the register. term_seconds: a term that was not renewed for this time is over.
+    register: the name of the register; each register is an election of its own.
     """
 
     def __init__(
@@ -39,40 +41,43 @@ class Election:
         self._last_change_at = 0.0
 
     def try_lead(self) -> bool:
-        """Whether this process looks after the namespace now. It is to ask again within the term."""
+        """Begin or renew the term of this process if possible, and return whether it is the leader now.
+
+        A leader must call it again within the term.
+        """
         expired_value = self._last_value if time.monotonic() - self._last_change_at >= self._term_seconds else None
 
         def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:
             if value is None:
                 return RegisterValue(msgpack.packb([self._process_id, 1]))
-            holder = _decode_leader(value.head)
-            if holder.name != self._process_id and value.head != expired_value:
+            leader = _decode_leader(value.head)
+            if leader.name != self._process_id and value.head != expired_value:
                 return None
-            return RegisterValue(msgpack.packb([self._process_id, holder.term + 1]))
+            return RegisterValue(msgpack.packb([self._process_id, leader.term + 1]))
 
         value = self._records.update_register(self._register, decide)
         if value is None:
             return False
-        if value.head != self._last_value:  # what was agreed: decide is shown what a single member knows, too
+        if value.head != self._last_value:  # this value is agreed; `decide` may see a value that only one member has
             self._last_value, self._last_change_at = value.head, time.monotonic()
         return _decode_leader(value.head).name == self._process_id
 
 
 @dataclass(frozen=True, slots=True)
 class _Leader:
-    """Who holds the office, and the number of the term."""
+    """The leader's name and the number of its term."""
 
     name: str = ""
     term: int = 0
 
 
 def _decode_leader(head: bytes) -> _Leader:
-    """Of an agreed value; nobody where it can't be read, so that its term ends as any other that is not renewed."""
+    """Return the leader of an agreed value. Where it can't be read, the leader has no name, and its term expires."""
     try:
         row = msgpack.unpackb(head)
-        if not isinstance(row, list) or len(row) < 2:  # a newer version may add some
-            raise Malformed("is no list of two")
+        if not isinstance(row, list) or len(row) < 2:  # a newer version may add elements
+            raise Malformed("is not a list of two")
         return decode(_Leader, {"name": row[0], "term": row[1]})
     except ValueError as error:
-        log.warning("who looks after the namespace can't be read (%s); somebody else is elected when this term is over", error)
+        log.warning("the elected leader of the namespace can't be read (%s); another one is elected after its term", error)
         return _Leader()

@@ -1,4 +1,4 @@
-"""Who a namespace is made of: its members, the ring of those that keep its records, and where they stand."""
+"""The members of an open namespace, its current record ring, and the failure domains of the members."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Membership:
         self.locations = tuple(m.location for m in config.members)
         self.fan_out = FanOut(MemberHealth(probe=self._probe_member))
         self.host_domain = config.host_domain
-        """The domains of this host."""
+        """The failure domains of this host."""
         self._member_registers = {name: open_member.registers for name, open_member in self.open_members.items()}
         self._member_facts = MemberFacts(self.fan_out)
         self._infos: Mapping[str, MemberInfo] = {}
         self._domains: Mapping[str, tuple[str, ...]] = {}
         self._ring: rings.RecordRing | None = None
-        self._needs_fence_number = False  # by a member: all are asked for their fence number, for the next might refuse as well
+        self._needs_fence_number = False  # set after a refusal: read the fence numbers of all members with the ring
         self._ring_lock = threading.RLock()
 
     def _probe_member(self, name: str) -> None:
         open_member = self.open_members.get(name)
-        if open_member is not None:  # else it was left out meanwhile
+        if open_member is not None:  # else it was removed meanwhile
             open_member.info()
 
     @property
     def ring(self) -> rings.RecordRing:
-        """Who keeps the records. Asked when first needed."""
+        """The current record ring, read when it is first needed. Creates the namespace if it does not exist."""
         ring = self._ring
         if ring is not None:
             return ring
@@ -56,22 +56,26 @@ class Membership:
                 self.update_domains(seconds, wait_for_all=True)
                 self.check_devices(self.open_members)
                 rings.create_first_ring(self._member_registers, self.locations, tolerated, self.fan_out, seconds)
-            found = self._find_ring()  # which may be that of another client
+            found = self._find_ring()  # another client may have created it first
         return found
 
     def exists(self) -> bool:
-        """Whether anything was ever written here. Only writing makes a namespace."""
+        """Return whether the namespace exists. The first write creates it."""
         return self._find_ring() is not None
 
     def answers(self, seconds: float) -> bool:
-        """Whether anything may have been written here. Members that do not answer within this time are left alone from then on,
-        until they do. Raises Unavailable where they are more than may be lost."""
+        """Return whether the namespace exists according to the members that answer within this time. The others count as down.
+
+        Raises Unavailable where more members do not answer than may be lost.
+        """
         calls = {name: partial(registers.scan, rings.RING_PREFIX) for name, registers in self._member_registers.items()}
         answers, errors = self.fan_out.ask(calls, seconds)
         if len(errors) > self.config.redundancy.tolerated_losses:
             reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
-            raise Unavailable(f"{len(answers)} of {len(calls)} members of {self.url} answer, which is too few ({reasons})")
-        return any(answers.values())  # all take the first ring before anything is written
+            raise Unavailable(
+                f"{len(answers)} of {len(calls)} members of {self.url} answer, which is too few ({reasons}); start the others"
+            )
+        return any(answers.values())  # all members have the first ring before anything is written
 
     def _find_ring(self) -> rings.RecordRing | None:
         with self._ring_lock:
@@ -80,10 +84,8 @@ class Membership:
                 found = rings.find_ring(self._member_registers, self.fan_out, seconds, self._open_ring_members)
                 if found is not None and self._needs_fence_number:
                     fenced = rings.highest_fence_number(found, self._member_registers, self.fan_out, seconds)
-                    found, self._needs_fence_number = (
-                        replace(found, member_fence_number=max(found.member_fence_number, fenced)),
-                        False,
-                    )
+                    found = replace(found, member_fence_number=max(found.member_fence_number, fenced))
+                    self._needs_fence_number = False
                 if found is not None:
                     if unconfigured := [name for name in found.all_members if name not in self.open_members]:
                         raise self._unconfigured_error(unconfigured)
@@ -92,35 +94,38 @@ class Membership:
             return self._ring
 
     def invalidate_ring(self) -> None:
-        """Ask again who keeps the records, and by which fence number calls go, when that is next needed."""
+        """Read the record ring and the fence number again when they are next needed."""
         self._needs_fence_number = True
         self._ring = None
 
     def _open_ring_members(self, found: rings.RecordRing) -> bool:
-        """Know the members of a ring that came after this process was configured, as far as their names say where they are."""
-        unconfigured = [spot for name, spot in found.all_members.items() if name not in self._member_registers]
-        if unknown := [spot.name for spot in unconfigured if not is_address(spot.name)]:
+        """Open the members of a ring that the configuration lacks, and return whether there were any.
+
+        Raises Unavailable where the name of such a member is not its address.
+        """
+        unconfigured = [location for name, location in found.all_members.items() if name not in self._member_registers]
+        if unknown := [location.name for location in unconfigured if not is_address(location.name)]:
             raise self._unconfigured_error(unknown)
-        for spot in unconfigured:
-            open_member = OpenMember(Member(spot, address=spot.name), self.config.credentials)
-            self.open_members = {**self.open_members, spot.name: open_member}
-            self._member_registers[spot.name] = open_member.registers
-            if any(spot.name == s.name for s in found.members):
-                self.locations = (*self.locations, spot)
+        for location in unconfigured:
+            open_member = OpenMember(Member(location, address=location.name), self.config.credentials)
+            self.open_members = {**self.open_members, location.name: open_member}
+            self._member_registers[location.name] = open_member.registers
+            if any(location.name == member.name for member in found.members):
+                self.locations = (*self.locations, location)
         return bool(unconfigured)
 
     def _unconfigured_error(self, names: Sequence[str]) -> Unavailable:
         return Unavailable(
-            f"{self.url} names {', '.join(self.open_members)}, but records are kept by {', '.join(names)} too; name all of them"
+            f"{self.url} names {', '.join(self.open_members)}, but {', '.join(names)} keep records too; name all of them"
         )
 
     def drop_member(self, member: str) -> None:
-        """Go on without a member."""
+        """Remove a member from the open members and from the candidates for new fragments."""
         self.open_members = {name: open_member for name, open_member in self.open_members.items() if name != member}
         self.locations = tuple(s for s in self.locations if s.name != member)
 
     def shared_domains(self, member: str) -> int:
-        """How many of the widest failure domains a member shares with this host."""
+        """Return how many of the widest failure domains a member shares with this host."""
         open_member = self.open_members.get(member)
         return (
             0
@@ -129,29 +134,31 @@ class Membership:
         )
 
     def update_domains(self, timeout_seconds: float = _INFO_SECONDS, wait_for_all: bool = False) -> None:
-        """Learn where members stand of which the configuration does not say it. Another client may know less, or more: it only
-        proposes other places then. Waits so long for those who were not asked before, or for everyone."""
+        """Update the failure domains that the configuration lacks from the reports of the members.
+
+        Waits up to this time for members that are asked for the first time, or for all (`wait_for_all`). Clients may have
+        different reports: they only propose other members for fragments then.
+        """
         infos = self._member_facts.get_infos(self.open_members, timeout_seconds, wait_for_all)
         if infos is self._infos:
             return
         with self._ring_lock:
-            agreed = {} if self._ring is None else {name: spot.domain for name, spot in self._ring.all_members.items()}
+            agreed = {} if self._ring is None else {name: member.domain for name, member in self._ring.all_members.items()}
             configured = {name: open_member.member.location.domain for name, open_member in self.open_members.items()}
             unlabelled = {name for name in configured if name not in infos or not infos[name].labels}
             self._domains = failure_domains(
                 {n: d or (agreed.get(n, ()) if n in unlabelled else ()) for n, d in configured.items()}, infos
             )
             self.locations = self.with_known_domains(self.locations)
-            if (
-                len(self.config.host_domain) == 1 and configured.get(self.config.host_domain[0]) == self.config.host_domain
-            ):  # the member's own name
-                self.host_domain = self._domains[self.config.host_domain[0]]
+            host_domain = self.config.host_domain
+            if len(host_domain) == 1 and configured.get(host_domain[0]) == host_domain:  # it is the name of a member
+                self.host_domain = self._domains[host_domain[0]]
             self._infos = infos
 
     def with_known_domains(self, locations: Iterable[MemberLocation]) -> tuple[MemberLocation, ...]:
-        """Members with the domains that are known by now."""
+        """Return the locations with the failure domains that are known now."""
         return tuple(replace(s, domain=self._domains.get(s.name, s.domain)) for s in locations)
 
     def check_devices(self, names: Iterable[str]) -> None:
-        """Raises InvalidArgument where two of these members are the same device."""
+        """Raise InvalidArgument where two of these members are the same device."""
         require_distinct_devices(self._infos, names, self.url)

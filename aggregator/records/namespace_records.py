@@ -1,4 +1,4 @@
-"""All records of a namespace: read, listed, changed and settled on the members that keep them, whatever ring these go by."""
+"""Calls to read, list, change and settle all records of a namespace, also while the record ring changes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.registers.base import ABSENT_NAME, Record, RegisterAnswer, Registers, RegisterValue
 
 ScannedRecords = Mapping[str, Sequence[tuple[str, RegisterAnswer]]]
-"""Names and records, by member."""
+"""The names and records that each member returned, by member."""
 
 OnOutdated = Callable[[bool, int], None]
-"""Called with whether a member may have taken a change already, and the fence number that counts by now."""
+"""Called with whether a member may already have accepted the change, and with the current fence number."""
 
 
 class NamespaceRecords(Membership):
@@ -36,15 +36,15 @@ class NamespaceRecords(Membership):
         )
 
     def _replica_sets(self, paths: Sequence[str]) -> dict[str, ReplicaSet]:
-        now = self.ring
-        return {path: now.replica_set(path) for path in paths}
+        ring = self.ring
+        return {path: ring.replica_set(path) for path in paths}
 
     def stat(self, path: str) -> PathRecord | None:
-        """What is known of a path; None where there is nothing."""
+        """Return the record of a path; None where no file or folder exists."""
         return self.stat_all([path])[path]
 
     def stat_all(self, paths: Sequence[str]) -> dict[str, PathRecord | None]:
-        """The same of many at once."""
+        """Return the records of many paths; None for those where no file or folder exists."""
         for path in paths:
             check_path(path)
         if not self.exists():
@@ -56,39 +56,41 @@ class NamespaceRecords(Membership):
         return found
 
     def scan(self, prefix: str, wait_for_all: bool = True) -> tuple[ScannedRecords, dict[str, StoreError]]:
-        """The records, without bodies, of all names that begin so, by member; and the members that do not answer.
+        """Return the records of all names with a prefix by member, without bodies, and the errors of members without an answer.
 
-        wait_for_all: whether to wait also for members whose answers are not needed. Raises Unavailable where so many of them
-        are missing that a name could be overlooked.
+        wait_for_all: also wait for members whose answers are not needed. Raises Unavailable where so many members are missing
+        that a name could be overlooked.
         """
         return self._replicated_registers.retry_outdated(partial(self._scan_by_ring, prefix, wait_for_all))
 
     def _scan_by_ring(self, prefix: str, wait_for_all: bool) -> tuple[ScannedRecords, dict[str, StoreError]]:
-        now = self.ring
+        ring = self.ring
 
         def read(registers: Registers) -> tuple[list[tuple[str, RegisterAnswer]], bool]:
-            (absent,) = registers.read([ABSENT_NAME], now.fence_number)
-            return list(registers.scan_all(prefix, now.fence_number)), isinstance(absent, Record)
+            (absent,) = registers.read([ABSENT_NAME], ring.fence_number)
+            return list(registers.scan_all(prefix, ring.fence_number)), isinstance(absent, Record)
 
-        calls = {name: partial(read, self._member_registers[name]) for name in now.all_members}
+        calls = {name: partial(read, self._member_registers[name]) for name in ring.all_members}
 
         def complete(answers: Mapping[str, tuple[object, bool]]) -> bool:
-            return now.can_list([name for name, (_, whole) in answers.items() if whole])
+            return ring.can_list([name for name, (_, is_complete) in answers.items() if is_complete])
 
-        def ask(spare: bool) -> tuple[dict[str, tuple[list[tuple[str, RegisterAnswer]], bool]], dict[str, StoreError]]:
-            will_do = complete if not wait_for_all else lambda _: False
-            return self.fan_out.ask(calls, self.commit_timeout_seconds, is_acceptable=will_do, skip_failed=spare)
+        def ask(skip_failed: bool) -> tuple[dict[str, tuple[list[tuple[str, RegisterAnswer]], bool]], dict[str, StoreError]]:
+            is_acceptable = complete if not wait_for_all else lambda _: False
+            return self.fan_out.ask(calls, self.commit_timeout_seconds, is_acceptable=is_acceptable, skip_failed=skip_failed)
 
-        answers, errors = ask(spare=True)
-        if not complete(answers):  # those that did not answer lately are needed after all
-            answers, errors = ask(spare=False)
+        answers, errors = ask(skip_failed=True)
+        if not complete(answers):  # the members that did not answer lately are needed after all
+            answers, errors = ask(skip_failed=False)
         for error in errors.values():
             if isinstance(error, Outdated):
                 raise error
         if not complete(answers):
             reasons = [f"{name}: {error}" for name, error in errors.items()]
             reasons += [
-                f"{n}: its records were lost and are not all back" for n, (_, is_complete) in answers.items() if not is_complete
+                f"{name}: its records were lost and are not all restored"
+                for name, (_, is_complete) in answers.items()
+                if not is_complete
             ]
             raise Unavailable(
                 f"{self.url} can't be listed: {len(reasons)} members are missing ({'; '.join(reasons)}); start them"
@@ -96,24 +98,27 @@ class NamespaceRecords(Membership):
         return {name: records for name, (records, _) in answers.items()}, errors
 
     def read_records(self, names: Sequence[str]) -> dict[str, RegisterValue | None]:
-        """Values by register name, tombstones too."""
+        """Return the values of registers by name, tombstones too."""
         return self._replicated_registers.read(names)
 
     def update_record(self, path: str, decide: Decide) -> RegisterValue | None:
-        """Change a record; what it is after that."""
+        """Change the record of a path, and return its value after the change."""
         return self._replicated_registers.update([f"/{path}"], decide)[f"/{path}"]
 
     def update_record_fenced(
         self, fence_number: int, path: str, decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False
     ) -> RegisterValue | None:
-        """Change a record by a fence number; what it is after that. on_outdated: called where another number counts by now;
-        what the change refers to must exist after that, or it raises."""
+        """Change the record of a path with this fence number, and return its value after the change.
+
+        on_outdated: called where members have another number now. It makes sure that the objects of the new value exist, or
+        raises.
+        """
         return self.update_records_fenced(fence_number, [f"/{path}"], decide, on_outdated, expect_absent)[f"/{path}"]
 
     def update_records_fenced(
         self, fence_number: int, names: Sequence[str], decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False
     ) -> dict[str, RegisterValue | None]:
-        """The same of many registers, by name."""
+        """Change many registers as `update_record_fenced` does, and return their values after the change by name."""
         until = time.monotonic() + 2 * self.commit_timeout_seconds
         while True:
             outcome = self._replicated_registers.update_fenced(fence_number, names, decide, expect_absent)
@@ -121,15 +126,15 @@ class NamespaceRecords(Membership):
                 return outcome
             if time.monotonic() > until:
                 reason = outcome.reason
-                raise Unavailable(f"{self.url}: {reason}; members still change, try again") from reason
+                raise Unavailable(f"{self.url}: {reason}; the members still change, try again") from reason
             self.invalidate_ring()
             fence_number = self.ring.fence_number
             on_outdated(outcome.may_be_taken, fence_number)
 
     def update_register(self, name: str, decide: Decide) -> RegisterValue | None:
-        """Change a register of the namespace itself, whose name no path has; what it is after that."""
+        """Change a register of the namespace itself, whose name no path has, and return its value after the change."""
         return self._replicated_registers.update([name], decide)[name]
 
     def settle(self, names: Sequence[str], on_all_members: bool = True) -> None:
-        """Give a quorum of the members that keep these registers, or all that answer, the newest value."""
+        """Write the newest value of these registers to a quorum of their replica sets, or to all members that answer."""
         self._replicated_registers.settle(names, on_all_members)

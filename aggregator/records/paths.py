@@ -1,4 +1,4 @@
-"""Which texts can name a file of a namespace."""
+"""The rules for the path of a file in a namespace."""
 
 from __future__ import annotations
 

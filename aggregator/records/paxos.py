@@ -1,22 +1,22 @@
-"""One value for each path, agreed by a majority of the members that keep it, whatever fails and whoever competes.
+"""The consensus on the value of each path, by Paxos among the members of its replica set and by direct changes.
 
-Each path has a register on a few members; `storage/registers/base.py` has the rules that a register keeps. A change is made in
-one of two ways:
+Each path has a register on each member of its replica set; `storage/registers/base.py` has the rules of a register. A change is
+made in one of two ways:
 
-* *direct*: the first member of the path changes its value, if that is still the one that was read, and then the others do the
-  same. Done once a quorum has it. One write on each member; this is the way of nearly every change.
-* *in two phases* (Paxos): a promise from a quorum, which brings the newest value that any of it holds; then the value
-  made from that is accepted by a quorum. This works while any quorum answers, and settles what a direct change left
-  half-done: its value is taken over or given up, the same for all.
+* *direct*: the first member of the replica set changes its value, if that is still the one that was read. Then the other
+  members do the same. The change is done once a quorum has it. It costs one write per member; nearly all changes are direct.
+* *in two phases* (Paxos): a quorum promises a ballot and returns its newest value. Then a quorum accepts the value that is made
+  from that one. This works while any quorum answers. It also settles a direct change that was left half-done: all clients then
+  agree either on its value or on the value before.
 
-Why they fit together. The first member lets one direct change of a value pass, so that two never compete. A direct ballot lies
-right above the one that it replaces and below every later two-phase ballot, and a register that has promised a two-phase
-ballot takes no direct change of what its proposer may have read. So a direct change that a quorum has taken is seen by every
-later promise of a quorum, as the newest value or as the root of that; one that fewer have taken is a value whose author
-still waits, and finds out in two phases whether it stands.
+Why both are compatible. The first member lets only one direct change of a value pass, so two direct changes never compete. The
+ballot of a direct change is right above the one that it replaces, and below every later two-phase ballot. A register that has
+promised a two-phase ballot refuses a direct change of a value that the proposer may have read. So a direct change that a quorum
+has accepted is seen by each later quorum of promises, as the newest value or as the origin of that. A direct change that fewer
+members have accepted is not acknowledged yet: its author still waits, and finds out in two phases whether it was agreed.
 
-While the members that keep records change (`aggregator/records/ring_change.py`), a path has two groups of members: what
-is agreed must be agreed in both, in two phases.
+While the record ring changes (`aggregator/records/ring_change.py`), a path has two voting groups. Each change must be agreed in
+both, in two phases.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ T = TypeVar("T")
 _BATCH_PATHS = 1_000
 
 _FIRST_READ_SECONDS = 0.5
-"""How long a read waits for the members that it needs before it asks the others as well."""
+"""How long a read waits for the members that it needs before it asks the others too."""
 
 _CHANGE_SECONDS = 2.0
-"""How long a direct change waits for the first member before the others agree without it; longer for many paths."""
+"""How long a direct change waits for the first member before the other members agree without it; longer for many paths."""
 
 
 class ReplicatedRegisters:
-    """The values of paths.
+    """The agreed values of paths, read and changed on their replica sets. Safe to use from many threads.
 
-    replica_sets: returns who keeps these paths, all by one ring. invalidate_ring: called where members answer that others do.
-    is_direct: whether all callers agree on who the first member of a path is.
+    replica_sets: returns the replica sets of paths, all of one ring. invalidate_ring: called where members answer that the ring
+    is outdated. is_direct: whether direct changes are allowed: all callers agree on the first member of each replica set.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class ReplicatedRegisters:
 
     @property
     def _proposer_id(self) -> str:
-        """Of this process alone: a child has another, whatever it has from its parent."""
+        """The id of this process in ballots. A forked child has its own, although it copies the secret."""
         return f"{self._process_secret}{os.getpid():x}x"
 
     # --- reading -----------------------------------------------------------------------------------------------
 
     def read(self, paths: Sequence[str]) -> dict[str, RegisterValue | None]:
-        """The value of each path; Unavailable where too few of its members answer."""
+        """Return the value of each path. Raises Unavailable where too few members of its replica set answer."""
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
             found |= self.retry_outdated(functools.partial(self._read_batch, batch))
@@ -119,15 +119,15 @@ class ReplicatedRegisters:
         def enough(path: str, got: Mapping[str, RegisterAnswer]) -> bool:
             return is_unanimous(got, replica_sets[path].can_write)
 
-        # As many as a change needs, of those that answer; the others only if these are too few to read, or do not agree.
-        first_members = {path: self._preferred_members(kept) for path, kept in replica_sets.items()}
+        # Ask as many members as a change needs, and the others only if these are too few to read or do not agree.
+        first_members = {path: self._preferred_members(replicas) for path, replicas in replica_sets.items()}
         answers, errors = self._call_members(first_members, read, enough, _FIRST_READ_SECONDS)
         undecided = [path for path in paths if not is_unanimous(answers[path], replica_sets[path].can_read)]
         if undecided:
             rest = {path: [m for m in replica_sets[path].members if m not in answers[path]] for path in undecided}
             more, failed = self._call_members(
                 rest, read, lambda path, got: enough(path, {**answers[path], **got}),
-                # or two phases settle it
+                # where these are not unanimous, two phases settle the value
                 is_acceptable=lambda path, got: replica_sets[path].can_read(undamaged_records({**answers[path], **got})),
             )  # fmt: skip
             for path in undecided:
@@ -141,19 +141,19 @@ class ReplicatedRegisters:
                 raise no_quorum_error(path, replica_sets[path], False, answers[path], errors)
             newest = replica_sets[path].newest(records)
             same = {m for m, r in records.items() if r.accepted == newest.accepted}
-            # One of two that is left alone can't settle anything. What it has may be half-done: later it may not be seen for a
-            # while, but never is it undone.
+            # Where only one of two members answers, nothing can be settled. Its value may be half-done: a later read may miss
+            # it for a while, but it is never undone.
             replicas = replica_sets[path]
             agreed = replicas.can_write(same) or (replicas.can_read(same) and not replicas.can_write(records))
             if not agreed and newest.value is not None:
                 unsettled.append(path)
             found[path] = newest.value
-        if unsettled:  # a change was left half-done: first the newest value is made the one for all
+        if unsettled:  # a change was left half-done: settle the newest value first
             found |= self._run_two_phases(unsettled, RegisterUpdate(keep_value))
         return found
 
     def settle(self, paths: Sequence[str], on_all_members: bool = True) -> None:
-        """Give a quorum, or every member that answers, the newest value of these paths."""
+        """Write the newest value of these paths to a quorum, or to every member that answers."""
         for batch in _batches(paths):
             self.retry_outdated(functools.partial(self._settle_batch, batch, on_all_members))
 
@@ -161,22 +161,21 @@ class ReplicatedRegisters:
         self._run_two_phases(paths, RegisterUpdate(keep_value, on_all_members=on_all_members))
 
     def retry_outdated(self, call: Callable[[], T]) -> T:
-        """Do some work, again where it went by an old ring."""
+        """Return the result of a call; repeat the call where it used an outdated ring."""
         until = time.monotonic() + 2 * self._deadline_seconds
         while True:
             try:
                 return call()
             except Outdated as error:
                 if time.monotonic() > until:
-                    raise Unavailable(f"{error}; they still change, or this process can't learn of it") from error
+                    raise Unavailable(f"{error}; the members still change, or this process can't read the new ring") from error
                 self._invalidate_ring()
                 time.sleep(0.02)
 
     # --- changing ----------------------------------------------------------------------------------------------
 
     def update(self, paths: Sequence[str], decide: Decide, expect_absent: bool = False) -> dict[str, RegisterValue | None]:
-        """Change the values of paths; what each is after that. expect_absent: nothing is expected to be
-        there yet."""
+        """Change the values of paths, and return each after that. expect_absent: expect no values, and read none first."""
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
             found |= self.retry_outdated(functools.partial(self._try_update, batch, decide, expect_absent))
@@ -188,7 +187,7 @@ class ReplicatedRegisters:
     def update_fenced(
         self, fence_number: int, paths: Sequence[str], decide: Decide, expect_absent: bool = False
     ) -> dict[str, RegisterValue | None] | Superseded:
-        """As `update`, by this fence number and no other: once another one counts, what the new values refer to may be gone."""
+        """Update with this fence number only. Return Superseded once members have another: the new objects may be deleted."""
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
             update = RegisterUpdate(decide, expect_absent, fence_number)
@@ -205,15 +204,15 @@ class ReplicatedRegisters:
         return update.found
 
     def _require_replica_sets(self, paths: Sequence[str], update: RegisterUpdate) -> tuple[dict[str, ReplicaSet], int]:
-        """The replica sets, and the fence number by which they keep the paths."""
+        """Return the replica sets of the paths and their fence number. Raises Outdated where it is not the required one."""
         replica_sets = self._replica_sets(paths)
         fence_number = _fence_number(replica_sets)
         if update.required_number is not None and fence_number != update.required_number:
-            raise Outdated(f"members go by {fence_number} now, and not by {update.required_number}")
+            raise Outdated(f"the members have the fence number {fence_number} now, and not {update.required_number}")
         return replica_sets, fence_number
 
     def _change_directly(self, paths: Sequence[str], update: RegisterUpdate) -> list[str]:
-        """The paths that could not be changed so."""
+        """Make direct changes, and return the paths that could not be changed so."""
         all_replica_sets, fence_number = self._require_replica_sets(paths, update)
         replica_sets = {
             path: replicas
@@ -228,7 +227,7 @@ class ReplicatedRegisters:
         def change(registers: Registers, names: list[str]) -> list[bool]:
             return registers.change([changes[name] for name in names], self._proposer_id, fence_number)
 
-        if len({replica_sets[path].members[0] for path in changes}) > 1:  # one may take its part where another refuses
+        if len({replica_sets[path].members[0] for path in changes}) > 1:  # one member may accept where another refuses
             update.possibly_changed.update(changes)
         failpoint("ledger.change")
         first_answers, _ = self._call_members(
@@ -242,7 +241,7 @@ class ReplicatedRegisters:
         def enough(path: str, got: Mapping[str, bool]) -> bool:
             return changed_on_first[path].can_write({changed_on_first[path].members[0], *(m for m, yes in got.items() if yes)})
 
-        others, _ = self._call_members({path: kept.members[1:] for path, kept in changed_on_first.items()}, change, enough)
+        others, _ = self._call_members({path: each.members[1:] for path, each in changed_on_first.items()}, change, enough)
         for path in changed_on_first:
             if enough(path, others[path]):
                 update.found[path] = changes[path].value
@@ -253,7 +252,7 @@ class ReplicatedRegisters:
     def _propose_changes(
         self, replica_sets: Mapping[str, ReplicaSet], update: RegisterUpdate, fence_number: int, timeout_seconds: float
     ) -> dict[str, DirectChange]:
-        """The direct changes by path, decided on what the first member of each path has. The other paths need two phases."""
+        """Return the direct changes by path, made from the value of the first member. The other paths need two phases."""
         answers: dict[str, dict[str, RegisterAnswer]] = {path: {} for path in replica_sets}
         if not update.expect_absent:
             answers, _ = self._call_members(
@@ -267,8 +266,8 @@ class ReplicatedRegisters:
             if not isinstance(record, Record):
                 continue
             new = update.decide(path, record.value)
-            # None: to be sure, for the first member may not know the newest. Nothing there, in a ring that is not the first: a
-            # member may hold a first value that it took by an earlier ring, whose first member was another, and nobody else.
+            # None needs two phases, because the first member may not have the newest value. A register without a value needs
+            # them in a later ring: a member may have a first value from an earlier ring, in which another member was the first.
             if new is not None and (record.accepted != NO_BALLOT or fence_number <= 1):
                 changes[path] = DirectChange(path, record.accepted, new)
         return changes
@@ -278,13 +277,14 @@ class ReplicatedRegisters:
         highest = floor_ballot(_fence_number(self._replica_sets(paths)))
         pause, tries = 0.005, 0
         while paths:
-            # Never twice the same: two proposals of one ballot could both be accepted somewhere.
+            # Never use a ballot twice: two proposals with one ballot could both be accepted somewhere.
             ballot = Ballot(highest.round + 1, f"{self._proposer_id}{next(self._proposals):x}")
             paths, highest = self._run_round(paths, ballot, update)
             tries += 1
             if paths and tries > 4 and time.monotonic() > until:
                 raise Unavailable(
-                    f"{_describe_paths(paths)}: others changed it at the same time for {self._deadline_seconds:g} s; try again"
+                    f"{_describe_paths(paths)}: other clients changed it at the same time for {self._deadline_seconds:g} s; "
+                    "try again"
                 )
             if paths:
                 time.sleep(random.uniform(0, pause))
@@ -292,7 +292,7 @@ class ReplicatedRegisters:
         return update.found
 
     def _run_round(self, paths: Sequence[str], ballot: Ballot, update: RegisterUpdate) -> tuple[list[str], Ballot]:
-        """One try; the paths to try again, and the highest ballot that stood in the way."""
+        """Run both phases once. Return the paths to try again, and the highest ballot of any answer."""
         replica_sets, fence_number = self._require_replica_sets(paths, update)
         failpoint("ledger.prepare")
         promises, errors = self._call_members(
@@ -313,7 +313,7 @@ class ReplicatedRegisters:
             ),
             lambda path, got: (
                 not update.on_all_members
-                # A damaged register says no whatever the ballot.
+                # A damaged register refuses every ballot, so its refusal decides nothing.
                 and is_decided({m: yes for m, yes in got.items() if yes or m in proposals[path].promising}, replica_sets[path])
             ),
         )
@@ -329,18 +329,18 @@ class ReplicatedRegisters:
     def _repair_damaged(
         self, path: str, value: RegisterValue, ballot: Ballot, answers: Mapping[str, RegisterAnswer], fence_number: int
     ) -> None:
-        """Put the value in the place of damaged records: a quorum of the other members has promised and taken it."""
+        """Replace damaged records with the value. A quorum of the other members has promised its ballot and accepted it."""
         for member, answer in answers.items():
             if isinstance(answer, DamagedRecord):
                 try:
                     self._registers[member].accept([(path, value)], ballot, repair_damaged=True, fence_number=fence_number)
-                    level = logging.INFO if answer == REGISTERS_INCOMPLETE else logging.WARNING  # one for each file there is
+                    level = logging.INFO if answer == REGISTERS_INCOMPLETE else logging.WARNING  # INFO: one per file
                     log.log(level, "the record of %s on %s was damaged (%s) and is restored", path, member, answer.reason)
                 except StoreError as error:
-                    log.info("the damaged record of %s on %s stays: %s", path, member, error)
+                    log.info("the damaged record of %s on %s could not be restored: %s", path, member, error)
 
     def _preferred_members(self, replicas: ReplicaSet) -> Sequence[str]:
-        """As many members as a change needs, or at least a read, those that answered lately first."""
+        """Return as many members as a change needs, or at least as a read needs; members that are not down come first."""
         found: dict[str, None] = {}
         for group in replicas.groups:
             down = [m for m in group.members if self._fan_out.health.is_down(m)]
@@ -355,9 +355,10 @@ class ReplicatedRegisters:
         is_enough: Callable[[str, Mapping[str, T]], bool] | None = None, timeout_seconds: float | None = None,
         is_acceptable: Callable[[str, Mapping[str, T]], bool] | None = None,
     ) -> tuple[dict[str, dict[str, T]], dict[str, StoreError]]:  # fmt: skip
-        """Ask every member for all of its paths at once: the answers by path and member, and the errors by member.
+        """Call each member once for all of its paths. Return the answers by path and member, and the errors by member.
 
-        timeout_seconds: after that, the answers so far are returned. is_acceptable: of a path, whether these answers would do.
+        members: those to call for each path. timeout_seconds, is_enough, is_acceptable: as for `FanOut.ask`; the conditions are
+        called for each path with its answers. Raises Outdated where a member does.
         """
         names: dict[str, list[str]] = defaultdict(list)
         for path, replicas in members.items():
@@ -371,14 +372,15 @@ class ReplicatedRegisters:
                     found[path][member] = answer
             return found
 
-        def of_all(
-            found: Callable[[str, Mapping[str, T]], bool] | None,
-        ) -> Callable[[dict[str, Sequence[T]]], bool]:
-            return lambda answers: found is not None and all(found(path, got) for path, got in by_path(answers).items())
+        def for_all(condition: Callable[[str, Mapping[str, T]], bool] | None) -> Callable[[dict[str, Sequence[T]]], bool]:
+            return lambda answers: condition is not None and all(condition(path, got) for path, got in by_path(answers).items())
 
         calls = {m: functools.partial(call, self._registers[m], names[m]) for m in names}
         answers, errors = self._fan_out.ask(
-            calls, timeout_seconds or self._deadline_seconds, of_all(is_enough), is_acceptable=of_all(is_acceptable)
+            calls,
+            timeout_seconds or self._deadline_seconds,
+            for_all(is_enough),
+            is_acceptable=for_all(is_acceptable),
         )
         for error in errors.values():
             if isinstance(error, Outdated):

@@ -1,9 +1,9 @@
-"""Which records of deleted files were collected lately, and by which fence number.
+"""The agreed log of the tombstones that were collected lately, each with the fence number of its collection.
 
-A client that finds nothing where it may have published a file asks for it. The file may have been there and have been deleted
-only if its record was collected since: otherwise a deleted file leaves a record. A change of the ring collects nothing.
+It is for a client that finds no record where it may have published a file. A deleted file leaves a tombstone, so the file can
+only have existed and been deleted if its tombstone was collected since. A ring change collects nothing.
 
-The names are agreed before anything is forgotten. So a client that finds that a record is missing finds its name too.
+The names are agreed before a register is forgotten. So a client that finds a record missing finds its name in the log.
 """
 
 from __future__ import annotations
@@ -20,59 +20,61 @@ from ckpt.storage.registers.base import RegisterValue
 from ckpt.storage.registers.fence_numbers import order_key
 
 COLLECTED_REGISTER = "collected"
-"""The register's name, which no path has."""
+"""The name of the log's register, which no path has."""
 
 _MAX_NAMES = 20_000
-"""So many names are kept at most, of the collections that were the last."""
+"""The most names that the log has. The oldest collections are dropped first."""
 _HASH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Collection:
+    """One collection of tombstones."""
+
     number: int
-    """The fence number by which it was done, as `in_order` has it."""
+    """The `order_key` of the collection's fence number."""
     names: bytes
-    """A hash of each name, one after the other."""
+    """The concatenated hashes of the names."""
 
     def has(self, name: bytes) -> bool:
+        """Return whether the name with this hash was collected."""
         return any(self.names[at : at + _HASH_BYTES] == name for at in range(0, len(self.names), _HASH_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class _CollectionLog:
+    """The value of the register."""
+
     above: int
-    """Of collections up to this number the names are not known."""
+    """The names of collections up to this number are not known any more."""
     collections: tuple[_Collection, ...]
+    """The oldest first."""
 
 
 def record_collection(records: NamespaceRecords, fence_number: int, names: Collection[str]) -> None:
-    """Agree with all members that these records are collected by this number from now on."""
+    """Add these names to the log, before their records are collected with this fence number."""
     collection = _Collection(order_key(fence_number), b"".join(map(_hash, sorted(names))))
 
     def add(_: str, value: RegisterValue | None) -> RegisterValue | None:
         collection_log = _decode_log(value) or _CollectionLog(collection.number, ())
-        return (
-            None
-            if collection in collection_log.collections
-            else _encode_log(_drop_oldest(replace(collection_log, collections=(*collection_log.collections, collection))))
-        )
+        if collection in collection_log.collections:
+            return None
+        return _encode_log(_drop_oldest(replace(collection_log, collections=(*collection_log.collections, collection))))
 
     records.update_register(COLLECTED_REGISTER, add)
 
 
 def is_collected_since(records: NamespaceRecords, path: str, fence_number: int) -> bool:
-    """Whether the record of a deleted file may have been collected since a client published the path by this number."""
-    collection_log, since = (
-        _decode_log(records.read_records([COLLECTED_REGISTER])[COLLECTED_REGISTER]),
-        order_key(fence_number),
-    )
+    """Return whether the tombstone of a path may have been collected since a client published it with this fence number."""
+    collection_log = _decode_log(records.read_records([COLLECTED_REGISTER])[COLLECTED_REGISTER])
+    since = order_key(fence_number)
     if collection_log is None or since < collection_log.above:
         return True
     return any(each.number > since and each.has(_hash(f"/{path}")) for each in collection_log.collections)
 
 
 def _drop_oldest(collection_log: _CollectionLog) -> _CollectionLog:
-    """Without the oldest collections, where there are too many names."""
+    """Return the log without its oldest collections, if it has too many names."""
     above, collections = collection_log.above, collection_log.collections
     while sum(len(each.names) for each in collections) > _MAX_NAMES * _HASH_BYTES:
         above, collections = max(above, collections[0].number), collections[1:]
@@ -90,7 +92,7 @@ def _encode_log(collection_log: _CollectionLog) -> RegisterValue:
 
 
 def _decode_log(value: RegisterValue | None) -> _CollectionLog | None:
-    """Of an agreed value; None where it can't be read."""
+    """Return the log of an agreed value; None where it can't be read."""
     if value is None:
         return _CollectionLog(0, ())
     try:

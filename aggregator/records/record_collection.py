@@ -1,20 +1,21 @@
-"""Collecting the records of deleted files, so that a listing costs what exists, and not what ever existed.
+"""The collection of tombstones: it removes records of deleted files, so that listings stay fast.
 
-A deleted file leaves a record that says so (a tombstone). Without it a member that was away would bring the file back. It may
-go once no member can: in this order, which `aggregator/records/eras.py` and `storage/registers/fence_numbers.py` prepare.
+A deleted file leaves a record, its tombstone. Without the tombstone, a member that was down during the deletion would bring the
+file back. It is removed once no member can do so, in this order (see `aggregator/records/eras.py` and
+`storage/registers/fence_numbers.py`):
 
-1. All members that keep records are listed. Where a member still has something older than the tombstone, it gets the tombstone.
-2. A new era begins, whose floor is above every ballot of these registers. All members are fenced, so that no call of before
+1. List all members that keep records. A member that has a value older than the tombstone gets the tombstone.
+2. Begin a new era, whose floor is above every ballot of these registers. All members are fenced, so that no earlier call
    arrives late.
-3. The names are agreed (`aggregator/records/recently_collected.py`), so that a client that finds no record knows that it may
-have been collected.
-4. All members are read by the new number. A tombstone is collected only where each member that keeps its register has it with
-   the same ballot, or has no value, and no other member has anything left of it.
+3. Agree on the names (`aggregator/records/recently_collected.py`), so that a client that finds no record knows that it may have
+   been collected.
+4. Read all members with the new fence number. A tombstone is collected only if each member of its replica set has it with the
+   same ballot, or has no value, and no other member has a value of it.
 5. Each member forgets its registers, if they still have that ballot.
 
-A member that has forgotten a register takes no ballot for it that is not above the floor, and the others still have the
-tombstone's ballot. So whatever is agreed from then on has a higher ballot than all that was there before, also if the client
-ends between two members. A member that does not answer stops the collection: nothing is forgotten that it may have missed.
+A member that has forgotten a register accepts only ballots above the floor for it, and the other members still have the ballot
+of the tombstone. So everything that is agreed later has a higher ballot than all earlier values, also if the client ends after
+some members only. A member that does not answer stops the collection, because it may have missed the tombstone.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from ckpt.storage.registers.base import ABSENT_NAME, NO_BALLOT, Ballot, Record, 
 log = logging.getLogger("ckpt")
 
 MIN_AGE_SECONDS = 20.0
-"""A tombstone that is younger is left alone: clients that still try to write the file find out what became of it. Nothing that
-was agreed depends on it."""
+"""The age from which a tombstone is collected. A client that is still writing the file sees from a younger one that the file
+was deleted. What was agreed does not depend on this time."""
 
 _PAUSE_SECONDS = 10.0
 _BATCH = 1_000
@@ -48,9 +49,10 @@ _ELECTION_REGISTER = "collector"
 
 
 def collect_tombstones(records: NamespaceRecords, age_seconds: float | None = None) -> int:
-    """Forget the records of files that were deleted at least so long ago; of how many.
+    """Forget the records of files that were deleted at least `age_seconds` ago, and return the number of these files.
 
-    0 where a member that keeps records does not answer, or others do the same. Raises Unavailable.
+    Returns 0 where a member that keeps records does not answer, or another client collects at the same time. Raises
+    Unavailable.
     """
     if records.ring.previous is not None:
         return 0
@@ -66,13 +68,15 @@ def collect_tombstones(records: NamespaceRecords, age_seconds: float | None = No
     collected = 0
     for batch in _batches(sorted(found)):
         collected += _forget_registers(records, _confirm_collectable(records, batch, found, number), number)
-    log.info("%s: the records of %d deleted files were collected", records.url, collected)
+    log.info("%s: collected the records of %d deleted files", records.url, collected)
     return collected
 
 
 def _list_tombstones(records: NamespaceRecords, age_seconds: float) -> dict[str, dict[str, Record]]:
-    """What the members that keep a register have in it, by name, of what was deleted, or has never had a value. Nothing where a
-    member is missing."""
+    """Return the registers to collect: by name, the record of each member of the replica set.
+
+    These are registers with a tombstone of at least this age, and registers without a value. Empty where a member is missing.
+    """
     listed = _scan_registers(records)
     if lagging := [
         name for name, each in listed.items() if _is_deleted(name, each, age_seconds) and _has_different_values(each)
@@ -91,7 +95,7 @@ def _scan_registers(records: NamespaceRecords) -> dict[str, dict[str, RegisterAn
     found: dict[str, dict[str, RegisterAnswer]] = defaultdict(dict)
     for member, given in answers.items() if not errors else ():
         for name, answer in given:
-            by_member = found[name]  # what others have left from before does not count, but the name does
+            by_member = found[name]  # the name is listed, but values of members outside of the replica set do not count
             if member in records.ring.replica_set(name).members:
                 by_member[member] = answer
     return found
@@ -106,25 +110,25 @@ def _is_deleted(name: str, answers: Mapping[str, RegisterAnswer], age_seconds: f
         return True
     try:
         head = file_record.decode_record_head(name[1:], newest.head)
-    except CkptError:  # of a newer version: whether it was deleted is not known
+    except CkptError:  # written by a newer version: it may be a file
         return False
     return head.kind == "deleted" and time.time() - head.modified >= age_seconds
 
 
 def _has_different_values(answers: Mapping[str, RegisterAnswer]) -> bool:
-    """Whether members have different values. One that has none may be told nothing: it has nothing to bring back."""
+    """Return whether members have different values. A member without a value does not count: it can bring nothing back."""
     return len({r.accepted for r in answers.values() if isinstance(r, Record) and r.accepted != NO_BALLOT}) > 1
 
 
 def _confirm_collectable(
     records: NamespaceRecords, names: Sequence[str], found: Mapping[str, Mapping[str, Record]], fence_number: int
 ) -> dict[str, list[tuple[str, Ballot]]]:
-    """What each member may forget, as all of them say by the new number."""
+    """Return the registers that each member may forget, with their ballots, after all members were read with the new number."""
     ring = records.ring
     registers = {name: records.open_members[name].registers for name in ring.all_members}
     calls = {m: partial(each.read, [ABSENT_NAME, *names], fence_number) for m, each in registers.items()}
     answers, errors = records.fan_out.ask(calls, records.commit_timeout_seconds)
-    if errors or any(not isinstance(given[0], Record) for given in answers.values()):  # or its registers were lost
+    if errors or any(not isinstance(given[0], Record) for given in answers.values()):  # the registers of a member were lost
         return {}
     by_name = {name: {m: given[i] for m, given in answers.items()} for i, name in enumerate(names, 1)}
     _drop_strays(records, by_name, fence_number)
@@ -141,7 +145,7 @@ def _confirm_collectable(
 
 
 def _drop_strays(records: NamespaceRecords, by_name: dict[str, dict[str, RegisterAnswer]], fence_number: int) -> None:
-    """Let members forget registers that they do not keep, as after a change of the ring that did not reach them."""
+    """Let members forget registers outside of their replica sets. A ring change that did not reach a member leaves some."""
     ring = records.ring
     strays: dict[str, list[str]] = defaultdict(list)
     for name, each in by_name.items():
@@ -159,12 +163,12 @@ def _drop_strays(records: NamespaceRecords, by_name: dict[str, dict[str, Registe
 def _forget_registers(
     records: NamespaceRecords, collectable: Mapping[str, Sequence[tuple[str, Ballot]]], fence_number: int
 ) -> int:
-    """Of how many files the tombstone is forgotten. A member that fails here keeps it until the next time."""
+    """Let members forget these registers, and return the number of tombstones. A member that fails keeps them until later."""
     failpoint("collection.forget")
     calls = {m: partial(records.open_members[m].registers.collect, each, fence_number) for m, each in collectable.items()}
     _, errors = records.fan_out.ask(calls, records.commit_timeout_seconds)
     for member, error in errors.items():
-        log.info("records of deleted files stay on %s: %s", member, error)
+        log.info("records of deleted files stay on %s until the next collection: %s", member, error)
     return len({name for each in collectable.values() for name, ballot in each if ballot != NO_BALLOT})
 
 
@@ -174,7 +178,7 @@ def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 class TombstoneCollector:
-    """Collects in the background when a listing has met too many tombstones; one client of a namespace at a time."""
+    """Collects tombstones in the background after a listing has found too many; only one client of a namespace does so."""
 
     def __init__(self, records: NamespaceRecords) -> None:
         self._records = records
@@ -183,7 +187,7 @@ class TombstoneCollector:
         self._next_start_at = 0.0
 
     def start(self) -> None:
-        """Begin, unless it was tried just now."""
+        """Start a collection, unless one was started within the last 10 seconds."""
         with self._lock:
             if time.monotonic() < self._next_start_at:
                 return
@@ -194,5 +198,5 @@ class TombstoneCollector:
         try:
             if self._election.try_lead():
                 collect_tombstones(self._records)
-        except (CkptError, RuntimeError) as error:  # the latter when the process ends
-            log.info("the records of deleted files stay in %s for now: %s", self._records.url, error)
+        except (CkptError, RuntimeError) as error:  # RuntimeError: the process is ending
+            log.info("%s: the records of deleted files stay until the next collection: %s", self._records.url, error)

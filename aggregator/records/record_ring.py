@@ -1,10 +1,9 @@
-"""Which members keep the records of which paths. Agreed, kept by every member, and the same for every client.
+"""The record ring: the agreed list of the members that keep records, from which each path's replica set follows.
 
-Fragments may lie anywhere, for a record says where. A record must be found without being told, so that what decides its
-place may not differ between clients. Each ring is a register of its own, `ring/<number>`, under a name that no path has: the
-members of the ring before agree on it, once and for ever, and all that is agreed by others is agreed in another register. So
-the newest ring is the one at the end of the chain, and who knows an old one is led on.
-`aggregator/records/ring_change.py` makes the next.
+Fragments may be on any members, because a record names them. Nothing names the members of a record, so all clients must compute
+its replica set from the same list. Each ring has a register of its own, `ring/<number>`, under a name that no path has. The
+members of the previous ring agree on its value, which is final. So the rings are a chain: the newest ring is its end, and a
+client with an old ring follows the chain to it. `aggregator/records/ring_change.py` makes the next ring.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ class RecordRing:
     members: tuple[MemberLocation, ...]
     tolerated_losses: int
     namespace: str
-    """Random, drawn when the namespace was made: rings of different namespaces have nothing to do with each other."""
+    """The random id of the namespace, which shows members of different namespaces."""
     previous: RecordRing | None = None
-    """While records move to these members: those that keep them all."""
+    """While records move to the members of this ring: the ring whose members have all records."""
     agreed_by: RecordRing | None = None
-    """The ring whose members agreed on this one; None where all of its own did."""
+    """The ring whose members agreed on this one; None for the first ring, on which all of its own members agreed."""
     removed_members: tuple[str, ...] = ()
-    """Members that were taken out: nobody writes to them any more, whatever his configuration says."""
+    """Members that were removed from the namespace. Nobody writes to them, even if a configuration lists them."""
     member_fence_number: int = 0
-    """The fence number that members had when the ring was read from them. Not a part of the record."""
+    """The fence number that members had when the ring was read from them. It is not a part of the stored ring."""
 
     @property
     def fence_number(self) -> int:
-        """The fence number by which calls under this ring go (`storage/registers/fence_numbers.py`)."""
+        """The fence number of calls under this ring (`storage/registers/fence_numbers.py`)."""
         return fence_numbers.number_for_ring(self.epoch, self.member_fence_number)
 
     @property
@@ -60,20 +59,21 @@ class RecordRing:
 
     @property
     def register_name(self) -> str:
-        """Of its register."""
+        """The name of the ring's register."""
         return f"{RING_PREFIX}{self.epoch:010d}"
 
     @property
     def quorum(self) -> Quorum:
+        """The quorum of each path's replica set."""
         return quorum(self.tolerated_losses, len(self.members))
 
     @property
     def all_members(self) -> dict[str, MemberLocation]:
         """All members that keep any record, by name."""
-        return {s.name: s for ring in (self.previous, self) if ring for s in ring.members}
+        return {m.name: m for ring in (self.previous, self) if ring for m in ring.members}
 
     def replica_set(self, path: str) -> ReplicaSet:
-        """The members that keep the record of a path; where it is one group, the first of it orders direct changes."""
+        """Return the replica set of a path. Where it has one group, the first member of it orders direct changes."""
         rings = [ring for ring in (self.previous, self) if ring]
         return ReplicaSet(
             tuple(VotingGroup(tuple(choose_members(path, r.members, r.quorum.members)), r.quorum) for r in rings),
@@ -81,16 +81,18 @@ class RecordRing:
         )
 
     def can_tolerate(self, tolerated: int, available: int) -> bool:
-        """Whether every record can be read after the loss of so many members, also while records move; as far as that goes with
-        the members that are available: of twice as many as are lost, those left know what there is."""
+        """Return whether every record can be read after the loss of `tolerated` members, also while records move.
+
+        It asks for no more members than there are: with `2 * tolerated` members, those that are left can read the records.
+        """
         needed = min(2 * tolerated, available)
         rings = [ring for ring in (self.previous, self) if ring]
         return all(needed <= len(r.members) and quorum(tolerated, len(r.members)).members <= r.quorum.members for r in rings)
 
     def can_list(self, answering: Collection[str]) -> bool:
-        """Whether each record is on one of these members."""
+        """Return whether these members together have every record."""
         ring = self.previous or self
-        return sum(s.name not in answering for s in ring.members) < ring.quorum.write
+        return sum(m.name not in answering for m in ring.members) < ring.quorum.write
 
 
 def next_ring(
@@ -100,17 +102,18 @@ def next_ring(
     removed_members: tuple[str, ...],
     tolerated_losses: int,
 ) -> RecordRing:
-    """A ring that may come after this one."""
+    """Return a proposal for the ring after `ring`."""
     agreed_by = replace(ring, agreed_by=None, member_fence_number=0)
     return RecordRing(ring.epoch + 1, members, tolerated_losses, ring.namespace, previous, agreed_by, removed_members)
 
 
 def ring_electors(ring: RecordRing, destroyed: str = "") -> ReplicaSet:
-    """Who agrees on the ring after this one: a majority of its members, or while records move, of those before, which have all.
+    """Return the members that agree on the ring after this one, by majority.
 
-    without: one that is destroyed, and needs not be asked.
+    While records move these are the members of the previous ring, which have all records. destroyed: a member whose device
+    never comes back, and which does not vote.
     """
-    names = sorted(s.name for s in (ring.previous or ring).members)
+    names = sorted(m.name for m in (ring.previous or ring).members)
     voters = tuple(name for name in names if name != destroyed)
     write, read = len(names) // 2 + 1, len(names) - len(names) // 2
     return ReplicaSet((VotingGroup(voters, Quorum(len(voters), min(write, len(voters)), min(read, len(voters)))),))
@@ -119,22 +122,22 @@ def ring_electors(ring: RecordRing, destroyed: str = "") -> ReplicaSet:
 def ring_registers(
     registers: Mapping[str, Registers], replica_set: ReplicaSet, fan_out: FanOut, seconds: float
 ) -> ReplicatedRegisters:
-    """For rings."""
+    """Return the registers of rings, agreed by this replica set. They are never changed directly."""
     return ReplicatedRegisters(registers, lambda paths: dict.fromkeys(paths, replica_set), fan_out, seconds, is_direct=False)
 
 
 RingAnswers = Sequence[tuple[str, RegisterAnswer]]
-"""What a member knows of rings, and its answer for one that is not there."""
+"""The rings that a member has, by register name, and at the end its answer for a register that does not exist."""
 
 
 class _RingUndecided(Unavailable):
-    """All members answer, and another client is about to agree upon a ring."""
+    """All members answer, but another client is in the middle of agreeing on a ring."""
 
 
 def find_ring(
     registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, open_members: Callable[[RecordRing], bool]
 ) -> RecordRing | None:
-    """As `_find`; what another client is in the middle of is looked at again."""
+    """Return the newest ring as `_find_once` does, and wait for a ring on which another client is just agreeing."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -148,24 +151,25 @@ def find_ring(
 def _find_once(
     registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, open_members: Callable[[RecordRing], bool]
 ) -> RecordRing | None:
-    """The newest ring of a namespace; None where all members answer, and none knows of one.
+    """Return the newest ring of a namespace; None where all members answer and none has a ring.
 
-    adopt: called with a ring that names members which `registers` lacks; whether they were added. Raises Unavailable where too
-    few members answer to be sure, InvalidArgument where they belong to different namespaces.
+    open_members: called with a ring that names members which `registers` lacks; returns whether it added them. Raises
+    Unavailable where too few members answer to be sure, and InvalidArgument where they belong to different namespaces.
     """
 
-    def tell(of: Registers) -> RingAnswers:
-        return [*of.scan(RING_PREFIX), *zip([""], of.read([f"{RING_PREFIX}{0:010d}"]), strict=True)]
+    def read_rings(member_registers: Registers) -> RingAnswers:
+        absent = member_registers.read([f"{RING_PREFIX}{0:010d}"])
+        return [*member_registers.scan(RING_PREFIX), *zip([""], absent, strict=True)]
 
     while True:
-        calls: dict[str, Callable[[], RingAnswers]] = {name: partial(tell, each) for name, each in registers.items()}
+        calls: dict[str, Callable[[], RingAnswers]] = {name: partial(read_rings, each) for name, each in registers.items()}
         answers, errors = fan_out.ask(calls, seconds, lambda got, calls=calls: _newest_agreed_ring(got, calls) is not None)  # type: ignore[misc]
         rings = _list_rings(answers)
         _check_one_namespace(answers)
         if not rings or set(rings[0].all_members) <= set(registers) or not open_members(rings[0]):
             break
     for ring in rings:
-        # A member may know of a try that came to nothing.
+        # A member may have a proposed ring that was never agreed.
         agreed = ring if _is_agreed(answers, ring) else _read_agreed_ring(registers, ring, fan_out, seconds)
         if agreed is not None and (_is_newest(answers, agreed) or ring is not rings[0]):
             return replace(
@@ -174,43 +178,43 @@ def _find_once(
         if agreed is not None:
             break
     for error in errors.values():
-        if isinstance(error, Refused):  # a wrong token and the like, which no waiting mends
+        if isinstance(error, Refused):  # such as a wrong token: waiting does not help
             raise error
     if errors or rings:
         reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
-        asked = f" of {', '.join(ring_electors(rings[0]).members)}" if rings else ""
+        needed = f" of {', '.join(ring_electors(rings[0]).members)}" if rings else ""
         raise (Unavailable if errors else _RingUndecided)(
-            f"{len(answers)} of {len(registers)} members answer, which is too few{asked} to know what they hold together "
+            f"{len(answers)} of {len(registers)} members answer, which is too few{needed} to find the newest record ring "
             f"({reasons}); start the missing ones (all of them when a namespace is used for the first time)"
         )
     return None
 
 
 def highest_fence_number(ring: RecordRing, registers: Mapping[str, Registers], fan_out: FanOut, seconds: float) -> int:
-    """The highest fence number of all members of a ring that answer."""
+    """Return the highest fence number of the members of a ring that answer."""
     calls = {name: partial(registers[name].read, [ABSENT_NAME]) for name in ring.all_members if name in registers}
     answers, _ = fan_out.ask(calls, seconds, is_acceptable=bool, skip_failed=True)
     return _max_fence_number(answer for (answer,) in answers.values())
 
 
 def _max_fence_number(absent: Iterable[RegisterAnswer]) -> int:
-    """The highest fence number among members' answers for a register that does not exist; 0 where all are in era 0."""
+    """Return the highest fence number in members' answers for a register that does not exist; 0 where all are in era 0."""
     return max((answer.promised.round for answer in absent if isinstance(answer, Record)), default=0)
 
 
 def _check_one_namespace(answers: Mapping[str, RingAnswers]) -> None:
-    of: dict[str, list[str]] = {}
+    members_by_namespace: dict[str, list[str]] = {}
     for member, member_answers in answers.items():
         for _, record in member_answers:
             if isinstance(record, Record) and record.value is not None and is_final(record):
-                names = of.setdefault(decode_ring(record.value).namespace, [])
+                names = members_by_namespace.setdefault(decode_ring(record.value).namespace, [])
                 if member not in names:
                     names.append(member)
-    if len(of) > 1:
-        groups = " and ".join(", ".join(names) for names in of.values())
+    if len(members_by_namespace) > 1:
+        groups = " and ".join(", ".join(names) for names in members_by_namespace.values())
         raise InvalidArgument(
-            f"these members belong to different namespaces: {groups}; name those of one, and empty the folder of a member that "
-            "is to join it and was used for something else"
+            f"these members belong to different namespaces: {groups}; list the members of one namespace only, and empty the "
+            "folder of a member that is to join another one"
         )
 
 
@@ -221,11 +225,12 @@ def create_first_ring(
     fan_out: FanOut,
     seconds: float,
 ) -> None:
-    """The first ring, of all members, which must all answer; nothing where there is one already."""
-    ring = RecordRing(1, tuple(MemberLocation(s.name, s.domain) for s in locations), tolerated_losses, secrets.token_hex(8))
+    """Agree on the first ring, of all members, unless another client was first. Raises Unavailable if a member is missing."""
+    ring = RecordRing(1, tuple(MemberLocation(m.name, m.domain) for m in locations), tolerated_losses, secrets.token_hex(8))
     _, errors = fan_out.ask({name: r.mark_complete for name, r in registers.items()}, seconds)
     if errors:
-        raise Unavailable(f"the namespace could not be made: {'; '.join(map(str, errors.values()))}")
+        reasons = "; ".join(map(str, errors.values()))
+        raise Unavailable(f"the namespace could not be created, as members do not answer: {reasons}; start all of them")
     agreed = ring_registers(registers, _founding_replica_set(ring), fan_out, seconds).update(
         [ring.register_name], lambda _, value: encode_ring(ring) if value is None else None, expect_absent=True
     )[ring.register_name]
@@ -234,13 +239,16 @@ def create_first_ring(
 
 
 def _founding_replica_set(ring: RecordRing) -> ReplicaSet:
-    """All must take the first ring: a client that knows of fewer members, or of more, finds it on any of them."""
-    names = tuple(sorted(spot.name for spot in ring.members))
+    """Return the voters on the first ring. All members must accept it, so that a client whose list differs finds it on any."""
+    names = tuple(sorted(location.name for location in ring.members))
     return ReplicaSet((VotingGroup(names, Quorum(len(names), len(names), 1)),))
 
 
 def publish_ring(registers: Mapping[str, Registers], ring: RecordRing, fan_out: FanOut, seconds: float) -> Collection[str]:
-    """Let all members of a ring that was agreed upon know of it; those that know. Who can't be told now is told by others."""
+    """Write an agreed ring to all of its members, and return the names of those that have it.
+
+    Another client that finds the ring writes it to the others later. Raises Changed where a member has another final ring.
+    """
     value = encode_ring(ring)
     calls = {n: partial(registers[n].learn, ring.register_name, value) for n in ring.all_members if n in registers}
     informed, errors = fan_out.ask(calls, seconds, skip_failed=True)
@@ -253,10 +261,10 @@ def publish_ring(registers: Mapping[str, Registers], ring: RecordRing, fan_out: 
 def _read_agreed_ring(
     registers: Mapping[str, Registers], ring: RecordRing, fan_out: FanOut, seconds: float
 ) -> RecordRing | None:
-    """What those who agree on a ring of this number have agreed upon; None where it is nothing."""
+    """Return the agreed ring with the number of `ring`, read from the members that vote on it; None where there is none."""
     replica_set = _founding_replica_set(ring) if ring.agreed_by is None else ring_electors(ring.agreed_by)
     if unknown := sorted(set(replica_set.members) - set(registers)):
-        raise Unavailable(f"{', '.join(unknown)} keep records too, as the others say; name all of them")
+        raise Unavailable(f"{', '.join(unknown)} keep records too, according to other members; list all of them in the URL")
     value = ring_registers(registers, replica_set, fan_out, seconds).read([ring.register_name])[ring.register_name]
     if value is None:
         return None
@@ -266,19 +274,20 @@ def _read_agreed_ring(
 
 
 def _list_rings(answers: Mapping[str, RingAnswers]) -> list[RecordRing]:
-    """The rings that any member knows of, agreed or not, one of each number, the newest first."""
+    """Return the rings that any member has, agreed or only proposed, one of each number, the newest first."""
     newest_by_epoch: dict[int, tuple[bool, Ballot, RecordRing]] = {}
     for member_answers in answers.values():
         for _, record in member_answers:
             if isinstance(record, Record) and record.value is not None:
                 ring = decode_ring(record.value)
-                each = is_final(record), record.accepted, ring
-                newest_by_epoch[ring.epoch] = max(each, newest_by_epoch.get(ring.epoch, each), key=lambda k: k[:2])
+                candidate = is_final(record), record.accepted, ring
+                newest = newest_by_epoch.get(ring.epoch, candidate)
+                newest_by_epoch[ring.epoch] = max(candidate, newest, key=lambda entry: entry[:2])
     return [newest_by_epoch[epoch][2] for epoch in sorted(newest_by_epoch, reverse=True)]
 
 
 def _is_agreed(answers: Mapping[str, RingAnswers], ring: RecordRing) -> bool:
-    """Whether a member knows that a ring was agreed upon."""
+    """Return whether a member has this ring as an agreed one."""
     return any(
         name == ring.register_name and is_final(record)
         for member_answers in answers.values()
@@ -287,34 +296,37 @@ def _is_agreed(answers: Mapping[str, RingAnswers], ring: RecordRing) -> bool:
 
 
 def _is_newest(answers: Mapping[str, RingAnswers], ring: RecordRing) -> bool:
-    """Whether as many of those who agree on the next ring have answered as must, so that there is none."""
-    voting = {
-        name for name, member_answers in answers.items() if isinstance(member_answers[-1][1], Record)
-    }  # the others have forgotten
+    """Return whether enough members that vote on the next ring have answered, so that no next ring can exist."""
+    # Members whose registers were lost do not vote.
+    voting = {name for name, member_answers in answers.items() if isinstance(member_answers[-1][1], Record)}
     return ring_electors(ring).can_read(voting)
 
 
-def _newest_agreed_ring(answers: Mapping[str, RingAnswers], asked: Collection[str]) -> RecordRing | None:
-    """The newest ring, if these answers leave no doubt: also none that it is that of most of those who were asked."""
+def _newest_agreed_ring(answers: Mapping[str, RingAnswers], called: Collection[str]) -> RecordRing | None:
+    """Return the newest ring if these answers are certain about it, and it names most of the called members; else None."""
     newest = next(iter(_list_rings(answers)), None)
     if newest is None or not _is_agreed(answers, newest) or not _is_newest(answers, newest):
         return None
-    return newest if 2 * len(set(asked) & set(newest.all_members)) > len(asked) else None
+    return newest if 2 * len(set(called) & set(newest.all_members)) > len(called) else None
 
 
 def encode_ring(ring: RecordRing) -> RegisterValue:
+    """Return a ring as the value of its register."""
     return RegisterValue(msgpack.packb(_pack_ring(ring)))
 
 
 def decode_ring(value: RegisterValue) -> RecordRing:
+    """Return the ring of a register's value. Raises IntegrityError where it can't be read."""
     try:
         return _unpack_ring(*msgpack.unpackb(value.head))
     except (ValueError, TypeError) as error:
-        raise IntegrityError(f"the record of the members can't be read: {error}") from error
+        raise IntegrityError(
+            f"the record ring can't be read: {error}; it is damaged, or was written by a newer version"
+        ) from error
 
 
 def _pack_ring(ring: RecordRing) -> list[Any]:
-    members = [[s.name, list(s.domain)] for s in ring.members]
+    members = [[m.name, list(m.domain)] for m in ring.members]
     others = [None if each is None else _pack_ring(each) for each in (ring.previous, ring.agreed_by)]
     return [ring.epoch, members, ring.tolerated_losses, ring.namespace, *others, list(ring.removed_members)]
 
@@ -323,6 +335,6 @@ def _unpack_ring(
     epoch: int, members: list[Any], tolerated: int, namespace: str, previous: list[Any] | None, agreed_by: list[Any] | None,
     removed_members: list[str], *_: Any,
 ) -> RecordRing:  # fmt: skip
-    spots = tuple(MemberLocation(name, tuple(domain)) for name, domain in members)
-    first, second = (None if each is None else _unpack_ring(*each) for each in (previous, agreed_by))
-    return RecordRing(epoch, spots, tolerated, namespace, first, second, tuple(removed_members))
+    locations = tuple(MemberLocation(name, tuple(domain)) for name, domain in members)
+    previous_ring, agreeing_ring = (None if each is None else _unpack_ring(*each) for each in (previous, agreed_by))
+    return RecordRing(epoch, locations, tolerated, namespace, previous_ring, agreeing_ring, tuple(removed_members))

@@ -1,4 +1,4 @@
-"""One change of registers: what is asked, what is known of it so far, and what is proposed in its second phase."""
+"""The state of one change of registers, and the choice of the values that its second phase proposes."""
 
 from __future__ import annotations
 
@@ -10,45 +10,48 @@ from ckpt.storage.base.errors import Outdated
 from ckpt.storage.registers.base import Ballot, RegisterAnswer, RegisterValue, is_final
 
 Decide = Callable[[str, RegisterValue | None], RegisterValue | None]
-"""From the path and its value to the new value, or None to leave it. Asked again where others compete, and it must then
-know a value that it made itself."""
+"""A function from a path and its value to the new value, or None to keep the value.
+
+It is called again where others compete. It must then recognise a value that it made itself.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A change that members refused, because another fence number counts by now."""
+    """The result of a change that members refused, because they have another fence number now."""
 
     reason: Outdated
     may_be_taken: bool
-    """Whether a member may have taken a part of it."""
+    """Whether a member may have accepted a part of the change."""
 
 
 @dataclass(slots=True)
 class RegisterUpdate:
-    """One change of some paths: what is asked, and what is known so far. Used by one thread."""
+    """The request and the state of one change of some paths. Used by one thread."""
 
     decide: Decide
     expect_absent: bool = False
+    """Whether the paths are expected to have no value, so that no read is needed first."""
     required_number: int | None = None
-    """The only fence number by which it may go."""
+    """The only fence number that the change may use; None for the current one."""
     on_all_members: bool = False
     """Whether every member that answers gets the value, not only a quorum."""
     found: dict[str, RegisterValue | None] = field(default_factory=dict)
     """The values of the paths that are done."""
     possibly_changed: set[str] = field(default_factory=set)
-    """Paths whose new value a member may have."""
+    """The paths whose new value a member may have accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A value for the second phase, and the members that have promised to take it."""
+    """A value for the second phase, and the members that have promised its ballot."""
 
     value: RegisterValue
     promising: frozenset[str]
 
 
 def keep_value(_: str, __: RegisterValue | None) -> RegisterValue | None:
-    """Leaves what is there."""
+    """Keep the value: a `Decide` that changes nothing."""
     return None
 
 
@@ -56,14 +59,17 @@ def choose_values(
     replica_sets: Mapping[str, ReplicaSet], promises: Mapping[str, Mapping[str, RegisterAnswer]], ballot: Ballot,
     update: RegisterUpdate,
 ) -> tuple[dict[str, Proposal], list[str], Ballot]:  # fmt: skip
-    """What to propose to members that answered the first phase; the paths to try again; the highest ballot of any of them."""
+    """Return the proposals for the second phase by path, the paths to try again, and the highest ballot of any answer.
+
+    promises: the answers to the first phase, by path and member. A final value ends the change of its path.
+    """
     proposals: dict[str, Proposal] = {}
     undecided: list[str] = []
     highest = ballot
     for path, replicas in replica_sets.items():
         records = undamaged_records(promises[path])
-        if (settled := next((r for r in records.values() if is_final(r)), None)) is not None:
-            update.found[path] = settled.value
+        if (final := next((r for r in records.values() if is_final(r)), None)) is not None:
+            update.found[path] = final.value
             continue
         highest = max([highest, *(r.promised for r in records.values())])
         promising = {m: r for m, r in records.items() if r.promised == ballot}
@@ -73,7 +79,7 @@ def choose_values(
         newest = replicas.newest(promising).value
         new = update.decide(path, newest)
         if new is None:
-            new = newest  # reported to nobody before a quorum has it
+            new = newest  # nobody may learn it before a quorum has it
         if new is None:
             update.found[path] = None
         else:

@@ -1,15 +1,15 @@
-"""Other members for the records of a namespace: one that is gone for ever leaves, new ones come, more keep each record than
-before, while clients go on.
+"""Changes of the record ring: records move to other members, or to more of them, while clients go on.
 
-A change has two steps, each a new ring that a majority of the old members, and in the second of the new ones too, accepts:
+A member that is removed leaves the ring, and new members join it. A change makes two new rings. A majority of the old members
+accepts each of them, and most of the new members must have the second:
 
-1. *moving*: what is agreed must be agreed by the old and by the new keepers of a path. Once the old members are fenced, so that
-   nobody goes by the old ring any more, every record is settled, which puts it on its new keepers.
-2. *moved*: the new members keep the records. They and the old ones are fenced again, and forget what others keep now.
+1. *moving*: each change of a record must be agreed by its old and by its new replica set. The old members are fenced, so that
+   no client uses the old ring any more. Then every record is settled, which writes it to its new replica set.
+2. *moved*: only the new members keep the records. The old and the new members are fenced again, and forget the records that
+   other members keep now.
 
-Whoever goes by an older ring is told so by a fenced member, and asks for the ring anew. Of those that can't be fenced
-there must be fewer than a quorum for anything. Killed anywhere, the change is taken up where it was by the next one, or by
-a repair.
+A fenced member refuses a call under an older ring, and the client reads the ring again. The members that can't be fenced must
+be fewer than any quorum. If the process is killed, the next ring change or a repair completes the change.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ def change_ring(
     records: NamespaceRecords, locations: Iterable[MemberLocation], removed_member: str = "", is_destroyed: bool = False,
     progress: RecordProgress = lambda _: None, tolerated_losses: int = 0,
 ) -> RecordRing:  # fmt: skip
-    """Let these members keep the records from now on. progress: called with the number of records just moved.
+    """Move the records to these members, and return the new ring.
 
-    tolerated: how many members may be lost, if that is more than before: as many more keep each record.
+    removed_member: a member that is removed from the namespace, to which nobody writes any more. is_destroyed: its device never
+    comes back; required in a namespace of two members, where the other can't decide alone. progress: called with the number of
+    records just moved. tolerated_losses: how many members may be lost, if that is more than before.
 
-    gone: a member that is taken out, to which nobody writes any more. destroyed: it never comes back, which must be said for
-    a namespace of two, where the other can't decide alone.
+    Raises InvalidArgument, Unavailable, and Changed where another client changed the ring at the same time.
     """
     records.invalidate_ring()
     old = records.ring
@@ -57,13 +58,13 @@ def change_ring(
     if set(members) == set(old.members) and (removed_members, tolerated_losses) == (old.removed_members, old.tolerated_losses):
         return complete_ring_change(records, removed_member if is_destroyed else "", progress)
     if not members:
-        raise InvalidArgument(f"{records.url}: someone must keep the records; name a member that stays")
+        raise InvalidArgument(f"{records.url}: no member is left to keep the records; name a member that stays")
     if names != {s.name for s in old.members}:
         records.update_domains(records.config.credentials.deadline_seconds, wait_for_all=True)
         records.check_devices(names)
         _prepare_members(records, old, names)
     previous = old.previous or replace(old, agreed_by=None, member_fence_number=0)
-    if is_destroyed and len(previous.members) == 2:  # the other has all that was ever agreed, for it took both
+    if is_destroyed and len(previous.members) == 2:  # every change took both members, so the other one has all records
         previous = replace(previous, members=tuple(s for s in previous.members if s.name != removed_member))
     _agree_on_ring(
         records,
@@ -75,10 +76,9 @@ def change_ring(
 
 
 def ensure_record_redundancy(records: NamespaceRecords, redundancy: Redundancy) -> None:
-    """See to it that records outlive as many members as what is written with this redundancy: if the namespace was made for
-    less, more members keep each record from now on. One of those who find that at the same time does it, the others wait.
+    """Make sure that records tolerate as many losses as files with this redundancy: enlarge their replica sets if needed.
 
-    Raises Unavailable where too few of them answer.
+    If several clients find it necessary, one does it and the others wait. Raises Unavailable where too few members answer.
     """
     tolerated, patience = redundancy.tolerated_losses, records.config.credentials.deadline_seconds
     last_epoch, takeover_at = 0, 0.0
@@ -88,27 +88,28 @@ def ensure_record_redundancy(records: NamespaceRecords, redundancy: Redundancy) 
             members += [s for s in records.locations if s.name not in ring.all_members]
         if ring.epoch > last_epoch:
             last_epoch, takeover_at = ring.epoch, time.monotonic() + patience * random.uniform(0.5, 1)
-        if ring.previous is not None and time.monotonic() < takeover_at:  # somebody is at it, or was killed
+        if ring.previous is not None and time.monotonic() < takeover_at:  # another client changes the ring, or was killed
             time.sleep(0.05)
             records.invalidate_ring()
             continue
-        log.warning("%s was made for less than %s: more members keep each record now", records.url, redundancy)
+        log.warning("%s was created for less than %s: more members keep each record now", records.url, redundancy)
         try:
             change_ring(records, members, tolerated_losses=tolerated)
         except Changed:
             records.invalidate_ring()
         except Unavailable as error:
             records.invalidate_ring()
-            message = f"{records.url} was made for less than {redundancy}, and more members can't keep its records now: {error}"
-            raise Unavailable(message) from error
+            raise Unavailable(
+                f"{records.url} was created for less than {redundancy}, and its records can't move to more members now: {error}"
+            ) from error
 
 
 def _prepare_members(records: NamespaceRecords, old: RecordRing, names: set[str]) -> None:
-    """See to it that all who are to keep records can: a change towards members that do not answer would come to no end."""
+    """Prepare all members of the new ring to keep records. A change to members that do not answer could not complete."""
 
     foreign_members: list[str] = []
 
-    def ask(name: str) -> None:
+    def prepare(name: str) -> None:
         registers = records.open_members[name].registers
         (absent_answer,) = registers.read([ABSENT_NAME])
         if name in old.all_members:
@@ -120,25 +121,24 @@ def _prepare_members(records: NamespaceRecords, old: RecordRing, names: set[str]
         if is_foreign or (not finals and registers.scan("/", limit=1)):
             foreign_members.append(name)
             return
-        registers.learn(
-            old.register_name, rings.encode_ring(old)
-        )  # who votes on the rings that come must know of those that were
+        # A member that votes on later rings must have the earlier one.
+        registers.learn(old.register_name, rings.encode_ring(old))
         registers.join_ring(old.next_fence_number, rings.RING_PREFIX)
 
-    _, errors = records.fan_out.ask({name: partial(ask, name) for name in names}, records.commit_timeout_seconds)
+    _, errors = records.fan_out.ask({name: partial(prepare, name) for name in names}, records.commit_timeout_seconds)
     if foreign_members:
         raise InvalidArgument(
-            f"{', '.join(sorted(foreign_members))} holds records of another namespace; empty its folder, or leave it out"
+            f"{', '.join(sorted(foreign_members))} has records of another namespace; empty its folder, or leave it out"
         )
     if errors:
-        raise Unavailable(f"not all who are to keep records can: {_join_errors(errors)}; start them, or leave them out")
+        raise Unavailable(f"some of the new members can't keep records: {_join_errors(errors)}; start them, or leave them out")
     failpoint("ring.joined")
 
 
 def complete_ring_change(
     records: NamespaceRecords, destroyed: str = "", progress: RecordProgress = lambda _: None
 ) -> RecordRing:
-    """Complete a change that is under way, if there is one."""
+    """Complete a ring change that was begun, if there is one, and return the current ring."""
     records.invalidate_ring()
     moving = records.ring
     if moving.previous is None:
@@ -169,30 +169,32 @@ def _agree_on_ring(records: NamespaceRecords, old: RecordRing, new: RecordRing, 
     registers_of_rings = rings.ring_registers(registers, rings.ring_electors(old, destroyed), records.fan_out, seconds)
     proposed = rings.encode_ring(new)
     value = registers_of_rings.update(
-        [new.register_name], lambda _, there: proposed if there is None else None, expect_absent=True
+        [new.register_name], lambda _, current: proposed if current is None else None, expect_absent=True
     )[new.register_name]
     records.invalidate_ring()
     if value != proposed:
-        raise Changed(f"the members that keep the records of {records.url} were changed by someone else; look, and try again")
+        raise Changed(
+            f"the members that keep the records of {records.url} were changed by another client; check, and try again"
+        )
     failpoint("ring.decided")
     informed = rings.publish_ring(registers, new, records.fan_out, seconds)
     if new.previous is None and 2 * sum(s.name in informed for s in new.members) <= len(new.members):
-        raise Unavailable(f"most of the new members, {', '.join(new.all_members)}, do not answer any more; start them")
+        raise Unavailable(f"most of the new members ({', '.join(new.all_members)}) do not answer any more; start them")
 
 
 def _fence_ring(records: NamespaceRecords, ring: RecordRing, epoch: int, destroyed: str) -> None:
-    """See to it that nobody agrees on anything by an older ring."""
+    """Fence the members of a ring, so that nothing can be agreed under an older ring any more."""
     calls = {s.name: partial(records.open_members[s.name].registers.fence, epoch) for s in ring.members if s.name != destroyed}
     _, errors = records.fan_out.ask(calls, records.commit_timeout_seconds)
     if len(errors) >= min(ring.quorum.write, ring.quorum.read):
         raise Unavailable(
-            f"too many members that keep records are missing to change who keeps them: {_join_errors(errors)}; start them, "
+            f"the records can't move, as too many members that keep them do not answer: {_join_errors(errors)}; start them, "
             "and run it again"
         )
 
 
 def _drop_moved_records(records: NamespaceRecords, moving: RecordRing, moved: RecordRing, names: list[str]) -> None:
-    """Let members forget records that they do not keep any more. What can't be forgotten now does no harm."""
+    """Let members forget records that they do not keep any more. Records that stay on a member do no harm."""
 
     def forget(member: str) -> None:
         registers = records.open_members[member].registers
@@ -202,7 +204,7 @@ def _drop_moved_records(records: NamespaceRecords, moving: RecordRing, moved: Re
 
     _, errors = records.fan_out.ask({m: partial(forget, m) for m in moving.all_members}, records.commit_timeout_seconds)
     for member, error in errors.items():
-        log.info("%s keeps old records: %s", member, error)
+        log.info("records that moved stay on %s: %s", member, error)
 
 
 def _join_errors(errors: dict[str, StoreError]) -> str:

@@ -77,7 +77,7 @@ def test_an_empty_disk_in_the_place_of_a_lost_one(open_one: Callable[[], Namespa
     again = open_one()
     for i in range(10):
         assert again.get(f"x{i}") == FIRST
-        with pytest.raises(StoreError, match="there already"):
+        with pytest.raises(StoreError, match="exists already"):
             again.put(f"x{i}", SECOND, new=True)
     repairs.repair_namespace(again, surveys.scrub_namespace(again))
     assert surveys.scrub_namespace(again).is_whole

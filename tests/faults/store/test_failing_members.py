@@ -40,7 +40,7 @@ def test_writing_goes_on_with_fewer(
         namespace.put("c", known["c"])
         assert there(namespace, "a") == {full}
         assert there(namespace, "c") == {full - 1}
-        assert f"of {namespace.url} is on {full - 1} members where {redundancy} asks for {full}" in caplog.text
+        assert f"of {namespace.url} is on {full - 1} members where {redundancy} needs {full}" in caplog.text
         for node in nodes[1 : full - code.min_write_fragments + 1]:
             node.signal(number)
         with pytest.raises(Unavailable) as refused:

@@ -161,7 +161,7 @@ def test_something_else_than_etcd(status: int, text: str) -> None:
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        with pytest.raises(StoreError, match="no answer of etcd; name the port"):
+        with pytest.raises(StoreError, match="not an answer of etcd; give the client port"):
             etcd.list_members((f"http://127.0.0.1:{other.server_port}",), "lab")
         other.shutdown()
 
@@ -326,12 +326,12 @@ def test_a_node_under_the_name_of_another(server: EtcdProcess, tmp_path: Path) -
         (["--etcd", "http://h:2379"], "--etcd needs --cluster"),
         (["--cluster", "lab"], "need --etcd"),
         (["--advertise", "h:1"], "need --etcd"),
-        (["--etcd", "ftp://h:1", "--cluster", "lab"], "is no endpoint of etcd"),
-        (["--etcd", "", "--cluster", "lab"], "is no endpoint of etcd"),
+        (["--etcd", "ftp://h:1", "--cluster", "lab"], "is not an endpoint of etcd"),
+        (["--etcd", "", "--cluster", "lab"], "is not an endpoint of etcd"),
         (["--etcd", "h:1", "--cluster", "a/b"], "can't name a cluster"),
         (["--etcd", "h:1", "--cluster", "lab", "--advertise", "h"], "write HOST:PORT"),
         (["--etcd", "h:1", "--cluster", "lab", "--advertise", "h:0"], "add the port, which clients need"),
-        (["--etcd", "h:1", "--cluster", "lab", "--advertise", "a/b:7"], "is no address of a node"),
+        (["--etcd", "h:1", "--cluster", "lab", "--advertise", "a/b:7"], "is not an address of a node"),
         (["--etcd", "h:1", "--cluster", "lab", "--listen", "0.0.0.0:7070", "--insecure"], "give --advertise"),
     ],
 )

@@ -220,7 +220,7 @@ def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(StoreError, match="HTTP 302"):
+        with pytest.raises(StoreError, match="HTTP status 302"):
             EtcdClient([f"127.0.0.1:{server.server_port}"], credentials=EtcdCredentials(user="u", password="p")).range("/")
         server.shutdown()
     assert seen == ["/v3/auth/authenticate", "/v3/kv/range"]

@@ -101,7 +101,7 @@ def test_checkpoints(processes: list[Process], caplog: pytest.LogCaptureFixture)
     processes[0].kill()
     got = ckpt.load(url)
     assert np.array_equal(got["w"], state["w"])
-    lost = f"{processes[0].address} is left alone until it answers"
+    lost = f"{processes[0].address} gets no calls until it answers"
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and lost in r.getMessage()]
     assert len(told) == 1
     assert "start it" in told[0]

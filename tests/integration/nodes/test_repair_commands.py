@@ -82,7 +82,7 @@ def test_one_node_looks_after_the_namespace(tmp_path: Path) -> None:
             while not surveys.scrub_namespace(namespace).is_whole and time.monotonic() < until:
                 time.sleep(0.2)
             assert surveys.scrub_namespace(namespace, verify=True).is_whole
-            at_work = [c for c in carers if any("made whole" in line for line in c.log)]
+            at_work = [c for c in carers if any(": repaired " in line for line in c.log)]
             assert len(at_work) == 1 + victim, "one at a time"
             if not victim:
                 at_work[0].kill()

@@ -54,7 +54,7 @@ def test_looking_makes_nothing(tmp_path: Path) -> None:
         lambda: rebalance.rebalance_fragments(namespace),
         lambda: rebalance.remove_member(namespace, "disk0"),
     ):
-        with pytest.raises(NotFound, match="holds nothing: nobody ever wrote there"):
+        with pytest.raises(NotFound, match="is empty: nothing was ever written to it"):
             look()
     assert not namespace.exists()
     namespace.put("a", b"1")
@@ -70,7 +70,7 @@ def test_a_disk_that_was_used_alone(tmp_path: Path, order: tuple[int, ...]) -> N
     alone.put("theirs", DATA)
     for _ in range(10):
         both = some(tmp_path, *order)
-        with pytest.raises(InvalidArgument, match="belong to different namespaces|holds records of another namespace"):
+        with pytest.raises(InvalidArgument, match="belong to different namespaces|has records of another namespace"):
             assert both.get("ours") == DATA  # where it was not heard of yet
             rebalance.rebalance_fragments(both)
     assert some(tmp_path, 0, 1, 2).get("ours") == DATA

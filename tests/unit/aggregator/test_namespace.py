@@ -147,10 +147,10 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("ckpt://", "write ckpt://host:port"),
         ("ckpt://nowhere/x", r"no \[namespaces.nowhere\]; it has a, b, c"),
-        ("ckpt://a/x", "is no member: use host:port"),
+        ("ckpt://a/x", "is not a member: use host:port"),
         ("ckpt://b/x", "unknown key 'wieght'"),
         ("ckpt://c/x", r"c.toml, \[namespaces.c\]: deadline_seconds is 'soon'; it must be a number of seconds"),
-        ("ckpt://h:1,h:1/x", "is there twice"),
+        ("ckpt://h:1,h:1/x", "is listed twice"),
         ("ckpt://h:1,h:2/x?redundancy=3x", "needs 3 members, there are 2"),
         ("ckpt://h:1,h:2/x?redundancy=much", "use 1x, 2x, 3x"),
         ("ckpt://h:1/x?what=1", "unknown option 'what'"),
@@ -290,7 +290,7 @@ def test_replacing_and_appending(tmp_path: Path) -> None:
         assert namespace.get("a") == random_bytes(200_000, 1), "not before it is done"
         writer.commit()
     assert namespace.get("a") == random_bytes(200_000, 1) + random_bytes(50_000, 2)
-    with pytest.raises(AlreadyExists, match="a file of this name is there already"):
+    with pytest.raises(AlreadyExists, match="a file of this name exists already"):
         namespace.put("a", b"new", new=True)
     namespace.make_folder("f")
     with pytest.raises(AlreadyExists, match="a folder of this name"):

@@ -25,7 +25,7 @@ def test_draining(tmp_path: Path, redundancy: str) -> None:
     assert not rebalance.drain_member(namespace, "disk1").failed
     assert not namespace.open_members["disk1"].inventory()
     whole(namespace, redundancy)
-    with pytest.raises(InvalidArgument, match="disk9 is no member"):
+    with pytest.raises(InvalidArgument, match="disk9 is not a member"):
         rebalance.drain_member(namespace, "disk9")
     namespace.close()
 

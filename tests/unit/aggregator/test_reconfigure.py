@@ -280,14 +280,14 @@ def test_too_few_members_for_what_is_asked(tmp_path: Path, caplog: pytest.LogCap
         for name in "bc":
             each.put(name, b"2", redundancy=parse_redundancy("3x"))
         assert [r.message for r in caplog.records if "has 3 members: after the loss of 2" in r.message] == [
-            f"{each.url} has 3 members: after the loss of 2 the others do not know what there is, though 3x keeps the bytes; "
-            "with 4 members they do"
+            f"{each.url} has 3 members: after the loss of 2 the records can't be read, though 3x keeps the bytes; "
+            "use 4 members or more"
         ]
         assert surveys.scrub_namespace(each, verify=True).is_whole
     grown = Namespace(directories(tmp_path, 4, redundancy="3x"))
     caplog.clear()
     grown.put("b", b"2")
-    assert not any("know what there is" in r.message for r in caplog.records)
+    assert not any("the records can't be read" in r.message for r in caplog.records)
     assert keepers(grown) == {"disk0", "disk1", "disk2", "disk3"}, "the new one keeps records, too"
 
 
@@ -337,5 +337,5 @@ def test_checkpoints_of_more_redundancy(tmp_path: Path) -> None:
 def test_forgetting_what_is_no_member(tmp_path: Path) -> None:
     three_of(tmp_path, 3)
     namespace = Namespace(directories(tmp_path, 3))
-    with pytest.raises(InvalidArgument, match="nobody is no member of ckpt://test; there are disk0"):
+    with pytest.raises(InvalidArgument, match="nobody is not a member of ckpt://test; its members are disk0"):
         rebalance.remove_member(namespace, "nobody")

@@ -49,7 +49,7 @@ def test_too_few_members_get_what_they_can(tmp_path: Path) -> None:
     assert {f.spare_fragments for f in found.damaged_files} == {0}
     done = repairs.repair_namespace(namespace, found)
     assert set(done.failed) == {f.path for f in found.damaged_files}
-    assert all("only 5 of 6 fragments are there" in why for why in done.failed.values()), done.failed
+    assert all("only 5 of 6 fragments exist" in why for why in done.failed.values()), done.failed
     assert {f.spare_fragments for f in surveys.scrub_namespace(namespace, verify=True).damaged_files} == {1}
     namespace.close()
     (tmp_path / "disk0").unlink()

@@ -61,12 +61,12 @@ def test_alerts_are_on_metrics_that_exist() -> None:
 
 
 def test_each_key_of_the_configuration_is_described() -> None:
-    with pytest.raises(InvalidArgument, match="unknown key 'nothing'; there are ") as raised:
+    with pytest.raises(InvalidArgument, match="unknown key 'nothing'; use ") as raised:
         config_from_table("lab", {"nothing": 1}, "config.toml")
-    keys = set(str(raised.value).partition("there are ")[2].split(", "))
-    with pytest.raises(InvalidArgument, match="unknown key 'nothing' of a member; there are ") as raised:
+    keys = set(str(raised.value).partition("use ")[2].split(", "))
+    with pytest.raises(InvalidArgument, match="unknown key 'nothing' of a member; use ") as raised:
         config_from_table("lab", {"members": [{"url": "host:1", "nothing": 1}]}, "config.toml")
-    keys |= set(str(raised.value).partition("there are ")[2].split(", "))
+    keys |= set(str(raised.value).partition("use ")[2].split(", "))
     assert keys == first_cells("configuration.md")
 
 

@@ -188,7 +188,7 @@ def test_folders(tree: MountOperations, namespace: Namespace) -> None:
     assert list(namespace.list()) == ["b", "b/e", "b/x"]
     assert namespace.get("b/x") == b"12"
     for old, new, error in (
-        ("/b", "/b/c", "into itself"), ("/b/e", "/b/x", "no folder"), ("/none", "/n", "No such file"),
+        ("/b", "/b/c", "into itself"), ("/b/e", "/b/x", "not a folder"), ("/none", "/n", "No such file"),
     ):  # fmt: skip
         with pytest.raises(OSError, match=error):
             tree.rename(old, new)
