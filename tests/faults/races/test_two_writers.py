@@ -236,7 +236,7 @@ def test_a_repository_that_another_has_begun_anew(tmp_path: Path) -> None:
     other = python(OTHER, tmp_path / "r")
     assert other.stdout is not None
     assert other.stdout.readline() == "saved\n"
-    with pytest.raises(ckpt.StoreError, match="was removed or emptied while it is written to"):
+    with pytest.raises(ckpt.StoreError, match="was deleted or emptied during a save"):
         saver.save(5, {"x": np.full(1 << 20, 2.0)}, blocking=True)
     saver.close()
     assert json.loads(next((tmp_path / "r/generations").iterdir()).read_text())["owner"]["pid"] == other.pid
