@@ -1,5 +1,6 @@
 # make demo    kill a training in the middle of a save and see it go on as if nothing had happened
-# make test    all tests            make lint   ruff, and mypy on the installed package
+# make test    all tests            make test-fast   the units alone
+# make lint    ruff, and mypy on the installed package
 # make cluster six storage nodes on this machine, to try things with
 # make bench   the benchmarks       make soak   the fault tests, at full length
 # make docs    the documentation site, into build/docs
@@ -10,10 +11,11 @@
 
 PYTHON ?= python3
 VENV := .venv
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 * (os.cpu_count() or 1)))')
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo cluster test bench soak lint docs map clean
+.PHONY: help demo cluster test test-fast bench soak lint docs map clean
 .SUFFIXES:
 .DELETE_ON_ERROR:
 
@@ -23,9 +25,12 @@ help:
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
 
-# Most tests wait for processes, disks and clocks: two files at a time take half as long as one.
+# Most tests wait for processes, disks and clocks, so two files run for each processor. The order of names puts the short units last.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-fast: $(VENV)/.test
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/unit -m 'not soak'
 
 cluster: $(VENV)/.cluster
 	@$(BIN)/python examples/nodes.py
@@ -34,7 +39,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
 
 soak: $(VENV)/.test
-	CKPT_SOAK=1 $(BIN)/python -m pytest -q -m soak -n auto --maxprocesses 4 --dist worksteal
+	CKPT_SOAK=1 $(BIN)/python -m pytest -q -m soak -n $(WORKERS) --dist worksteal
 
 # mypy sees what a user's mypy sees: the package as installed, from a folder where the sources can't be imported.
 lint: $(VENV)/.lint

@@ -10,7 +10,6 @@ Usage:
 from ckpt.support import interrupts as interrupts  # first: Ctrl-C during the other imports must end a command cleanly
 
 # isort: split
-import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +86,12 @@ def __getattr__(name: str) -> Any:
     if module := _MODULE_OF.get(name):
         value = globals()[name] = getattr(importlib.import_module(module), name)
         return value
-    if not name.startswith("_"):
-        with contextlib.suppress(ModuleNotFoundError):
-            return importlib.import_module(f"ckpt.{name}")
-    raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    try:
+        return importlib.import_module(f"ckpt.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"ckpt.{name}":
+            raise
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:

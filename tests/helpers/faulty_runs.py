@@ -23,11 +23,7 @@ from helpers.processes import until
 from helpers.runs import RANKS, Run, is_right
 
 PROGRAM = str(PROGRAMS / "faulty_job.py")
-
-
 RUN = [sys.executable, "-m", "ckpt.tools.run"]
-
-
 MARK = "CKPT_TEST_JOB"
 
 

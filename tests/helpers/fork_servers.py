@@ -18,8 +18,6 @@ from ckpt.recovery.ranks.fork_client import ForkServerClient
 from helpers.folders import PROGRAMS
 
 PROGRAM = PROGRAMS / "process_surroundings.py"
-
-
 Starter = Callable[..., ForkServerClient]
 
 

@@ -23,8 +23,6 @@ from helpers.folders import PROGRAMS
 from helpers.network_namespaces import Hosts
 
 PROGRAM = str(PROGRAMS / "job_on_hosts.py")
-
-
 RUN = [sys.executable, "-m", "ckpt.tools.run"]
 
 
@@ -116,8 +114,6 @@ class Job:
 
 
 ENGINES = pytest.mark.parametrize("job", ["file", pytest.param("etcd", marks=needs_etcd)], indirect=True)
-
-
 ETCD = pytest.mark.parametrize("job", [pytest.param("etcd", marks=needs_etcd)], indirect=True)
 
 

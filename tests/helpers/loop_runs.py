@@ -19,8 +19,6 @@ from ckpt.training.heartbeat_page import BadLoss, HeartbeatPage, RankHeartbeat
 from helpers.folders import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "loop_rank.py")
-
-
 RANKS = 4
 
 

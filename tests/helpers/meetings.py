@@ -18,8 +18,6 @@ from ckpt.storage.base.store import Store
 from helpers.folders import PROGRAMS, fast_folder
 
 PROGRAM = PROGRAMS / "meeting_rank.py"
-
-
 LAUNCHERS = ("RANK", "WORLD_SIZE", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "CKPT_RUN_ID", "MASTER_", "MPI")
 
 

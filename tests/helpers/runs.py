@@ -21,8 +21,6 @@ from ckpt.training.heartbeat_page import HeartbeatPage
 from helpers.folders import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "job.py")
-
-
 RANKS = 3
 
 

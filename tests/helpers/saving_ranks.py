@@ -14,8 +14,6 @@ from typing import Any
 from helpers.folders import PROGRAMS, TESTS
 
 PROGRAM = PROGRAMS / "saving_rank.py"
-
-
 SIZE = 3
 
 

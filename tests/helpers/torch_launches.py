@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import torch_rank
+from programs import torch_models
 
 from helpers.folders import TESTS
 
 torch = pytest.importorskip("torch")
-
-
 SMALL = ["--width=16", "--layers=1"]
 
 
@@ -42,7 +40,7 @@ def torchrun(size: int, program: Path, *arguments: str, **more: str) -> subproce
 
 
 def trained(steps: int = 2) -> tuple[Any, Any]:
-    model = torch_rank.make_model()
-    optimizer = torch_rank.make_optimizer(model)
-    torch_rank.train(model, optimizer, steps)
+    model = torch_models.make_model()
+    optimizer = torch_models.make_optimizer(model)
+    torch_models.train(model, optimizer, steps)
     return model, optimizer

@@ -29,14 +29,10 @@ ML_TYPES = [
     for n in dir(ml_dtypes)
     if n.startswith(("bcomplex", "bfloat", "complex", "float", "int", "uint")) and isinstance(getattr(ml_dtypes, n), type)
 ]
-
-
 NUMPY_TYPES = [
     "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "g", "F", "D",
     ">f4", ">i8", "S5", "U7", "M8[ns]", "m8[s]", "V3", [("a", "<f4"), ("b", ">i2", (2, 3))],
 ]  # fmt: skip
-
-
 TORCH_TYPES = [
     n for n in ("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128", "int8", "int16", "int32",
                 "int64", "uint8", "uint16", "uint32", "uint64", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",

@@ -24,120 +24,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
 from ckpt.adapters.dcp import Pickled, Reader, Writer
 from ckpt.adapters.torch import ModelState
+from programs.torch_models import everything, full, make_model, make_optimizer, same, shard, sharded, train, whole
 
-WIDTH = 12
 ROOT = Path()  # set by `main`
-
-
-class Block(nn.Module):
-    """Two layers, uneven on four ranks, with a buffer and a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 2), nn.Linear(2 * WIDTH + 2, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.down(torch.relu(self.up(x)))) * self.scale
-
-
-def make_model(layers: range = range(4), seed: int = 0) -> nn.Module:
-    """Some blocks of one model, by their names in it."""
-    torch.manual_seed(seed)
-    blocks = [Block() for _ in range(4)]
-    return nn.ModuleDict({f"layer{i}": blocks[i] for i in layers})
-
-
-def forward(model: Any, x: Tensor) -> Tensor:
-    for block in getattr(model, "module", model).values():
-        x = block(x)
-    return x
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, so that parameters are not numbered in the order of the model."""
-    parameters = list(model.parameters())
-    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
-    return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "lr": 0.01}])
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for step in range(steps):
-        torch.manual_seed(100 + step)
-        forward(model, torch.randn(8, WIDTH)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for block in getattr(model, "module", model).values():
-            block.scale += 0.5
-
-
-def full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All tensors of a model and its optimizer, whole, by name. Collective."""
-    bare = getattr(model, "module", model)
-    found = {f"model.{name}": full(value.detach()) for name, value in bare.state_dict().items()}
-    for name, parameter in bare.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"optimizer.{name}.{key}"] = full(value)
-    return {name: value.clone() for name, value in found.items()}
-
-
-def sharded(layout: str, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model in a layout over all ranks, with other values than the reference, and a fresh optimizer."""
-    model = make_model(seed=seed)
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if layout == "ddp":
-        model = DistributedDataParallel(model)
-    elif layout == "fsdp":
-        shard(model, init_device_mesh("cpu", (size,)))
-    elif layout == "hsdp":
-        shard(model, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
-    elif layout == "tp":
-        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
-        for block in model.values():
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        shard(model, mesh["dp"])
-    else:
-        assert layout == "plain"
-    return model, make_optimizer(model)
-
-
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    for block in model.values():
-        fully_shard(block, mesh=mesh)
-    # Not the ModuleDict: it has no forward, which the hooks of a root would wait for.
-
-
-def same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
-    assert got.keys() == want.keys(), f"{what}: {sorted(got.keys() ^ want.keys())}"
-    wrong = [name for name, value in want.items() if not torch.equal(got[name], value)]
-    assert not wrong, f"{what}: {wrong}"
-
-
-def whole(url: Path, group: Any = None) -> dict[str, Tensor]:
-    """All tensors of the newest step, loaded into a plain model by this process alone."""
-    model, optimizer = sharded("plain")
-    ckpt.load(url, {"train": ModelState(model, optimizer), "step": 0}, group=group)
-    return everything(model, optimizer)
 
 
 def saved_in(layout: str) -> Path:
     return ROOT / layout
-
-
-# --- ModelState ------------------------------------------------------------------------------------------------
 
 
 def save_layouts() -> None:
@@ -277,9 +175,6 @@ def load_meshes() -> None:
         like, want = on_mesh(int(url.name.split("-")[0]), mesh, 1, False)
         ckpt.load(url, like)
         same({name: full(value) for name, value in like.items()}, want, url.name)
-
-
-# --- DCP -------------------------------------------------------------------------------------------------------
 
 
 def dcp_state(model: nn.Module, optimizer: torch.optim.Optimizer, fill: bool = True) -> dict[str, Any]:

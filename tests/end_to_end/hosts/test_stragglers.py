@@ -20,8 +20,6 @@ from helpers.host_runs import job as job
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
 
 PROGRAM = str(PROGRAMS / "job_with_straggler.py")
-
-
 RUN = [sys.executable, "-m", "ckpt.tools.run"]
 
 

@@ -18,8 +18,6 @@ pytest.importorskip("torch")
 
 
 TRAIN = EXAMPLES / "train.py"
-
-
 SMALL = ["--steps=15", "--every=3", "--width=32", "--layers=1", "--context=16", "--batch=4"]
 
 

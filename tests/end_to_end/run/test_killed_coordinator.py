@@ -30,8 +30,6 @@ ALL_POINTS += ["agent.start", "agent.started", "agent.stop"]
 
 
 SOME_POINTS = ["coordinator.start.written", "coordinator.failure", "coordinator.stop.written", "agent.started"]
-
-
 POINTS = ALL_POINTS if SOAK else SOME_POINTS
 
 

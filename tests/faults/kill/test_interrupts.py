@@ -34,8 +34,6 @@ try:
 except SystemExit as ended:
     print(ended.code, *sorted(path.name for path in Path(folder).iterdir()))
 """
-
-
 SWALLOWED = """
 import os, signal
 import click

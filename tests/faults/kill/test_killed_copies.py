@@ -34,8 +34,6 @@ with Places(Path(sys.argv[1])).open() as ck:
         print(step, flush=True)
     ck.wait()
 """
-
-
 POINTS = ("promote.pack", "promote.manifest", "promote.commit", "promote.committed", "delete.commit", "delete.packs")
 
 

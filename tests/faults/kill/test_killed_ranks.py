@@ -22,11 +22,7 @@ POINTS = (
     "save.stage", "save.append", "save.pack", "ranks.part", "local.rename",
     "ranks.gather", "ranks.merge", "save.manifest", "save.commit", "save.committed",
 )  # fmt: skip
-
-
 ONLY_RANK_0 = {"ranks.gather", "ranks.merge", "save.manifest", "save.commit", "save.committed"}
-
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts and kills processes as Linux has them")
 
 

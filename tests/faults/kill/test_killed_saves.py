@@ -28,14 +28,8 @@ POINTS = sorted(
     }
 )
 """Read from the sources, so that a point that is added is killed at, too."""
-
-
 MODES = ("blocking", "async", "checkpointer")
-
-
 SEED = int(os.environ.get("CKPT_SEED", "20240607"))
-
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a server, and tells processes apart by /proc")
 
 

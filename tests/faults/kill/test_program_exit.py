@@ -21,8 +21,6 @@ SAVE = """
 import sys, ckpt, numpy as np
 ckpt.save({"a": np.arange(3_000_000)}, sys.argv[1], step=1, blocking=sys.argv[2] == "blocking")
 """
-
-
 CHECKPOINTER = """
 import sys, ckpt, numpy as np
 saver = ckpt.Checkpointer(sys.argv[1])

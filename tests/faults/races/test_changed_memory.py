@@ -21,8 +21,6 @@ from ckpt.saving.write_plan import LeafSpec, plan_blocks, stage_block
 from ckpt.state.leaves.numpy import NumpyLeaf
 
 torch = pytest.importorskip("torch")
-
-
 SLOW = "save.stage=sleep:0.3@*"
 """Every block takes long to stage, so that a change in the meantime surely meets it."""
 

@@ -21,16 +21,12 @@ import ckpt
 from ckpt.repository import damage_registry
 
 STEPS = (3, 4, 5)
-
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"codec": "none"},
     "blosc": {"codec": numcodecs.Blosc("zstd", 1, numcodecs.Blosc.SHUFFLE), "digest": "blake3"},
     "lz4": {"codec": numcodecs.LZ4()},
     "zlib": {"codec": {"slow.*": {"id": "zlib", "level": 1}, "embed": numcodecs.Zstd(1), "*": None}},
 }
-
-
 EXAMPLES = settings(
     max_examples=1500 if SOAK else 70,
     deadline=None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.docs_snippets import DOCS, Block, Runner, blocks, changed, diff_lines, differences, masked, matches
+from helpers.docs_pages import DOCS, Block, blocks, changed, diff_lines, masked, matches
+from helpers.docs_snippets import Runner, differences
 
 PAGES = sorted([*DOCS.glob("howto/*.md"), *DOCS.glob("operations/*.md")])
 
@@ -38,7 +39,7 @@ def page_of(folder: Path, text: str) -> Path:
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("docs_snippets.ROOT", tmp_path)
+    monkeypatch.setattr("helpers.docs_pages.ROOT", tmp_path)
     with Runner(tmp_path / "me") as runner:
         yield runner
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from helpers.docs_snippets import DOCS, INSTALLED, Runner, blocks, checkout, differences
+from helpers.docs_pages import DOCS, blocks
+from helpers.docs_snippets import INSTALLED, Runner, checkout, differences
 
 TUTORIAL = [DOCS / f"tutorial/{name}.md" for name in ("first-run", "many-ranks", "namespace", "supervised")]
 

@@ -13,8 +13,6 @@ from helpers.saving_ranks import clean
 import ckpt
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts and kills processes as Linux has them")
-
-
 MEMORY = """
 import resource, sys
 import numpy as np

@@ -16,17 +16,9 @@ from torch.distributed.tensor import _utils as torch_utils
 from ckpt.state.leaves.dtensor import MeshSplit, shard_boxes
 
 torch = pytest.importorskip("torch")
-
-
 EXAMPLES = settings(max_examples=20_000 if SOAK else 100, deadline=None)
-
-
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
-
-
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
-
-
 Array = Any
 
 

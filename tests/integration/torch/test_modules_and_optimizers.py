@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.torch_launches import torch, trained
-from programs import torch_rank
+from programs import torch_models
 
 import ckpt
 from ckpt.adapters.torch import ModelState
@@ -25,10 +25,10 @@ def test_wrappers_leave_the_names_alone(tmp_path: Path) -> None:
     model["layer1"] = checkpoint_wrapper(model["layer1"])
     model["layer2"] = torch.compile(model["layer2"])  # not called, so that nothing is compiled
     ckpt.save(ModelState(model, optimizer), tmp_path)
-    plain, fresh = torch_rank.sharded("plain")
+    plain, fresh = torch_models.sharded("plain")
     ckpt.load(tmp_path, ModelState(plain, fresh))
-    reference = torch_rank.everything(*trained())
-    torch_rank.same(torch_rank.everything(plain, fresh), reference, "wrapped into plain")
+    reference = torch_models.everything(*trained())
+    torch_models.same(torch_models.everything(plain, fresh), reference, "wrapped into plain")
 
 
 def test_an_optimizer_without_state_stays_so(tmp_path: Path) -> None:
@@ -36,11 +36,11 @@ def test_an_optimizer_without_state_stays_so(tmp_path: Path) -> None:
     state = {"train": ModelState(model, optimizer)}
     ckpt.save(state, tmp_path)
     assert not optimizer.state
-    torch_rank.train(model, optimizer)
-    torch_rank.same(torch_rank.everything(model, optimizer), torch_rank.everything(*trained()), "after a save")
+    torch_models.train(model, optimizer)
+    torch_models.same(torch_models.everything(model, optimizer), torch_models.everything(*trained()), "after a save")
     ckpt.load(tmp_path, state)
     assert not optimizer.state
-    torch_rank.train(model, optimizer)
+    torch_models.train(model, optimizer)
     assert torch.equal(model["layer0"].up.weight, trained()[0]["layer0"].up.weight)
 
 
@@ -49,11 +49,11 @@ def test_two_optimizers_become_one_and_options_follow_the_names(tmp_path: Path) 
     first = torch.optim.SGD(model["layer0"].parameters(), lr=0.5, momentum=0.9)
     rest = torch.optim.SGD([p for i in (1, 2, 3) for p in model[f"layer{i}"].parameters()], lr=0.5, momentum=0.9)
     model["layer3"].norm.bias.requires_grad_(False)  # gets no state
-    torch_rank.forward(model, torch.ones(2, torch_rank.WIDTH)).sum().backward()
+    torch_models.forward(model, torch.ones(2, torch_models.WIDTH)).sum().backward()
     first.step()
     rest.step()
     ckpt.save({"train": ModelState(model, [first, rest])}, tmp_path)
-    other = torch_rank.make_model(seed=1)
+    other = torch_models.make_model(seed=1)
     one = torch.optim.SGD(list(other.parameters())[::-1], lr=9.0, momentum=0.1)
     ckpt.load(tmp_path, {"train": ModelState(other, one)})
     assert (one.param_groups[0]["lr"], one.param_groups[0]["momentum"]) == (0.5, 0.9)
@@ -86,15 +86,15 @@ def test_moments_wider_than_the_parameters_are_kept(tmp_path: Path) -> None:
 def test_a_part_is_loaded_and_what_is_missing_is_named(tmp_path: Path) -> None:
     model, optimizer = trained()
     ckpt.save({"train": ModelState(model, optimizer)}, tmp_path)
-    other, fresh = torch_rank.sharded("plain")
+    other, fresh = torch_models.sharded("plain")
     ckpt.load(tmp_path, {"train": ModelState(other, fresh)}, only="train.model.layer1")
     assert not fresh.state
     assert torch.equal(other["layer1"].up.weight, model["layer1"].up.weight)
     assert not torch.equal(other["layer2"].up.weight, model["layer2"].up.weight)
     other["new"] = torch.nn.Linear(2, 2)
-    before = torch_rank.everything(other, fresh)
+    before = torch_models.everything(other, fresh)
     with pytest.raises(ckpt.LeafNotFound, match=r"leaf train.model.new.weight of `like` is not in step 0"):
         ckpt.load(tmp_path, {"train": ModelState(other, fresh)})
-    torch_rank.same(torch_rank.everything(other, fresh), before, "a refused load")
+    torch_models.same(torch_models.everything(other, fresh), before, "a refused load")
     with pytest.raises(ckpt.InvalidArgument, match="none of the model's"):
         ckpt.save(ModelState(other, torch.optim.SGD(model.parameters())), tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -172,48 +171,6 @@ def test_an_empty_disk_does_not_say_what_there_is_not(tmp_path: Path) -> None:
     assert back.get(path) == b"precious"
     repairs.repair_namespace(back, surveys.scrub_namespace(back))
     assert back.get(path) == b"precious"
-
-
-@pytest.mark.parametrize("redundancy", ["1x", "2x"])
-def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: str) -> None:
-    """Whose configuration still names it: nothing that is acknowledged lies there alone, and it can be thrown away."""
-    nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
-    table = {"redundancy": redundancy, "deadline_seconds": 60.0}  # whether a busy machine is slow is not the question here
-    writer = Namespace(nodes_config(nodes, **table))
-    acknowledged: list[int] = []
-    over = threading.Event()
-
-    def write() -> None:
-        number = 0
-        while not over.is_set():
-            writer.put(f"f{number}", random_bytes(50_000, number))
-            acknowledged.append(number)
-            number += 1
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
-        while len(acknowledged) < 20:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        admin = Namespace(nodes_config(nodes, **table))
-        done = rebalance.remove_member(admin, nodes[2].address)
-        assert not done.failed
-        there = len(acknowledged)
-        while len(acknowledged) < there + 20:
-            assert thread.is_alive(), "a write failed"
-            time.sleep(0.01)
-    finally:
-        over.set()
-        thread.join()
-    nodes[2].close()
-    shutil.rmtree(tmp_path / "n2")
-    rest = Namespace(nodes_config([nodes[i] for i in (0, 1, 3)], **table))
-    for number in acknowledged:
-        assert rest.get(f"f{number}") == random_bytes(50_000, number)
-    assert surveys.scrub_namespace(rest, verify=True).is_whole
-    for each in (writer, admin, rest, *(nodes[i] for i in (0, 1, 3))):
-        each.close()
 
 
 def test_a_file_that_is_written_anew_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

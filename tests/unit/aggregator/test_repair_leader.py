@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance, scrub
 from ckpt.aggregator.maintenance.repair_leader import Election, RepairLeader
 from ckpt.storage.testing import random_bytes
-from ckpt.tools.node import command
 
 
 @pytest.fixture
@@ -89,32 +86,3 @@ def test_what_is_to_be_moved_is_told_before(namespace: Namespace, tmp_path: Path
     assert not done.failed
     assert sum(expected) == sum(moved) == done.nbytes > 0
     grown.close()
-
-
-@pytest.mark.parametrize("what", ["drain", "forget", "rebalance"])
-def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """They write no faster than --rate, and their bar knows how much there is to do."""
-    config = tmp_path / "config.toml"
-    folders = [f"{tmp_path}/disk{i}" for i in range(5 if what == "rebalance" else 4)]
-    members = ", ".join(f'{{ url = "{folder}", name = "disk{i}" }}' for i, folder in enumerate(folders))
-    config.write_text(f"[namespaces.n]\nmembers = [{members}]\n")
-    before = Namespace(directories(tmp_path, 4))
-    for i in range(20):
-        before.put(f"f{i}", random_bytes(200_000, i))
-    before.settle([f"/f{i}" for i in range(20)])
-    before.close()
-    monkeypatch.setenv("CKPT_CONFIG", str(config))
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "200")
-    began = time.monotonic()
-    member = [] if what == "rebalance" else ["disk1"]
-    done = CliRunner().invoke(command, ["admin", what, "ckpt://n", *member, "--rate", "1200kB"], standalone_mode=False)
-    took = time.monotonic() - began
-    assert done.exception is None, done.output
-    found = re.search(r"(\d+) files moved, ([\d.]+) (kB|MB)", done.output)
-    assert found is not None, done.output
-    moved = float(found[2]) * {"kB": 1e3, "MB": 1e6}[found[3]]
-    assert moved >= 200_000
-    assert took >= 0.9 * moved / 1200e3
-    totals = {float(text) for text in re.findall(r"[\d.]+/([\d.]+) [kM]B", done.output)}
-    assert max(totals) == float(found[2])

@@ -315,8 +315,6 @@ leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(max_size=20), st.complex_numbers(),
     hnp.arrays(st.sampled_from([np.float32, np.int8, np.bool_, np.complex64]), hnp.array_shapes(min_side=0, max_side=5)),
 )  # fmt: skip
-
-
 trees = st.recursive(
     leaves,
     lambda children: st.one_of(

@@ -24,8 +24,6 @@ from ckpt.recovery.goodput.simulator import (
 from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Decision, Failure
 
 seconds = st.floats(0, 100)
-
-
 worlds = st.builds(
     World,
     hosts=st.integers(1, 100),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +17,6 @@ from helpers.nodes import Here, Process, nodes_config, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.aggregator.file_io.writer import FileWriter
 from ckpt.aggregator.maintenance import repair as repairs
 from ckpt.aggregator.maintenance import scrub as surveys
 from ckpt.storage.base import failpoints
@@ -31,7 +28,7 @@ from ckpt.storage.node import wire
 from ckpt.storage.node.client import NodeStore
 from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.node.upload_leases import UploadLeases
-from ckpt.storage.testing import random_bytes, read_range, write_object
+from ckpt.storage.testing import read_range, write_object
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abstract names are Linux's")
 
@@ -98,36 +95,6 @@ def test_rot(tmp_path: Path) -> None:
             node.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_node_fails_once_an_object_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The file goes elsewhere; what was begun there is not kept open here, though nobody answers for it."""
-    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
-    namespace = quick(nodes_config(nodes, redundancy="2x", deadline_seconds=2.0))
-    begin, hurt = FileWriter._open_object, threading.Lock()
-
-    def begun(self: FileWriter, member: str) -> int:
-        found = begin(self, member)
-        if hurt.acquire(blocking=False):
-            next(n for n in nodes if n.address == member).signal(number)
-        return found
-
-    try:
-        namespace.put("first", b"all are there once")
-        monkeypatch.setattr(FileWriter, "_open_object", begun)
-        gc.disable()
-        data = random_bytes(2_000_001, 1)
-        namespace.put("a", data)
-        assert hurt.locked()
-        assert namespace.get("a") == data
-        namespace.close()
-        assert not opened()
-    finally:
-        gc.enable()
-        namespace.close()
-        for node in nodes:
-            node.close()
-
-
 def test_a_writer_is_forgotten(node: Process) -> None:
     """Who neither commits nor gives up keeps nothing open, as where a pool of threads ends before its calls."""
     writer = NodeStore(node.address).create("a", len(DATA))
@@ -135,23 +102,6 @@ def test_a_writer_is_forgotten(node: Process) -> None:
     assert _open_now()
     del writer
     assert not _open_now()
-
-
-@pytest.mark.parametrize("point", ["node.append=kill@1", "node.get=error@*"])
-def test_a_node_fails_at_the_door(tmp_path: Path, point: str) -> None:
-    """In a namespace others stand in."""
-    nodes = [Process(tmp_path / f"n{i}", failpoints=point if i == 0 else "") for i in range(3)]
-    namespace = quick(nodes_config(nodes, redundancy="2x"))
-    try:
-        namespace.put("first", b"all are there once")
-        for i in range(4):
-            namespace.put(f"f{i}", DATA)
-        for i in range(4):
-            assert namespace.get(f"f{i}") == DATA
-    finally:
-        namespace.close()
-        for node in nodes:
-            node.close()
 
 
 def test_promises(tmp_path: Path) -> None:
@@ -350,7 +300,7 @@ def test_a_commit_waits_for_appends(here: Here) -> None:
     thread = threading.Thread(target=append)
     thread.start()
     held.wait(60)
-    writer._seconds = 0.05
+    writer._deadline_seconds = 0.05
     with pytest.raises(Unavailable, match="check the disk"):
         writer.commit()
     go.set()

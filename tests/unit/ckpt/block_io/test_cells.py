@@ -18,8 +18,6 @@ from ckpt.state.boxes import Box
 from ckpt.state.leaves import as_leaf
 
 LENGTHS = {"x": 12 * CELL_BYTES, "y": 5 * CELL_BYTES + 999, "z": 3 * CELL_BYTES + 7, "s": 1000}
-
-
 ARRAYS = {n: np.random.default_rng(i).integers(0, 255, length, dtype=np.uint8) for i, (n, length) in enumerate(LENGTHS.items())}
 
 

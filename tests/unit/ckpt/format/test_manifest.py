@@ -44,11 +44,7 @@ def test_plan_places_every_byte_once(leaves):
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
-
-
 ints = st.integers(0, 2**60)
-
-
 stored_blocks = st.builds(
     manifest.StoredBlock, texts, ints, ints, ints, st.none() | texts, st.binary(min_size=16, max_size=16),
     st.none() | st.integers(0, 2**64 - 1), st.binary(min_size=800, max_size=800),

@@ -20,8 +20,6 @@ from ckpt.state.boxes import Box, intersect
 from ckpt.storage.base.errors import IntegrityError
 
 EXAMPLES = settings(max_examples=60, deadline=None)
-
-
 META = {"format": "1", "digest": "xxh3-128", "step": "3"}
 
 

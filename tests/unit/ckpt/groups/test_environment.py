@@ -14,8 +14,6 @@ from ckpt.groups import EnvGroup, SingleProcessGroup, as_group, detect
 from ckpt.groups.env import rank_from_env
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
-
-
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "run"}
 
 

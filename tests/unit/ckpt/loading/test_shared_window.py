@@ -5,10 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import platform
-import re
-import socket
-import subprocess
-import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -17,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.rank_threads import Counting, all_well, on_ranks
-from helpers.saving_ranks import clean
+from helpers.shared_windows import empty, mappings, saved, window_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,15 +31,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"),
     reason="no memory in common on this system",
 )
-
-
-SLOT = 4096
-
-
-def window_of(group: Group, slots: int, parts: int) -> SharedWindow:
-    window = SharedWindow.create(group, slots, SLOT, parts)
-    assert window is not None
-    return window
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,20 +75,6 @@ def test_who_gives_up_keeps_nobody_waiting() -> None:
             window.wait_for_free_slot(2)
 
     assert [type(found) for found in on_ranks(3, work)] == [RankFailed, type(None), RankFailed]
-
-
-def saved(root: Path, codec: Any = "none") -> dict[str, np.ndarray]:
-    """A state that all ranks hold, of more blocks than the window has slots, saved by two."""
-    draw = np.random.default_rng(11)
-    state: dict[str, np.ndarray] = {f"w{i}": draw.integers(0, 99, (700, 1000)).astype(np.float32) for i in range(30)}
-    state |= {f"small{i}": draw.standard_normal(50) for i in range(20)} | {"turned": draw.standard_normal((400, 900))}
-    all_well(on_ranks(2, lambda g: ckpt.save(state, root, 0, group=g, codec=codec)))
-    return state
-
-
-def empty(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Like a state, without its content; one array lies in memory by columns, so that it takes no bytes as they come."""
-    return {n: np.zeros_like(a, order="F" if n == "turned" else "C") for n, a in state.items()}
 
 
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
@@ -221,84 +194,3 @@ def test_an_interrupt_or_damage_leaves_nothing_of_the_memory(
         gc.enable()
     expected = {ckpt.GroupError, KeyboardInterrupt} if kind is KeyboardInterrupt else {ckpt.IntegrityError}
     assert {type(error) for error in errors} == expected
-
-
-PROGRAM = """
-import os, sys, time
-import numpy as np
-import torch.distributed as dist
-import ckpt
-from ckpt.storage.base.failpoints import set_failpoints
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-names = ckpt.open(sys.argv[1])[0].leaves()
-like = {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in names}
-if rank == int(sys.argv[2]):
-    set_failpoints(sys.argv[3])
-begun = time.monotonic()
-try:
-    ckpt.load(sys.argv[1], like)
-except ckpt.CkptError as error:
-    print(f"{type(error).__name__} {time.monotonic() - begun:.0f} {error}", flush=True)
-    os._exit(3)
-print("loaded", sum(float(a.sum()) for a in like.values()), flush=True)
-dist.destroy_process_group()
-"""
-
-
-def processes(root: Path, victim: int, point: str) -> list[tuple[int, str]]:
-    """Exit status of three ranks under gloo, and what they print; one of them has an active fail point."""
-    pytest.importorskip("torch")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(root), str(victim), point], stdout=subprocess.PIPE, text=True,
-            env=clean() | {"RANK": str(r), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        )
-        for r in range(3)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=180)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_is_killed_while_blocks_go_round(tmp_path: Path, victim: int) -> None:
-    """The others hear of it by the memory itself, and say who died. Rank 0 has made the memory."""
-    state = saved(tmp_path)
-    ended = processes(tmp_path, victim, "load.window=kill@2")
-    assert ended[victim][0] == -9
-    for rank, (status, said) in enumerate(ended):
-        if rank != victim:
-            assert status == 3, (rank, status, said)
-            assert said.startswith("GroupError"), said
-            assert re.search(rf"ranks? ([0-9, ]*, )?{victim}(, [0-9, ]*)? died", said), said  # and one that ended after it
-    total = sum(float(array.sum()) for array in state.values())
-    for status, said in processes(tmp_path, 0, ""):
-        assert status == 0
-        assert np.isclose(float(said.split()[1]), total)
-
-
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:ckpt-load")
-
-
-def test_nothing_is_left_of_the_memory() -> None:
-    gc.collect()  # what failed before is held by its traceback
-    before = mappings()
-    windows = all_well(on_ranks(3, lambda g: window_of(g, 2, 1), ThreadGroup.make(3)))
-    windows[0].wait_for_free_slot(0)[:] = 7
-    windows[0].mark_ready(0)
-    for window in windows:
-        window.wait_until_ready(0, reader=0)
-        assert (window.slot(0) == 7).all()
-    assert mappings() == before + 3
-    del windows, window
-    assert mappings() == before

@@ -23,8 +23,6 @@ from ckpt import Keep
 from ckpt.repository.retention import as_keep, expired_steps
 
 STEPS = st.sets(st.integers(0, 60), max_size=20)
-
-
 KEEPS = st.builds(Keep, st.integers(1, 5), st.none() | st.integers(1, 12))
 
 
@@ -73,8 +71,6 @@ def model(tmp_path: Path) -> Iterator[Path]:
 
 
 STATES = st.integers(0, 12)
-
-
 ACTIONS = st.one_of(
     st.tuples(st.just("save"), STATES, st.none() | KEEPS),
     st.tuples(st.just("overwrite"), STATES, st.none() | KEEPS),

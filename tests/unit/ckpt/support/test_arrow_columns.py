@@ -12,8 +12,6 @@ from ckpt.storage.base.errors import StoreError
 from ckpt.support import arrow_columns
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
-
-
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 
 

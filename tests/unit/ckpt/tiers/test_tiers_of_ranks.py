@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.processes import python
 from helpers.rank_threads import all_well, on_ranks
 from helpers.tier_places import FullStore, Places, leave, shard_of
 from helpers.tier_places import places as places
@@ -77,55 +76,6 @@ def test_what_ranks_have_freed_is_no_damage_to_the_next(places: Places, caplog: 
     assert all_well(on_ranks(2, work)) == [2, 2]
     assert "falling back" not in caplog.text
     assert [path.parent.name for path in places.memory.rglob("commit.json")] == ["3"]
-
-
-RANK = """
-import os, sys, ckpt
-from pathlib import Path
-from helpers.tier_places import Places, shard_of
-rank = int(os.environ["RANK"])
-with Places(Path(sys.argv[1])).open(group="auto", timeout=60) as ck:
-    state, start = ck.restore(shard_of(rank, 2, 0))
-    assert start == 0 or (state["w"].local == shard_of(rank, 2, start - 1)["w"].local).all()
-    print("start", start, flush=True)
-    for step in range(start, start + int(sys.argv[2])):
-        ck.step(step, shard_of(rank, 2, step)).result()
-        print(step, flush=True)
-"""
-
-
-def test_ranks_that_are_killed_lose_no_step(places: Places) -> None:
-    """Processes that know of each other by the environment alone. Every acknowledged step is found again."""
-    newest = -1
-    for attempt, (steps, victim) in enumerate(((1000, 1), (1000, 0), (5, None))):
-        ranks = [
-            python(
-                RANK, places.base, steps,
-                env={"RANK": str(rank), "WORLD_SIZE": "2", "CKPT_RUN_ID": f"{places.base.name}-{attempt}"},
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        try:
-            lines = [rank.stdout.readline().split() for rank in ranks if rank.stdout]
-            assert lines[0] == lines[1] != [], [rank.communicate()[1] for rank in ranks if rank.poll()]
-            assert int(lines[0][1]) > newest, "an acknowledged step is lost"
-            if victim is None:
-                assert [rank.wait(60) for rank in ranks] == [0, 0]
-                break
-            seen = ranks[1 - victim].stdout
-            assert seen is not None
-            newest = max(int(seen.readline()) for _ in range(5))
-            ranks[victim].kill()
-            ranks[1 - victim].kill()
-            newest = max([newest, *map(int, seen.read().split())])
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.communicate()
-    found = ckpt.open(places.run).steps()
-    assert found[-1] == int(lines[0][1]) + 4
-    for step in found:
-        assert np.array_equal(ckpt.load(places.run, step=step)["w"], np.arange(6400.0).reshape(64, 100) * (step + 1))
 
 
 def test_ranks_agree_where_to_save_when_a_tier_is_full(places: Places) -> None:

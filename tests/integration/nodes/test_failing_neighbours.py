@@ -1,0 +1,67 @@
+"""A node of this host, as a process, fails at its fail points: the client goes over the wire, or gets an error."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from helpers.near_nodes import DATA, opened
+from helpers.near_nodes import here as here
+from helpers.near_nodes import node as node
+from helpers.nodes import Process, nodes_config, quick
+
+from ckpt.aggregator.file_io.writer import FileWriter
+from ckpt.storage.testing import random_bytes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abstract names are Linux's")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_fails_once_an_object_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The file goes elsewhere; what was begun there is not kept open here, though nobody answers for it."""
+    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x", deadline_seconds=2.0))
+    begin, hurt = FileWriter._open_object, threading.Lock()
+
+    def begun(self: FileWriter, member: str) -> int:
+        found = begin(self, member)
+        if hurt.acquire(blocking=False):
+            next(n for n in nodes if n.address == member).signal(number)
+        return found
+
+    try:
+        namespace.put("first", b"all are there once")
+        monkeypatch.setattr(FileWriter, "_open_object", begun)
+        gc.disable()
+        data = random_bytes(2_000_001, 1)
+        namespace.put("a", data)
+        assert hurt.locked()
+        assert namespace.get("a") == data
+        namespace.close()
+        assert not opened()
+    finally:
+        gc.enable()
+        namespace.close()
+        for node in nodes:
+            node.close()
+
+
+@pytest.mark.parametrize("point", ["node.append=kill@1", "node.get=error@*"])
+def test_a_node_fails_at_the_door(tmp_path: Path, point: str) -> None:
+    """In a namespace others stand in."""
+    nodes = [Process(tmp_path / f"n{i}", failpoints=point if i == 0 else "") for i in range(3)]
+    namespace = quick(nodes_config(nodes, redundancy="2x"))
+    try:
+        namespace.put("first", b"all are there once")
+        for i in range(4):
+            namespace.put(f"f{i}", DATA)
+        for i in range(4):
+            assert namespace.get(f"f{i}") == DATA
+    finally:
+        namespace.close()
+        for node in nodes:
+            node.close()

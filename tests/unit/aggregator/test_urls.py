@@ -1,0 +1,71 @@
+"""Paths and URLs of a namespace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt.aggregator.cluster import config
+from ckpt.aggregator.records.paths import check_path
+from ckpt.storage.base.errors import (
+    InvalidArgument,
+    InvalidName,
+)
+
+BAD_PATHS = ["", "..", "a/../b", "/a", "a/", "a//b", ".", "a/./b", "a\nb", "a\x00", "x" * 256, "/".join(["y" * 200] * 6)]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS)
+def test_paths_that_are_refused(path: str) -> None:
+    with pytest.raises(InvalidName, match="can't name a file"):
+        check_path(path)
+
+
+@pytest.mark.parametrize("path", ["a", ".hidden", "a b/ü/c.d", "日本", "x" * 255, "zarr.json", "c/0/0"])
+def test_paths_that_are_good(path: str) -> None:
+    assert check_path(path) == path
+
+
+def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, path = config.parse_namespace_url("ckpt://h1:7070,h2:7071/run/a?redundancy=1x")
+    assert [m.address for m in parsed.members] == ["h1:7070", "h2:7071"]
+    assert (path, str(parsed.redundancy)) == ("run/a", "1x")
+    six = ",".join(f"h{i}:1" for i in range(6))
+    for text in ("4+2", "4%2B2"):
+        assert str(config.parse_namespace_url(f"ckpt://{six}/x?redundancy={text}")[0].redundancy) == "4+2"
+    file = tmp_path / "c.toml"
+    file.write_text(
+        '[namespaces.lab]\nredundancy = "2x"\nnear = "r1/h1"\n'
+        'members = ["h1:1", { url = "node://h2:2", domain = "r1/h2", weight = 2 }, { url = "/mnt/a", name = "disk" }]\n'
+    )
+    monkeypatch.setenv("CKPT_CONFIG", str(file))
+    parsed, _ = config.parse_namespace_url("ckpt://lab/x")
+    assert [(m.name, m.location.domain, m.location.weight) for m in parsed.members] == [
+        ("h1:1", (), 1.0), ("h2:2", ("r1", "h2"), 2.0), ("disk", (), 1.0),
+    ]  # fmt: skip
+    assert parsed.host_domain == ("r1", "h1")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ckpt://", "write ckpt://host:port"),
+        ("ckpt://nowhere/x", r"no \[namespaces.nowhere\]; it has a, b, c"),
+        ("ckpt://a/x", "is not a member: use host:port"),
+        ("ckpt://b/x", "unknown key 'wieght'"),
+        ("ckpt://c/x", r"c.toml, \[namespaces.c\]: deadline_seconds is 'soon'; it must be a number of seconds"),
+        ("ckpt://h:1,h:1/x", "is listed twice"),
+        ("ckpt://h:1,h:2/x?redundancy=3x", "needs 3 members, there are 2"),
+        ("ckpt://h:1,h:2/x?redundancy=much", "use 1x, 2x, 3x"),
+        ("ckpt://h:1/x?what=1", "unknown option 'what'"),
+    ],
+)
+def test_wrong_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, message: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[namespaces.a]\nmembers = ["hdfs://b"]\n[namespaces.b]\nmembers = [{url = "h:1", wieght = 2}]\n')
+    with file.open("a") as opened:
+        opened.write('[namespaces.c]\nmembers = ["h:1"]\ndeadline_seconds = "soon"\n')
+    monkeypatch.setenv("CKPT_CONFIG", str(file))
+    with pytest.raises(InvalidArgument, match=message):
+        config.parse_namespace_url(url)
