@@ -104,8 +104,8 @@ class Agent:
         joined = Joining(self._log, request, self._signals, self._messages.print).join()
         if unlisted := self._memory.find_unlisted(self._log.entries):
             self._messages.print(
-                f"{', '.join(sorted(unlisted))}: the log of the run does not name these nodes, but they have steps and are "
-                f"kept. If nobody needs them, remove their folders in {self._memory.nodes_folder} once this run has ended"
+                f"{', '.join(sorted(unlisted))}: the log of the run does not name these nodes, but they have steps, so "
+                f"they are kept. If nobody needs them, remove their folders in {self._memory.nodes_folder} after this run"
             )
         return joined
 
