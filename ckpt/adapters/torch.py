@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import LeafMismatch
+from ckpt.adapters.torch_optimizer import group_options, load_optimizer, optimizer_node, parameter_names, saved_parameter_states
 from ckpt.format.manifest import Saved
 from ckpt.state.boxes import Replica
 from ckpt.state.leaves import empty_leaf
 from ckpt.state.leaves.sharded import Shard
-from ckpt.state.name_patterns import children
 from ckpt.state.optimizer_names import moment_like
 from ckpt.state.torch_keys import ModuleEntries
-from ckpt.state.tree import Node, join_path
+from ckpt.state.tree import Node
 from ckpt.storage.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """The attributes in which torch.compile and activation checkpointing keep the wrapped module."""
-
-_NON_OPTION_KEYS = ("params", "param_names")
 
 
 class ModelState:
@@ -107,11 +104,11 @@ class ModelState:
         state = self.state_dict()
         parts = [["model", entry(state["model"], "model")]]
         if self._optimizers:
-            saved_parameters = dict(_saved_parameters(tree, ""))
+            saved_parameters = dict(saved_parameter_states(tree, ""))
             found = {name: saved_parameters.get(saved_name(f"model.{name}")) for name in state["optimizer"]["group_of"]}
             known = {name: home for name, home in found.items() if home is not None}
             if known:
-                parts.append(["optimizer", _optimizer_node(known)])
+                parts.append(["optimizer", optimizer_node(known)])
         return {"dict": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,7 +122,7 @@ class ModelState:
         if "optimizer" in state:
             names = self._names()
             for optimizer in self._optimizers:
-                _load_optimizer(optimizer, names, state["optimizer"])
+                load_optimizer(optimizer, names, state["optimizer"])
 
     # --- the model ---------------------------------------------------------------------------------------------
 
@@ -160,7 +157,7 @@ class ModelState:
         groups: dict[str, Any] = {}
         group_of: dict[str, str] = {}
         for optimizer in self._optimizers:
-            mine = _parameter_names(optimizer, names)
+            mine = parameter_names(optimizer, names)
             packed = optimizer.state_dict()
             for number, values in packed["state"].items():
                 if not isinstance(number, int):
@@ -169,7 +166,7 @@ class ModelState:
             for group in packed["param_groups"]:
                 members = [mine[number] for number in group["params"]]
                 if members:
-                    groups[members[0]] = _group_options(group)
+                    groups[members[0]] = group_options(group)
                     group_of.update(dict.fromkeys(members, members[0]))
         return {"state": state, "group_of": group_of, "groups": groups}
 
@@ -317,85 +314,3 @@ def _refuse_fsdp1(model: Any) -> None:
             "ModelState does not take FullyShardedDataParallel (FSDP1): shard with fully_shard, or save the result of torch's "
             "get_state_dict with ckpt.adapters.dcp.Writer"
         )
-
-
-def _group_options(group: dict[str, Any]) -> dict[str, Any]:
-    return {option: value for option, value in group.items() if option not in _NON_OPTION_KEYS}
-
-
-def _parameter_names(optimizer: Any, names: dict[Any, str]) -> list[str]:
-    """Return the names of the parameters of an optimizer, in the order of their numbers in its state_dict."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if unknown := sum(p not in names for p in parameters):
-        raise InvalidArgument(
-            f"{unknown} of {len(parameters)} parameters of {type(optimizer).__name__} are none of the model's; create the "
-            "optimizer after wrapping or sharding the model, or give ModelState all models"
-        )
-    return [names[p] for p in parameters]
-
-
-class _SavedParameter(NamedTuple):
-    """The saved optimizer state of one parameter."""
-
-    optimizer: dict[str, dict[str, Node]]
-    """The parts of the saved optimizer (state, group_of, groups), each by its keys."""
-    name: str
-    """The name of the parameter in these parts."""
-
-
-def _saved_parameters(node: Node, path: str) -> Iterator[tuple[str, _SavedParameter]]:
-    """Yield the name in the tree and the optimizer state of each tensor of every ModelState that has an optimizer."""
-    parts = dict(children(node, ""))
-    optimizer = {part: dict(children(n, "")) for part, n in children(parts.get("optimizer"), "")}
-    if "model" in parts and optimizer.keys() >= {"state", "group_of", "groups"}:
-        for name, _ in children(parts["model"], ""):
-            yield join_path(join_path(path, "model"), name), _SavedParameter(optimizer, name)
-        return
-    for name, child in children(node, path):
-        yield from _saved_parameters(child, name)
-
-
-def _optimizer_node(saved_parameters: dict[str, _SavedParameter]) -> Node:
-    """Return the tree of an optimizer over these parameters. The name of a group is that of its first parameter."""
-    state, group_of = [], []
-    groups: dict[tuple[int, str], list[Node]] = {}
-    for name, (optimizer, saved) in saved_parameters.items():
-        if saved in optimizer["state"]:
-            state.append([name, optimizer["state"][saved]])
-        if (label := optimizer["group_of"].get(saved)) in optimizer["groups"]:
-            groups.setdefault((id(optimizer), label), [name, optimizer["groups"][label]])
-            group_of.append([name, groups[id(optimizer), label][0]])
-    return {"dict": [["state", {"dict": state}], ["group_of", {"dict": group_of}], ["groups", {"dict": [*groups.values()]}]]}
-
-
-def _load_optimizer(optimizer: Any, names: dict[Any, str], saved: dict[str, Any]) -> None:
-    mine = _parameter_names(optimizer, names)
-    packed = optimizer.state_dict()
-    state = {number: saved["state"][name] for number, name in enumerate(mine) if name in saved["state"]}
-    groups = []
-    for group in packed["param_groups"]:
-        members = [mine[number] for number in group["params"]]
-        keys = dict.fromkeys(saved["group_of"][name] for name in members)
-        options = [saved["groups"][key] for key in keys if key in saved["groups"]]
-        if any(not _is_equal(options[0], other) for other in options[1:]):
-            raise LeafMismatch(
-                f"the parameters of one group of {type(optimizer).__name__} ({members[0]} …) were saved with different "
-                f"options: {options}; divide them into groups as they were when saved"
-            )
-        groups.append({**group, **(options[0] if options else {})})
-    optimizer.load_state_dict({**packed, "state": state, "param_groups": groups})
-    # torch has cast the state to the dtype of the parameters. Restore the saved dtype, or wider moments would lose precision.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, values in state.items():
-        now = optimizer.state[parameters[number]]
-        now.update({k: v for k, v in values.items() if getattr(v, "dtype", None) != getattr(now.get(k), "dtype", None)})
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    import torch
-
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_is_equal(a[k], b[k]) for k in a)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return bool(torch.equal(a, b))
-    return bool(type(a) is type(b) and a == b)
