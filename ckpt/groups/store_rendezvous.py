@@ -23,23 +23,28 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from ckpt.errors import GroupError
 from ckpt.groups.base import Group, ranks_text, timeout_error
 from ckpt.groups.hello import Hello, decode_hello, own_hello
 from ckpt.groups.process_identity import is_alive
 from ckpt.groups.rendezvous_failures import RendezvousNotes
-from ckpt.storage.base.checked_decode import Malformed, read_json
-from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound
+from ckpt.groups.rendezvous_objects import (
+    MAX_MARKER_BYTES,
+    get_object,
+    get_objects,
+    list_markers,
+    member_tokens,
+    pack_parts,
+    put_object,
+    unpack_parts,
+)
+from ckpt.storage.base.errors import CkptError, NotFound
 from ckpt.storage.base.store import Store
-from ckpt.storage.base.threads import DaemonThreadPool
 
 log = logging.getLogger("ckpt")
 
 RENDEZVOUS_FOLDER = "meet"
-_MAX_MARKER_BYTES = 4 << 20
-"""The most bytes of an object that is not data of a gather: the tokens of two hundred thousand ranks."""
 _MAX_GATHER_BYTES = 1 << 30
 """The most bytes of one rank in a gather: the locations of ten million arrays that it loads."""
 _LEAVE_SECONDS = 2.0
@@ -95,11 +100,11 @@ class StoreRendezvous:
         """Rank 0: open a rendezvous, wait for all ranks, and return its folder."""
         token = secrets.token_hex(8)
         folder = f"{RENDEZVOUS_FOLDER}/{self._job_id.digest}-{self._group.size}-{token}"
-        _put(self._store, f"{folder}/open", self._own_hello.encode())
+        put_object(self._store, f"{folder}/open", self._own_hello.encode())
         tokens: dict[int, str] = {}
         complete_since: float | None = None
         for is_long in self._poll_peers():
-            hellos = _list_markers(self._store, folder, "hello")
+            hellos = list_markers(self._store, folder, "hello")
             if is_long:
                 self._warn_missing([rank for rank in range(1, self._group.size) if rank not in hellos])
             if len(hellos) == self._group.size - 1:
@@ -112,15 +117,15 @@ class StoreRendezvous:
                     if time.monotonic() >= complete_since + settle_seconds:
                         break
         else:
-            tokens, _ = self._live_tokens(folder, _list_markers(self._store, folder, "hello"))
+            tokens, _ = self._live_tokens(folder, list_markers(self._store, folder, "hello"))
             if len(tokens) < self._group.size - 1:
-                departed = _list_markers(self._store, folder, "gone")
+                departed = list_markers(self._store, folder, "gone")
                 self._remove(folder)
                 raise self._timeout_error(
                     {0, *tokens, *departed} if len({*tokens, *departed}) < self._group.size - 1 else {0, *tokens}
                 )
         names = [token, *(tokens[rank] for rank in range(1, self._group.size))]
-        _put(self._store, f"{folder}/members.json", json.dumps(names).encode())
+        put_object(self._store, f"{folder}/members.json", json.dumps(names).encode())
         self._remove_stale(folder)
         return folder
 
@@ -141,22 +146,23 @@ class StoreRendezvous:
                 f"{RENDEZVOUS_FOLDER}/{name}" for name in self._store.list_folders(RENDEZVOUS_FOLDER) if name.startswith(mine)
             }
             for folder in folders - closed:
-                members = _member_tokens(_get(self._store, f"{folder}/members.json"), self._group.size)
+                members = member_tokens(get_object(self._store, f"{folder}/members.json"), self._group.size)
                 if folder not in greeted:
                     if members is not None:
                         closed.add(folder)
                         continue
-                    with suppress(NotFound):  # deleted as in _put, or the rendezvous has ended; a hello must not recreate it
+                    # NotFound: deleted as in put_object, or the rendezvous has ended; a hello must not recreate it.
+                    with suppress(NotFound):
                         self._store.put(f"{folder}/hello-{rank}-{token}", self._own_hello.encode())
                         greeted.add(folder)
                 elif members is not None and members[rank] == token:
                     self._withdraw_hellos(greeted - {folder}, token)
-                    if (opener := decode_hello(_get(self._store, f"{folder}/open"))) is not None:
+                    if (opener := decode_hello(get_object(self._store, f"{folder}/open"))) is not None:
                         self._peers[0] = opener
                     return folder
         # In a rendezvous that is still open, other ranks are missing; if all have joined, rank 0 is the missing one.
         present_by_folder = [
-            {0, rank, *_list_markers(self._store, folder, "hello"), *_list_markers(self._store, folder, "gone")}
+            {0, rank, *list_markers(self._store, folder, "hello"), *list_markers(self._store, folder, "gone")}
             for folder in greeted
         ]
         others = set(range(1, self._group.size))
@@ -181,7 +187,7 @@ class StoreRendezvous:
     def _probe_write(self, token: str) -> None:
         """Raise the error of the store if this rank cannot write to it; rank 0 then probably cannot either."""
         name = f"{RENDEZVOUS_FOLDER}/try-{token}/try"
-        _put(self._store, name, b"")
+        put_object(self._store, name, b"")
         self._store.delete([name])
 
     def _withdraw_hellos(self, folders: Collection[str], token: str) -> None:
@@ -197,7 +203,7 @@ class StoreRendezvous:
         """
         me, settle_seconds = self._own_hello, 0.0
         names = [f"{folder}/hello-{rank}-{token}" for rank, tokens in hellos.items() for token in tokens]
-        answers = iter(_get_all(self._store, names, _MAX_MARKER_BYTES))
+        answers = iter(get_objects(self._store, names, MAX_MARKER_BYTES))
         living: dict[int, str] = {}
         for rank, tokens in hellos.items():
             came = [(token, decode_hello(next(answers))) for token in tokens]
@@ -233,16 +239,16 @@ class StoreRendezvous:
         number = self._gather_count
         self._gather_count += 1
         mine = f"{self._folder}/{number}-{self._group.rank}"
-        _put(self._store, mine, data)
+        put_object(self._store, mine, data)
         if self._group.rank:
             packed = self._await_parts(number)
             self._store.delete([mine])  # rank 0 has read it
         else:
             packed = self._collect_parts(number)
-            _put(self._store, f"{self._folder}/{number}-all", packed)
+            put_object(self._store, f"{self._folder}/{number}-all", packed)
             # All ranks have joined this gather, and each joins only after it has read the previous one.
             self._store.delete([mine, f"{self._folder}/{number - 1}-all"])
-        return _unpack_parts(packed)
+        return unpack_parts(packed)
 
     def _collect_parts(self, number: int) -> bytes:
         """Rank 0: wait for the data of all ranks, and return them packed."""
@@ -251,9 +257,9 @@ class StoreRendezvous:
         for _ in self._poll_peers():
             present = {entry.name for entry in self._store.list(self._folder)}
             if present.issuperset(names):
-                parts = [data for data in _get_all(self._store, names, _MAX_GATHER_BYTES) if data is not None]
+                parts = [data for data in get_objects(self._store, names, _MAX_GATHER_BYTES) if data is not None]
                 if len(parts) == self._group.size:  # otherwise the store lists an object that cannot be read yet
-                    return _pack_parts(parts)
+                    return pack_parts(parts)
             elif dead is not None:
                 raise dead
             dead = self._dead_rank_error(rank for rank in range(self._group.size) if names[rank] not in present)
@@ -263,7 +269,7 @@ class StoreRendezvous:
         """Another rank: wait for the packed data from rank 0."""
         dead: GroupError | None = None
         for _ in self._poll_peers():
-            packed = _get(self._store, f"{self._folder}/{number}-all", self._group.size * _MAX_GATHER_BYTES)
+            packed = get_object(self._store, f"{self._folder}/{number}-all", self._group.size * _MAX_GATHER_BYTES)
             if packed is not None:
                 return packed
             if dead is not None:
@@ -293,7 +299,7 @@ class StoreRendezvous:
         """Leave the rendezvous. Rank 0 deletes it after all ranks have left; otherwise the next rendezvous deletes it."""
         if self._group.rank:
             if self._store.exists(f"{self._folder}/open"):  # otherwise it was deleted, and the marker would stay forever
-                # Not repeated as in _put: rank 0 may have read it already and deleted the folder.
+                # Not repeated as in put_object: rank 0 may have read it already and deleted the folder.
                 self._store.put(f"{self._folder}/bye-{self._group.rank}", b"")
             return
         for _ in _poll_times(_LEAVE_SECONDS):
@@ -311,7 +317,7 @@ class StoreRendezvous:
             folder = f"{RENDEZVOUS_FOLDER}/{name}"
             if folder == own_folder:
                 continue
-            said = _get(self._store, f"{folder}/open")
+            said = get_object(self._store, f"{folder}/open")
             opener = decode_hello(said)
             if said is not None and opener is None:  # damaged, or of a newer version: its ranks may be in a gather
                 log.info("%s/%s/open cannot be read, so this rendezvous is kept", self._store.url, folder)
@@ -332,79 +338,6 @@ def _is_stale(opener: Hello, me: Hello, same_job: bool) -> bool:
 
 def _age_seconds(since: str) -> float:
     return time.time() - calendar.timegm(time.strptime(since, "%Y-%m-%dT%H:%M:%SZ"))
-
-
-def _list_markers(store: Store, folder: str, marker: str) -> dict[int, list[str]]:
-    """Return the ranks that have put this marker, each with the tokens in its names. marker: "hello", "gone" or "bye"."""
-    found: dict[int, list[str]] = {}
-    for entry in store.list(folder):
-        kind, *rest = entry.name.rpartition("/")[2].split("-")
-        if kind == marker:
-            found.setdefault(int(rest[0]), []).extend(rest[1:])
-    return found
-
-
-def _pack_parts(parts: Sequence[bytes]) -> bytes:
-    """Return parts of any length as one object, each after its length in 8 bytes."""
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-
-
-def _unpack_parts(packed: bytes) -> list[bytes]:
-    """Return the parts that `_pack_parts` joined."""
-    parts, position = [], 0
-    while position < len(packed):
-        begin = position + 8
-        position = begin + int.from_bytes(packed[position:begin], "little")
-        parts.append(packed[begin:position])
-    return parts
-
-
-def _get_all(store: Store, names: Sequence[str], limit: int) -> list[bytes | None]:
-    """Return many small objects, read by several threads: with a thousand ranks at a bucket, one thread takes far too long."""
-    with DaemonThreadPool(min(16, len(names) or 1), "ckpt-meeting") as pool:
-        return list(pool.map(lambda name: _get(store, name, limit), names))
-
-
-def _get(store: Store, name: str, limit: int = _MAX_MARKER_BYTES) -> bytes | None:
-    """Return an object; None where it does not exist, and b"" for a marker that is too long.
-
-    Raises GroupError where data of a gather are too long.
-    """
-    try:
-        return store.get_up_to(name, limit)
-    except NotFound:
-        return None
-    except IntegrityError as error:
-        if limit > _MAX_MARKER_BYTES:
-            raise GroupError(f"the data of a gather cannot be read: {error}") from error
-        log.warning("%s", error)
-        return b""
-
-
-def _member_tokens(data: bytes | None, size: int) -> list[Any] | None:
-    """Return the tokens in members.json, in the order of ranks; None while it does not exist."""
-    if data is None:
-        return None
-    try:
-        found = read_json(data)
-    except Malformed:
-        found = None
-    return found if isinstance(found, list) and len(found) == size else [None] * size
-
-
-def _put(store: Store, name: str, data: bytes) -> None:
-    """Put an object, repeatedly after NotFound.
-
-    NotFound means that the rank that prepares the repository deleted our temporary file, as that of a killed writer, or that
-    another rank deleted the folder, which was just empty.
-    """
-    for _ in range(20):
-        try:
-            store.put(name, data)
-            return
-        except NotFound:
-            continue
-    store.put(name, data)
 
 
 def _poll_times(seconds: float) -> Iterator[bool]:

@@ -188,7 +188,7 @@ def test_a_rank_that_was_started_again(folder: Path, monkeypatch: pytest.MonkeyP
         # In time: rank 0 looks only once the dead one has said hello.
         said = threading.Event()
         patch.setattr(
-            "ckpt.groups.store_rendezvous._list_markers", lambda *a, real=by_meeting._list_markers: said.wait() and real(*a)
+            "ckpt.groups.store_rendezvous.list_markers", lambda *a, real=by_meeting.list_markers: said.wait() and real(*a)
         )
         zero.start()
         until(lambda: [*folder.glob("meet/*/open")])
