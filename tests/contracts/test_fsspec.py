@@ -13,15 +13,19 @@ from fsspec.tests.abstract import (
     AbstractPipeTests,
     AbstractPutTests,
 )
-from helpers.filesystems import address as address
+from helpers.folders import fast_folder
 
 from ckpt.aggregator.interfaces.fsspec_filesystem import CkptFileSystem
 
 
 class Fixtures(AbstractFixtures):
     @pytest.fixture(scope="class")
-    def fs(self, address: str) -> CkptFileSystem:
-        return CkptFileSystem(members=address)
+    def fs(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CkptFileSystem]:
+        with fast_folder(tmp_path_factory.mktemp("disks")) as folder, pytest.MonkeyPatch.context() as patch:
+            members = ", ".join(f'{{ url = "{folder}/disk{i}", name = "disk{i}" }}' for i in range(3))
+            (folder / "config.toml").write_text(f"[namespaces.disks]\nmembers = [{members}]\n")
+            patch.setenv("CKPT_CONFIG", str(folder / "config.toml"))
+            yield CkptFileSystem(members="disks")
 
     @pytest.fixture
     def fs_path(self, fs: CkptFileSystem) -> Iterator[str]:
