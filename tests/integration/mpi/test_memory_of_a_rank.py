@@ -24,7 +24,7 @@ import ckpt.loading.shared_read
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
-ckpt.loading.shared_read.LocalStore = Remote
+ckpt.loading.shared_read.LocalStore = RemoteStore
 ranks = int(sys.argv[2])
 if sys.argv[3] == "messages":
     ckpt.loading.shared_read.SharedWindow.create = lambda *_: None
