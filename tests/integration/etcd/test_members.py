@@ -61,7 +61,7 @@ def test_a_lease_that_is_lost(server: EtcdProcess) -> None:
         assert lost is not None
         EtcdClient(server.endpoints).revoke_lease(lost)
         assert server.up() == {FACTS.address: False}
-        until(lambda: server.up()[FACTS.address])
+        until(lambda: server.up()[FACTS.address] and announced.lease is not None)
         assert announced.lease not in (None, lost)
         time.sleep(6)
         assert server.up() == {FACTS.address: True}, "it is kept alive"
