@@ -50,18 +50,18 @@ def test_ranks_of_which_some_name_no_step_load_none(tmp_path: Path, named: set[i
     all_well(on_ranks(3, lambda g: ckpt.load(tmp_path, like[g.rank], group=g), groups))
 
 
-@pytest.mark.parametrize(("steps", "said"), [
+@pytest.mark.parametrize(("steps", "message"), [
     ((5, None, 5), "rank 1 of 3 was to save the next one (step=None), rank 0 step 5; every"),
     ((None, 5, None), "rank 1 of 3 was to save step 5, rank 0 the next one (step=None); every"),
     ((4, 5, 4), "rank 1 of 3 was to save step 5, rank 0 step 4; every"),
 ])  # fmt: skip
-def test_ranks_that_name_different_steps_save_none(tmp_path: Path, steps: tuple[Any, ...], said: str) -> None:
-    """Told at once, where the ranks come together for the first time; they count alike from then on."""
+def test_ranks_that_name_different_steps_save_none(tmp_path: Path, steps: tuple[Any, ...], message: str) -> None:
+    """The error is raised where the ranks first communicate; afterwards all ranks count the same steps."""
     groups = ThreadGroup.make(3)
     found = on_ranks(3, lambda g: ckpt.save(one_array(0), tmp_path, steps[g.rank], group=g), groups)
     assert isinstance(found[1], ckpt.InvalidArgument)
     for rank in range(3):
-        assert said in str(found[rank])
+        assert message in str(found[rank])
         assert rank == 1 or isinstance(found[rank], ckpt.StepRefused)
     assert ckpt.open(tmp_path).steps() == []
     for step in (None, 4, 5, None):
@@ -71,8 +71,8 @@ def test_ranks_that_name_different_steps_save_none(tmp_path: Path, steps: tuple[
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_rank_that_leaves_out_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture, behind: bool) -> None:
-    """Where no step is named, only what it says itself tells it from a slow one."""
+def test_a_rank_that_skips_a_save_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture, behind: bool) -> None:
+    """Where no step number is given, only the rank's own counter distinguishes a skipped save from a slow rank."""
 
     def train(group: Group) -> None:
         for i in range(5):
@@ -80,19 +80,19 @@ def test_a_rank_that_leaves_out_a_save(tmp_path: Path, caplog: pytest.LogCapture
                 continue
             own = {"seed": 10 * group.rank + i, "reader": ckpt.PerRank(i // 3 * group.rank), "names": [f"r{group.rank}", 1.5]}
             w = ckpt.Shard(np.full(10, i), (20,), (10 * group.rank,))
-            with suppress(ckpt.RanksMissing):  # the last, to which that one does not come
+            with suppress(ckpt.RanksMissing):  # the last save, in which the rank that skipped one takes no part
                 ckpt.save({"w": w, "loop": {"it": i, "epoch": 0}, **own}, tmp_path, group=group, timeout=6)
 
     all_well(on_ranks(2, train))
-    told = [record.getMessage() for record in caplog.records if "was the same on all ranks" in record.getMessage()]
+    warned = [record.getMessage() for record in caplog.records if "was the same on all ranks" in record.getMessage()]
     if not behind:
         assert ckpt.open(tmp_path).steps() == [0, 1, 2, 3, 4]
-        assert not told
+        assert not warned
         return
     assert ckpt.open(tmp_path).steps() == [0, 1, 2, 3]
-    assert len(told) == 1
+    assert len(warned) == 1
     words = "loop.it was the same on all ranks in step 1 (1), and is not now (2 on rank 0; 3 on rank 1)"
-    assert f"step 2: {words}" in told[0]
+    assert f"step 2: {words}" in warned[0]
 
 
 @pytest.mark.parametrize(
@@ -104,22 +104,22 @@ def test_a_rank_that_leaves_out_a_save(tmp_path: Path, caplog: pytest.LogCapture
     ],
     ids=str,
 )  # fmt: skip
-def test_numbers_that_differ_for_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture, states: list[Any]) -> None:
-    """No save fails for what is only looked at, and few are warned about that are well."""
+def test_values_that_may_differ_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, states: list[Any]) -> None:
+    """A check of plain values fails no save, and few correct states cause a warning."""
 
-    def of(node: Any, rank: int) -> Any:
+    def of_rank(node: Any, rank: int) -> Any:
         if isinstance(node, dict):
-            return {key: of(value, rank) for key, value in node.items()}
-        return tuple(of(item, rank) for item in node) if isinstance(node, tuple) else rank + 5 if node == "rank" else node
+            return {key: of_rank(value, rank) for key, value in node.items()}
+        return tuple(of_rank(item, rank) for item in node) if isinstance(node, tuple) else rank + 5 if node == "rank" else node
 
     for step, state in enumerate(states):
-        all_well(on_ranks(2, lambda g, step=step, state=state: ckpt.save(of(state, g.rank), tmp_path, step, group=g)))
-    told = [record for record in caplog.records if "was the same on all ranks" in record.getMessage()]
-    assert len(told) == ("(1, 2)" in str(states[0]))
+        all_well(on_ranks(2, lambda g, step=step, state=state: ckpt.save(of_rank(state, g.rank), tmp_path, step, group=g)))
+    warned = [record for record in caplog.records if "was the same on all ranks" in record.getMessage()]
+    assert len(warned) == ("(1, 2)" in str(states[0]))
 
 
-def test_ranks_that_come_with_different_steps_later(tmp_path: Path) -> None:
-    """Whoever waits in vain is told with which step the other has come."""
+def test_ranks_whose_later_steps_differ_are_named_with_their_steps(tmp_path: Path) -> None:
+    """A rank that waits in vain gets an error with the step that the other rank tries to save."""
     groups = ThreadGroup.make(2)
     all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, group=g), groups))
     with pytest.raises(ckpt.RanksMissing, match=r"has not committed step 9 within .* the same steps; to save"):

@@ -22,7 +22,7 @@ def test_a_background_save_returns_when_staged(tmp_path):
     handle = ckpt.save(state, store, step=4, blocking=False)
     assert not handle.done()
     assert ckpt.open(store).steps() == []
-    state["a"][:] = -1  # the copy must be apart
+    state["a"][:] = -1  # the copy must be independent of the array
     state["b"].zero_()
     state["n"] = 2
     with pytest.raises(TimeoutError, match="step 4"):
@@ -55,7 +55,7 @@ def test_a_save_in_the_background_leaves_one_processor_to_training(tmp_path, mon
     assert max(seen) == 2
 
 
-def test_at_most_so_many_saves_are_under_way(tmp_path):
+def test_a_save_beyond_in_flight_waits_for_an_earlier_one(tmp_path):
     store = GatedStore(tmp_path / "r")
     state = {"a": np.zeros(1000)}
     with ckpt.Checkpointer(store, every=1, in_flight=2) as ck:
@@ -109,7 +109,7 @@ def test_lazy_staging_copies_before_the_optimizer_steps(tmp_path):
             expected = {k: v.clone() for k, v in model.state_dict().items()}
             moments = optimizer.state[model.weight]["exp_avg"].clone()
             handle = ck.save(step, {"model": model, "optimizer": optimizer, "other": other})
-            other[:] = -1  # not the optimizer's, so it was copied before save returned
+            other[:] = -1  # it does not belong to the optimizer, so save copied it before it returned
             train()
             handle.result()
             loaded = ckpt.load(tmp_path / "r", step=step)
@@ -122,7 +122,7 @@ def test_lazy_staging_copies_before_the_optimizer_steps(tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-def test_cuda(tmp_path):
+def test_a_lazy_save_of_cuda_tensors_copies_before_the_optimizer_steps(tmp_path):
     model = torch.nn.Linear(2000, 2000, device="cuda")
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(8, 2000, device="cuda")).sum().backward()
@@ -148,7 +148,7 @@ def test_cuda(tmp_path):
 
 
 class _InterruptedAtTheEnd(queue.SimpleQueue[Any]):
-    """A queue whose reader in one thread is interrupted just after it was told of the end."""
+    """A queue whose reader in one thread is interrupted just after it has taken the sentinel."""
 
     reader: threading.Thread
     interrupted = False
@@ -161,21 +161,21 @@ class _InterruptedAtTheEnd(queue.SimpleQueue[Any]):
         return item
 
 
-def test_an_interrupt_as_the_writers_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each writer is told of the end once: one that was interrupted takes no other's word, which would wait for ever."""
-    said: list[str] = []
+def test_an_interrupt_of_a_writer_that_ends_does_not_block_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writer takes one sentinel. A writer that was interrupted must not take a second one: another would wait for ever."""
+    events: list[str] = []
 
     def saves() -> None:
         try:
             ckpt.save({"w": np.ones(MIB)}, tmp_path / "r")
         except KeyboardInterrupt:
-            said.append("interrupted")
+            events.append("interrupted")
 
     _InterruptedAtTheEnd.reader = thread = threading.Thread(target=saves, daemon=True)
     monkeypatch.setattr(queue, "SimpleQueue", _InterruptedAtTheEnd)
     thread.start()
     thread.join(60)
-    assert said == ["interrupted"]
+    assert events == ["interrupted"]
     monkeypatch.undo()
     with pytest.raises(ckpt.CkptError, match="no committed step"):
         ckpt.load(tmp_path / "r")

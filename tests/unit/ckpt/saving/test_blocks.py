@@ -25,7 +25,7 @@ CODECS = [
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_codecs(tmp_path, codec):
+def test_every_codec_restores_the_same_bytes(tmp_path, codec):
     rng = np.random.default_rng(0)
     state = {
         "model": {"w": rng.integers(0, 4, 500_000).astype(np.float32), "noise": rng.bytes(100_000)},
@@ -49,7 +49,7 @@ def test_codecs(tmp_path, codec):
     elif codec != "auto":
         assert "opt.m" in compressed
         assert by_name["opt.m"].stored_bytes < 0.1 * by_name["opt.m"].nbytes
-        assert "model.noise" not in compressed  # not worth it: stored as it is
+        assert "model.noise" not in compressed  # it does not become smaller, so it is stored raw
     if isinstance(codec, dict) and "*" in codec:
         assert "model.w" not in compressed
         assert "blosc" in by_name["opt.bf"].codec
@@ -64,7 +64,7 @@ def test_auto_compresses_for_slow_stores_only():
     assert choose_codec(0.1e9, [CodecMeasurement("zstd", 0.99, 1e9)]) is None
     tuner = CodecTuner()
     zeros = np.zeros(2 * MIB, np.uint8)
-    assert tuner.pick("float32", zeros, 4) is None  # nothing known of the store yet
+    assert tuner.pick("float32", zeros, 4) is None  # the speed of the store is not measured yet
     tuner._written_bytes, tuner._busy_seconds = 100 * MIB, 5.0
     assert "blosc" in tuner.pick("float32", zeros, 4)
     assert tuner.pick("float16", np.frombuffer(np.random.default_rng(0).bytes(MIB), np.uint8), 2) is None
@@ -82,7 +82,7 @@ def test_unchanged_blocks_are_referenced(tmp_path):
     third = ckpt.save(state, tmp_path / "r", step=2)
     assert third.commit.written_bytes == 0
     state["head"] += 1
-    ckpt.save(state, tmp_path / "r", step=3, keep=1)  # deletes the steps whose packs it refers to, but not those packs
+    ckpt.save(state, tmp_path / "r", step=3, keep=1)  # deletes steps, but no pack that step 3 references
     assert ckpt.open(tmp_path / "r").steps() == [3]
     loaded = ckpt.load(tmp_path / "r")
     np.testing.assert_array_equal(loaded["frozen"], state["frozen"])
@@ -90,7 +90,7 @@ def test_unchanged_blocks_are_referenced(tmp_path):
     assert not list((tmp_path / "r/steps/1").glob("**/*.pack"))
     with ckpt.Checkpointer(
         tmp_path / "r", every=1, codec="none"
-    ) as ck:  # in one session the blocks are remembered, not read again
+    ) as ck:  # within one session the digests are in memory and no block is read again
         assert ck.save(4, state, blocking=True).result().commit.written_bytes == 0
         state["head"] += 1
         assert 0 < ck.save(5, state, blocking=True).result().commit.written_bytes <= 9 * MIB
@@ -98,7 +98,7 @@ def test_unchanged_blocks_are_referenced(tmp_path):
     assert ckpt.open(tmp_path / "r")[6].verify() > 0
 
 
-def test_a_pack_that_is_gone_is_not_referred_to(tmp_path):
+def test_a_missing_pack_is_not_referenced(tmp_path):
     state = {"a": np.random.default_rng(0).random(MIB)}
     ckpt.save(state, tmp_path / "r", codec="none")
     next((tmp_path / "r").glob("**/*.pack")).unlink()
@@ -117,8 +117,8 @@ for step in (0, 1):
 
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
 @pytest.mark.parametrize("damage", ["first byte", "last byte", "bad sector"])
-def test_a_block_that_rotted_is_not_referred_to(tmp_path, caplog, monkeypatch, codec, damage):
-    """What another process has written is read before it is first referred to: else no step may be left that is whole."""
+def test_a_rotten_block_is_not_referenced(tmp_path, caplog, monkeypatch, codec, damage):
+    """Blocks of another process are read before their first reference; otherwise no whole step might be left."""
     finish(python(SAVER, tmp_path / "r", json.dumps(codec)))
     newest = ckpt.open(tmp_path / "r")[1]
     state = ckpt.load(tmp_path / "r", step=1)
@@ -139,13 +139,13 @@ def test_a_block_that_rotted_is_not_referred_to(tmp_path, caplog, monkeypatch, c
         pack.write_bytes(data)
     saved = ckpt.save(state, tmp_path / "r", step=2, keep=1, codec="none")
     assert ckpt.open(tmp_path / "r").steps() == [2]
-    assert saved.commit.written_bytes == MIB, "the head alone: the other blocks are whole, and referred to"
+    assert saved.commit.written_bytes == MIB, "only the head is written: the other blocks are whole and referenced"
     assert f"{bad.pack}, block at byte {bad.position}, " in caplog.text
     assert "the block is written again, and no new step refers to it" in caplog.text
     assert_same(ckpt.load(tmp_path / "r", step=2, strict=True), state)
 
 
-def test_packs_roll_over(tmp_path, monkeypatch):
+def test_a_full_pack_is_followed_by_a_new_one(tmp_path, monkeypatch):
     monkeypatch.setattr("ckpt.format.pack.PACK_BYTES", 20 * MIB)
     state = {f"l{i}": np.full(7 * MIB, i, np.uint8) for i in range(12)}
     checkpoint = ckpt.save(state, tmp_path / "r", codec="none")
@@ -156,7 +156,7 @@ def test_packs_roll_over(tmp_path, monkeypatch):
         np.testing.assert_array_equal(loaded[name], array)
 
 
-def test_a_sector_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+def test_an_unreadable_sector_counts_as_damage(tmp_path, monkeypatch):
     for step in range(2):
         ckpt.save({"x": np.full(100, step)}, tmp_path / "r", step=step)
     bad = next((tmp_path / "r/steps/1/pack").iterdir()).stat().st_ino

@@ -1,4 +1,4 @@
-"""A state that many ranks have is written once, and evenly."""
+"""A state that many ranks have is written once, and each rank writes the same share."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_a_replicated_state_is_written_once_and_evenly(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path)[1].verify() > 0
 
 
-def test_a_four_dimensional_layout_is_written_evenly(tmp_path: Path) -> None:
-    """2 data x 2 tensor x 2 pipeline ranks, every copy known only as (i, n)."""
+def test_a_layout_of_data_tensor_and_pipeline_ranks_is_written_evenly(tmp_path: Path) -> None:
+    """2 data x 2 tensor x 2 pipeline ranks; every replica is described only as (i, n)."""
     layers = {f"layers.{i}.{n}": s for i in range(4) for n, s in {"up": (512, 256), "down": (256, 512), "norm": (256,)}.items()}
     full = {name: np.random.default_rng(i).standard_normal(shape) for i, (name, shape) in enumerate(layers.items())}
 
@@ -56,7 +56,7 @@ def test_a_four_dimensional_layout_is_written_evenly(tmp_path: Path) -> None:
     assert_equal(dict(sorted(ckpt.load(tmp_path).items())), dict(sorted(full.items())))
 
 
-def test_nothing_is_asked_of_the_group_after_opening(tmp_path: Path) -> None:
+def test_saves_after_opening_use_no_collective(tmp_path: Path) -> None:
     class Silent(ThreadGroup):
         opened = False
 

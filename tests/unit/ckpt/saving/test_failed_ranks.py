@@ -1,4 +1,4 @@
-"""One rank fails or is missing: the others get its error, and the job goes on."""
+"""When one rank fails or is missing, the others get its error, and the job goes on."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from ckpt.storage.local.directory import LocalStore
 
 
 class Broken:
+    """A leaf whose state_dict() and load_state_dict() raise `error`."""
+
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
@@ -30,7 +32,7 @@ class Broken:
 
 @pytest.mark.parametrize("broken", [0, 1])
 @pytest.mark.parametrize("error", [RuntimeError("out of range"), KeyboardInterrupt()])
-def test_the_others_hear_which_rank_failed_at_which_step(tmp_path: Path, broken: int, error: BaseException) -> None:
+def test_other_ranks_get_the_failed_rank_and_step(tmp_path: Path, broken: int, error: BaseException) -> None:
     def save(group: Group) -> Any:
         try:
             return ckpt.save({"m": Broken(error)} if group.rank == broken else {"m": np.arange(5)}, tmp_path, 7, group=group)
@@ -38,14 +40,14 @@ def test_the_others_hear_which_rank_failed_at_which_step(tmp_path: Path, broken:
             return raised
 
     found = on_ranks(3, save)
-    for rank, heard in enumerate(found):
+    for rank, received in enumerate(found):
         if rank != broken:
-            assert isinstance(heard, ckpt.StepRefused)
-            assert str(heard).startswith(f"step 7 is given up because rank {broken} failed: ")
-            assert (str(error) or "KeyboardInterrupt") in str(heard)
+            assert isinstance(received, ckpt.StepRefused)
+            assert str(received).startswith(f"step 7 is given up because rank {broken} failed: ")
+            assert (str(error) or "KeyboardInterrupt") in str(received)
 
 
-def test_a_rank_that_cannot_store_its_leaf_tells_the_others(tmp_path: Path) -> None:
+def test_an_unsupported_leaf_of_one_rank_refuses_the_step_on_all_ranks(tmp_path: Path) -> None:
     errors = refused(tmp_path, lambda rank: {"a": np.zeros(3), "b": (lambda: 0) if rank else 0})
     assert isinstance(errors[1], ckpt.UnsupportedLeaf)
     assert isinstance(errors[0], ckpt.StepRefused)
@@ -66,7 +68,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     assert isinstance(found[0], ckpt.RanksMissing)
     assert "ranks 1, 3 of 4" in str(found[0])
     assert "step 1" in str(found[0])
-    assert isinstance(found[2], ckpt.RanksMissing), "as rank 0, so that all choose the next tier or none"
+    assert isinstance(found[2], ckpt.RanksMissing), "the same error as on rank 0, so that all choose the next tier or none"
     assert "ranks 1, 3 of 4" in str(found[2])
     left = [path.name for path in (tmp_path / "steps/1").rglob("*-*")]
     assert all(name.endswith("-failed.json") for name in left), left
@@ -75,7 +77,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_rank_does_not_block_training(tmp_path: Path) -> None:
-    """The committer waits in the background; the loop goes on and is told at the next save."""
+    """The committer waits in the background; the loop goes on and gets the error at the next save."""
     groups = ThreadGroup.make(2)
 
     def work(group: Group) -> Any:
@@ -90,14 +92,14 @@ def test_a_missing_rank_does_not_block_training(tmp_path: Path) -> None:
             saver.save(2, {"a": np.zeros(10)})
         with pytest.raises(ckpt.SaveFailed, match="saving step 2"):
             saver.close()
-        return "told"
+        return "raised"
 
-    assert on_ranks(2, work, groups) == ["told", None]
+    assert on_ranks(2, work, groups) == ["raised", None]
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_rank_that_has_ended_its_saves_is_not_waited_for(tmp_path: Path, step: int) -> None:
-    """What it has brought before counts."""
+    """Its parts of earlier saves count."""
     groups, closed = ThreadGroup.make(3), threading.Event()
 
     def work(group: Group) -> Any:
@@ -114,12 +116,12 @@ def test_a_rank_that_has_ended_its_saves_is_not_waited_for(tmp_path: Path, step:
             with pytest.raises(ckpt.CkptError, match="rank 1 of 3 did not bring its part of step 2 and has ended"):
                 saver.save(2, one_array(2)).result()
         saver.close()
-        return "told"
+        return "raised"
 
-    assert on_ranks(3, work, groups) == ["told", None, "told"]
+    assert on_ranks(3, work, groups) == ["raised", None, "raised"]
     assert ckpt.open(tmp_path).steps() == [0, 1]
     all_well(on_ranks(3, lambda g: ckpt.save(one_array(3), tmp_path, 3, group=g, timeout=20), groups))
-    assert list((tmp_path / "generations").rglob("*-*")) == [], "such words go with the generation"
+    assert list((tmp_path / "generations").rglob("*-*")) == [], "such markers are deleted with the generation"
 
 
 FORKED = """
@@ -152,17 +154,17 @@ print(said, ckpt.open(sys.argv[1]).steps())
 """
 
 
-def test_a_forked_child_does_not_speak_for_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_end_the_saves_of_its_parent(tmp_path: Path) -> None:
     assert finish(python(FORKED, tmp_path)).strip() == "[[], []] [0, 1]"
 
 
-def test_ranks_are_told_why_rank_0_cannot_begin(tmp_path: Path) -> None:
+def test_all_ranks_get_the_reason_why_rank_0_cannot_begin(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     found = on_ranks(3, lambda g: ckpt.save({"a": 1}, tmp_path, 0, group=g))
     assert all(isinstance(error, ckpt.FormatError) and "thesis.txt" in str(error) for error in found)
 
 
-def test_a_rank_whose_loss_is_not_finite_tells_the_others(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step(tmp_path: Path) -> None:
     def work(group: Group) -> Any:
         with ckpt.Checkpointer(tmp_path, every=1, group=group) as saver:
             saver.step(0, {"a": np.zeros(9)}, loss=1.0)
@@ -179,7 +181,7 @@ def test_a_rank_whose_loss_is_not_finite_tells_the_others(tmp_path: Path) -> Non
 
 
 class Unreliable(LocalStore):
-    """Stores a part and then says that it could not."""
+    """A store that writes a part and then raises, as if the answer were lost."""
 
     rank_1_fails = True
 
@@ -189,8 +191,8 @@ class Unreliable(LocalStore):
             raise ckpt.StoreError("no answer came")
 
 
-def test_a_rank_keeps_what_rank_0_may_commit(tmp_path: Path) -> None:
-    """The put of the part arrived, its answer did not: the packs must stay."""
+def test_a_rank_keeps_packs_that_rank_0_may_commit(tmp_path: Path) -> None:
+    """The put of the part succeeded but its answer was lost: the packs must stay."""
     array = np.random.default_rng(0).standard_normal(40_000)
     found = on_ranks(2, lambda g: ckpt.save({"a": array}, Unreliable(tmp_path), 0, group=g))
     assert isinstance(found[1], ckpt.StoreError)
@@ -198,13 +200,13 @@ def test_a_rank_keeps_what_rank_0_may_commit(tmp_path: Path) -> None:
         assert np.array_equal(ckpt.load(tmp_path, step=step)["a"], array)
 
 
-def test_ranks_that_learn_of_a_failure_at_different_calls_stay_in_step(tmp_path: Path) -> None:
-    """Whatever is committed is of one iteration, though the numbers of the steps are left to the library."""
+def test_ranks_that_get_a_failure_at_different_calls_stay_in_step(tmp_path: Path) -> None:
+    """Each committed step has one iteration of all ranks, though the library chooses the step numbers."""
     groups = ThreadGroup.make(2)
     met = threading.Barrier(2)
 
     def work(group: Group) -> list[Any]:
-        told: list[Any] = []
+        errors: list[Any] = []
         for i in range(6):
             met.wait(30)
             state = {"a": ckpt.Shard(np.full(10, float(i)), (20,), (10 * group.rank,))}
@@ -213,40 +215,42 @@ def test_ranks_that_learn_of_a_failure_at_different_calls_stay_in_step(tmp_path:
             try:
                 handle = ckpt.save(state, tmp_path, blocking=False, group=group, timeout=1)
                 if i == 1 and group.rank == 0 and not handle.wait(20):
-                    raise AssertionError("rank 0 was not told")
-                told.append(None)
+                    raise AssertionError("rank 0 did not get the failure")
+                errors.append(None)
             except ckpt.CkptError as error:
-                told.append(type(error).__name__)
+                errors.append(type(error).__name__)
         ckpt.save({"a": ckpt.Shard(np.full(10, 9.0), (20,), (10 * group.rank,))}, tmp_path, 99, group=group)
-        return told
+        return errors
 
-    told = all_well(on_ranks(2, work, groups))
-    assert told[0] == [None, None, "SaveFailed", None, None, None]
-    assert told[1] == [None, "UnsupportedLeaf", None, None, None, None]
+    errors = all_well(on_ranks(2, work, groups))
+    assert errors[0] == [None, None, "SaveFailed", None, None, None]
+    assert errors[1] == [None, "UnsupportedLeaf", None, None, None, None]
     assert ckpt.open(tmp_path).steps() == [0, 2, 3, 4, 5, 99]
     for step in ckpt.open(tmp_path).steps():
         assert len(set(ckpt.load(tmp_path, step=step, group=None)["a"].tolist())) == 1, step
 
 
 def test_a_listing_that_fails_fails_on_all_ranks_and_the_next_load_works(tmp_path: Path) -> None:
-    class Blind(LocalStore):
+    class Unlisted(LocalStore):
+        """A store whose listings fail while `broken` is set."""
+
         broken = True
 
         def list_folders(self, prefix: str = "") -> Any:
-            if Blind.broken:
+            if Unlisted.broken:
                 raise ckpt.StoreError("out of reach")
             return super().list_folders(prefix)
 
     groups = ThreadGroup.make(3)
     all_well(on_ranks(3, lambda g: ckpt.save({"a": np.ones(9)}, tmp_path, 0, group=g), groups))
-    for error in on_ranks(3, lambda g: ckpt.load(Blind(tmp_path), group=g), groups):
+    for error in on_ranks(3, lambda g: ckpt.load(Unlisted(tmp_path), group=g), groups):
         assert isinstance(error, ckpt.StoreError)
-    Blind.broken = False
-    for loaded in all_well(on_ranks(3, lambda g: ckpt.load(Blind(tmp_path), group=g), groups)):
+    Unlisted.broken = False
+    for loaded in all_well(on_ranks(3, lambda g: ckpt.load(Unlisted(tmp_path), group=g), groups)):
         assert loaded["a"].tolist() == [1] * 9
 
 
-def test_names_of_one_rank_are_told_from_paths(tmp_path: Path) -> None:
+def test_names_of_one_rank_differ_from_paths_with_an_at_sign(tmp_path: Path) -> None:
     def state(rank: int) -> Any:
         return {"x": ckpt.PerRank(np.full(2, rank)), "x@0": np.full(2, 9), "x@1": np.full(2, 8)}
 

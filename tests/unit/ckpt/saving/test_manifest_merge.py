@@ -23,8 +23,8 @@ from ckpt.state.boxes import Box, intersect, whole_box
 EXAMPLES = settings(max_examples=60, deadline=None)
 
 
-class Held(NamedTuple):
-    """A box that a rank stores. Equal `content` is equal bytes."""
+class StoredBox(NamedTuple):
+    """A box that a rank stores. Equal `content` means equal bytes."""
 
     leaf: str
     shape: tuple[int, ...]
@@ -33,21 +33,21 @@ class Held(NamedTuple):
     dtype: str = "float32"
 
 
-def part(rank: int, held: Sequence[Held], algorithm: str = "xxh3-128") -> tuple[int, Any]:
-    """What a rank hands in: one block a box, as it comes out of its file."""
-    sizes = [4 * h.box.size for h in held]
+def part(rank: int, boxes: Sequence[StoredBox], algorithm: str = "xxh3-128") -> tuple[int, Any]:
+    """Return `rank` and the rows that it publishes, one block for each box, as they are read from its part."""
+    sizes = [4 * b.box.size for b in boxes]
     full = [i for i, n in enumerate(sizes) if n]
     blocks = [
         StoredBlock(
             f"steps/3/pack/{rank}-1-0-0.pack", 4096 * i, sizes[i], sizes[i], None,
-            hashlib.md5(f"{held[i].content or rank}{held[i].leaf}{held[i].box}".encode()).digest(), None, bytes(8),
+            hashlib.md5(f"{boxes[i].content or rank}{boxes[i].leaf}{boxes[i].box}".encode()).digest(), None, bytes(8),
         )
         for i in full
     ]  # fmt: skip
     index = {i: n for n, i in enumerate(full)}
     layout = PlannedColumns(
-        [h.leaf for h in held], [h.dtype for h in held], [h.shape for h in held], [h.box for h in held],
-        [0] * len(held), sizes, [index.get(i) for i in range(len(held))],
+        [b.leaf for b in boxes], [b.dtype for b in boxes], [b.shape for b in boxes], [b.box for b in boxes],
+        [0] * len(boxes), sizes, [index.get(i) for i in range(len(boxes))],
     )  # fmt: skip
     data = manifest.encode(layout, blocks, {"format": "1", "digest": algorithm, "step": "3"})
     return rank, manifest.read_table(data, f"part {rank}")
@@ -58,7 +58,7 @@ def merged(parts: Sequence[tuple[int, Any]]) -> bytes:
 
 
 def refused(parts: Sequence[tuple[int, Any]], *words: str) -> str:
-    """Both orders of the parts are refused in the same words."""
+    """Check that both orders of the parts are refused with the same message, and return the message."""
     with pytest.raises(StepRefused) as error:
         merge_rows(parts)
     message = str(error.value)
@@ -78,28 +78,28 @@ def box(*ranges: tuple[int, int]) -> Box:
 def test_a_gap_names_the_missing_box_and_what_to_do() -> None:
     shape = (8, 32)
     quarters = [box((a, a + 4), (b, b + 16)) for a in (0, 4) for b in (0, 16)]
-    parts = [part(rank, [Held("w", shape, quarters[rank])]) for rank in (3, 2, 0)]
-    parts.append(part(9, [Held("fine", (3,), whole_box((3,)))]))
+    parts = [part(rank, [StoredBox("w", shape, quarters[rank])]) for rank in (3, 2, 0)]
+    parts.append(part(9, [StoredBox("fine", (3,), whole_box((3,)))]))
     refused(parts, "leaf w", "no rank stored [0:4, 16:32] of shape (8, 32)", "wrap it in ckpt.Shard", "same on every rank")
 
 
-def test_shapes_that_contradict_each_other() -> None:
-    parts = [part(0, [Held("w", (8,), box((0, 4)))]), part(7, [Held("w", (9,), box((4, 9)))])]
+def test_different_shapes_of_one_leaf_are_refused() -> None:
+    parts = [part(0, [StoredBox("w", (8,), box((0, 4)))]), part(7, [StoredBox("w", (9,), box((4, 9)))])]
     refused(parts, "leaf w", "shape (8,) on rank 0", "shape (9,) on rank 7")
-    parts = [part(0, [Held("w", (8,), box((0, 8)))]), part(7, [Held("w", (8, 1), box((0, 8), (0, 1)))])]
+    parts = [part(0, [StoredBox("w", (8,), box((0, 8)))]), part(7, [StoredBox("w", (8, 1), box((0, 8), (0, 1)))])]
     refused(parts, "leaf w", "shape (8,) on rank 0", "shape (8, 1) on rank 7")
 
 
-def test_dtypes_that_contradict_each_other() -> None:
-    parts = [part(1, [Held("w", (8,), box((0, 4)))]), part(2, [Held("w", (8,), box((4, 8)), dtype="int32")])]
+def test_different_dtypes_of_one_leaf_are_refused() -> None:
+    parts = [part(1, [StoredBox("w", (8,), box((0, 4)))]), part(2, [StoredBox("w", (8,), box((4, 8)), dtype="int32")])]
     refused(parts, "leaf w", "float32 of global shape (8,) on rank 1", "int32 of global shape (8,) on rank 2")
 
 
-def test_what_a_rank_without_rows_takes_a_leaf_for() -> None:
-    """Of a leaf that nobody stored it does not matter: a tied one may go by another name there."""
-    parts = [part(0, [Held("w", (8,), box((0, 8)))]), part(7, [])]
-    held = {"w": LeafDescription(7, "float32", (8,)), "other": LeafDescription(7, "int8", (1,))}
-    data = manifest.write_table(merge_rows(parts, held), {"format": "1", "digest": "xxh3-128"})
+def test_a_leaf_description_of_a_rank_without_rows_is_checked() -> None:
+    """A leaf that nobody stored is not checked: a rank may have a tied leaf under another name."""
+    parts = [part(0, [StoredBox("w", (8,), box((0, 8)))]), part(7, [])]
+    described = {"w": LeafDescription(7, "float32", (8,)), "other": LeafDescription(7, "int8", (1,))}
+    data = manifest.write_table(merge_rows(parts, described), {"format": "1", "digest": "xxh3-128"})
     assert manifest.decode(data, "x").leaves().keys() == {"w"}
     for dtype, shape in (("float32", (8, 1)), ("int32", (8,)), ("float32", ())):
         with pytest.raises(StepRefused) as error:
@@ -108,57 +108,57 @@ def test_what_a_rank_without_rows_takes_a_leaf_for() -> None:
 
 
 @pytest.mark.parametrize("outside", [box((4, 9)), box((-1, 4)), box((9, 9)), Box((4, 0), (4, 1)), Box((), ())])
-def test_a_box_outside_of_its_array(outside: Box) -> None:
-    parts = [part(0, [Held("w", (8,), box((0, 4)))]), part(5, [Held("w", (8,), outside)])]
+def test_a_box_outside_of_its_array_is_refused(outside: Box) -> None:
+    parts = [part(0, [StoredBox("w", (8,), box((0, 4)))]), part(5, [StoredBox("w", (8,), outside)])]
     refused(parts, "leaf w", "of rank 5", "shape (8,)", "check offset and global_shape")
 
 
-def test_one_box_by_several_ranks() -> None:
-    same = [part(rank, [Held("w", (8,), whole_box((8,)), "equal")]) for rank in (3, 1, 2)]
+def test_one_box_of_several_ranks_must_have_equal_bytes() -> None:
+    same = [part(rank, [StoredBox("w", (8,), whole_box((8,)), "equal")]) for rank in (3, 1, 2)]
     rows = manifest.decode(merged(same), "x").rows
     assert [(row.pack, row.box) for row in rows] == [("steps/3/pack/1-1-0-0.pack", whole_box((8,)))]
-    other = [*same, part(4, [Held("w", (8,), whole_box((8,)), "other")])]
+    other = [*same, part(4, [StoredBox("w", (8,), whole_box((8,)), "other")])]
     refused(other, "leaf w", "ranks 1 and 4 both stored [0:8] of shape (8,)", "replica=(i, n)")
 
 
-def test_boxes_that_overlap_in_part() -> None:
-    parts = [part(0, [Held("w", (8, 4), box((0, 5), (0, 4)))]), part(6, [Held("w", (8, 4), box((4, 8), (0, 4)))])]
+def test_boxes_that_overlap_in_part_are_refused() -> None:
+    parts = [part(0, [StoredBox("w", (8, 4), box((0, 5), (0, 4)))]), part(6, [StoredBox("w", (8, 4), box((4, 8), (0, 4)))])]
     refused(parts, "leaf w", "[0:5, 0:4] of rank 0", "[4:8, 0:4] of rank 6", "overlap in [4:5, 0:4] of shape (8, 4)")
-    # An overlap that just makes up for a gap is no step either.
-    parts = [part(0, [Held("w", (8,), box((0, 4)))]), part(1, [Held("w", (8,), box((2, 6)))])]
+    # An overlap whose size equals that of a gap is refused as well.
+    parts = [part(0, [StoredBox("w", (8,), box((0, 4)))]), part(1, [StoredBox("w", (8,), box((2, 6)))])]
     refused(parts, "leaf w", "overlap in [2:4]")
 
 
-def test_digests_of_two_kinds() -> None:
-    held = [Held("w", (8,), whole_box((8,)))]
-    refused([part(0, held), part(1, [], "blake3")], "rank 0", "rank 1", "'blake3'")
+def test_different_digest_algorithms_are_refused() -> None:
+    boxes = [StoredBox("w", (8,), whole_box((8,)))]
+    refused([part(0, boxes), part(1, [], "blake3")], "rank 0", "rank 1", "'blake3'")
 
 
-def test_arrays_without_elements_or_without_axes() -> None:
-    scalar = Held("scalar", (), whole_box(()), "equal")
-    held = [Held("empty", (0, 4), whole_box((0, 4))), scalar, Held("none", (3, 0), box((1, 2), (0, 0)))]
-    extra = [Held("cut", (4,), box((0, 4))), Held("cut", (4,), box((4, 4)))]
-    rows = manifest.decode(merged([part(0, held), part(1, held), part(2, extra)]), "x").rows
+def test_arrays_without_elements_or_without_axes_are_merged() -> None:
+    scalar = StoredBox("scalar", (), whole_box(()), "equal")
+    boxes = [StoredBox("empty", (0, 4), whole_box((0, 4))), scalar, StoredBox("none", (3, 0), box((1, 2), (0, 0)))]
+    extra = [StoredBox("cut", (4,), box((0, 4))), StoredBox("cut", (4,), box((4, 4)))]
+    rows = manifest.decode(merged([part(0, boxes), part(1, boxes), part(2, extra)]), "x").rows
     kept = [(row.leaf, row.box.shape) for row in rows]
     assert kept == [("empty", (0, 4)), ("scalar", ()), ("none", (1, 0)), ("cut", (4,))]
-    refused([part(0, held), part(1, [Held("cut", (4,), box((4, 4)))])], "leaf cut", "no rank stored [0:4] of shape (4,)")
+    refused([part(0, boxes), part(1, [StoredBox("cut", (4,), box((4, 4)))])], "leaf cut", "no rank stored [0:4] of shape (4,)")
     refused([part(0, [scalar]), part(1, [scalar._replace(content="other")])], "leaf scalar", "ranks 0 and 1", "[] of shape ()")
 
 
-def test_nothing_at_all() -> None:
+def test_parts_without_rows_merge_to_an_empty_manifest() -> None:
     assert manifest.decode(merged([part(0, []), part(1, [])]), "x").rows == []
     assert merge_rows([]).num_rows == 0
 
 
-def test_columns_of_other_writers() -> None:
-    """Text as it is or by number, by rank."""
-    (_, a), (_, b) = part(0, [Held("w", (8,), box((0, 4)))]), part(1, [Held("w", (8,), box((4, 8)))])
+def test_text_columns_with_and_without_a_dictionary_are_merged() -> None:
+    """Some writers store text directly, others as numbers of a dictionary."""
+    (_, a), (_, b) = part(0, [StoredBox("w", (8,), box((0, 4)))]), part(1, [StoredBox("w", (8,), box((4, 8)))])
     b = b.set_column(0, "leaf", b.column("leaf").cast("string"))
     assert [row.box for row in manifest.decode(merged([(0, a), (1, b)]), "x").rows] == [box((0, 4)), box((4, 8))]
 
 
 def cut(shape: tuple[int, ...], cuts: int, rng: random.Random) -> list[Box]:
-    """An array in boxes, irregularly: one of them is cut in two, over and over."""
+    """Return boxes that partition an array irregularly: `cuts` times, one box is cut in two."""
     boxes = [whole_box(shape)]
     for _ in range(cuts):
         i = rng.randrange(len(boxes))
@@ -178,64 +178,64 @@ shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
 
 @st.composite
-def partitions(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], list[list[Held]]]:
-    """Arrays, and which boxes of them each of some ranks holds."""
+def partitions(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], list[list[StoredBox]]]:
+    """Draw arrays, and the boxes of them that each of some ranks stores."""
     rng = draw(st.randoms(use_true_random=False))
     arrays = {f"leaf{i}": shape for i, shape in enumerate(draw(st.lists(shapes, min_size=1, max_size=5)))}
-    ranks: list[list[Held]] = [[] for _ in range(draw(st.integers(1, 6)))]
+    ranks: list[list[StoredBox]] = [[] for _ in range(draw(st.integers(1, 6)))]
     for name, shape in arrays.items():
-        for piece in cut(shape, draw(st.integers(0, 12)), rng):
-            rng.choice(ranks).append(Held(name, shape, piece))
-    for held in ranks:
-        rng.shuffle(held)
+        for part_box in cut(shape, draw(st.integers(0, 12)), rng):
+            rng.choice(ranks).append(StoredBox(name, shape, part_box))
+    for boxes in ranks:
+        rng.shuffle(boxes)
     return arrays, ranks
 
 
 @EXAMPLES
 @given(made=partitions(), rng=st.randoms(use_true_random=False))
-def test_any_partition_is_merged(made: tuple[dict[str, tuple[int, ...]], list[list[Held]]], rng: random.Random) -> None:
+def test_any_partition_is_merged(made: tuple[dict[str, tuple[int, ...]], list[list[StoredBox]]], rng: random.Random) -> None:
     arrays, ranks = made
-    parts = [part(rank, held) for rank, held in enumerate(ranks)]
+    parts = [part(rank, boxes) for rank, boxes in enumerate(ranks)]
     data = merged(parts)
     rng.shuffle(parts)
     assert merged(parts) == data
     found = manifest.decode(data, "x")
-    first_seen = dict.fromkeys(h.leaf for held in ranks for h in held)
+    first_seen = dict.fromkeys(b.leaf for boxes in ranks for b in boxes)
     assert list(found.leaves()) == list(first_seen)
     assert {name: leaf.shape for name, leaf in found.leaves().items()} == arrays
-    rows = [(h.leaf, h.box, f"steps/3/pack/{rank}-1-0-0.pack") for rank, held in enumerate(ranks) for h in held]
+    rows = [(b.leaf, b.box, f"steps/3/pack/{rank}-1-0-0.pack") for rank, boxes in enumerate(ranks) for b in boxes]
     expected = sorted(rows, key=lambda row: list(first_seen).index(row[0]))
     assert [(row.leaf, row.box, row.pack) for row in found.rows] == expected
 
 
 @EXAMPLES
 @given(made=partitions(), rng=st.randoms(use_true_random=False))
-def test_a_box_that_is_missing_is_named(made: tuple[dict[str, tuple[int, ...]], list[list[Held]]], rng: random.Random) -> None:
+def test_a_missing_box_is_named(made: tuple[dict[str, tuple[int, ...]], list[list[StoredBox]]], rng: random.Random) -> None:
     arrays, ranks = made
-    held = rng.choice([held for held in ranks if held])
-    lost = held.pop(rng.randrange(len(held)))
-    assume(any(h.leaf == lost.leaf for held in ranks for h in held))
-    parts = [part(rank, held) for rank, held in enumerate(ranks)]
+    boxes = rng.choice([boxes for boxes in ranks if boxes])
+    lost = boxes.pop(rng.randrange(len(boxes)))
+    assume(any(b.leaf == lost.leaf for boxes in ranks for b in boxes))
+    parts = [part(rank, boxes) for rank, boxes in enumerate(ranks)]
     ranges = ", ".join(f"{a}:{a + n}" for a, n in zip(*lost.box, strict=True))
     refused(parts, f"leaf {lost.leaf}: no rank stored [{ranges}] of shape {arrays[lost.leaf]}")
 
 
 @EXAMPLES
 @given(made=partitions(), rng=st.randoms(use_true_random=False))
-def test_a_box_too_many_is_refused(made: tuple[dict[str, tuple[int, ...]], list[list[Held]]], rng: random.Random) -> None:
+def test_an_extra_box_is_refused(made: tuple[dict[str, tuple[int, ...]], list[list[StoredBox]]], rng: random.Random) -> None:
     arrays, ranks = made
-    held = rng.choice([held for held in ranks if held])
-    leaf = rng.choice(held).leaf
+    boxes = rng.choice([boxes for boxes in ranks if boxes])
+    leaf = rng.choice(boxes).leaf
     shape = arrays[leaf]
     low = tuple(rng.randrange(n) for n in shape)
     extra = Box(low, tuple(rng.randint(1, n - a) for a, n in zip(low, shape, strict=True)))
-    parts = [part(rank, held) for rank, held in enumerate([*ranks, [Held(leaf, shape, extra)]])]
+    parts = [part(rank, boxes) for rank, boxes in enumerate([*ranks, [StoredBox(leaf, shape, extra)]])]
     message = refused(parts, f"leaf {leaf}: ", f"shape {shape}")
     assert "overlap" in message
 
 
 def painted(shape: tuple[int, ...], boxes: list[Box]) -> Any:
-    """How many boxes hold each element."""
+    """Return how many boxes contain each element."""
     count = np.zeros(shape, int)
     for b in boxes:
         count[(*b.slices(), ...)] += 1
@@ -248,7 +248,7 @@ def numbers(boxes: list[Box], axes: int) -> tuple[Any, Any]:
 
 @st.composite
 def any_boxes(draw: st.DrawFn, shape: tuple[int, ...], whole_sometimes: bool = True) -> list[Box]:
-    """Anything from nothing to a partition with a box too many."""
+    """Draw boxes: from none, up to a partition with additional boxes."""
     boxes = cut(shape, draw(st.integers(0, 8)), draw(st.randoms(use_true_random=False)))
     boxes = [b for b in boxes if draw(st.integers(0, 7))]
     for _ in range(draw(st.sampled_from([0, 0, 1, 3]))):
@@ -259,7 +259,7 @@ def any_boxes(draw: st.DrawFn, shape: tuple[int, ...], whole_sometimes: bool = T
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), shape=shapes)
-def test_cover_and_overlap_are_those_of_painting(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_coverage_and_overlaps_agree_with_counting_each_element(data: st.DataObject, shape: tuple[int, ...]) -> None:
     boxes = data.draw(any_boxes(shape))
     count = painted(shape, boxes)
     offset, extent = numbers(boxes, len(shape))
@@ -280,17 +280,17 @@ def test_cover_and_overlap_are_those_of_painting(data: st.DataObject, shape: tup
 
 @EXAMPLES
 @given(data=st.data(), axes=st.integers(0, 3), arrays=st.integers(0, 6))
-def test_many_arrays_at_once(data: st.DataObject, axes: int, arrays: int) -> None:
+def test_many_arrays_are_checked_in_one_call(data: st.DataObject, axes: int, arrays: int) -> None:
     wholes = [tuple(data.draw(st.lists(st.integers(1, 5), min_size=axes, max_size=axes))) for _ in range(arrays)]
-    held = [data.draw(any_boxes(shape)) for shape in wholes]
-    offset, extent = numbers([b for boxes in held for b in boxes], axes)
-    starts = np.cumsum([0, *map(len, held)])
+    boxes_of = [data.draw(any_boxes(shape)) for shape in wholes]
+    offset, extent = numbers([b for boxes in boxes_of for b in boxes], axes)
+    starts = np.cumsum([0, *map(len, boxes_of)])
     got = are_tiled(np.array(wholes, np.int64).reshape(arrays, axes), starts, offset, extent)
-    assert got.tolist() == [bool(np.all(painted(s, b) == 1)) for s, b in zip(wholes, held, strict=True)]
+    assert got.tolist() == [bool(np.all(painted(s, b) == 1)) for s, b in zip(wholes, boxes_of, strict=True)]
 
 
 @pytest.mark.parametrize("shape", [(2,) * 11, (1 << 40, 1 << 40), (1 << 61,), (1 << 20, 1 << 20, 1 << 20)])
-def test_arrays_too_large_for_corners(shape: tuple[int, ...]) -> None:
+def test_boxes_of_very_large_arrays_are_checked(shape: tuple[int, ...]) -> None:
     halves = [[(0, n // 2), (n // 2, n - n // 2)] for n in shape]
     boxes = [Box((), ())]
     for pair in halves:

@@ -1,4 +1,4 @@
-"""States of many ranks that contradict each other are refused on all ranks, with leaf and rank."""
+"""States of ranks that contradict each other are refused on all ranks, with leaf and rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_gap_is_refused_with_leaf_and_box(tmp_path: Path) -> None:
         assert "step 1: leaf w: no rank stored [4:6, 0:6] of shape (10, 6), ranks 0, 1 stored what lies beside it" in str(error)
 
 
-def test_a_leaf_on_one_rank_only_must_say_so(tmp_path: Path) -> None:
+def test_a_leaf_of_one_rank_only_is_refused(tmp_path: Path) -> None:
     def state(rank: int) -> Any:
         return {"a": np.zeros(100_000)} | ({"only": np.zeros(100_000)} if rank else {})
 
@@ -40,8 +40,8 @@ def test_a_leaf_on_one_rank_only_must_say_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["embed", "norm", "z"])
 @pytest.mark.parametrize("instead", ["", "another"])
-def test_a_copy_that_a_rank_lacks_is_named(tmp_path: Path, lost: str, instead: str) -> None:
-    """Ranks divide what they take for copies, so that what is missing is of some other leaf."""
+def test_a_missing_replica_is_named_with_its_rank(tmp_path: Path, lost: str, instead: str) -> None:
+    """Ranks divide the writing of replicas, so that the bytes that are missing may belong to another leaf."""
 
     def state(rank: int) -> Any:
         whole = {"embed": np.ones((500, 70)), "norm": np.ones(90_000), "z": np.ones((3000, 31)), "count": rank}
@@ -59,21 +59,21 @@ def test_a_copy_that_a_rank_lacks_is_named(tmp_path: Path, lost: str, instead: s
         assert (f"leaf {instead} is on rank 2 but" in str(error)) == bool(instead)
 
 
-@pytest.mark.parametrize("lacking_it", [{0}, {1}, {3}, {1, 2, 3}, {0, 1, 2}], ids=str)
+@pytest.mark.parametrize("lacking", [{0}, {1}, {3}, {1, 2, 3}, {0, 1, 2}], ids=str)
 @pytest.mark.parametrize("size", [1, 64, 500, 20_000])
-def test_a_copy_that_a_rank_lacks_is_refused_whatever_its_size(tmp_path: Path, size: int, lacking_it: set[int]) -> None:
-    """A small one is written by one rank: where another lacks it, no part of it is missing."""
+def test_a_missing_replica_of_any_size_is_refused(tmp_path: Path, size: int, lacking: set[int]) -> None:
+    """One rank writes the whole of a small replica: if another rank lacks the leaf, no bytes are missing."""
 
     def state(rank: int) -> Any:
-        return {"d": np.arange(1000.0)} | ({} if rank in lacking_it else {"x": np.ones(size)})
+        return {"d": np.arange(1000.0)} | ({} if rank in lacking else {"x": np.ones(size)})
 
     for error in refused(tmp_path, state, 4):
         assert isinstance(error, ckpt.StepRefused)
-        assert f"step 1: leaf x is on {ranks_text(sorted({*range(4)} - lacking_it))} but not on" in str(error)
+        assert f"step 1: leaf x is on {ranks_text(sorted({*range(4)} - lacking))} but not on" in str(error)
 
 
-def test_a_copy_is_lacked_by_those_that_divide_it() -> None:
-    """Two pairs of ranks hold copies, and all of them: a leaf of one pair is none that the other lacks."""
+def test_replicas_are_compared_among_the_ranks_that_divide_them() -> None:
+    """Two pairs of ranks have replicas, and so do all four: a leaf of one pair is not missing on the other pair."""
 
     def text(**leaves: Sequence[str]) -> str:
         return json.dumps(
@@ -81,19 +81,19 @@ def test_a_copy_is_lacked_by_those_that_divide_it() -> None:
         )
 
     first, second = text(pair1="a", all="x"), text(pair2="b", all="x")
-    told = {first: [0, 1], second: [2, 3]}
-    assert missing_copies_text(told, lambda _: {}) == ""
-    told = {first: [0], text(pair1="c", all="x"): [1], second: [2, 3]}
-    assert missing_copies_text(told, lambda _: {}).startswith("leaf a is on rank 0 but not on rank 1, leaf c is on rank 1 but")
-    assert missing_copies_text(told, lambda names: {name: {0, 1} for name in names}) == "", (
-        "a rank's rows tell that it has them"
+    seen = {first: [0, 1], second: [2, 3]}
+    assert missing_copies_text(seen, lambda _: {}) == ""
+    seen = {first: [0], text(pair1="c", all="x"): [1], second: [2, 3]}
+    assert missing_copies_text(seen, lambda _: {}).startswith("leaf a is on rank 0 but not on rank 1, leaf c is on rank 1 but")
+    assert missing_copies_text(seen, lambda names: {name: {0, 1} for name in names}) == "", (
+        "the rows of a rank show that it has them"
     )
-    told = {text(all=[f"w{i}" for i in range(9)]): [0, 1], text(): [2]}
-    assert "leaf w2 is on ranks 0, 1 but not on rank 2 and 6 more leaves, where each" in missing_copies_text(told, lambda _: {})
+    seen = {text(all=[f"w{i}" for i in range(9)]): [0, 1], text(): [2]}
+    assert "leaf w2 is on ranks 0, 1 but not on rank 2 and 6 more leaves, where each" in missing_copies_text(seen, lambda _: {})
 
 
-def test_copies_of_which_there_are_more_than_ranks(tmp_path: Path) -> None:
-    """Also where it is so small that one rank writes all of it: a larger one would lack a part."""
+def test_more_replicas_than_ranks_are_refused(tmp_path: Path) -> None:
+    """Even a leaf so small that one rank writes all of it is refused; of a larger one a part would be missing."""
 
     def save(group: Group, of: int) -> Any:
         state = {"w": ckpt.Shard(np.ones((2, 5)), (2, 5), (0, 0), replica=(group.rank, of))}
@@ -107,7 +107,7 @@ def test_copies_of_which_there_are_more_than_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_copies_that_all_take_themselves_for_the_same(tmp_path: Path, number: int) -> None:
+def test_ranks_that_all_have_the_same_replica_number_are_refused(tmp_path: Path, number: int) -> None:
     def state(_: int) -> Any:
         return {"w": ckpt.Shard(np.ones((64, 5000)), (64, 5000), (0, 0), replica=(number, 2))}
 
@@ -116,7 +116,7 @@ def test_copies_that_all_take_themselves_for_the_same(tmp_path: Path, number: in
         assert "where a Shard has replica=(i, n), a rank must save each i" in str(error)
 
 
-def test_a_shard_that_a_rank_calls_otherwise_is_named(tmp_path: Path) -> None:
+def test_a_shard_under_another_name_on_one_rank_is_named(tmp_path: Path) -> None:
     def state(rank: int) -> Any:
         mine = ckpt.Shard(np.ones((2, 5)), (8, 5), (2 * rank, 0))
         return {"a": np.ones(70_000), "other" if rank == 2 else "w": mine}
@@ -145,7 +145,7 @@ def test_different_shapes_are_refused(tmp_path: Path) -> None:
 
 
 CONTRADICTIONS: dict[str, tuple[Callable[[int], Any], str, str]] = {
-    # What a rank has as `w`, and the shapes of ranks 0 and 1. One rank writes all of it, so that no row tells.
+    # What a rank has as `w`, and the shapes of ranks 0 and 1. One rank writes all of it, so no row shows the difference.
     "plain": (lambda r: np.full(4 + r, 0.5), "(4,)", "(5,)"),
     "axes": (lambda r: np.full((1,) * r, 3.0), "()", "(1,)"),
     "dtype": (lambda r: np.ones(4, "f4" if r else "f8"), "(4,)", "(4,)"),
@@ -158,14 +158,14 @@ CONTRADICTIONS: dict[str, tuple[Callable[[int], Any], str, str]] = {
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("kind", CONTRADICTIONS)
-def test_copies_that_are_not_one_array_are_refused(tmp_path: Path, kind: str, verify: bool) -> None:
+def test_replicas_of_different_shapes_or_dtypes_are_refused(tmp_path: Path, kind: str, verify: bool) -> None:
     make, first, second = CONTRADICTIONS[kind]
     both = lambda rank: {"a": np.ones(3), "w": make(rank), "z": [np.ones(2), 5]}  # noqa: E731
     for error in refused(tmp_path, both, verify_replicas=verify):
         assert isinstance(error, ckpt.StepRefused)
         dtype = "float32" if kind == "dtype" else "float64"
-        said = f"leaf w is float64 of global shape {first} on rank 0 and {dtype} of global shape {second} on rank 1; give"
-        assert str(error).startswith(f"step 1: {said}"), error
+        expected = f"leaf w is float64 of global shape {first} on rank 0 and {dtype} of global shape {second} on rank 1; give"
+        assert str(error).startswith(f"step 1: {expected}"), error
 
 
 def test_a_module_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_a_module_of_another_size_is_refused(tmp_path: Path) -> None:
         assert "ckpt.PerRank" in str(error)
 
 
-def test_what_ranks_hold_is_told_shortly(tmp_path: Path) -> None:
-    """One text for all ranks of a DDP state, small beside its tree; nothing of what a rank's rows tell, or is its own."""
+def test_descriptions_of_leaves_are_short_and_equal_on_all_ranks(tmp_path: Path) -> None:
+    """All ranks of a DDP state publish one text, small beside the tree, without leaves that have rows or belong to one rank."""
 
     def state(rank: int) -> dict[str, Any]:
         layers = {f"layers.{i}.{n}.weight": np.full((8, 8), rank) for i in range(100) for n in ("up", "down", "norm")}
@@ -185,9 +185,9 @@ def test_what_ranks_hold_is_told_shortly(tmp_path: Path) -> None:
 
     flats = [flatten(state(rank), rank) for rank in range(2)]
     assert describe_leaves(flats[0]) == describe_leaves(flats[1])
-    known = agreed_descriptions({describe_leaves(flats[0]): 0})
-    assert set(known) == {name for name in flats[0].leaves if name.startswith("model")} | {"none"}
-    assert known["model.layers.7.up.weight"] == (0, "int64", (8, 8))
+    described = agreed_descriptions({describe_leaves(flats[0]): 0})
+    assert set(described) == {name for name in flats[0].leaves if name.startswith("model")} | {"none"}
+    assert described["model.layers.7.up.weight"] == (0, "int64", (8, 8))
     assert len(describe_leaves(flats[0])) < len(encode_tree(flats[0].node)) / 5
 
 
@@ -199,7 +199,7 @@ def test_different_options_are_refused(tmp_path: Path) -> None:
     assert all(isinstance(e, ckpt.StepRefused) and "same options" in str(e) for e in found)
 
 
-def test_copies_that_differ_are_found(tmp_path: Path) -> None:
+def test_replicas_that_differ_are_found(tmp_path: Path) -> None:
     def state(rank: int) -> Any:
         array = np.arange(60_000.0).reshape(300, 200)
         if rank == 2:
@@ -215,7 +215,7 @@ def test_copies_that_differ_are_found(tmp_path: Path) -> None:
     all_well(on_ranks(4, lambda g: ckpt.save(good(g.rank), tmp_path, 5, group=g, verify_replicas=True), groups))
 
 
-def test_copies_are_verified_by_all_ranks_or_none(tmp_path: Path) -> None:
+def test_replicas_are_verified_by_all_ranks_or_none(tmp_path: Path) -> None:
     groups = ThreadGroup.make(4)
     verify = lambda g: ckpt.save({"w": np.full(90_000, g.rank)}, tmp_path, 0, group=g, verify_replicas=g.rank == 2)  # noqa: E731
     for error in on_ranks(4, verify, groups):
@@ -224,7 +224,7 @@ def test_copies_are_verified_by_all_ranks_or_none(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path).steps() == []
 
 
-def test_a_leaf_that_nobody_holds_is_refused(tmp_path: Path) -> None:
+def test_a_leaf_that_no_rank_stores_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ckpt.StepRefused, match="leaf w: no rank stored any of it"):
         ckpt.save({"w": ckpt.Shard(np.zeros((0, 4)), (10, 4), (0, 0))}, tmp_path, 0)
     for error in on_ranks(2, lambda g: ckpt.save({"w": ckpt.Shard(np.zeros((0, 4)), (10, 4), (0, 0))}, tmp_path, 0, group=g)):
@@ -232,8 +232,8 @@ def test_a_leaf_that_nobody_holds_is_refused(tmp_path: Path) -> None:
         assert "leaf w" in str(error)
 
 
-def test_tied_shards_of_which_one_rank_has_none(tmp_path: Path) -> None:
-    """Rank 1 cannot see that they are tied."""
+def test_tied_shards_are_saved_where_one_rank_has_no_elements(tmp_path: Path) -> None:
+    """Rank 1 can't detect that they are tied."""
 
     def state(group: Group) -> Any:
         local = np.arange(4.0) if group.rank == 0 else np.zeros(0)

@@ -42,7 +42,7 @@ def test_every_byte_has_one_writer(leaves: list[tuple[tuple[int, ...], int]], co
                 spec = specs[piece.leaf]
                 painted[piece.leaf][piece.box.slices()] += 1
                 assert piece.nbytes == piece.box.size * spec.itemsize
-                # The bytes of the box are these bytes of the shard, which is how they are copied.
+                # The elements of the box are these consecutive elements of the shard, which is how they are copied.
                 flat = np.arange(math.prod(spec.shape)).reshape(spec.shape)[piece.box.slices()].reshape(-1)
                 first = piece.begin // spec.itemsize
                 assert flat.tolist() == list(range(first, first + piece.box.size))
@@ -51,8 +51,8 @@ def test_every_byte_has_one_writer(leaves: list[tuple[tuple[int, ...], int]], co
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("count", [2, 3, 8, 64])
-def test_bytes_are_even(known: bool, count: int) -> None:
-    """Within 5 % for the tensors of a GPT, whether the ranks are known or only their number."""
+def test_each_rank_writes_the_same_share(known: bool, count: int) -> None:
+    """Within 5 % for the tensors of a GPT, whether the ranks or only their number is given."""
     leaves = [((3072, 1024), 2), ((1024, 1024), 2), ((4096, 1024), 4), ((1024, 4096), 4), ((1024,), 4), ((8192, 1024), 2)] * 3
     written = [
         sum(block.nbytes for block in plan_blocks(specs_of(leaves, rank, count, known, 1)).blocks) for rank in range(count)
@@ -62,8 +62,8 @@ def test_bytes_are_even(known: bool, count: int) -> None:
     assert min(written) >= 0.95 * even
 
 
-def test_small_shards_are_drawn_by_name() -> None:
-    """A thousand that are not worth cutting fall on all ranks about alike."""
+def test_small_shards_are_spread_over_ranks_by_name() -> None:
+    """A thousand leaves that are too small to be cut are distributed over all ranks nearly evenly."""
     leaves = [((3,), 4)] * 1000
     written = [sum(len(b.pieces) for b in plan_blocks(specs_of(leaves, rank, 8, False, 1)).blocks) for rank in range(8)]
     assert sum(written) == 1000

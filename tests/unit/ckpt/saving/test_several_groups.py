@@ -23,8 +23,8 @@ def test_rank_0_may_save_for_itself_beside_the_group(tmp_path: Path) -> None:
     assert ckpt.load(tmp_path, group=None)["a"].tolist() == [1] * 9
 
 
-def test_groups_of_one_job_save_to_one_url_by_turns(tmp_path: Path) -> None:
-    """torch's default group and a mesh of the same ranks, COMM_WORLD and a duplicate of it; also some of the ranks."""
+def test_groups_of_one_job_save_to_one_url_in_turn(tmp_path: Path) -> None:
+    """For example torch's default group and a mesh of the same ranks, COMM_WORLD and a duplicate, or a part of the ranks."""
     one, other, some = ThreadGroup.make(3), ThreadGroup.make(3), ThreadGroup.make(2)
     for step, groups in enumerate([one, other, some, one, some, other, one]):
         for blocking in (True, False):
@@ -57,8 +57,8 @@ def test_a_group_saves_beside_what_its_rank_0_saves_alone(tmp_path: Path, writte
     assert_clean(tmp_path)
 
 
-def test_what_this_process_saves_through_a_group_is_no_older_run(tmp_path: Path) -> None:
-    """Which of the two comes first is chance where both save in the background."""
+def test_a_save_through_a_group_does_not_count_as_an_older_run(tmp_path: Path) -> None:
+    """Where both save in the background, either may commit first."""
     groups = ThreadGroup.make(2)
     with ckpt.Checkpointer(tmp_path, every=None, group=None) as alone:
         all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, 2, group=g, timeout=20), groups))
@@ -68,7 +68,7 @@ def test_what_this_process_saves_through_a_group_is_no_older_run(tmp_path: Path)
     assert {c.commit.line for c in ckpt.open(tmp_path)} == {0}
 
 
-def test_a_group_that_comes_before_anything_is_saved_alone(tmp_path: Path) -> None:
+def test_a_group_may_save_before_its_rank_0_saves_alone(tmp_path: Path) -> None:
     groups = ThreadGroup.make(2)
     (tmp_path / "steps").mkdir()
     Path(temporary_name(f"{tmp_path}/steps/x")).write_bytes(b"of a killed writer")
@@ -79,8 +79,8 @@ def test_a_group_that_comes_before_anything_is_saved_alone(tmp_path: Path) -> No
     assert ckpt.open(tmp_path).steps() == [0, 1]
 
 
-def test_tiers_of_rank_0_alone_share_no_claim_with_a_group(tmp_path: Path) -> None:
-    """What they copy keeps its name, which a later claim of the repository of record would use again."""
+def test_tiers_of_rank_0_alone_share_no_writer_lease_with_a_group(tmp_path: Path) -> None:
+    """A copied step keeps its generation, which a later writer lease of the repository of record would use again."""
     groups, url = ThreadGroup.make(2), tmp_path / "record"
     all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), url, 0, group=g), groups))
     with ckpt.Checkpointer(url, every=None, tiers=[ckpt.Tier(tmp_path / "near")], group=None) as alone:
@@ -120,7 +120,7 @@ def test_a_step_that_one_group_gave_up_is_saved_by_another(tmp_path: Path) -> No
     assert ckpt.open(tmp_path).steps() == [0, 1]
 
 
-def test_the_last_group_gives_the_repository_free(tmp_path: Path) -> None:
+def test_the_last_group_that_closes_releases_the_writer_lease(tmp_path: Path) -> None:
     one, other = ThreadGroup.make(2), ThreadGroup.make(2)
     savers = [all_well(on_ranks(2, lambda g: ckpt.Checkpointer(tmp_path, every=1, group=g), gs)) for gs in (one, other)]
     on_ranks(2, lambda g: savers[0][g.rank].close())
@@ -132,16 +132,16 @@ def test_the_last_group_gives_the_repository_free(tmp_path: Path) -> None:
     assert owner(tmp_path) is None
 
 
-def test_a_group_that_this_process_has_superseded_is_told_so(tmp_path: Path) -> None:
-    """Tiers count on with the same numbers, so they share no claim. What the process saves alone goes with the newest."""
+def test_a_group_that_this_process_has_superseded_is_fenced(tmp_path: Path) -> None:
+    """Tiers continue the same numbers, so they share no writer lease. What the process saves alone uses the newest lease."""
     one, other = ThreadGroup.make(2), ThreadGroup.make(2)
     url, tier = tmp_path / "record", tmp_path / "tier"
     all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), url, 0, group=g), one))
     savers = all_well(on_ranks(2, lambda g: ckpt.Checkpointer(url, every=None, tiers=[ckpt.Tier(tier)], group=g), other))
     ckpt.save({"mine": 1}, url, 1, group=None)
-    told = on_ranks(2, lambda g: ckpt.save(one_array(2), url, 2, group=g, timeout=20), one)
-    assert isinstance(told[0], ckpt.Fenced)
-    assert "this process has also begun" in str(told[0])
-    assert "one group" in str(told[0])
+    errors = on_ranks(2, lambda g: ckpt.save(one_array(2), url, 2, group=g, timeout=20), one)
+    assert isinstance(errors[0], ckpt.Fenced)
+    assert "this process has also begun" in str(errors[0])
+    assert "one group" in str(errors[0])
     on_ranks(2, lambda g: savers[g.rank].close())
     assert ckpt.open(url).steps() == [0, 1]

@@ -1,4 +1,4 @@
-"""Steps of successive jobs of many ranks: earlier parts are not taken, a newer job fences an older one."""
+"""Steps of successive jobs of many ranks: parts of an earlier job are ignored, and a newer job fences an older one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.training.save_schedule import LEAD_SECONDS, next_step
 
 
-def test_parts_of_an_earlier_generation_are_not_taken(tmp_path: Path) -> None:
-    """Rank 1 of a killed job left its part; the next job's rank 1 never comes."""
+def test_parts_of_an_earlier_generation_are_ignored(tmp_path: Path) -> None:
+    """Rank 1 of a killed job left its part; rank 1 of the next job never saves."""
 
     def stale(group: Group) -> Any:
         return ckpt.save({"a": np.full(2000, 1.0)}, tmp_path, 0, group=group, timeout=0.3)
@@ -61,8 +61,8 @@ def test_a_second_job_fences_the_first(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path).steps() == [0]
 
 
-def test_a_rank_that_wakes_after_a_newer_job_has_its_step_is_told_to_stop(tmp_path: Path) -> None:
-    """And not to take another number."""
+def test_a_rank_is_fenced_when_a_newer_job_has_its_step(tmp_path: Path) -> None:
+    """It does not take another step number."""
     groups = ThreadGroup.make(2)
     all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, 0, group=g), groups))
     mine = sorted((tmp_path / "generations").iterdir())[-1]
@@ -71,8 +71,8 @@ def test_a_rank_that_wakes_after_a_newer_job_has_its_step_is_told_to_stop(tmp_pa
         assert isinstance(error, ckpt.Fenced)
 
 
-def test_unchanged_blocks_are_referred_to_and_old_steps_go(tmp_path: Path) -> None:
-    """Half of the state never changes; with keep=2 nothing but what the last two steps need is left."""
+def test_unchanged_blocks_are_referenced_and_old_steps_deleted(tmp_path: Path) -> None:
+    """Half of the state never changes; with keep=2 only the files that the last two steps need are left."""
     groups = ThreadGroup.make(3)
     frozen = np.random.default_rng(1).standard_normal((3, 200_000))
 
@@ -116,14 +116,14 @@ def test_steps_counted_in_seconds_are_the_same_on_all_ranks(tmp_path: Path, monk
 
 
 @given(st.integers(0, 10**6), st.floats(1e-4, 100), st.floats(0.01, 10**5))
-def test_the_next_step_lies_ahead(now: int, step_seconds: float, interval: float) -> None:
+def test_the_next_save_is_far_enough_ahead_and_near_its_interval(now: int, step_seconds: float, interval: float) -> None:
     step = next_step(now, step_seconds, interval)
     assert (step - now) * step_seconds >= LEAD_SECONDS
     assert abs((step - now) * step_seconds - interval) <= max(step_seconds, LEAD_SECONDS + 4 * step_seconds)
 
 
-def test_a_group_falls_back_together(tmp_path: Path) -> None:
-    """The newest step is damaged where only rank 1 reads: every rank loads the one before."""
+def test_all_ranks_fall_back_to_the_same_older_step(tmp_path: Path) -> None:
+    """The newest step is damaged where only rank 1 reads: every rank loads the step before it."""
     full = np.random.default_rng(3).integers(0, 1000, (2, 300_000)).astype(float)
 
     def state(rank: int, fill: bool = True) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Values that each rank has for itself come back to that rank."""
+"""Values of which each rank has its own are restored to that rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ckpt
 from ckpt.groups.base import Group
 
 
-def test_values_of_each_rank_come_back_to_it(tmp_path: Path) -> None:
+def test_values_of_each_rank_are_restored_to_it(tmp_path: Path) -> None:
     def state(rank: int) -> dict[str, Any]:
         return {
             "w": np.arange(10.0),
@@ -45,7 +45,7 @@ def test_values_of_each_rank_come_back_to_it(tmp_path: Path) -> None:
 
 
 def generators(seed: int) -> dict[str, Any]:
-    """One of each kind of random generator, some numbers into its stream."""
+    """Return a random generator of each kind, each advanced by a few numbers."""
     torch = pytest.importorskip("torch")
     found: dict[str, Any] = {
         "philox": np.random.Generator(np.random.Philox(seed)), "pcg": np.random.default_rng(seed),
@@ -57,7 +57,7 @@ def generators(seed: int) -> dict[str, Any]:
 
 
 def draws(made: dict[str, Any], count: int = 4) -> list[Any]:
-    """The next numbers of each generator."""
+    """Return the next numbers of each generator."""
     torch = pytest.importorskip("torch")
     return [
         made["philox"].random(count).tolist(), made["pcg"].integers(9, size=count).tolist(),
@@ -66,7 +66,7 @@ def draws(made: dict[str, Any], count: int = 4) -> list[Any]:
     ]  # fmt: skip
 
 
-def test_random_generators_of_each_rank_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_generators_of_each_rank_continue_where_they_were(tmp_path: Path) -> None:
     all_well(on_ranks(3, lambda g: ckpt.save({"random": generators(g.rank)}, tmp_path, 0, group=g)))
     for size in (3, 4, 1):
         like = [{"random": generators(77 + rank)} for rank in range(size)]
@@ -76,8 +76,8 @@ def test_random_generators_of_each_rank_go_on_where_they_were(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("nbytes", [100, (64 << 10) + 1, 300_000, 9 << 20])
-def test_bytes_of_each_rank_come_back_to_it(tmp_path: Path, nbytes: int) -> None:
-    """However long they are, and whether their lengths are the same."""
+def test_bytes_of_each_rank_are_restored_to_it(tmp_path: Path, nbytes: int) -> None:
+    """This holds for any length, and whether or not the lengths are the same."""
 
     def state(rank: int) -> dict[str, Any]:
         return {"w": np.arange(50_000.0), "same length": bytes([65 + rank]) * nbytes, "other": bytes(rank * nbytes)}
@@ -100,8 +100,8 @@ def numpy_scalars(rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_numpy_scalars_of_each_rank_come_back_to_it(tmp_path: Path) -> None:
-    """They are plain values, like Python's numbers, and no copies of one array."""
+def test_numpy_scalars_of_each_rank_are_restored_to_it(tmp_path: Path) -> None:
+    """They are plain values, like Python's numbers, and not replicas of one array."""
 
     def as_saved(rank: int) -> dict[str, Any]:
         return numpy_scalars(rank) | {"own": ckpt.PerRank(np.float32(rank))}
