@@ -15,6 +15,7 @@ from ckpt.format.codec import CodecOption
 from ckpt.format.signature import KeyOption
 from ckpt.groups import as_group
 from ckpt.loading.alias_check import check_aliasing
+from ckpt.loading.finish_functions import Finish
 from ckpt.loading.group_load import (
     LoadRequest,
     load_newest_on_all_ranks,
@@ -23,7 +24,7 @@ from ckpt.loading.group_load import (
     run_on_all_ranks,
 )
 from ckpt.loading.shared_read import BlockSource, ShareReads, read_shared
-from ckpt.loading.target_matching import Finish, TargetMatcher
+from ckpt.loading.target_matching import TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep

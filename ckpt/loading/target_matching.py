@@ -12,13 +12,11 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-import numpy as np
-
 from ckpt.block_io.read_plan import Target
 from ckpt.errors import LeafMismatch, LeafNotFound
 from ckpt.format.manifest import Saved
+from ckpt.loading.finish_functions import Finish, fill_scalar, finish_once, tuple_like
 from ckpt.state.alias_notes import AliasNote, read_alias_note
-from ckpt.state.boxes import whole_box
 from ckpt.state.dtypes import numpy_dtype
 from ckpt.state.leaves import as_leaf, empty_leaf
 from ckpt.state.leaves.base import ArrayLeaf
@@ -27,13 +25,10 @@ from ckpt.state.optimizer_names import add_missing_moments, is_optimizer
 from ckpt.state.optimizer_order import ParametersMismatch, modules_in, reorder_state
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, state_of
 from ckpt.state.torch_keys import is_module, mismatched_keys
-from ckpt.state.tree import Node, PerRank, decode_key, empty_dict, join_path, rebuild, scalar_bytes
+from ckpt.state.tree import Node, PerRank, decode_key, empty_dict, join_path, rebuild
 from ckpt.storage.base.errors import CkptError, IntegrityError
 
 log = logging.getLogger("ckpt")
-
-
-Finish = Callable[[], Any]
 
 
 class TargetMatcher:
@@ -91,7 +86,7 @@ class TargetMatcher:
                 leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
             except CkptError as error:
                 raise type(error)(f"leaf {name} of {self._where}: {error}") from error
-            finish = self._new_arrays[key] = _finish_once(leaf)
+            finish = self._new_arrays[key] = finish_once(leaf)
             self.targets.append((name, leaf))
         return finish
 
@@ -210,7 +205,7 @@ class TargetMatcher:
         parts = self._items(like, node[tag], names, path)
         if not any(parts):
             return None
-        return lambda: _tuple_like(like, [v if p is None else p() for v, p in zip(like, parts, strict=True)])
+        return lambda: tuple_like(like, [v if p is None else p() for v, p in zip(like, parts, strict=True)])
 
     def _dataclass(self, like: Any, node: Node, path: str) -> Finish | None:
         fields = [f.name for f in dataclasses.fields(like)]
@@ -254,7 +249,7 @@ class TargetMatcher:
         except TypeError as error:
             raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
         if "scalar" in node:
-            return _fill_scalar(target, node)
+            return fill_scalar(target, node)
         if "alias" in node and (note := read_alias_note(node)) is not None:
             self.aliases[node["array"]] = note
         if target is leaf:
@@ -263,7 +258,7 @@ class TargetMatcher:
         identity = leaf.identity()
         finish = None if identity is None else self._filled_targets.get((node["array"], identity))
         if finish is None:  # leaves tied in both the step and `like` are one target
-            finish = _finish_once(target)
+            finish = finish_once(target)
             self.targets.append((node["array"], target))
             if identity is not None:
                 self._filled_targets[node["array"], identity] = finish
@@ -384,38 +379,6 @@ class TargetMatcher:
             f"leaf {path or '(root)'}: {self._where} has {_with_article(saved)}, `like` has {_type_with_article(like)}; "
             "give `like` the structure that was saved, or load without it"
         )
-
-
-def _tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
-    try:
-        return tuple.__new__(type(like), values)  # the constructor of a namedtuple would take each value as an argument
-    except TypeError:  # a type of an extension module, such as torch.Size
-        return type(like)(values)
-
-
-def _finish_once(leaf: ArrayLeaf) -> Finish:
-    made: list[Any] = []
-
-    def finish() -> Any:
-        if not made:
-            made.append(leaf.finish())
-        return made[0]
-
-    return finish
-
-
-def _fill_scalar(target: ArrayLeaf, node: Node) -> Finish:
-    """Return the function that writes a scalar of the tree into an array without axes."""
-    data = np.frombuffer(scalar_bytes(node), np.uint8)
-    parts = target.shards()
-
-    def finish() -> Any:
-        for leaf in [target] if parts is None else [part.leaf for part in parts]:
-            if leaf.nbytes:
-                leaf.write(whole_box(()), data)
-        return target.finish()
-
-    return finish
 
 
 def _first_few(names: list[str]) -> str:

@@ -1,0 +1,49 @@
+"""The functions that a load calls after all bytes are read, and that return the loaded values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ckpt.state.boxes import whole_box
+from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.tree import Node, scalar_bytes
+
+Finish = Callable[[], Any]
+"""Returns a loaded value. It is called after all bytes are read."""
+
+
+def tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
+    """Return a tuple of the type of `like` with these values."""
+    try:
+        return tuple.__new__(type(like), values)  # the constructor of a namedtuple would take each value as an argument
+    except TypeError:  # a type of an extension module, such as torch.Size
+        return type(like)(values)
+
+
+def finish_once(leaf: ArrayLeaf) -> Finish:
+    """Return the function that finishes a filled leaf at its first call, and then returns the same value."""
+    made: list[Any] = []
+
+    def finish() -> Any:
+        if not made:
+            made.append(leaf.finish())
+        return made[0]
+
+    return finish
+
+
+def fill_scalar(target: ArrayLeaf, node: Node) -> Finish:
+    """Return the function that writes a scalar of the tree into an array without axes."""
+    data = np.frombuffer(scalar_bytes(node), np.uint8)
+    parts = target.shards()
+
+    def finish() -> Any:
+        for leaf in [target] if parts is None else [part.leaf for part in parts]:
+            if leaf.nbytes:
+                leaf.write(whole_box(()), data)
+        return target.finish()
+
+    return finish
