@@ -10,7 +10,7 @@ from ckpt.block_io.staging_arena import Region, round_up
 from ckpt.format import codec
 from ckpt.format.codec import CodecTuner
 from ckpt.format.digest import checksum, digest_and_cells
-from ckpt.format.manifest import StoredBlock
+from ckpt.format.manifest_encoding import StoredBlock
 from ckpt.format.pack import PackFile, PackWriter
 from ckpt.saving.changing_leaves import ChangingLeaves
 from ckpt.saving.compute_slots import ComputeSlots

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.block_io.staging_arena import round_up
 from ckpt.format.codec import CodecOption
-from ckpt.format.manifest import PlannedColumns
+from ckpt.format.manifest_encoding import PlannedColumns
 from ckpt.groups.base import Group
 from ckpt.saving.local_shards import leaf_specs, local_shards
 from ckpt.saving.options import Options

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from ckpt.format import codec, manifest
+from ckpt.format import codec, manifest_encoding
 from ckpt.format.pack import PackWriter
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import step_folder
@@ -187,7 +187,7 @@ class SaveRun:
     def _import_for_commit(self) -> None:
         """Import what the commit needs, after the first append: before that, the import would delay the first blocks."""
         self._append_began.wait()
-        manifest.import_parquet()
+        manifest_encoding.import_parquet()
 
     def _write_blocks(self, previous: StepBlocks, stager: threading.Thread) -> WrittenBlocks:
         """Write the staged blocks with several threads, of which this is one; return when all are durable."""
@@ -233,7 +233,7 @@ class SaveRun:
 
     def _commit(self, written: WrittenBlocks, previous_packs: dict[str, int]) -> Checkpoint:
         with collector_paused():
-            rows = manifest.build_table(self._plan.columns, written.rows)
+            rows = manifest_encoding.build_table(self._plan.columns, written.rows)
         sizes = {**previous_packs, **{p.name: p.nbytes for p in written.packs}}
         names = written.referenced_packs | {p.name for p in written.packs}
         written_bytes = sum(p.nbytes for p in written.packs)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from ckpt.format.limits import BLOCK_BYTES, SMALL_LEAF_BYTES
-from ckpt.format.manifest import PlannedColumns
+from ckpt.format.manifest_encoding import PlannedColumns
 from ckpt.saving.replica_split import ShardRange, ShardReplica, own_ranges
 from ckpt.state.boxes import Box, Replica, contiguous_start, split_into_boxes, whole_box
 from ckpt.state.leaves.base import ArrayLeaf

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.block_io.staging_arena import round_up
-from ckpt.format import manifest
+from ckpt.format import manifest, manifest_encoding
 from ckpt.saving.write_plan import PIECE_ALIGNMENT, LeafSpec, plan_blocks, stage_block
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.numpy import NumpyLeaf
@@ -46,7 +46,7 @@ def test_plan_places_every_byte_once(leaves):
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
 ints = st.integers(0, 2**60)
 stored_blocks = st.builds(
-    manifest.StoredBlock, texts, ints, ints, ints, st.none() | texts, st.binary(min_size=16, max_size=16),
+    manifest_encoding.StoredBlock, texts, ints, ints, ints, st.none() | texts, st.binary(min_size=16, max_size=16),
     st.none() | st.integers(0, 2**64 - 1), st.binary(min_size=800, max_size=800),
 )  # fmt: skip
 
@@ -60,12 +60,12 @@ def test_the_manifest_keeps_every_column(data, blocks):
     columns = st.tuples(texts, texts, shape, st.builds(Box, shape, shape), numbers, numbers, indices)
     pieces = data.draw(st.lists(columns, max_size=8))
     layout = (
-        manifest.PlannedColumns(*map(list, zip(*pieces, strict=True)))
+        manifest_encoding.PlannedColumns(*map(list, zip(*pieces, strict=True)))
         if pieces
-        else manifest.PlannedColumns(*([] for _ in range(7)))
+        else manifest_encoding.PlannedColumns(*([] for _ in range(7)))
     )
     for _ in range(2):  # the second time from what was kept
-        encoded = manifest.encode(layout, blocks, {"format": "1", "digest": "xxh3-128"})
+        encoded = manifest_encoding.encode(layout, blocks, {"format": "1", "digest": "xxh3-128"})
     rows = manifest.decode(encoded, "x").rows
     assert len(rows) == len(pieces)
     for row, piece in zip(rows, pieces, strict=True):

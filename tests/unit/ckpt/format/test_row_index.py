@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.format import manifest, manifest_parquet
-from ckpt.format.manifest import Manifest, PlannedColumns, Row, StoredBlock
+from ckpt.format import manifest, manifest_encoding, manifest_parquet
+from ckpt.format.manifest import Manifest, Row
+from ckpt.format.manifest_encoding import PlannedColumns, StoredBlock
 from ckpt.state.boxes import Box, intersect
 from ckpt.storage.base.errors import IntegrityError
 
@@ -56,7 +57,7 @@ def manifests(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], bytes]:
         [name for name, _ in rows], ["int8"] * len(rows), [arrays[name] for name, _ in rows], [box for _, box in rows],
         [0] * len(rows), [box.size for _, box in rows], [draw(index) if box.size else None for _, box in rows],
     )  # fmt: skip
-    return arrays, manifest.encode(layout, blocks, META)
+    return arrays, manifest_encoding.encode(layout, blocks, META)
 
 
 def by_leaf(rows: list[Row]) -> dict[str, list[Row]]:
@@ -116,7 +117,7 @@ def test_several_files_are_one_manifest() -> None:
         boxes = [Box((rank, 0), (1, 2)), Box((), ())]
         layout = PlannedColumns(["w", f"only{rank}"], ["int8"] * 2, [(3, 2), ()], boxes, [0, 2], [2, 1], [0, 0])
         block = StoredBlock(f"steps/3/pack/{rank}-1-0-0.pack", 0, 3, 3, None, bytes([rank]) * 16, None, bytes(8))
-        parts.append(manifest.decode(manifest.encode(layout, [block], META), f"part {rank}"))
+        parts.append(manifest.decode(manifest_encoding.encode(layout, [block], META), f"part {rank}"))
     whole = manifest.join_manifests(parts)
     assert list(whole.leaves()) == ["w", "only0", "only1", "only2"]
     ((one,), (last,), all_of_w) = whole.find([("w", Box((1, 1), (1, 1))), ("only2", None), ("w", None)])
@@ -126,7 +127,7 @@ def test_several_files_are_one_manifest() -> None:
 def some() -> bytes:
     layout = PlannedColumns(["w"] * 2, ["int8"] * 2, [(4,)] * 2, [Box((0,), (2,)), Box((2,), (2,))], [0, 2], [2, 2], [0, 0])
     block = StoredBlock("steps/3/pack/0-1-0-0.pack", 0, 4, 4, None, bytes(16), None, bytes(8))
-    return manifest.encode(layout, [block], META)
+    return manifest_encoding.encode(layout, [block], META)
 
 
 def changed(name: str, column: Any) -> bytes:

@@ -13,8 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import StepRefused
-from ckpt.format import manifest
-from ckpt.format.manifest import PlannedColumns, StoredBlock
+from ckpt.format import manifest, manifest_encoding
+from ckpt.format.manifest_encoding import PlannedColumns, StoredBlock
 from ckpt.saving.box_coverage import are_tiled, first_overlap, first_uncovered_box
 from ckpt.saving.manifest_merge import merge_rows
 from ckpt.saving.replica_check import LeafDescription
@@ -49,7 +49,7 @@ def part(rank: int, boxes: Sequence[StoredBox], algorithm: str = "xxh3-128") -> 
         [b.leaf for b in boxes], [b.dtype for b in boxes], [b.shape for b in boxes], [b.box for b in boxes],
         [0] * len(boxes), sizes, [index.get(i) for i in range(len(boxes))],
     )  # fmt: skip
-    data = manifest.encode(layout, blocks, {"format": "1", "digest": algorithm, "step": "3"})
+    data = manifest_encoding.encode(layout, blocks, {"format": "1", "digest": algorithm, "step": "3"})
     return rank, manifest.read_table(data, f"part {rank}")
 
 

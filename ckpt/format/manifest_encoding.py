@@ -1,0 +1,116 @@
+"""Build and encode the manifest of a step from the columns of its write plan and the locations of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpt.format import manifest_parquet as tables
+from ckpt.format.digest import CELL_BYTES
+from ckpt.format.manifest_parquet import write_table
+from ckpt.state.boxes import Box
+from ckpt.support import arrow_columns
+
+
+class StoredBlock(NamedTuple):
+    """The location, encoding and digests of a block: the columns of `manifest.Row` that all pieces of the block share."""
+
+    pack: str
+    position: int
+    stored: int
+    raw: int
+    codec: str | None
+    digest: bytes
+    checksum: int | None
+    cells: bytes
+    """xxh3-64 of each cell of the raw block; empty with a codec."""
+
+
+@dataclass(slots=True)
+class PlannedColumns:
+    """The columns of `manifest.Row` that a write plan determines, and the index of the block of each piece (None: no bytes).
+
+    Their Arrow arrays are cached, since a training loop writes the same columns in each save.
+    """
+
+    leaf: list[str]
+    dtype: list[str]
+    global_shape: list[tuple[int, ...]]
+    box: list[Box]
+    start: list[int]
+    nbytes: list[int]
+    block: list[int | None]
+    _arrow_columns: dict[str, Any] = field(default_factory=dict)
+    _cell_ranges: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def arrow_columns(self) -> dict[str, Any]:
+        """Return the columns as Arrow arrays; `block` is the index of each piece's block counted from 1, 0 for none."""
+        if not self._arrow_columns:
+            self._arrow_columns = {
+                "leaf": arrow_columns.text_array(self.leaf),
+                "dtype": arrow_columns.dictionary_encoded(arrow_columns.text_array(self.dtype)),
+                "global_shape": arrow_columns.list_array(self.global_shape),
+                "offset": arrow_columns.list_array([b[0] for b in self.box]),
+                "shape": arrow_columns.list_array([b[1] for b in self.box]),
+                "start": arrow_columns.number_array(self.start),
+                "nbytes": arrow_columns.number_array(self.nbytes),
+                "block": arrow_columns.number_array([0 if i is None else i + 1 for i in self.block]),
+            }
+        return self._arrow_columns
+
+    def cells_of_pieces(self, of_blocks: Sequence[bytes]) -> list[bytes]:
+        """Return the checksums of the cells that each piece touches.
+
+        of_blocks: for each block the checksums of all its cells, 8 bytes each.
+        """
+        if not self._cell_ranges:
+            self._cell_ranges = [
+                (-1, 0, 0) if i is None else (i, s // CELL_BYTES * 8, -(-(s + n) // CELL_BYTES) * 8)
+                for i, s, n in zip(self.block, self.start, self.nbytes, strict=True)
+            ]
+        with_none = [*of_blocks, b""]  # index -1 is a piece without a block
+        return [with_none[i][a:b] for i, a, b in self._cell_ranges]
+
+
+def import_parquet() -> None:
+    """Import the modules that writing a manifest needs."""
+    import pyarrow._compute  # not pyarrow.compute: see arrow_columns.compute_function
+    import pyarrow.parquet  # noqa: F401
+
+
+def encode(columns: PlannedColumns, blocks: Sequence[StoredBlock], metadata: dict[str, str]) -> bytes:
+    """Return the manifest as a Parquet file with `metadata` in its schema."""
+    return write_table(build_table(columns, blocks), metadata)
+
+
+def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
+    """Return the rows as an Arrow table.
+
+    The table is built by columns: making a Python object for each of its values would delay the training step.
+    """
+    import pyarrow as pa
+
+    planned_columns = planned.arrow_columns()
+    of_block = planned_columns["block"]
+    shared = list(zip(*blocks, strict=True)) if blocks else [()] * 8
+
+    def spread(column: int, kind: Callable[[Any], Any], missing: Any = None) -> Any:
+        """Return a column of `blocks` with one value for each piece; missing: the value for pieces without a block."""
+        return arrow_columns.compute_function("take", kind([missing, *shared[column]]), of_block)
+
+    def numbers(column: int) -> Any:
+        return spread(column, arrow_columns.number_array, 0)
+
+    columns = {
+        **planned_columns,
+        "pack": arrow_columns.dictionary_encoded(spread(0, arrow_columns.text_array)),
+        "position": numbers(1),
+        "stored": numbers(2),
+        "raw": numbers(3),
+        "codec": arrow_columns.dictionary_encoded(spread(4, arrow_columns.text_array)),
+        "digest": spread(5, arrow_columns.binary_array, b""),
+        "checksum": spread(6, lambda values: arrow_columns.number_array(values, "uint64")),
+        "cells": arrow_columns.binary_array(planned.cells_of_pieces(shared[7])),
+    }
+    return pa.table({name: columns[name] for name in tables.COLUMNS})
