@@ -1,4 +1,4 @@
-"""The agreement of several registers: whatever fails and whoever competes, one history for all."""
+"""Agreement of several registers by Paxos: all clients see one history, whatever fails and whoever competes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckpt.storage.registers.base import (
 
 @pytest.mark.parametrize("tolerated", [0, 1, 2, 3])
 @pytest.mark.parametrize("available", range(1, 10))
-def test_quorums_meet(tolerated: int, available: int) -> None:
+def test_quorums_of_reads_and_writes_intersect(tolerated: int, available: int) -> None:
     needed = quorum(tolerated, available)
     assert 1 <= needed.members <= available
     assert 2 * needed.write > needed.members
@@ -40,33 +40,33 @@ SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(2
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("members", [1, 2, 3, 5])
-def test_one_history(tmp_path: Path, seed: int, members: int) -> None:
-    """Four clients add words to one value, over registers that lose calls. What each was told is a beginning of the end."""
+def test_competing_clients_see_one_history(tmp_path: Path, seed: int, members: int) -> None:
+    """Four clients add words to one value over registers that lose calls. Each result is a prefix of the last value."""
     draw = random.Random(f"{seed} {members}")
     inner: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(members)}
     rate = draw.choice([0.0, 0.02, 0.1, 0.25])
-    told: list[tuple[str | None, list[str]]] = []
+    results: list[tuple[str | None, list[str]]] = []
     lock = threading.Lock()
 
     def client(number: int) -> None:
         mine = random.Random(f"{seed} {members} {number}")
-        book = ledger({n: Flaky(r, mine, rate) for n, r in inner.items()}, 5)
+        replicated = ledger({n: Flaky(r, mine, rate) for n, r in inner.items()}, 5)
         for i in range(8):
             word = f"{number}.{i}"
 
             def add(_: str, value: RegisterValue | None, word: str = word) -> RegisterValue | None:
-                there = words(value)
-                return None if word in there else RegisterValue(b"", " ".join([*there, word]).encode())
+                present = words(value)
+                return None if word in present else RegisterValue(b"", " ".join([*present, word]).encode())
 
             try:
                 if mine.random() < 0.3:
-                    seen, who = words(book.read(["x"])["x"]), None
+                    seen, added = words(replicated.read(["x"])["x"]), None
                 else:
-                    seen, who = words(book.update(["x"], add, expect_absent=mine.random() < 0.2)["x"]), word
+                    seen, added = words(replicated.update(["x"], add, expect_absent=mine.random() < 0.2)["x"]), word
             except Unavailable:
                 continue
             with lock:
-                told.append((who, seen))
+                results.append((added, seen))
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -74,43 +74,43 @@ def test_one_history(tmp_path: Path, seed: int, members: int) -> None:
     for thread in threads:
         thread.join()
     end = words(ledger(inner).read(["x"])["x"])
-    assert len(set(end)) == len(end), "no word is there twice"
-    for who, seen in told:
-        assert end[: len(seen)] == seen, f"seed {seed}: {seen} was told, {end} is the end"
-        assert who is None or who in seen
+    assert len(set(end)) == len(end), "no word exists twice"
+    for added, seen in results:
+        assert end[: len(seen)] == seen, f"seed {seed}: {seen} was returned, but the last value is {end}"
+        assert added is None or added in seen
     if rate == 0:
-        assert sum(who is not None for who, _ in told) == len(end)
+        assert sum(added is not None for added, _ in results) == len(end)
 
 
-def test_a_half_done_change_is_settled(tmp_path: Path) -> None:
-    """Its author died after the first member. Whoever has seen it sees it for ever, whichever members answer."""
+def test_a_half_done_change_is_settled_by_a_read(tmp_path: Path) -> None:
+    """The writer died after the first member. Once a read returns the change, all later reads do, whichever members answer."""
     registers: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
     registers["m0"].change([DirectChange("x", NO_BALLOT, RegisterValue(b"", b"half"))], "dead")
     seen = [words(ledger(registers).read(["x"])["x"]) for _ in range(5)]
-    assert seen == sorted(seen), "nothing, as long as only others were asked; then it, and never nothing again"
+    assert seen == sorted(seen), "nothing while only the other members answer, then the value, and never nothing again"
     ledger(registers).settle(["x"])
     rest = registers | {"m0": Flaky(registers["m0"], random.Random(0), 1.0)}
-    assert words(ledger(rest).read(["x"])["x"]) == ["half"], "without the first member too: a read has settled it"
+    assert words(ledger(rest).read(["x"])["x"]) == ["half"], "also without the first member: a read has settled the change"
 
 
-@pytest.mark.parametrize("who", ["m0", "m1", "m2"])
-def test_one_knows_that_it_is_final(tmp_path: Path, who: str) -> None:
-    """The others may not have heard of it. A proposal beside it says what it is, and leaves them so that they can be told."""
+@pytest.mark.parametrize("member", ["m0", "m1", "m2"])
+def test_a_final_value_that_one_member_knows_is_kept(tmp_path: Path, member: str) -> None:
+    """The other members may not have learned it. A competing proposal reads the final value and leaves it readable."""
     registers: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
-    book = ledger(registers)
-    book.update(["x"], lambda _, value: RegisterValue(b"", b"agreed"))
-    registers[who].learn("x", RegisterValue(b"", b"agreed"))
+    replicated = ledger(registers)
+    replicated.update(["x"], lambda _, value: RegisterValue(b"", b"agreed"))
+    registers[member].learn("x", RegisterValue(b"", b"agreed"))
     for register in registers.values():
         register.prepare(["x"], Ballot(1, "dead"))  # each proposal meets a promise first
-    first = book.update(["x", "y"], lambda _, value: RegisterValue(b"", b"mine") if value is None else None)
+    first = replicated.update(["x", "y"], lambda _, value: RegisterValue(b"", b"mine") if value is None else None)
     assert (words(first["x"]), words(first["y"])) == (["agreed"], ["mine"])
-    assert words(book.read(["x"])["x"]) == ["agreed"]
+    assert words(replicated.read(["x"])["x"]) == ["agreed"]
     for register in registers.values():
         register.learn("x", RegisterValue(b"", b"agreed"))
-        assert record(register, "y").accepted.round < 100, "no ballot of others goes by it"
+        assert record(register, "y").accepted.round < 100, "the ballot of other values is unaffected"
 
 
-def test_too_few_members(tmp_path: Path) -> None:
+def test_reads_and_changes_need_a_quorum(tmp_path: Path) -> None:
     inner: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
     ledger(inner).update(["x"], lambda _, value: RegisterValue(b"", b"there"))
     one = {n: r if n == "m2" else Flaky(r, random.Random(0), 1.0) for n, r in inner.items()}
@@ -121,17 +121,17 @@ def test_too_few_members(tmp_path: Path) -> None:
     assert words(ledger(inner).read(["x"])["x"]) == ["there"]
 
 
-def test_a_damaged_record_is_healed_by_the_next_change(tmp_path: Path) -> None:
+def test_a_damaged_record_is_replaced_by_the_next_change(tmp_path: Path) -> None:
     inner: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
-    book = ledger(inner)
-    book.update(["x"], lambda _, value: RegisterValue(b"", b"one"))
+    replicated = ledger(inner)
+    replicated.update(["x"], lambda _, value: RegisterValue(b"", b"one"))
     for register in inner.values():
         register.close()
     with sqlite3.connect(tmp_path / "0.sqlite") as db:
         db.execute("UPDATE registers SET body = 'rot'")
     db.close()
-    assert words(book.read(["x"])["x"]) == ["one"]
-    book.update(["x"], lambda _, value: RegisterValue(b"", b"two"))
-    (healed,) = inner["m0"].read(["x"])
-    assert isinstance(healed, Record)
-    assert healed.value == RegisterValue(b"", b"two")
+    assert words(replicated.read(["x"])["x"]) == ["one"]
+    replicated.update(["x"], lambda _, value: RegisterValue(b"", b"two"))
+    (replaced,) = inner["m0"].read(["x"])
+    assert isinstance(replaced, Record)
+    assert replaced.value == RegisterValue(b"", b"two")

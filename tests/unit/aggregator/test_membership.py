@@ -1,4 +1,4 @@
-"""Members that come, go, are replaced and are mistaken for others: acknowledged files stay."""
+"""Members that join, leave, are replaced or are confused with others: acknowledged files stay readable."""
 
 from __future__ import annotations
 
@@ -31,66 +31,66 @@ from ckpt.storage.testing import random_bytes
 DATA = random_bytes(70_000)
 
 
-def some(folder: Path, *numbers: int, **table: Any) -> Namespace:
-    """A namespace of some directories."""
+def of_disks(folder: Path, *numbers: int, **table: Any) -> Namespace:
+    """Return a namespace of the directories with these numbers."""
     members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in numbers]
     return Namespace(config_from_table("test", {"members": members, "deadline_seconds": 2.0, **table}, "the test"))
 
 
-def silent(namespace: Namespace, *names: str) -> None:
-    """These members do not answer any more."""
+def silence(namespace: Namespace, *names: str) -> None:
+    """Let these members of the namespace answer no call any more."""
     for name in names:
         inner = namespace.open_members[name].registers
         namespace._member_registers[name] = namespace.open_members[name].registers = Flaky(inner, random.Random(0), 1.0)
 
 
-def test_looking_makes_nothing(tmp_path: Path) -> None:
-    namespace = some(tmp_path, 0)
+def test_reads_of_an_empty_namespace_create_nothing(tmp_path: Path) -> None:
+    namespace = of_disks(tmp_path, 0)
     assert namespace.stat("a") is None
     assert namespace.list() == {}
-    for look in (
+    for reading in (
         lambda: surveys.scrub_namespace(namespace),
         lambda: rebalance.rebalance_fragments(namespace),
         lambda: rebalance.remove_member(namespace, "disk0"),
     ):
         with pytest.raises(NotFound, match="is empty: nothing was ever written to it"):
-            look()
+            reading()
     assert not namespace.exists()
     namespace.put("a", b"1")
     assert namespace.exists()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
-def test_a_disk_that_was_used_alone(tmp_path: Path, order: tuple[int, ...]) -> None:
-    """Named beside others it does not take over, and nothing of either is wiped."""
-    three = some(tmp_path, 0, 1, 2)
+def test_a_disk_of_another_namespace_is_refused(tmp_path: Path, order: tuple[int, ...]) -> None:
+    """Named among other members it does not take over, and no file of either namespace is deleted."""
+    three = of_disks(tmp_path, 0, 1, 2)
     three.put("ours", DATA)
-    alone = some(tmp_path, 3)
+    alone = of_disks(tmp_path, 3)
     alone.put("theirs", DATA)
     for _ in range(10):
-        both = some(tmp_path, *order)
+        both = of_disks(tmp_path, *order)
         with pytest.raises(InvalidArgument, match="belong to different namespaces|has records of another namespace"):
-            assert both.get("ours") == DATA  # where it was not heard of yet
+            assert both.get("ours") == DATA  # if the other namespace was not detected yet
             rebalance.rebalance_fragments(both)
-    assert some(tmp_path, 0, 1, 2).get("ours") == DATA
-    assert some(tmp_path, 3).get("theirs") == DATA
+    assert of_disks(tmp_path, 0, 1, 2).get("ours") == DATA
+    assert of_disks(tmp_path, 3).get("theirs") == DATA
 
 
 def test_two_namespaces_are_not_joined(tmp_path: Path) -> None:
     for numbers in ((0, 1, 2), (3, 4, 5)):
-        some(tmp_path, *numbers).put(f"of{numbers[0]}", DATA)
+        of_disks(tmp_path, *numbers).put(f"of{numbers[0]}", DATA)
     for numbers in ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5), (3, 0)):
         with pytest.raises(CkptError, match="different namespaces|another namespace"):
-            rebalance.rebalance_fragments(some(tmp_path, *numbers))
+            rebalance.rebalance_fragments(of_disks(tmp_path, *numbers))
     for numbers in ((0, 1, 2), (3, 4, 5)):
-        assert list(some(tmp_path, *numbers).list()) == [f"of{numbers[0]}"]
+        assert list(of_disks(tmp_path, *numbers).list()) == [f"of{numbers[0]}"]
 
 
-def test_first_use_by_two_with_other_members(tmp_path: Path) -> None:
-    """At the same time: there is one ring after that, or an error that names the members."""
-    for turn in range(10):
-        folder = tmp_path / str(turn)
-        both = [some(folder, 0, 1), some(folder, 0, 1, 2)]
+def test_two_first_users_with_different_members_create_one_ring(tmp_path: Path) -> None:
+    """They start at the same time: afterwards there is one ring, or an error that names the members."""
+    for attempt in range(10):
+        folder = tmp_path / str(attempt)
+        both = [of_disks(folder, 0, 1), of_disks(folder, 0, 1, 2)]
         ends: list[object] = []
 
         def use(namespace: Namespace, ends: list[object] = ends) -> None:
@@ -106,29 +106,29 @@ def test_first_use_by_two_with_other_members(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert len({end for end in ends if isinstance(end, str)}) == 1, ends
-        assert some(folder, 0, 1, 2).get("a") == b"1"
+        assert of_disks(folder, 0, 1, 2).get("a") == b"1"
 
 
-def test_the_wrong_one_is_forgotten(tmp_path: Path) -> None:
-    """One is dead, and another one is typed: refused, and all goes on."""
-    namespace = some(tmp_path, 0, 1, 2)
+def test_removing_a_member_that_is_needed_is_refused(tmp_path: Path) -> None:
+    """One member is dead and the user names another one: it is refused, and the namespace stays usable."""
+    namespace = of_disks(tmp_path, 0, 1, 2)
     namespace.put("a", DATA)
     shutil.rmtree(tmp_path / "disk1")
     (tmp_path / "disk1").write_text("broken")
     for name in ("disk0", "disk2"):
         with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2"):
-            rebalance.remove_member(some(tmp_path, 0, 1, 2), name)
+            rebalance.remove_member(of_disks(tmp_path, 0, 1, 2), name)
     namespace.put("b", DATA)
-    four = some(tmp_path, 0, 1, 2, 3)
+    four = of_disks(tmp_path, 0, 1, 2, 3)
     assert not rebalance.remove_member(four, "disk1").failed
-    assert some(tmp_path, 0, 2, 3).get("b") == DATA
+    assert of_disks(tmp_path, 0, 2, 3).get("b") == DATA
 
 
-def test_the_new_one_dies_half_way(tmp_path: Path) -> None:
-    """While records move to it. Another one is taken instead."""
-    namespace = some(tmp_path, 0, 1)
+def test_a_new_member_that_dies_while_records_move_is_replaced(tmp_path: Path) -> None:
+    """Records move to it when it dies; another member takes its role."""
+    namespace = of_disks(tmp_path, 0, 1)
     namespace.put("a", DATA)
-    three = some(tmp_path, 0, 1, 2)
+    three = of_disks(tmp_path, 0, 1, 2)
     set_failpoints("ring.moving=error")
     try:
         with pytest.raises(OSError, match="injected"):
@@ -137,52 +137,52 @@ def test_the_new_one_dies_half_way(tmp_path: Path) -> None:
         set_failpoints("")
     shutil.rmtree(tmp_path / "disk2")
     (tmp_path / "disk2").write_text("broken")
-    four = some(tmp_path, 0, 1, 2, 3)
+    four = of_disks(tmp_path, 0, 1, 2, 3)
     assert four.ring.previous is not None
     assert four.get("a") == DATA
     assert not rebalance.remove_member(four, "disk2", is_destroyed=True).failed
     assert set(four.ring.all_members) == {"disk0", "disk3"}
     four.put("b", DATA)
-    assert not rebalance.remove_member(some(tmp_path, 0, 1, 3), "disk1").failed, "which was not completed"
-    rest = some(tmp_path, 0, 3)
+    assert not rebalance.remove_member(of_disks(tmp_path, 0, 1, 3), "disk1").failed, "the removal was not completed before"
+    rest = of_disks(tmp_path, 0, 3)
     assert rest.get("a") == rest.get("b") == DATA
     complete_ring_change(rest)
 
 
-def test_an_empty_disk_does_not_say_what_there_is_not(tmp_path: Path) -> None:
-    """One keeper of a file missed it, one was replaced by an empty disk, one is away: it is not listed as absent."""
-    namespace = some(tmp_path, 0, 1, 2, 3, 4)
+def test_an_empty_disk_does_not_make_a_file_absent(tmp_path: Path) -> None:
+    """Of its replica set one member missed it, one has an empty disk, one is down: the file is not listed as absent."""
+    namespace = of_disks(tmp_path, 0, 1, 2, 3, 4)
     namespace.put("x", b"1")
     path = next(f"f{i}" for i in range(100) if set(namespace.ring.replica_set(f"/f{i}").members) == {"disk0", "disk1", "disk2"})
     first = namespace.ring.replica_set(f"/{path}").members
-    less = some(tmp_path, 0, 1, 2, 3, 4)
-    silent(less, first[2])
+    less = of_disks(tmp_path, 0, 1, 2, 3, 4)
+    silence(less, first[2])
     less.put(path, b"precious")
     namespace.close()
     shutil.rmtree(tmp_path / first[0])
-    again = some(tmp_path, 0, 1, 2, 3, 4)
-    silent(again, first[1])
+    again = of_disks(tmp_path, 0, 1, 2, 3, 4)
+    silence(again, first[1])
     with pytest.raises(Unavailable):
         again.list()
     with pytest.raises(StoreError):
         change_ring(again, [s for s in again.locations if s.name in ("disk3", "disk4", first[2])])
-    back = some(tmp_path, 0, 1, 2, 3, 4)
+    back = of_disks(tmp_path, 0, 1, 2, 3, 4)
     assert path in back.list()
     assert back.get(path) == b"precious"
     repairs.repair_namespace(back, surveys.scrub_namespace(back))
     assert back.get(path) == b"precious"
 
 
-def test_a_file_that_is_written_anew_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was to be moved is deleted by its writer: the file moves all the same, and nothing has failed."""
-    namespace = some(tmp_path, 0, 1, redundancy="1x")
+def test_a_file_that_is_replaced_while_it_moves_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer deletes the objects that were to be moved: the new ones are moved, and no failure is reported."""
+    namespace = of_disks(tmp_path, 0, 1, redundancy="1x")
     real, seeds, restored = rebalance.rebuild_fragments, count(), []
 
     def write() -> None:
         while not namespace.exists() or "disk1" not in holders(namespace, "a"):
             namespace.put("a", random_bytes(50_000, next(seeds)))
 
-    def late(*given: Any, **named: Any) -> Any:
+    def rebuild_late(*given: Any, **named: Any) -> Any:
         restored.append(given)
         if len(restored) == 1:
             namespace.delete(["a"])
@@ -190,7 +190,7 @@ def test_a_file_that_is_written_anew_while_it_moves(tmp_path: Path, monkeypatch:
         return real(*given, **named)
 
     write()
-    monkeypatch.setattr(rebalance, "rebuild_fragments", late)
+    monkeypatch.setattr(rebalance, "rebuild_fragments", rebuild_late)
     assert not rebalance.drain_member(namespace, "disk1").failed
     assert len(restored) == 2
     assert holders(namespace, "a") == {"disk0"}
@@ -202,8 +202,8 @@ def holders(namespace: Namespace, path: str) -> set[str]:
     return set() if file is None or file.layout is None else {h.member for h in file.layout.objects}
 
 
-def test_growing_under_a_client(tmp_path: Path) -> None:
-    """From three to seven: who knows three goes on, and so does who comes with the old URL."""
+def test_clients_with_an_old_url_follow_a_grown_namespace(tmp_path: Path) -> None:
+    """The namespace grows from three to seven: open clients go on, and so do new clients with the old URL."""
     nodes = [Here(tmp_path / f"n{i}") for i in range(7)]
     old = Namespace(nodes_config(nodes[:3]))
     old.put("a", DATA)
@@ -217,29 +217,31 @@ def test_growing_under_a_client(tmp_path: Path) -> None:
         each.close()
 
 
-def test_drained_onto_others_only(tmp_path: Path) -> None:
-    namespace = some(tmp_path, 0, 1)
+def test_a_member_is_not_drained_where_too_few_others_exist(tmp_path: Path) -> None:
+    namespace = of_disks(tmp_path, 0, 1)
     namespace.put("a", DATA)
     done = rebalance.drain_member(namespace, "disk0")
     assert "more members are needed" in done.failed["a"]
     assert namespace.get("a") == DATA
 
 
-def layered(folder: Path, pieces: int) -> tuple[Namespace, PathRecord]:
+def striped_file(folder: Path, stripes: int) -> tuple[Namespace, PathRecord]:
+    """Return a namespace on four disks and its file `f` of so many stripes; two stripes are on the same objects."""
     namespace = Namespace(directories(folder, 4, redundancy="2x"))
     while True:
         with namespace.create("f") as writer:
-            for i in range(pieces):
+            for i in range(stripes):
                 writer.append(memoryview(random_bytes(100_000, i)))
             file = writer.publish()
         assert file.layout is not None
-        if len({frozenset(f.object_index for f in p.fragments if f) for p in file.layout.stripes}) == 1 or pieces > 2:
+        if len({frozenset(f.object_index for f in p.fragments if f) for p in file.layout.stripes}) == 1 or stripes > 2:
             return namespace, file
 
 
-def spoil(folder: Path, file: PathRecord, piece: int, number: int) -> None:
+def damage_fragment(folder: Path, file: PathRecord, stripe: int, number: int) -> None:
+    """Damage one fragment of one stripe of the file on its disk."""
     assert file.layout is not None
-    fragment = file.layout.stripes[piece].fragments[number]
+    fragment = file.layout.stripes[stripe].fragments[number]
     assert fragment is not None
     holder = file.layout.objects[fragment.object_index]
     with (folder / holder.member / "objects" / holder.name).open("r+b") as opened:
@@ -247,14 +249,16 @@ def spoil(folder: Path, file: PathRecord, piece: int, number: int) -> None:
         opened.write(b"ROT!")
 
 
-def test_both_objects_are_rotten_in_different_pieces(tmp_path: Path) -> None:
-    namespace, file = layered(tmp_path, 2)
+def test_objects_with_rot_in_different_stripes_are_repaired(tmp_path: Path) -> None:
+    namespace, file = striped_file(tmp_path, 2)
     assert file.layout is not None
     whole = namespace.get("f")
     first, second = (p.fragments for p in file.layout.stripes)
-    spoil(tmp_path, file, 0, 0)
+    damage_fragment(tmp_path, file, 0, 0)
     assert first[0] is not None
-    spoil(tmp_path, file, 1, next(i for i, f in enumerate(second) if f is not None and f.object_index != first[0].object_index))
+    damage_fragment(
+        tmp_path, file, 1, next(i for i, f in enumerate(second) if f is not None and f.object_index != first[0].object_index)
+    )
     assert namespace.get("f") == whole
     done = repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
     assert not done.failed
@@ -263,14 +267,16 @@ def test_both_objects_are_rotten_in_different_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["rename", "append"])
-def test_a_file_is_changed_while_it_is_mended(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects that the new record names stay where they are."""
-    namespace, file = layered(tmp_path, 5)
-    spoil(tmp_path, file, 0, 0)
+def test_a_file_that_changes_while_it_is_repaired_keeps_its_objects(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects that the new record names are not deleted."""
+    namespace, file = striped_file(tmp_path, 5)
+    damage_fragment(tmp_path, file, 0, 0)
     other = Namespace(directories(tmp_path, 4, redundancy="2x"))
     real = repairs.rebuild_fragments
 
-    def restore(*arguments: Any, **options: Any) -> Any:
+    def rebuild_and_change(*arguments: Any, **options: Any) -> Any:
         made = real(*arguments, **options)
         if what == "rename":
             other.rename("f", "g")
@@ -280,7 +286,7 @@ def test_a_file_is_changed_while_it_is_mended(tmp_path: Path, what: str, monkeyp
                 writer.publish()
         return made
 
-    monkeypatch.setattr(repairs, "rebuild_fragments", restore)
+    monkeypatch.setattr(repairs, "rebuild_fragments", rebuild_and_change)
     repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
     monkeypatch.undo()
     found = surveys.scrub_namespace(namespace, verify=True)
@@ -289,8 +295,8 @@ def test_a_file_is_changed_while_it_is_mended(tmp_path: Path, what: str, monkeyp
     assert surveys.scrub_namespace(namespace, verify=True).is_whole
 
 
-class Late:
-    """A store as a slow process sees it: something happens before its first call of `name`."""
+class DelayedStore:
+    """A store as a slow process uses it: `then` runs before its first call of `name`."""
 
     def __init__(self, inner: ObjectStore, name: str, then: Callable[[], object]) -> None:
         self._inner, self._name, self._then = inner, name, [then]
@@ -303,8 +309,8 @@ class Late:
 
 @pytest.mark.parametrize("late", ["get_tagged", "put_if"])
 @pytest.mark.parametrize("what", ["drop", "join"])
-def test_a_late_change_of_a_bucket(monkeypatch: pytest.MonkeyPatch, what: str, late: str) -> None:
-    """What a later ring has agreed upon meanwhile is not forgotten."""
+def test_a_late_change_of_a_bucket_keeps_newer_values(monkeypatch: pytest.MonkeyPatch, what: str, late: str) -> None:
+    """A late drop or join does not forget what a later ring has agreed on meanwhile."""
     obstore = pytest.importorskip("obstore.store")
     from ckpt.storage.member.bucket import BucketRegisters
     from ckpt.storage.remote import object_store
@@ -320,11 +326,11 @@ def test_a_late_change_of_a_bucket(monkeypatch: pytest.MonkeyPatch, what: str, l
         registers.fence(4) if what == "drop" else registers.join_ring(4, "ring")
         assert registers.accept([("/p", RegisterValue(b"acknowledged"))], Ballot(2, "b"), fence_number=4) == [True]
 
-    slow = BucketRegisters(Late(store, late, meanwhile), pool)  # type: ignore[arg-type]
+    slow = BucketRegisters(DelayedStore(store, late, meanwhile), pool)  # type: ignore[arg-type]
     try:
         slow.drop(["/p"], 3) if what == "drop" else slow.join_ring(4, "ring/")
     except StoreError:
-        pass  # told that it is late
-    (there,) = registers.read(["/p"], 4)
-    assert isinstance(there, Record)
-    assert there.value == RegisterValue(b"acknowledged")
+        pass  # the error that it is late
+    (answer,) = registers.read(["/p"], 4)
+    assert isinstance(answer, Record)
+    assert answer.value == RegisterValue(b"acknowledged")

@@ -23,14 +23,14 @@ from ckpt.storage.base.errors import (
 from ckpt.storage.testing import random_bytes
 
 
-def test_records_are_kept(tmp_path: Path) -> None:
+def test_a_record_is_decoded_as_it_was_encoded(tmp_path: Path) -> None:
     head = file_record.RecordHead("file", 5, 1.5, 2.5, "v")
-    piece = file_record.Stripe(0, 5, (file_record.Fragment(0, 4096, b"s"), None), 5)
+    stripe = file_record.Stripe(0, 5, (file_record.Fragment(0, 4096, b"s"), None), 5)
     for file in (
         file_record.PathRecord(head, inline_data=b"hello"),
         file_record.PathRecord(file_record.RecordHead("deleted", 0, 1.0, 2.0, "w")),
         file_record.PathRecord(
-            head, layout=file_record.FileLayout(parse_redundancy("4+2"), (file_record.MemberObject("m", "n"),), (piece,))
+            head, layout=file_record.FileLayout(parse_redundancy("4+2"), (file_record.MemberObject("m", "n"),), (stripe,))
         ),
     ):
         assert file_record.decode_record("p", file_record.encode_record(file)) == file
@@ -39,7 +39,7 @@ def test_records_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("redundancy", ["1x", "2x", "3x", "2+1", "4+2"])
-def test_files_of_many_pieces(tmp_path: Path, redundancy: str) -> None:
+def test_a_file_of_many_stripes_is_read_at_any_offset(tmp_path: Path, redundancy: str) -> None:
     namespace = Namespace(directories(tmp_path, 6, redundancy=redundancy))
     data = random_bytes(20_000_003)
     with namespace.create("big", None, len(data), aligned=False) as writer:
@@ -65,8 +65,8 @@ def test_files_of_many_pieces(tmp_path: Path, redundancy: str) -> None:
 
 
 @pytest.mark.parametrize(("redundancy", "lost"), [("2x", 1), ("3x", 2), ("4+2", 2), ("2+1", 1)])
-def test_whole_members_are_lost(tmp_path: Path, redundancy: str, lost: int) -> None:
-    """Every choice of members, directories that are simply gone."""
+def test_files_are_read_after_any_tolerated_loss_of_members(tmp_path: Path, redundancy: str, lost: int) -> None:
+    """Every combination of members is removed, as directories that are gone."""
     import itertools
     import shutil
 
@@ -80,7 +80,7 @@ def test_whole_members_are_lost(tmp_path: Path, redundancy: str, lost: int) -> N
         shutil.copytree(tmp_path / "all", folder)
         for i in gone:
             shutil.rmtree(folder / f"disk{i}")
-            (folder / f"disk{i}").write_text("a file where the folder was: nothing can be made there")
+            (folder / f"disk{i}").write_text("a file instead of the folder: nothing can be created in it")
         left = Namespace(directories(folder, 6, redundancy=redundancy))
         assert list(left.list()) == sorted(contents)
         for path, data in contents.items():
@@ -89,21 +89,21 @@ def test_whole_members_are_lost(tmp_path: Path, redundancy: str, lost: int) -> N
         shutil.rmtree(folder)
 
 
-def test_too_much_is_lost(tmp_path: Path) -> None:
+def test_a_file_with_too_few_fragments_raises_an_error(tmp_path: Path) -> None:
     namespace = Namespace(directories(tmp_path, 4, redundancy="2x"))
     namespace.put("a", random_bytes(100_000))
     for member, name in holders(namespace, "a"):
         (tmp_path / member / "objects" / name).unlink()
-    told = r"bytes 0 to 100000 of a in ckpt://test can't be read: 1 of 2 fragments are needed, 0 answer"
-    with pytest.raises(StoreError, match=told):
+    message = r"bytes 0 to 100000 of a in ckpt://test can't be read: 1 of 2 fragments are needed, 0 answer"
+    with pytest.raises(StoreError, match=message):
         namespace.get("a")
     namespace.close()
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """In as many fragments as may be lost: the content is read all the same. In one more: an error, never other bytes."""
+def test_flipped_bytes_are_corrected_or_raise_an_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """In as many fragments as may be lost, the content is read all the same. In one more, an error is raised."""
     redundancy = data.draw(st.sampled_from(["1x", "2x", "2+1", "4+2"]))
     folder = tmp_path_factory.mktemp("flip")
     namespace = Namespace(directories(folder, 6, redundancy=redundancy))
@@ -112,12 +112,12 @@ def test_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
     file = namespace.stat("a")
     assert file is not None
     assert file.layout is not None
-    (piece,) = file.layout.stripes
+    (stripe,) = file.layout.stripes
     tolerated = parse_redundancy(redundancy).tolerated_losses
     count = data.draw(st.integers(0, tolerated + 1))
-    hit = data.draw(st.permutations(range(len(piece.fragments))))[:count]
+    hit = data.draw(st.permutations(range(len(stripe.fragments))))[:count]
     for i in hit:
-        fragment = piece.fragments[i]
+        fragment = stripe.fragments[i]
         assert fragment is not None
         holder = file.layout.objects[fragment.object_index]
         path = folder / holder.member / "objects" / holder.name
@@ -135,16 +135,16 @@ def test_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
     namespace.close()
 
 
-def test_replacing_and_appending(tmp_path: Path) -> None:
+def test_files_are_replaced_and_appended_to(tmp_path: Path) -> None:
     namespace = Namespace(directories(tmp_path, 3))
     for content in (b"short", random_bytes(100_000), b"", random_bytes(200_000, 1)):
         namespace.put("a", content)
         assert namespace.get("a") == content
-    assert len(objects(tmp_path)) == 2, "of what was replaced nothing is left"
+    assert len(objects(tmp_path)) == 2, "no object of a replaced content is left"
     base = namespace.stat("a")
     with namespace.create("a", aligned=False, base=base) as writer:
         writer.append(memoryview(random_bytes(50_000, 2)))
-        assert namespace.get("a") == random_bytes(200_000, 1), "not before it is done"
+        assert namespace.get("a") == random_bytes(200_000, 1), "the old content until the commit"
         writer.commit()
     assert namespace.get("a") == random_bytes(200_000, 1) + random_bytes(50_000, 2)
     with pytest.raises(AlreadyExists, match="a file of this name exists already"):
@@ -156,7 +156,7 @@ def test_replacing_and_appending(tmp_path: Path) -> None:
     namespace.close()
 
 
-def test_of_two_clients_one_wins(tmp_path: Path) -> None:
+def test_one_of_several_clients_creates_a_new_file(tmp_path: Path) -> None:
     nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
     clients = [Namespace(nodes_config(nodes)) for _ in range(3)]
     for attempt in range(8):
@@ -181,7 +181,7 @@ def test_of_two_clients_one_wins(tmp_path: Path) -> None:
         each.close()
 
 
-def test_two_clients_that_replace(tmp_path: Path) -> None:
+def test_two_clients_that_replace_a_file_leave_one_content(tmp_path: Path) -> None:
     clients = [Namespace(directories(tmp_path, 3)) for _ in range(2)]
     contents = [[random_bytes(50_000, 10 * i + j) for j in range(6)] for i in range(2)]
     threads = [

@@ -29,7 +29,7 @@ from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import random_bytes
 
 
-def test_redundancies() -> None:
+def test_redundancy_is_parsed_or_refused() -> None:
     assert parse_redundancy("1x") == Redundancy(1, 0)
     assert parse_redundancy("3x") == Redundancy(1, 2)
     assert parse_redundancy("4+2") == Redundancy(4, 2)
@@ -39,7 +39,7 @@ def test_redundancies() -> None:
             parse_redundancy(wrong)
 
 
-SPOTS = [
+LOCATIONS = [
     MemberLocation(f"s{s}r{r}h{h}", (f"s{s}", f"s{s}r{r}", f"s{s}r{r}h{h}"))
     for s in range(2)
     for r in range(3)
@@ -48,27 +48,27 @@ SPOTS = [
 
 
 @given(st.text(max_size=20), st.integers(1, 24))
-def test_placement_spreads(key: str, count: int) -> None:
-    chosen = choose_members(key, SPOTS, count)
+def test_placement_spreads_over_failure_domains(key: str, count: int) -> None:
+    chosen = choose_members(key, LOCATIONS, count)
     assert len(set(chosen)) == count
-    assert max_parts_per_domain(chosen, SPOTS) == -(-count // 2), "both halves of the machine take as much"
+    assert max_parts_per_domain(chosen, LOCATIONS) == -(-count // 2), "both sites have the same number"
     racks = [name[:4] for name in chosen]
     assert max(map(racks.count, racks)) == -(-count // 6)
-    assert choose_members(key, SPOTS, 3, host_domain=("s1", "s1r2"))[0].startswith("s1r2"), "the first is near the writer"
-    assert not set(choose_members(key, SPOTS, 20, excluded=chosen)) & set(chosen)
+    assert choose_members(key, LOCATIONS, 3, host_domain=("s1", "s1r2"))[0].startswith("s1r2"), "the first is near the writer"
+    assert not set(choose_members(key, LOCATIONS, 20, excluded=chosen)) & set(chosen)
 
 
 def test_placement_is_weighted_and_stable() -> None:
-    spots = [MemberLocation("a"), MemberLocation("b"), MemberLocation("c", weight=2.0), MemberLocation("none", weight=0)]
-    won = [choose_members(str(i), spots, 1)[0] for i in range(4000)]
+    locations = [MemberLocation("a"), MemberLocation("b"), MemberLocation("c", weight=2.0), MemberLocation("none", weight=0)]
+    won = [choose_members(str(i), locations, 1)[0] for i in range(4000)]
     assert 1800 < won.count("c") < 2200
     assert "none" not in won
-    grown = [choose_members(str(i), [*spots, MemberLocation("d")], 1)[0] for i in range(4000)]
-    assert {b for a, b in zip(won, grown, strict=True) if a != b} == {"d"}, "only what the new one takes moves"
+    grown = [choose_members(str(i), [*locations, MemberLocation("d")], 1)[0] for i in range(4000)]
+    assert {b for a, b in zip(won, grown, strict=True) if a != b} == {"d"}, "only the parts of the new member move"
 
 
 def slow_multiply(a: int, b: int) -> int:
-    """In GF(2^8) with the polynomial 0x11d, bit by bit."""
+    """Return the product in GF(2^8) with the polynomial 0x11d, computed bit by bit."""
     product = 0
     while b:
         product ^= a if b & 1 else 0
@@ -78,40 +78,41 @@ def slow_multiply(a: int, b: int) -> int:
 
 
 def slow_inverse(a: int) -> int:
+    """Return the inverse in GF(2^8), found by trying all elements."""
     return next(b for b in range(256) if slow_multiply(a, b) == 1)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 10), st.integers(1, 5), st.integers(1, 300), st.randoms(use_true_random=False))
-def test_the_code_is_that_of_a_slow_reference(k: int, m: int, length: int, draw: random.Random) -> None:
+def test_the_erasure_code_agrees_with_a_slow_reference(k: int, m: int, length: int, draw: random.Random) -> None:
     shares = [np.frombuffer(draw.randbytes(length), np.uint8) for _ in range(k)]
     parity = [np.empty(length, np.uint8) for _ in range(m)]
     erasure.ErasureCode(k, m).encode(shares, parity)
     for j in range(m):
-        want = np.zeros(length, np.uint8)
+        expected = np.zeros(length, np.uint8)
         for i in range(k):
             factor = slow_inverse((k + j) ^ i)  # Cauchy: 1 / (x_j + y_i)
-            want ^= np.array([slow_multiply(factor, int(b)) for b in shares[i]], np.uint8)
-        assert np.array_equal(parity[j], want)
-    every = dict(enumerate([*shares, *parity]))
+            expected ^= np.array([slow_multiply(factor, int(b)) for b in shares[i]], np.uint8)
+        assert np.array_equal(parity[j], expected)
+    shares_and_parity = dict(enumerate([*shares, *parity]))
     lost = draw.sample(range(k + m), draw.randint(1, m))
     into = {i: np.empty(length, np.uint8) for i in lost}
-    erasure.ErasureCode(k, m).reconstruct({i: s for i, s in every.items() if i not in lost}, into)
-    assert all(np.array_equal(into[i], every[i]) for i in lost)
+    erasure.ErasureCode(k, m).reconstruct({i: s for i, s in shares_and_parity.items() if i not in lost}, into)
+    assert all(np.array_equal(into[i], shares_and_parity[i]) for i in lost)
 
 
-def test_domains_as_they_are_told() -> None:
+def test_failure_domains_follow_the_url_or_the_labels_of_members() -> None:
     def info(*labels: tuple[str, str]) -> MemberInfo:
         return MemberInfo("x", 0, 0, labels=labels)
 
     none: tuple[str, ...] = ()
     assert failure_domains({"a": none, "b": ("r9",)}, {"a": info()}) == {"a": (), "b": ("r9",)}
-    told = {"a": info(("rack", "r1"), ("host", "h1")), "b": info(("rack", "r2"))}
-    assert failure_domains({"a": none, "b": ("r9",), "c": none}, told) == {"a": ("r1", "h1"), "b": ("r9",), "c": ("c", "c")}
-    assert failure_domains({"a": ("a",), "b": ("b",), "c": ("c",)}, told)["a"] == ("r1", "h1", "a"), "near= names it"
+    infos = {"a": info(("rack", "r1"), ("host", "h1")), "b": info(("rack", "r2"))}
+    assert failure_domains({"a": none, "b": ("r9",), "c": none}, infos) == {"a": ("r1", "h1"), "b": ("r9",), "c": ("c", "c")}
+    assert failure_domains({"a": ("a",), "b": ("b",), "c": ("c",)}, infos)["a"] == ("r1", "h1", "a"), "near= uses the name"
 
 
-def test_nodes_say_where_they_stand(tmp_path: Path) -> None:
+def test_labels_of_nodes_keep_copies_in_different_racks(tmp_path: Path) -> None:
     """Six nodes in three racks, named by their addresses only: the two copies of a file are never in one rack."""
     nodes = [Here(tmp_path / f"n{i}", NodeOptions(labels=(("rack", f"r{i // 2}"), ("host", f"h{i}")))) for i in range(6)]
     rack = {node.address: f"r{i // 2}" for i, node in enumerate(nodes)}
@@ -120,11 +121,11 @@ def test_nodes_say_where_they_stand(tmp_path: Path) -> None:
         namespace, _ = open_namespace(f"{url}/?redundancy=2x{near}")
         for i in range(30):
             namespace.put(f"f{i}", random_bytes(70_000, i))
-            held = [member for member, _ in holders(namespace, f"f{i}")]
-            assert len({rack[m] for m in held}) == 2
-            assert not near or nodes[3].address in held
+            members = [member for member, _ in holders(namespace, f"f{i}")]
+            assert len({rack[m] for m in members}) == 2
+            assert not near or nodes[3].address in members
     assert {s.domain[0] for s in namespace.ring.members} == {"r0", "r1", "r2"}, "records are spread, too"
-    nodes[0].close()  # of which it is not known where it stands, to whom comes now
+    nodes[0].close()  # a client that connects now can't learn the domain of this node
     later = quick(nodes_config(nodes))
     for i in range(10):
         later.put(f"g{i}", random_bytes(70_000, i))
@@ -137,8 +138,8 @@ def test_nodes_say_where_they_stand(tmp_path: Path) -> None:
         node.close()
 
 
-def test_one_node_under_two_names(tmp_path: Path) -> None:
-    """What is kept twice there would be lost at once."""
+def test_one_node_under_two_names_is_refused(tmp_path: Path) -> None:
+    """Two copies on it would be lost together."""
     node, other = Here(tmp_path / "n0"), Here(tmp_path / "n1")
     port = node.address.rpartition(":")[2]
     twice, _ = open_namespace(f"ckpt://{node.address},localhost:{port}/?redundancy=2x")

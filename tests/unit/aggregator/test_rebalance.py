@@ -19,8 +19,8 @@ from ckpt.storage.testing import random_bytes
 
 
 @pytest.mark.parametrize("redundancy", ["1x", "2x", "4+2"])
-def test_draining(tmp_path: Path, redundancy: str) -> None:
-    """All goes elsewhere, of files that lie there alone too; then its disk may go."""
+def test_a_drained_member_has_no_objects(tmp_path: Path, redundancy: str) -> None:
+    """All objects move to other members, also those of files with one copy; then the disk may be removed."""
     namespace = filled(tmp_path, redundancy, 7)
     assert not rebalance.drain_member(namespace, "disk1").failed
     assert not namespace.open_members["disk1"].inventory()
@@ -30,8 +30,8 @@ def test_draining(tmp_path: Path, redundancy: str) -> None:
     namespace.close()
 
 
-def test_draining_what_is_read_only(tmp_path: Path) -> None:
-    """It could delete nothing. Taken out for ever it can be, and nothing is lost."""
+def test_a_read_only_member_is_removed_but_not_drained(tmp_path: Path) -> None:
+    """It can't delete its objects. It can be removed for ever, and nothing is lost."""
     nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
 
     def opened() -> Namespace:
@@ -52,8 +52,8 @@ def test_draining_what_is_read_only(tmp_path: Path) -> None:
         node.close()
 
 
-def test_rebalancing(tmp_path: Path) -> None:
-    """Two more members: they get their part, and no more than that is moved."""
+def test_rebalancing_moves_only_the_parts_of_new_members(tmp_path: Path) -> None:
+    """Two members join: they get their share, and nothing else moves."""
     namespace = Namespace(directories(tmp_path, 4))
     for i in range(40):
         namespace.put(f"f{i}", random_bytes(40_000, i))
@@ -61,10 +61,10 @@ def test_rebalancing(tmp_path: Path) -> None:
     grown = Namespace(directories(tmp_path, 6))
     done = rebalance.rebalance_fragments(grown)
     assert not done.failed
-    held = {name: len(place.inventory()) for name, place in grown.open_members.items()}
-    assert sum(held.values()) == 80
-    assert min(held["disk4"], held["disk5"]) > 4
-    assert done.nbytes <= 40_000 * (held["disk4"] + held["disk5"]), "only what the new ones take"
+    objects_on = {name: len(member.inventory()) for name, member in grown.open_members.items()}
+    assert sum(objects_on.values()) == 80
+    assert min(objects_on["disk4"], objects_on["disk5"]) > 4
+    assert done.nbytes <= 40_000 * (objects_on["disk4"] + objects_on["disk5"]), "only the objects of the new members move"
     for i in range(40):
         assert grown.get(f"f{i}") == random_bytes(40_000, i)
     assert not rebalance.rebalance_fragments(grown).files

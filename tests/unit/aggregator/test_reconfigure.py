@@ -1,4 +1,4 @@
-"""The members that have the replicas of the records change; what was acknowledged stays true."""
+"""The members that have the replicas of the records change; acknowledged changes stay."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from ckpt.storage.registers.sqlite import SqliteRegisters
 from ckpt.storage.testing import random_bytes
 
 
-def test_a_fence(tmp_path: Path) -> None:
+def test_a_register_refuses_calls_of_older_rings(tmp_path: Path) -> None:
     registers = SqliteRegisters(str(tmp_path / "r.sqlite"))
     registers.mark_complete()
     registers.fence(5)
-    registers.fence(3)  # lower than there is
+    registers.fence(3)  # lower than the present one
     for call in (
         lambda e: registers.read(["x"], e),
         lambda e: registers.prepare(["x"], Ballot(1, "a"), e),
@@ -49,33 +49,33 @@ def test_a_fence(tmp_path: Path) -> None:
         call(0)
     registers.change([DirectChange("y", Ballot(0, ""), RegisterValue(b""))], "w", 7)
     with pytest.raises(Outdated, match="ring 7, not 6"):
-        registers.drop(["y"], 6)  # of a change that is over, and late
+        registers.drop(["y"], 6)  # a late call of a ring change that is complete
 
 
-def test_joining_begins_with_nothing_once(tmp_path: Path) -> None:
+def test_joining_a_ring_drops_records_once(tmp_path: Path) -> None:
     registers = SqliteRegisters(str(tmp_path / "r.sqlite"))
     registers.mark_complete()
     registers.change([DirectChange("old", Ballot(0, ""), RegisterValue(b""))], "w")
     registers.learn("ring/1", RegisterValue(b"agreed"))
     registers.join_ring(4, "ring")
     assert registers.read(["old"], 4) == [Record()]
-    assert registers.read(["ring/1"], 4) == [final_record(RegisterValue(b"agreed"))], "what is final is not forgotten"
+    assert registers.read(["ring/1"], 4) == [final_record(RegisterValue(b"agreed"))], "a final value is not forgotten"
     assert registers.prepare(["ring/1"], Ballot(9, "p")) == [final_record(RegisterValue(b"agreed"))]
     registers.change([DirectChange("new", Ballot(0, ""), RegisterValue(b""))], "w", 4)
     registers.join_ring(4, "ring")
     registers.join_ring(3, "ring")
-    assert [name for name, _ in registers.scan("")] == ["new", "ring/1"], "who has joined already does not forget"
+    assert [name for name, _ in registers.scan("")] == ["new", "ring/1"], "joining again drops nothing"
 
 
 @pytest.mark.parametrize("to", [(0, 1, 3), (3, 4, 5), (0, 1, 2, 3, 4, 5), (0,), (1, 2)])
-def test_other_keepers(tmp_path: Path, to: tuple[int, ...]) -> None:
+def test_records_move_to_any_other_replica_set(tmp_path: Path, to: tuple[int, ...]) -> None:
     three_of(tmp_path, 6)
     old, new = (Namespace(directories(tmp_path, 6, deadline_seconds=5.0)) for _ in range(2))
     assert keepers(old) == {"disk0", "disk1", "disk2"}
     assert change_ring(new, spots(new, *to)).epoch == 3  # type: ignore[arg-type]
     assert keepers(new) == {f"disk{i}" for i in to}
     old.put("d/later", b"by a client that did not know")
-    assert keepers(old) == {f"disk{i}" for i in to}, "it was told"
+    assert keepers(old) == {f"disk{i}" for i in to}, "the client has the new ring"
     assert new.get("d/later") == b"by a client that did not know"
     assert new.delete(["d/later"]) == ["d/later"]
     all_there(new)
@@ -83,25 +83,27 @@ def test_other_keepers(tmp_path: Path, to: tuple[int, ...]) -> None:
     for i in range(6):
         names = {name for name, _ in new.open_members[f"disk{i}"].registers.scan("/")}
         kept = {name for name in names if f"disk{i}" in new.ring.replica_set(name).members}
-        assert names == kept, "nobody keeps what is not his"
+        assert names == kept, "no member keeps records of others"
         assert len(kept) == (len(CONTENT) + 1) * (i in to) or len(to) > 3
-    assert change_ring(new, spots(new, *to)).epoch == 3, "there is nothing to do"  # type: ignore[arg-type]
+    assert change_ring(new, spots(new, *to)).epoch == 3, "nothing is left to do"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("away", [0, 2])
-def test_one_is_away_and_comes_back(tmp_path: Path, away: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was never fenced, and has the old records. Whoever asks it alone learns nothing from it."""
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_returning_member_of_an_old_ring_answers_no_read(
+    tmp_path: Path, absent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was never fenced, and has the old records. A client that reaches only old members gets an error."""
     three_of(tmp_path, 4)
     stale = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
     assert stale.ring.epoch == 1
     new = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
-    there = new.open_members[f"disk{away}"].registers
-    new._member_registers[f"disk{away}"] = new.open_members[f"disk{away}"].registers = Flaky(there, random.Random(0), 1.0)
-    change_ring(new, spots(new, *({0, 1, 2, 3} - {away})))  # type: ignore[arg-type]
+    inner = new.open_members[f"disk{absent}"].registers
+    new._member_registers[f"disk{absent}"] = new.open_members[f"disk{absent}"].registers = Flaky(inner, random.Random(0), 1.0)
+    change_ring(new, spots(new, *({0, 1, 2, 3} - {absent})))  # type: ignore[arg-type]
     new.put("many/1", b"changed")
     new.delete(["many/2"])
-    for other in {0, 1, 2} - {away}:  # a client that reaches the one that was away, and one more
-        alone = {n: r if n in (f"disk{away}", f"disk{other}") else Flaky(r, random.Random(0), 1.0)
+    for other in {0, 1, 2} - {absent}:  # a client that reaches the member that was absent, and one more
+        alone = {n: r if n in (f"disk{absent}", f"disk{other}") else Flaky(r, random.Random(0), 1.0)
                  for n, r in stale._member_registers.items()}  # fmt: skip
         monkeypatch.setattr(stale, "_member_registers", alone)
         monkeypatch.setattr(stale._replicated_registers, "_registers", alone)
@@ -114,13 +116,13 @@ def test_one_is_away_and_comes_back(tmp_path: Path, away: int, monkeypatch: pyte
     fresh = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
     assert fresh.get("many/1") == b"changed"
     assert fresh.stat("many/2") is None
-    assert keepers(fresh) == {"disk0", "disk1", "disk2", "disk3"} - {f"disk{away}"}
+    assert keepers(fresh) == {"disk0", "disk1", "disk2", "disk3"} - {f"disk{absent}"}
 
 
 @pytest.mark.parametrize("writer", ["0", "zzzz"])
 @pytest.mark.parametrize("after", [(0, 2, 3), (1, 2, 3)])
-def test_a_value_that_nobody_agreed_upon(tmp_path: Path, writer: str, after: tuple[int, ...]) -> None:
-    """One member took it before it was away; its author died. What others agree upon later stays, when that member is back."""
+def test_a_value_without_a_quorum_does_not_replace_a_later_one(tmp_path: Path, writer: str, after: tuple[int, ...]) -> None:
+    """One member accepted it before it was absent; its writer died. Later agreed values stay when that member is back."""
     three_of(tmp_path, 4)
     paths = [f"half/{i}" for i in range(12)]
     half = Namespace(directories(tmp_path, 4)).open_members["disk0"].registers
@@ -144,9 +146,9 @@ def test_a_value_that_nobody_agreed_upon(tmp_path: Path, writer: str, after: tup
             assert {back.get(path) for path in paths} == {b"agreed"}
 
 
-def test_too_many_are_away(tmp_path: Path) -> None:
-    """What can't be fenced could still agree on something: nothing is moved, and clients go on with what there is."""
-    three_of(tmp_path, 5)  # of three, two decide
+def test_a_ring_change_without_a_quorum_changes_nothing(tmp_path: Path) -> None:
+    """Members that can't be fenced could still agree on a value: nothing moves, and clients go on with the old ring."""
+    three_of(tmp_path, 5)  # of three members, two are a quorum
     namespace = Namespace(directories(tmp_path, 5, deadline_seconds=1.0))
     whole = dict(namespace._member_registers)
     for gone in ("disk1", "disk2"):
@@ -159,7 +161,7 @@ def test_too_many_are_away(tmp_path: Path) -> None:
     all_there(namespace)
 
 
-def test_one_of_two_is_destroyed(tmp_path: Path) -> None:
+def test_one_of_two_members_is_removed_as_destroyed(tmp_path: Path) -> None:
     two = Namespace(directories(tmp_path, 2))
     for path, data in CONTENT.items():
         two.put(path, data)
@@ -179,7 +181,7 @@ def test_one_of_two_is_destroyed(tmp_path: Path) -> None:
         rebalance.remove_member(namespace, "disk0")
 
 
-def test_two_change_at_once(tmp_path: Path) -> None:
+def test_of_two_ring_changes_at_once_one_wins(tmp_path: Path) -> None:
     three_of(tmp_path, 6)
     both = [Namespace(directories(tmp_path, 6, deadline_seconds=5.0)) for _ in range(2)]
     ends: list[object] = []
@@ -203,8 +205,8 @@ def test_two_change_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [(0, 1), (2, 3), (4, 5)] if not SOAK else list(itertools.combinations(range(6), 2)))
-def test_a_namespace_that_was_made_for_less(tmp_path: Path, lost: tuple[int, int]) -> None:
-    """Whoever writes what is to outlive two members lets more of them keep the records, also of what is there already."""
+def test_a_write_of_higher_redundancy_enlarges_the_replica_sets(tmp_path: Path, lost: tuple[int, int]) -> None:
+    """A file that is to outlive two members needs larger replica sets, also for the records that exist already."""
     first = Namespace(directories(tmp_path, 6, redundancy="2x"))
     first.put("old", b"of one who asked for less")
     more = Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=5.0))
@@ -223,7 +225,7 @@ def test_a_namespace_that_was_made_for_less(tmp_path: Path, lost: tuple[int, int
     assert rest.get("old") == b"of one who asked for less"
 
 
-def test_many_ask_for_more_at_once(tmp_path: Path) -> None:
+def test_many_clients_enlarge_the_replica_sets_at_once(tmp_path: Path) -> None:
     three_of(tmp_path, 6)
     rebalance.rebalance_fragments(Namespace(directories(tmp_path, 6)))
     clients = [Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=5.0)) for _ in range(4)]
@@ -248,8 +250,8 @@ def test_many_ask_for_more_at_once(tmp_path: Path) -> None:
     all_there(clients[0])
 
 
-def test_one_is_away_while_more_come_to_keep_records(tmp_path: Path) -> None:
-    """It keeps no one from going on, and what it still has when it is back is outvoted."""
+def test_replica_sets_grow_while_a_member_is_absent(tmp_path: Path) -> None:
+    """The others go on without it, and its old records are outvoted when it is back."""
     whole = Namespace(directories(tmp_path, 7))
     for i in range(12):
         whole.put(f"f{i}", b"old")
@@ -271,28 +273,28 @@ def test_one_is_away_while_more_come_to_keep_records(tmp_path: Path) -> None:
     assert back.stat("f0") is None
 
 
-def test_too_few_members_for_what_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of three, one that is left can't know what there is, though it has the bytes: that is said once, and four are better."""
+def test_too_few_members_for_the_redundancy_cause_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The last of three members can't read the records, though it has the bytes: one warning recommends four members."""
     namespace = Namespace(directories(tmp_path, 3))
     namespace.put("a", b"1")
-    for each in (namespace, Namespace(directories(tmp_path, 3, redundancy="3x"))):
+    for client in (namespace, Namespace(directories(tmp_path, 3, redundancy="3x"))):
         caplog.clear()
         for name in "bc":
-            each.put(name, b"2", redundancy=parse_redundancy("3x"))
+            client.put(name, b"2", redundancy=parse_redundancy("3x"))
         assert [r.message for r in caplog.records if "has 3 members: after the loss of 2" in r.message] == [
-            f"{each.url} has 3 members: after the loss of 2 the records can't be read, though 3x keeps the bytes; "
+            f"{client.url} has 3 members: after the loss of 2 the records can't be read, though 3x keeps the bytes; "
             "use 4 members or more"
         ]
-        assert surveys.scrub_namespace(each, verify=True).is_whole
+        assert surveys.scrub_namespace(client, verify=True).is_whole
     grown = Namespace(directories(tmp_path, 4, redundancy="3x"))
     caplog.clear()
     grown.put("b", b"2")
     assert not any("the records can't be read" in r.message for r in caplog.records)
-    assert keepers(grown) == {"disk0", "disk1", "disk2", "disk3"}, "the new one keeps records, too"
+    assert keepers(grown) == {"disk0", "disk1", "disk2", "disk3"}, "the new member keeps records, too"
 
 
-def test_records_that_outlive_less_than_files(tmp_path: Path) -> None:
-    """As a namespace that lost a member for ever has them, or one whose writer was killed in the change."""
+def test_a_repair_enlarges_replica_sets_that_are_too_small(tmp_path: Path) -> None:
+    """A namespace has such sets after the loss of a member, or if a writer was killed in a ring change."""
     namespace = Namespace(directories(tmp_path, 4, redundancy="3x"))
     namespace.put("a", random_bytes(100_000))
     change_ring(namespace, spots(namespace, 0, 1, 2))  # type: ignore[arg-type]
@@ -304,7 +306,7 @@ def test_records_that_outlive_less_than_files(tmp_path: Path) -> None:
     assert keepers(namespace) == {"disk0", "disk1", "disk2", "disk3"}
 
 
-def test_rebalancing_for_more(tmp_path: Path) -> None:
+def test_rebalancing_enlarges_replica_sets_for_the_redundancy(tmp_path: Path) -> None:
     three_of(tmp_path, 3)
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     rebalance.rebalance_fragments(namespace)
@@ -312,8 +314,8 @@ def test_rebalancing_for_more(tmp_path: Path) -> None:
     all_there(namespace)
 
 
-def test_checkpoints_of_more_redundancy(tmp_path: Path) -> None:
-    """The namespace was made by a save at 2x; what is saved at 4+2 outlives any two nodes."""
+def test_a_checkpoint_of_higher_redundancy_outlives_two_nodes(tmp_path: Path) -> None:
+    """The namespace was created by a save at 2x; a step that is saved at 4+2 outlives any two nodes."""
     nodes = [Process(tmp_path / f"n{i}") for i in range(6)]
     try:
         url = f"ckpt://{','.join(n.address for n in nodes)}"
@@ -334,7 +336,7 @@ def test_checkpoints_of_more_redundancy(tmp_path: Path) -> None:
             node.close()
 
 
-def test_forgetting_what_is_no_member(tmp_path: Path) -> None:
+def test_removing_an_unknown_member_is_refused(tmp_path: Path) -> None:
     three_of(tmp_path, 3)
     namespace = Namespace(directories(tmp_path, 3))
     with pytest.raises(InvalidArgument, match="nobody is not a member of ckpt://test; its members are disk0"):

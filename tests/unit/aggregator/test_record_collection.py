@@ -28,6 +28,7 @@ from ckpt.storage.registers.sqlite import SqliteRegisters
 
 
 def opened(folder: Path, count: int = 3, **table: Any) -> Namespace:
+    """Return a namespace on `count` disks that retries failed members at once."""
     found = Namespace(directories(folder, count, **{"redundancy": "2x", "deadline_seconds": 2.0} | table))
     health = found.fan_out.health
     health._first_pause_seconds, health._max_pause_seconds, health._probe = 0.001, 0.005, None
@@ -35,7 +36,7 @@ def opened(folder: Path, count: int = 3, **table: Any) -> Namespace:
 
 
 def records(folder: Path, count: int = 3) -> int:
-    """Registers of paths on all disks."""
+    """Return the number of registers of paths on all disks."""
     total = 0
     for number in range(count):
         db = sqlite3.connect(folder / f"disk{number}" / "registers.sqlite")
@@ -46,7 +47,7 @@ def records(folder: Path, count: int = 3) -> int:
 
 @pytest.fixture
 def examined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many entries each call of a listing has looked at."""
+    """Return a list to which each scan of registers appends its number of entries."""
     found: list[int] = []
     scan = SqliteRegisters.scan
 
@@ -60,31 +61,32 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def entries_of_a_listing(namespace: Namespace, examined: list[int]) -> int:
+    """Return how many entries of registers one listing examines."""
     examined.clear()
     namespace.list()
     return sum(examined)
 
 
-def test_a_listing_costs_what_exists(tmp_path: Path, examined: list[int]) -> None:
+def test_a_listing_costs_no_more_than_the_files_that_exist(tmp_path: Path, examined: list[int]) -> None:
     namespace = opened(tmp_path)
     for number in range(60):
         namespace.put(f"run/{number}", b"x")
     namespace.delete([f"run/{number}" for number in range(2, 60)])
     assert entries_of_a_listing(namespace, examined) >= 2 * 60
-    assert collect_tombstones(namespace) == 0, "they are too young"
+    assert collect_tombstones(namespace) == 0, "the tombstones are too young"
     assert collect_tombstones(namespace, 0.0) == 58
     assert entries_of_a_listing(namespace, examined) <= 3 * 2
     assert records(tmp_path) <= 3 * 2
     assert sorted(namespace.list()) == ["run/0", "run/1"]
     namespace.put("run/7", b"again", new=True)
     assert namespace.get("run/7") == b"again"
-    assert not namespace.delete(["run/9"]), "what was collected is not there"
+    assert not namespace.delete(["run/9"]), "a collected file does not exist"
     assert namespace.stat("run/9") is None
     namespace.close()
 
 
-def test_registers_without_a_value_go_too(tmp_path: Path) -> None:
-    """Who deletes what is not there leaves promises."""
+def test_registers_without_a_value_are_collected(tmp_path: Path) -> None:
+    """The deletion of a file that does not exist leaves promises."""
     namespace = opened(tmp_path)
     namespace.put("a", b"1")
     namespace.delete([f"b{i}" for i in range(20)])
@@ -94,7 +96,7 @@ def test_registers_without_a_value_go_too(tmp_path: Path) -> None:
     namespace.close()
 
 
-def test_a_listing_that_meets_too_many_lets_them_be_collected(
+def test_a_listing_with_too_many_tombstones_starts_a_collection(
     tmp_path: Path, examined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(namespaces, "MAX_TOMBSTONES", 10)
@@ -103,15 +105,15 @@ def test_a_listing_that_meets_too_many_lets_them_be_collected(
     for number in range(30):
         namespace.put(f"run/{number}", b"x")
     namespace.delete([f"run/{number}" for number in range(1, 30)])
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while entries_of_a_listing(namespace, examined) > 3:
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     assert list(namespace.list()) == ["run/0"]
     namespace.close()
 
 
-def test_a_repair_collects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_collects_tombstones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_collection, "MIN_AGE_SECONDS", 0.0)
     namespace = opened(tmp_path)
     namespace.put("a", b"1")
@@ -124,11 +126,13 @@ def test_a_repair_collects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     namespace.close()
 
 
-class Away:
-    """Whether a member is cut off, and how often its calls get lost."""
+class LossyCalls:
+    """Sets how often the calls to each member get lost; 1.0 disconnects it."""
 
     def __init__(self, namespace: Namespace, draw: random.Random) -> None:
-        self._flaky = {name: Flaky(place.registers, draw, 0.0) for name, place in namespace.open_members.items()}
+        self._flaky = {
+            name: Flaky(opened_member.registers, draw, 0.0) for name, opened_member in namespace.open_members.items()
+        }
         for name, flaky in self._flaky.items():
             namespace.open_members[name].registers = namespace._member_registers[name] = flaky
 
@@ -136,24 +140,24 @@ class Away:
         self._flaky[member].rate = rate
 
 
-def test_a_member_that_comes_back_does_not_outvote(tmp_path: Path) -> None:
-    """It has an older value with a high ballot, and missed that the file was deleted, collected and written anew."""
+def test_a_returning_member_does_not_outvote_the_others(tmp_path: Path) -> None:
+    """It has an older value with a high ballot, and missed that the file was deleted, collected and written again."""
     namespace = opened(tmp_path)
-    away = Away(namespace, random.Random(0))
+    calls = LossyCalls(namespace, random.Random(0))
     namespace.put("x", b"first")
     namespace.settle(["/x"])  # in two phases: a ballot above those of direct changes
     for member in namespace.ring.replica_set("/x").members:
-        away.set(member, 1.0)
+        calls.set(member, 1.0)
         namespace.delete(["x"])
         collect_tombstones(namespace, 0.0)
         collect_tombstones(namespace, 0.0)
         namespace.put("x", b"newer " + member.encode())
-        away.set(member, 0.0)
+        calls.set(member, 0.0)
         for other in namespace.open_members:
-            away.set(other, 1.0 if other not in (member, next(m for m in namespace.open_members if m != member)) else 0.0)
+            calls.set(other, 1.0 if other not in (member, next(m for m in namespace.open_members if m != member)) else 0.0)
         assert namespace.get("x") == b"newer " + member.encode()
         for other in namespace.open_members:
-            away.set(other, 0.0)
+            calls.set(other, 0.0)
         assert namespace.get("x") == b"newer " + member.encode()
     namespace.delete(["x"])
     assert collect_tombstones(namespace, 0.0) == 1
@@ -162,8 +166,8 @@ def test_a_member_that_comes_back_does_not_outvote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends_after", [0, 1, 2])
-def test_a_collection_that_ends_in_the_middle(tmp_path: Path, ends_after: int) -> None:
-    """Some members have forgotten the tombstone. Whatever two answer, the file stays deleted, and what comes next stays too."""
+def test_an_interrupted_collection_keeps_the_file_deleted(tmp_path: Path, ends_after: int) -> None:
+    """Some members have dropped the tombstone. Whichever two answer, the file stays deleted, and a later file stays, too."""
     namespace = opened(tmp_path)
     namespace.put("x", b"first")
     namespace.settle(["/x"])
@@ -175,15 +179,15 @@ def test_a_collection_that_ends_in_the_middle(tmp_path: Path, ends_after: int) -
         namespace.open_members[name].registers.collect = _fails  # type: ignore[method-assign]
     collect_tombstones(namespace, 0.0)
     assert records(tmp_path) == len(left)
-    away = Away(namespace, random.Random(0))
+    calls = LossyCalls(namespace, random.Random(0))
     for content in (None, b"second"):
         if content is not None:
             namespace.put("x", content)
         for member in namespace.open_members:
-            away.set(member, 1.0)
+            calls.set(member, 1.0)
             file = namespace.stat("x")
             assert (None if file is None else file.inline_data) == content
-            away.set(member, 0.0)
+            calls.set(member, 0.0)
     namespace.delete(["x"])
     namespace.settle(["/x"])
     for name in left:
@@ -194,12 +198,13 @@ def test_a_collection_that_ends_in_the_middle(tmp_path: Path, ends_after: int) -
 
 
 def _fails(*_: object) -> int:
-    raise StoreError("this member ends here")
+    """Raise StoreError, as a member that fails."""
+    raise StoreError("this member fails")
 
 
-def test_what_another_ring_left_behind_goes_before_a_tombstone(tmp_path: Path) -> None:
-    """A member that keeps a file no longer still has an old record: it is forgotten first, or the file would come back when
-    this member keeps it again."""
+def test_a_stray_record_is_dropped_before_its_tombstone(tmp_path: Path) -> None:
+    """A member outside the replica set still has an old record: it is dropped first, or the file would exist again when
+    the member joins the replica set."""
     namespace = opened(tmp_path, 5)
     path = next(f"f{i}" for i in range(100) if len({*namespace.ring.replica_set(f"/f{i}").members} & {"disk3", "disk4"}) == 0)
     stray = namespace.open_members["disk4"].registers
@@ -218,8 +223,8 @@ def test_what_another_ring_left_behind_goes_before_a_tombstone(tmp_path: Path) -
     namespace.close()
 
 
-def test_the_ring_changes_after_a_collection(tmp_path: Path) -> None:
-    """The floor stays, also on members that join: what was agreed before is read, and a tombstone goes again later."""
+def test_a_ring_change_after_a_collection_keeps_the_floor(tmp_path: Path) -> None:
+    """Members that join get the floor, too: values agreed before are read, and tombstones are collected again later."""
     namespace = opened(tmp_path)
     for number in range(12):
         namespace.put(f"f{number}", b"1")
@@ -229,9 +234,11 @@ def test_the_ring_changes_after_a_collection(tmp_path: Path) -> None:
     grown = opened(tmp_path, 5)
     assert not rebalance.rebalance_fragments(grown).failed
     assert grown.ring.epoch > 1
-    assert {floors.promised for place in grown.open_members.values() for floors in place.registers.read([ABSENT_NAME])} == {
-        floor_ballot(grown.ring.fence_number)
-    }
+    assert {
+        floors.promised
+        for opened_member in grown.open_members.values()
+        for floors in opened_member.registers.read([ABSENT_NAME])
+    } == {floor_ballot(grown.ring.fence_number)}
     assert sorted(grown.list()) == sorted(f"f{number}" for number in range(6, 12))
     for number in range(6):
         grown.put(f"f{number}", b"2", new=True)
@@ -246,8 +253,8 @@ def test_the_ring_changes_after_a_collection(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20 if os.environ.get("CKPT_SOAK") else 1))
-def test_others_write_while_one_client_collects(tmp_path: Path, seed: int) -> None:
-    """Each writer has a path of its own, so that it knows what it must read."""
+def test_clients_write_correctly_while_another_collects(tmp_path: Path, seed: int) -> None:
+    """Each writer has a path of its own, so that it knows which values it may read."""
     first = opened(tmp_path)
     assert first.ring
     over = threading.Event()
@@ -255,17 +262,17 @@ def test_others_write_while_one_client_collects(tmp_path: Path, seed: int) -> No
 
     def writer(number: int) -> None:
         client, draw = opened(tmp_path), random.Random(f"{seed} {number}")
-        net = Away(client, draw)
+        calls = LossyCalls(client, draw)
         possible: set[bytes | None] = {None}
         for word in (b"%d" % i for i in range(30)):
-            net.set(f"disk{draw.randrange(3)}", draw.choice([0.0, 0.0, 0.1]))
-            what = draw.choice([word, word, None])
+            calls.set(f"disk{draw.randrange(3)}", draw.choice([0.0, 0.0, 0.1]))
+            content = draw.choice([word, word, None])
             try:
                 before = possible
-                possible = {*possible, what}
-                if what is not None:
-                    client.put(f"p{number}", what)
-                    possible = {what}
+                possible = {*possible, content}
+                if content is not None:
+                    client.put(f"p{number}", content)
+                    possible = {content}
                 else:
                     possible = {None} if client.delete([f"p{number}"]) else before
             except StoreError:
@@ -301,52 +308,53 @@ SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(3
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_one_history_with_collections(tmp_path: Path, seed: int) -> None:
-    """Two clients write, delete and read a few paths while members are cut off, come back, and lose calls, and deletions are
-    collected meanwhile. What was acknowledged is read until something newer was written, or may have been."""
+def test_clients_see_one_history_while_deletions_are_collected(tmp_path: Path, seed: int) -> None:
+    """Two clients write, delete and read a few paths while members are disconnected, return, and lose calls, and deletions are
+    collected meanwhile. An acknowledged value is read until a newer one was written, or may have been."""
     check_history(tmp_path, seed, lambda namespace: collect_tombstones(namespace, 0.0))
 
 
 def check_history(folder: Path, seed: int, forget: Callable[[Namespace], object], steps: int = 60) -> None:
+    """Run random operations of two clients and check each read; `forget` collects the tombstones of one client."""
     draw = random.Random(f"collection {seed}")
     count = draw.choice([2, 3, 3, 5])
     clients = [opened(folder, count, redundancy=draw.choice(["1x", "2x"])) for _ in range(2)]
     assert clients[0].ring
     clients[1].put("begin", b"")
-    nets = [Away(client, draw) for client in clients]
+    calls_of = [LossyCalls(client, draw) for client in clients]
     paths = [f"p{i}" for i in range(3)]
     possible: dict[str, set[bytes | None]] = {path: {None} for path in paths}
     done: list[str] = []
 
     def step(number: int) -> None:
         which = draw.randrange(2)
-        client, path, what = clients[which], draw.choice(paths), draw.random()
+        client, path, choice = clients[which], draw.choice(paths), draw.random()
         word = f"{number}".encode()
         try:
-            if what < 0.25:
+            if choice < 0.25:
                 member = f"disk{draw.randrange(count)}"
                 rate = draw.choice([0.0, 0.0, 0.2, 1.0])
-                for net in nets if draw.random() < 0.5 else nets[which : which + 1]:
-                    net.set(member, rate)
+                for calls in calls_of if draw.random() < 0.5 else calls_of[which : which + 1]:
+                    calls.set(member, rate)
                 done.append(f"{member} of {which} loses {rate}")
-            elif what < 0.45:
+            elif choice < 0.45:
                 rate = draw.choice([0.0, 0.05, None])
                 for member in range(count) if rate is not None else ():
-                    nets[which].set(f"disk{member}", rate)
+                    calls_of[which].set(f"disk{member}", rate)
                 done.append(f"{which} forgets while members lose {rate}")
                 forget(client)
-            elif what < 0.65:
+            elif choice < 0.65:
                 done.append(f"{which} writes {path} = {number}")
                 possible[path].add(word)
                 client.put(path, word)
                 possible[path] = {word}
-            elif what < 0.8:
+            elif choice < 0.8:
                 done.append(f"{which} deletes {path}")
                 before = set(possible[path])
                 possible[path].add(None)
                 if client.delete([path]):
                     possible[path] = {None}
-                else:  # it has changed nothing: a put that was not answered may still come through
+                else:  # nothing was deleted: a put without an answer may still take effect
                     possible[path] = before
                     assert None in before, f"seed {seed}: {path} was {before}\n" + "\n".join(done)
             else:
@@ -362,9 +370,9 @@ def check_history(folder: Path, seed: int, forget: Callable[[Namespace], object]
 
     for number in range(steps):
         step(number)
-    for net in nets:
+    for calls in calls_of:
         for member in range(count):
-            net.set(f"disk{member}", 0.0)
+            calls.set(f"disk{member}", 0.0)
     forget(clients[0])
     for path in paths:
         check(clients[1], path)
@@ -377,8 +385,8 @@ def check_history(folder: Path, seed: int, forget: Callable[[Namespace], object]
         client.close()
 
 
-def test_names_that_were_collected_are_known_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are too many the oldest are forgotten, and nobody relies on what is not known any more."""
+def test_collected_names_are_remembered_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If there are too many, the oldest are forgotten, and a name that may be forgotten counts as collected."""
     monkeypatch.setattr(recently_collected, "_MAX_NAMES", 3)
     namespace = Namespace(directories(tmp_path, 3))
     namespace.put("a", b"1")
@@ -388,7 +396,7 @@ def test_names_that_were_collected_are_known_for_a_while(tmp_path: Path, monkeyp
     for path, number, expected in (("a", 2, True), ("a", 3, False), ("c", 3, True), ("d", 2, False)):
         assert recently_collected.is_collected_since(namespace, path, number) == expected, (path, number)
     recently_collected.record_collection(namespace, 5, ["/e"])
-    assert recently_collected.is_collected_since(namespace, "d", 2), "what was collected by 3 is not known any more"
+    assert recently_collected.is_collected_since(namespace, "d", 2), "names collected by 3 are forgotten"
     assert not recently_collected.is_collected_since(namespace, "d", 3)
     namespace.update_register(recently_collected.COLLECTED_REGISTER, lambda _, value: RegisterValue(b"what no version writes"))
     assert recently_collected.is_collected_since(namespace, "d", 9)

@@ -1,4 +1,4 @@
-"""Repair of a namespace: what was lost, rotten or forgotten is found, and made whole."""
+"""Repair of a namespace: lost, rotten or missing fragments and records are found and made again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ckpt.storage.testing import random_bytes
 
 
 @pytest.mark.parametrize(("redundancy", "lost"), [("2x", 1), ("3x", 2), ("4+2", 1)])
-def test_lost_disks(tmp_path: Path, redundancy: str, lost: int) -> None:
-    """New empty folders in the place of lost ones, one after the other."""
+def test_lost_disks_are_rebuilt_in_turn(tmp_path: Path, redundancy: str, lost: int) -> None:
+    """Empty folders replace lost ones, one after the other."""
     namespace = filled(tmp_path, redundancy)
     assert surveys.scrub_namespace(namespace, verify=True).is_whole
     namespace.close()
@@ -36,8 +36,8 @@ def test_lost_disks(tmp_path: Path, redundancy: str, lost: int) -> None:
         namespace.close()
 
 
-def test_too_few_members_get_what_they_can(tmp_path: Path) -> None:
-    """4+2 on six: one is away, and another comes back empty. What that one had is made anew on it; the other keeps its part."""
+def test_a_repair_with_too_few_members_restores_what_it_can(tmp_path: Path) -> None:
+    """4+2 on six: one member is absent, another returns empty. Its fragments are made again; the absent one keeps its own."""
     namespace = filled(tmp_path, "4+2", 6)
     namespace.close()
     shutil.rmtree(tmp_path / "disk1" / "objects")
@@ -49,19 +49,19 @@ def test_too_few_members_get_what_they_can(tmp_path: Path) -> None:
     assert {f.spare_fragments for f in found.damaged_files} == {0}
     done = repairs.repair_namespace(namespace, found)
     assert set(done.failed) == {f.path for f in found.damaged_files}
-    assert all("only 5 of 6 fragments exist" in why for why in done.failed.values()), done.failed
+    assert all("only 5 of 6 fragments exist" in reason for reason in done.failed.values()), done.failed
     assert {f.spare_fragments for f in surveys.scrub_namespace(namespace, verify=True).damaged_files} == {1}
     namespace.close()
     (tmp_path / "disk0").unlink()
     (tmp_path / "away").rename(tmp_path / "disk0")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     namespace.settle([f"/{path}" for path in content()])
-    whole(namespace, "4+2")  # without another repair, and with each fragment on a member of its own
+    whole(namespace, "4+2")  # without a second repair, and with each fragment on another member
     namespace.close()
 
 
-def test_who_was_damaged_once_is_asked_again(tmp_path: Path) -> None:
-    """Of two members each has rot in another piece, and a third is lost: of every piece there is enough."""
+def test_members_with_rot_in_one_stripe_serve_the_other_stripes(tmp_path: Path) -> None:
+    """Two members have rot, each in another stripe, and a third is lost: enough fragments of each stripe are left."""
     nodes = [Here(tmp_path / f"n{i}") for i in range(6)]
     namespace = quick(nodes_config(nodes, redundancy="4+2"))
     data = random_bytes(30_000_000, 1)
@@ -79,9 +79,9 @@ def test_who_was_damaged_once_is_asked_again(tmp_path: Path) -> None:
         each.close()
 
 
-def test_rot_while_a_member_is_away(tmp_path: Path) -> None:
-    """4+2 on six: one is away, and two others each have rot in another piece. All is read, and a repair does what it can:
-    when the one is back two more may be lost."""
+def test_rot_is_repaired_while_a_member_is_absent(tmp_path: Path) -> None:
+    """4+2 on six: one is absent, and two others have rot, each in another stripe. All is read, and a repair does what it can:
+    once the absent one is back, two more may be lost."""
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     data = random_bytes(30_000_000, 1)
     namespace.put("a", data)
@@ -111,8 +111,8 @@ def test_rot_while_a_member_is_away(tmp_path: Path) -> None:
     namespace.close()
 
 
-def test_a_member_that_takes_nothing_costs_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each repair asks the full one once, and reads nothing for it."""
+def test_a_repair_reads_nothing_for_a_full_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each repair tries the full member once, and reads nothing for it."""
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     namespace.put("first", b"1")
 

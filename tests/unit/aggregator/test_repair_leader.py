@@ -1,4 +1,4 @@
-"""The repair leader of a namespace: one at a time, another once that one is gone, and no faster than its limit."""
+"""The repair leader of a namespace: one at a time, replaced once it is gone, and no faster than its limit."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ def namespace(tmp_path: Path) -> Namespace:
     return made
 
 
-def test_one_at_a_time(namespace: Namespace) -> None:
+def test_one_repair_leader_is_elected_at_a_time(namespace: Namespace) -> None:
     first, second = Election(namespace, "first", 1e6), Election(namespace, "second", 1e6)
     assert first.try_lead()
     assert [second.try_lead() for _ in range(3)] == [False] * 3
     assert first.try_lead(), "renewed"
-    assert Election(namespace, "first", 1e6).try_lead(), "begun anew"
+    assert Election(namespace, "first", 1e6).try_lead(), "started again"
     assert not second.try_lead()
 
 
-def test_a_holder_that_is_gone(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its clock said."""
+def test_a_repair_leader_that_is_gone_is_replaced(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds whatever its clock showed."""
     real = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: real() + 1e8)  # three years ahead
         assert Election(namespace, "first", 0.05).try_lead()
     second = Election(namespace, "second", 0.05)
-    assert not second.try_lead(), "it may be there: it was not watched yet"
+    assert not second.try_lead(), "the first may be alive: it was not observed yet"
     time.sleep(0.05)
     assert second.try_lead()
-    assert not Election(namespace, "first", 0.05).try_lead(), "it comes back, and is not the holder any more"
+    assert not Election(namespace, "first", 0.05).try_lead(), "it returns, and does not lead any more"
 
 
-def test_a_holder_that_renews(namespace: Namespace) -> None:
-    """Seen for long, but never the same term for long."""
+def test_a_repair_leader_that_renews_stays(namespace: Namespace) -> None:
+    """It is observed for long, but never the same term for long."""
     first, second = Election(namespace, "first", 1.0), Election(namespace, "second", 0.3)
     assert first.try_lead()
     for _ in range(3):
@@ -54,8 +54,8 @@ def test_a_holder_that_renews(namespace: Namespace) -> None:
         assert first.try_lead()
 
 
-def test_the_loop(namespace: Namespace, tmp_path: Path) -> None:
-    """A lost disk is made whole, no faster than allowed: what is written takes a second at least."""
+def test_the_repair_leader_repairs_within_its_rate(namespace: Namespace, tmp_path: Path) -> None:
+    """A lost disk is rebuilt no faster than allowed: the writes take a second at least."""
     for i in range(4):
         namespace.put(f"f{i}", random_bytes(1_000_000, i))
     namespace.settle([f"/f{i}" for i in range(4)])
@@ -63,19 +63,19 @@ def test_the_loop(namespace: Namespace, tmp_path: Path) -> None:
     lost = sum(f.file.head.nbytes for f in scrub.scrub_namespace(namespace).damaged_files)
     assert lost
     began = time.monotonic()
-    caretaker = RepairLeader(namespace, "me", 0.05, bytes_per_second=lost)
+    leader = RepairLeader(namespace, "me", 0.05, bytes_per_second=lost)
     try:
         while not scrub.scrub_namespace(namespace).is_whole:
             assert time.monotonic() - began < 60
             time.sleep(0.05)
         assert time.monotonic() - began >= 1.0
     finally:
-        caretaker.close(60)
+        leader.close(60)
     for i in range(4):
         assert namespace.get(f"f{i}") == random_bytes(1_000_000, i)
 
 
-def test_what_is_to_be_moved_is_told_before(namespace: Namespace, tmp_path: Path) -> None:
+def test_a_rebalance_reports_the_bytes_to_move_in_advance(namespace: Namespace, tmp_path: Path) -> None:
     for i in range(20):
         namespace.put(f"f{i}", random_bytes(40_000, i))
     namespace.close()

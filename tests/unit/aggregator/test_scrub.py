@@ -1,4 +1,4 @@
-"""Scrub of a namespace: what it finds, what it costs, and what it leaves alone."""
+"""Scrub of a namespace: what it finds, what it costs, and what it does not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt.storage.registers.base import DamagedRecord, Record
 from ckpt.storage.testing import random_bytes
 
 
-def test_rot(tmp_path: Path) -> None:
+def test_a_scrub_that_verifies_finds_rot(tmp_path: Path) -> None:
     namespace = filled(tmp_path, "2x", 4)
     file = large(namespace)
     assert file.layout is not None
@@ -28,7 +28,7 @@ def test_rot(tmp_path: Path) -> None:
     raw = bytearray(victim.read_bytes())
     raw[len(raw) // 2] ^= 1
     victim.write_bytes(raw)
-    assert surveys.scrub_namespace(namespace).is_whole, "lists do not show it"
+    assert surveys.scrub_namespace(namespace).is_whole, "inventories do not show rot"
     found = surveys.scrub_namespace(namespace, verify=True)
     assert [(f.path, f.state, f.damaged_objects) for f in found.damaged_files] == [
         ("d/f4", "endangered", ((holder.member, holder.name),))
@@ -37,11 +37,11 @@ def test_rot(tmp_path: Path) -> None:
     whole(namespace, "2x")
     assert not victim.exists()
     (aside,) = (tmp_path / holder.member / "quarantine").iterdir()
-    assert aside.read_bytes() == raw, "kept for whoever wants to know why"
+    assert aside.read_bytes() == raw, "the damaged object is kept for a later examination"
     namespace.close()
 
 
-def test_what_is_lost_is_said(tmp_path: Path) -> None:
+def test_a_lost_file_is_reported_and_keeps_its_record(tmp_path: Path) -> None:
     namespace = filled(tmp_path, "2x", 4)
     file = large(namespace)
     assert file.layout is not None
@@ -51,11 +51,11 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
     assert [(f.path, f.state) for f in found.lost_files] == [("d/f4", "lost")]
     done = repairs.repair_namespace(namespace, found)
     assert list(done.failed) == ["d/f4"]
-    assert surveys.scrub_namespace(namespace).lost_files, "its record stays: the members may come back"
+    assert surveys.scrub_namespace(namespace).lost_files, "its record stays: the members may return"
     namespace.close()
 
 
-def test_what_can_not_be_checked_is_not_whole(tmp_path: Path) -> None:
+def test_a_scrub_that_could_not_check_all_bytes_is_not_whole(tmp_path: Path) -> None:
     namespace = Namespace(directories(tmp_path, 4))
     for i in range(20):
         namespace.put(f"f{i}", random_bytes(50_000, i))
@@ -66,11 +66,11 @@ def test_what_can_not_be_checked_is_not_whole(tmp_path: Path) -> None:
 
     found = surveys.scrub_namespace(namespace, True, lose)
     assert found.unchecked_bytes > 0
-    assert (found.missing_members, found.damaged_files) == ({}, []), "they were there when it began"
+    assert (found.missing_members, found.damaged_files) == ({}, []), "they existed when it began"
     assert not found.is_whole
 
 
-def test_what_is_deleted_during_a_scrub_is_not_missed(tmp_path: Path) -> None:
+def test_files_deleted_during_a_scrub_do_not_count_as_unchecked(tmp_path: Path) -> None:
     namespace = filled(tmp_path, "2x")
 
     def delete(nbytes: int) -> None:
@@ -79,7 +79,7 @@ def test_what_is_deleted_during_a_scrub_is_not_missed(tmp_path: Path) -> None:
     assert surveys.scrub_namespace(namespace, True, delete).unchecked_bytes == 0
 
 
-def test_a_probe_of_who_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_of_a_dropped_member_end_without_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace = filled(tmp_path, "2x")
     health, broken = namespace.fan_out.health, []
     monkeypatch.setattr(threading, "excepthook", broken.append)
@@ -91,8 +91,8 @@ def test_a_probe_of_who_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not broken
 
 
-def test_forgotten_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a writer that died: kept while it may be at work, deleted later."""
+def test_objects_of_a_dead_writer_are_deleted_after_the_grace_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept while the writer may be alive."""
     namespace = filled(tmp_path, "2x", 4)
     writer = namespace.create("torn")
     writer.append(memoryview(random_bytes(1 << 20)))
@@ -107,7 +107,7 @@ def test_forgotten_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_object_is_deleted_while_a_record_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the one that names the object. Once it is whole again, the object goes."""
+    """It may be the record that names the object. Once it is repaired, the object is deleted."""
     namespace = filled(tmp_path, "2x", 4)
     writer = namespace.create("torn")
     writer.append(memoryview(random_bytes(1 << 20)))
@@ -125,12 +125,12 @@ def test_no_object_is_deleted_while_a_record_is_damaged(tmp_path: Path, monkeypa
     namespace.close()
 
 
-def test_deleted_files_do_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member that was away still has the record and the objects: the tombstone wins, and the objects go."""
+def test_deleted_files_do_not_return_with_an_absent_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that was absent still has the record and the objects: the tombstone wins, and the objects are deleted."""
     namespace = filled(tmp_path, "2x", 4)
     namespace.close()
     (tmp_path / "disk1").rename(tmp_path / "away")
-    (tmp_path / "disk1").write_text("not there")
+    (tmp_path / "disk1").write_text("not mounted")
     left = Namespace(directories(tmp_path, 4))
     left.delete(["d/f3", "d/f4"])
     assert not any(p in left.list() for p in ("d/f3", "d/f4"))
@@ -145,16 +145,16 @@ def test_deleted_files_do_not_come_back(tmp_path: Path, monkeypatch: pytest.Monk
         repairs.repair_namespace(back, found)
     assert surveys.scrub_namespace(back).is_whole
     assert back.stat("d/f3") is None
-    held = sum(len([p for p in (tmp_path / f"disk{i}" / "objects").rglob("*") if p.is_file()]) for i in range(4))
+    object_count = sum(len([p for p in (tmp_path / f"disk{i}" / "objects").rglob("*") if p.is_file()]) for i in range(4))
     file = back.stat("d/f2")
     assert file is not None
     assert file.layout is not None
-    assert held == len(file.layout.objects), "nothing is left of them"
+    assert object_count == len(file.layout.objects), "no object of the deleted files is left"
     back.close()
 
 
-def test_records_that_were_lost(tmp_path: Path) -> None:
-    """A whole file of registers is damaged: nothing is forgotten meanwhile, and the records come back from the others."""
+def test_records_of_a_damaged_register_file_are_restored(tmp_path: Path) -> None:
+    """A whole register file is damaged: no object is deleted meanwhile, and the records are restored from the others."""
     namespace = filled(tmp_path, "2x", 4)
     namespace.close()
     file = tmp_path / "disk2" / "registers.sqlite"
@@ -164,7 +164,7 @@ def test_records_that_were_lost(tmp_path: Path) -> None:
         assert namespace.get(path) == data
     namespace.open_members["disk2"].registers.reset()
     assert isinstance(namespace.open_members["disk2"].registers.read(["/none"])[0], DamagedRecord), (
-        "it may not say that there is nothing"
+        "a damaged file must not report that a record is absent"
     )
     found = surveys.scrub_namespace(namespace)
     assert found.lagging_paths
@@ -175,7 +175,7 @@ def test_records_that_were_lost(tmp_path: Path) -> None:
     namespace.close()
 
 
-def test_at_a_bounded_rate(tmp_path: Path) -> None:
+def test_a_repair_keeps_to_its_rate(tmp_path: Path) -> None:
     namespace = filled(tmp_path, "2x", 4)
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))
     found = surveys.scrub_namespace(namespace)
@@ -186,7 +186,7 @@ def test_at_a_bounded_rate(tmp_path: Path) -> None:
     namespace.close()
 
 
-def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_after_the_scrub_keeps_its_new_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace = filled(tmp_path, "2x", 4)
     file = large(namespace)
     assert file.layout is not None
@@ -197,5 +197,5 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     repairs.repair_namespace(namespace, found)
     assert namespace.get("d/f4") == random_bytes(100_000, 9)
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
-    assert surveys.scrub_namespace(namespace, verify=True).is_whole, "and no object is left over"
+    assert surveys.scrub_namespace(namespace, verify=True).is_whole, "and no other object is left"
     namespace.close()

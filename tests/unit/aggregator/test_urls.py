@@ -17,17 +17,17 @@ BAD_PATHS = ["", "..", "a/../b", "/a", "a/", "a//b", ".", "a/./b", "a\nb", "a\x0
 
 
 @pytest.mark.parametrize("path", BAD_PATHS)
-def test_paths_that_are_refused(path: str) -> None:
+def test_invalid_paths_are_refused(path: str) -> None:
     with pytest.raises(InvalidName, match="can't name a file"):
         check_path(path)
 
 
 @pytest.mark.parametrize("path", ["a", ".hidden", "a b/ü/c.d", "日本", "x" * 255, "zarr.json", "c/0/0"])
-def test_paths_that_are_good(path: str) -> None:
+def test_valid_paths_are_accepted(path: str) -> None:
     assert check_path(path) == path
 
 
-def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_and_configuration_files_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed, path = config.parse_namespace_url("ckpt://h1:7070,h2:7071/run/a?redundancy=1x")
     assert [m.address for m in parsed.members] == ["h1:7070", "h2:7071"]
     assert (path, str(parsed.redundancy)) == ("run/a", "1x")
@@ -61,7 +61,9 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("ckpt://h:1/x?what=1", "unknown option 'what'"),
     ],
 )
-def test_wrong_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, message: str) -> None:
+def test_wrong_urls_are_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, message: str
+) -> None:
     file = tmp_path / "c.toml"
     file.write_text('[namespaces.a]\nmembers = ["hdfs://b"]\n[namespaces.b]\nmembers = [{url = "h:1", wieght = 2}]\n')
     with file.open("a") as opened:
