@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckpt.adapters.dcp_checkpoint_id import StepAddressed
+from ckpt.adapters.dcp_group import PlannedGroup
+from ckpt.adapters.dcp_tree import KeyPath, dcp_entries, is_tensor, nested_tree
 from ckpt.api import check_step
 from ckpt.block_io.read_plan import Target
-from ckpt.errors import GroupError, LeafNotFound, StepNotFound, UnsupportedLeaf
+from ckpt.errors import LeafNotFound, StepNotFound, UnsupportedLeaf
 from ckpt.format.codec import CodecOption
-from ckpt.groups.base import Group, SingleProcessGroup
+from ckpt.groups.base import SingleProcessGroup
 from ckpt.loading.alias_check import check_aliasing
 from ckpt.loading.target_matching import TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
@@ -52,11 +55,8 @@ from ckpt.state.boxes import Box
 from ckpt.state.leaves import as_leaf, sharded
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import BytesLeaf
-from ckpt.state.tree import INLINE_BYTES, FlatState, Node, decode_key, flatten
+from ckpt.state.tree import INLINE_BYTES, FlatState, Node, flatten
 from ckpt.storage.base.errors import CkptError, InvalidArgument
-
-KeyPath = tuple[str | int, ...]
-"""The keys and list positions from the root to an entry. Its name is their text joined by dots."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,42 +66,10 @@ class Pickled:
     data: bytes
 
 
-class _PlannedGroup(Group):
-    """The ranks of one dcp.save. The message of rank 0 at the start of a session travels in the plan of DCP."""
-
-    name = "torch.distributed.checkpoint"
-    can_gather = False
-
-    def __init__(self, rank: int, size: int, session_message: bytes = b"", step: int = 0) -> None:
-        self.rank, self.size, self.session_message, self.step = rank, size, session_message, step
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        if self.rank == 0:
-            self.session_message = self._broadcast_input(data)
-        return self.session_message
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        raise GroupError(f"{self!r} can't gather from all ranks")
-
-
 # --- saving ----------------------------------------------------------------------------------------------------
 
 
-class _StepAddressed:
-    """Interprets the checkpoint id of DCP as the number of a step."""
-
-    _step: int | None
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        if checkpoint_id is not None:
-            self._step = _step_of(checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return str(checkpoint_id).isdecimal()
-
-
-class Writer(_StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does not look into torch
+class Writer(StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does not look into torch
     """The storage writer with which dcp.save and dcp.async_save write one step of the repository at `url`.
 
         torch.distributed.checkpoint.save(state_dict, storage_writer=Writer("/data/run", step=10))
@@ -149,18 +117,18 @@ class Writer(_StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does 
         """Enter a writer session on rank 0, and return the plans with the message that the other ranks need to join it."""
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise InvalidArgument("turn off the plan cache of the DCP planner: each save must send new plans to the ranks")
-        ranks = _PlannedGroup(0, len(plans))
+        ranks = PlannedGroup(0, len(plans))
         session = self._enter_session(ranks)
         step = session.next_step() if self._step is None else self._step
         return [
-            dataclasses.replace(plan, storage_data=_PlannedGroup(rank, len(plans), ranks.session_message, step))
+            dataclasses.replace(plan, storage_data=PlannedGroup(rank, len(plans), ranks.session_message, step))
             for rank, plan in enumerate(_move_values_to_rank_0(plans, self._own_items))
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank, wait for the commit of the step, and return a completed future."""
         ranks = plan.storage_data
-        if not isinstance(ranks, _PlannedGroup):
+        if not isinstance(ranks, PlannedGroup):
             raise InvalidArgument(f"{type(planner).__name__} drops SavePlan.storage_data; use a planner that keeps it")
         session = self._session or self._enter_session(ranks)
         try:
@@ -179,7 +147,7 @@ class Writer(_StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does 
     def finish(self, metadata: described.Metadata, results: list[list[WriteResult]]) -> None:
         """Do nothing, because every rank has waited for the commit."""
 
-    def _enter_session(self, ranks: _PlannedGroup) -> Session:
+    def _enter_session(self, ranks: PlannedGroup) -> Session:
         self._leave_session()
         self._session = sessions.enter(open_repository(self._url), ranks if ranks.size > 1 else SingleProcessGroup())
         self._session.raise_failed()
@@ -226,7 +194,7 @@ def _flatten_plan(plan: SavePlan, planner: SavePlanner) -> FlatState:
             raise UnsupportedLeaf(f"leaf {name}: {error}") from error
         nodes[name] = {"array": name, "kind": "torch"}
     paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    flat.node = _nested_tree({tuple(paths.get(name, (name,))): node for name, node in nodes.items()}, paths.values())
+    flat.node = nested_tree({tuple(paths.get(name, (name,))): node for name, node in nodes.items()}, paths.values())
     return flat
 
 
@@ -255,32 +223,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _nested_tree(entries: Mapping[KeyPath, Node], all_paths: Iterable[KeyPath]) -> Node:
-    """Return the tree of entries at these paths. A list becomes a dict by position if this rank lacks some of its entries."""
-    lengths: dict[KeyPath, int] = {}
-    for path in all_paths:
-        for i, key in enumerate(path):
-            if isinstance(key, int):
-                lengths[path[:i]] = max(lengths.get(path[:i], 0), key + 1)
-
-    def build(at: KeyPath, below: list[tuple[KeyPath, Node]]) -> Node:
-        if len(below) == 1 and below[0][0] == at:
-            return below[0][1]
-        parts: dict[str | int, list[tuple[KeyPath, Node]]] = {}
-        for path, node in below:
-            parts.setdefault(path[len(at)], []).append((path, node))
-        if at in lengths and sorted(parts, key=str) == sorted(range(lengths[at]), key=str):
-            return [build((*at, i), parts[i]) for i in range(lengths[at])]
-        pairs = [[key if isinstance(key, str) else [key], build((*at, key), inner)] for key, inner in parts.items()]
-        return {"dict": pairs}
-
-    return build((), list(entries.items())) if entries else {"dict": []}
-
-
 # --- loading ---------------------------------------------------------------------------------------------------
 
 
-class Reader(_StepAddressed, StorageReader):  # type: ignore[misc]
+class Reader(StepAddressed, StorageReader):  # type: ignore[misc]
     """The storage reader with which dcp.load reads one step of the repository at `url`.
 
         torch.distributed.checkpoint.load(state_dict, storage_reader=Reader("/data/run"))
@@ -327,7 +273,7 @@ class Reader(_StepAddressed, StorageReader):  # type: ignore[misc]
         saved = checkpoint.saved()
         found: dict[str, Any] = {}
         for name, node in self._nodes.items():
-            dtype = _torch_dtype(saved[node["array"]].dtype) if _is_tensor(node) and node["array"] in saved else None
+            dtype = _torch_dtype(saved[node["array"]].dtype) if is_tensor(node) and node["array"] in saved else None
             if dtype is None:
                 found[name] = described.BytesStorageMetadata()
                 continue
@@ -391,7 +337,7 @@ class Reader(_StepAddressed, StorageReader):  # type: ignore[misc]
 
     def _open(self, step: int) -> Checkpoint:
         self._checkpoint = self._repo.of_rank(step, _rank())
-        found = {".".join(map(str, path)): (path, node) for path, node in _dcp_entries(self._checkpoint.tree())}
+        found = {".".join(map(str, path)): (path, node) for path, node in dcp_entries(self._checkpoint.tree())}
         self._nodes = {name: node for name, (_, node) in found.items()}
         self._paths = {name: path for name, (path, _) in found.items()}
         return self._checkpoint
@@ -406,30 +352,6 @@ class _UnreadMetadata(described.Metadata):  # type: ignore[misc]
     @property
     def state_dict_metadata(self) -> Any:
         raise self.error
-
-
-def _dcp_entries(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
-    """Yield the entries of a tree as DCP splits a state: at dicts, and at lists that contain tensors or dicts."""
-    if isinstance(node, dict) and "object" in node:
-        yield from _dcp_entries(node["object"], path)
-    elif isinstance(node, dict) and "dict" in node:
-        for key, child in node["dict"]:
-            yield from _dcp_entries(child, (*path, str(decode_key(key))))
-    elif isinstance(node, list) and _has_tensor_or_dict(node):
-        for i, child in enumerate(node):
-            yield from _dcp_entries(child, (*path, i))
-    else:
-        yield path, node
-
-
-def _has_tensor_or_dict(nodes: Sequence[Node]) -> bool:
-    return any(
-        _has_tensor_or_dict(n) if isinstance(n, list) else isinstance(n, dict) and (_is_tensor(n) or "dict" in n) for n in nodes
-    )
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node, dict) and node.get("kind") in ("torch", "jax", "numpy")
 
 
 def _torch_dtype(name: str) -> torch.dtype | None:
@@ -460,13 +382,3 @@ def _rank() -> int:
     """Return the rank of this process, which selects values that each rank saved for itself."""
     dist = sys.modules.get("torch.distributed")
     return dist.get_rank() if dist is not None and dist.is_available() and dist.is_initialized() else 0
-
-
-def _step_of(checkpoint_id: Any) -> int:
-    text = str(checkpoint_id)
-    if not text.isdecimal():
-        raise InvalidArgument(
-            f"checkpoint_id={checkpoint_id!r}: give the number of a step, or none; the URL of the repository is an argument of "
-            "Writer and Reader"
-        )
-    return check_step(int(text))
