@@ -41,10 +41,11 @@ from ckpt.support.fork_check import CreatorProcess
 from ckpt.support.validation import check_switch, checked_bytes, checked_every, checked_positive
 from ckpt.tiers.manager import TierManager
 from ckpt.tiers.tier_spec import Tier, checked_tiers
+from ckpt.training import heartbeat_marks, import_report
 from ckpt.training import heartbeat_page as pulses
-from ckpt.training import import_report
 from ckpt.training.loss_monitor import LossMonitor, as_number
 from ckpt.training.loss_spikes import spike_detector_from_env
+from ckpt.training.restore_limit import restore_limit_from_env
 from ckpt.training.save_interval import Every, interval_seconds, mtbf_seconds_from_env
 from ckpt.training.save_schedule import SaveSchedule
 
@@ -100,7 +101,7 @@ class Checkpointer:
         GroupError: The ranks could not meet.
     """
 
-    @pulses.publish_trouble_on("unusable", InvalidArgument, InvalidName, UnknownScheme, FormatError, Refused)
+    @heartbeat_marks.publish_trouble_on("unusable", InvalidArgument, InvalidName, UnknownScheme, FormatError, Refused)
     def __init__(
         self,
         url: Url | None = None,
@@ -204,14 +205,14 @@ class Checkpointer:
         self._idle_window = None
         self._wait_ignoring_errors()  # a running save may delete the files that are read next
         request = LoadRequest(state, rename=rename, group=session.group, share_reads=share_reads, bypass_cache=True)
-        with pulses.phase("load"):
+        with heartbeat_marks.phase("load"):
             if step is not None:
                 number = check_step(step)
                 start, loaded = number + 1, load_step(repo, number, request)
             else:
-                restore_limit = pulses.restore_limit_from_env()
+                restore_limit = restore_limit_from_env()
                 # Unless `strict`, an IntegrityError means that all steps are damaged, so a restart would not help.
-                with pulses.publish_trouble_on("damaged", *([] if strict else [IntegrityError])):
+                with heartbeat_marks.publish_trouble_on("damaged", *([] if strict else [IntegrityError])):
                     found = load_newest(repo, strict, request, restore_limit)
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
                 if restore_limit is not None and start <= restore_limit:
@@ -381,7 +382,7 @@ class Checkpointer:
             session.lineage.note_went_back()
         self._scrubber.note_save_began()
         try:
-            with pulses.phase("save"):
+            with heartbeat_marks.phase("save"):
                 if self._tiers is not None:
                     handle = self._tiers.save(step, state, options, blocking, all_tiers)
                 else:
@@ -407,7 +408,7 @@ class Checkpointer:
     def _prepare_staging(self, state: Any) -> None:
         """Map the staging memory at the first step that is not saved, because the state is complete from then on."""
         self._staging_prepared = True
-        with pulses.phase("save"):  # it calls the state's own code, as a save does, and so may take as long
+        with heartbeat_marks.phase("save"):  # it calls the state's own code, as a save does, and so may take as long
             nbytes = staging_bytes(state, self._options, self._require_open().group)
             if nbytes:
                 arenas.pool.prepare(nbytes)
@@ -483,7 +484,7 @@ class Checkpointer:
             SaveFailed: A save failed; its error is the cause.
         """
         session = self._require_open()
-        with pulses.phase("save"):
+        with heartbeat_marks.phase("save"):
             if self._tiers is not None:
                 self._tiers.wait(self._progress_callback("save"))
                 return
@@ -521,7 +522,7 @@ class Checkpointer:
             hook.remove()
         self._scrubber.close()
         if self._tiers is not None:
-            with pulses.phase("end"):
+            with heartbeat_marks.phase("end"):
                 self._tiers.close(promote, self._progress_callback("end"))
             return
         try:

@@ -1,4 +1,4 @@
-"""The public module `ckpt.pulse`: marks that a rank publishes for `ckpt-run`. The code is in `ckpt.training.heartbeat_page`."""
+"""The public module `ckpt.pulse`: marks that a rank publishes for `ckpt-run`, from `ckpt.training.heartbeat_marks`."""
 
-from ckpt.training.heartbeat_page import compute as compute
-from ckpt.training.heartbeat_page import phase as phase
+from ckpt.training.heartbeat_marks import compute as compute
+from ckpt.training.heartbeat_marks import phase as phase

@@ -17,7 +17,6 @@ had already passed the step, the agent requests a later one, and ranks that wait
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import math
 import mmap
@@ -26,27 +25,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
-from ckpt.storage.base.errors import InvalidArgument
-from ckpt.training import cuda_timer
+from ckpt.training.rank_heartbeat import BadLoss, BadLossKind, RankHeartbeat, Trouble
 
 PAGE_VARIABLE = "CKPT_PULSE"
-RESTORE_LIMIT_VARIABLE = "CKPT_BEFORE"
-"""The environment variable by which `ckpt-run` makes a job restore a step below a number, because later steps may be bad."""
 PHASES = ("start", "load", "step", "save", "eval", "compile", "end")
 _STEPPING, _SAVE = map(PHASES.index, ("step", "save"))
 STACKS_SIGNAL = signal.SIGUSR2
 """The signal on which a rank writes the stacks of all its threads into its log."""
 
-Trouble = Literal["", "unusable", "damaged"]
-"""An error that a restart does not fix. unusable: an argument of the rank, such as the URL. damaged: all saved steps."""
 _TROUBLES: tuple[Trouble, ...] = ("", "unusable", "damaged")
-
-BadLossKind = Literal["not finite", "spike"]
 _BAD_LOSS_KINDS: tuple[BadLossKind, ...] = ("not finite", "spike")
 
 _BEAT_COUNT, _STEP, _PHASE, _SINCE, _COMMITTED, _LOSS, _PID, _STOP_STEP = range(8)
@@ -58,54 +48,6 @@ _NEVER = -(1 << 62)
 _STOP_CONFIRM_SECONDS = 600.0
 """How long a rank waits at the stop step for the confirmation: the others acknowledge at the end of a step. After this time it
 stops anyway, because the agent must be dead."""
-
-
-@dataclass(frozen=True, slots=True)
-class BadLoss:
-    """A loss that shows that training has diverged."""
-
-    step: int
-    kind: BadLossKind
-    loss: float
-    limit: float
-    """The limit that the loss exceeded; infinite if the loss is not finite."""
-    batch: int
-    """The global batch that the loop took last (`ckpt.training.data`); -1 if unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankHeartbeat:
-    """The state that a rank published last."""
-
-    beats: int
-    step: int
-    """The step done last; -1 before the first."""
-    phase: str
-    since: float
-    """The time of the last heartbeat, in seconds of CLOCK_MONOTONIC."""
-    committed: int
-    """The newest step that the rank knows to be committed; -1 if none."""
-    loss: float
-    """The loss of the newest step that has one; NaN before the first."""
-    pid: int
-    acknowledged_stop: int | None = None
-    """The stop step that the rank has acknowledged."""
-    bad: BadLoss | None = None
-    """The first bad loss of this process."""
-    compute_seconds: float = 0.0
-    """The sum of all times marked by `compute`."""
-    trouble: Trouble = ""
-    """Set if the rank fails for a reason that a restart does not fix."""
-    restored: int = -1
-    """The step from which the rank continued; -1 if none."""
-    ended: bool = False
-    """Whether the process has ended. The agent writes this field."""
-    sigterm_at: float = 0.0
-    """When the process last got SIGTERM, in seconds of CLOCK_MONOTONIC; 0 if never."""
-    durable: int = -1
-    """The newest step that the rank knows to be committed outside of the memory of hosts; -1 if none."""
-    line: int = 0
-    """The training line of the step that the rank committed last; 0 before the first."""
 
 
 class HeartbeatPage:
@@ -358,88 +300,6 @@ def own_page() -> HeartbeatPage | None:
                     _own_page = found
                     _own_page.attach_process()
     return _own_page
-
-
-@contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Mark work that is no training step, so that `ckpt-run` applies the hang limit of that phase.
-
-        with ckpt.pulse.phase("eval"):
-            evaluate(model)
-
-    name: "eval", "compile", "load" or "save". Without `ckpt-run` this does nothing.
-
-    Raises:
-        ValueError: Under `ckpt-run`, there is no such phase.
-    """
-    pulse = own_page()
-    if pulse is None:
-        yield
-        return
-    before = pulse.read().phase
-    pulse.beat(PHASES.index(name))
-    try:
-        yield
-    finally:
-        pulse.beat(PHASES.index(before))
-
-
-@contextlib.contextmanager
-def compute() -> Iterator[None]:
-    """Mark the work of a step that waits for no other rank, such as loading a batch, forward, and backward without collectives.
-
-        with ckpt.pulse.compute():
-            loss = model(batch).mean()
-
-    The times show `ckpt-run` for which rank the others wait, where the steps of all ranks end together. Several marks in one
-    step add up. If torch uses a CUDA device, the time on its current stream counts, and the device is not waited for. With jax,
-    wait for the result inside the block. Without `ckpt-run` this does nothing.
-    """
-    pulse = own_page()
-    if pulse is None:
-        yield
-        return
-    began, device = time.monotonic_ns(), cuda_timer.begin()
-    try:
-        yield
-    finally:
-        if device is None:
-            pulse.add_compute_ns(time.monotonic_ns() - began)
-        else:
-            pulse.add_compute_ns(cuda_timer.end(device))
-
-
-@contextlib.contextmanager
-def publish_trouble_on(trouble: Trouble, *kinds: type[Exception]) -> Iterator[None]:
-    """Publish `trouble` if the block raises one of these errors, or an error caused by one: a restart would not fix it.
-
-    An error with EIO does not count, because the storage server may be reachable again later.
-    """
-    try:
-        yield
-    except Exception as error:
-        found = list(_causes(error))
-        is_transient = any(getattr(cause, "errno", None) == errno.EIO for cause in found)
-        if any(isinstance(cause, kinds) for cause in found) and not is_transient and (pulse := own_page()) is not None:
-            pulse.publish_trouble(trouble)
-        raise
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def restore_limit_from_env(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number below which to restore, from the environment; None to restore the newest step."""
-    if not (text := environ.get(RESTORE_LIMIT_VARIABLE)):
-        return None
-    if not text.isdecimal():
-        raise InvalidArgument(
-            f"{RESTORE_LIMIT_VARIABLE}={text!r} is no step; unset it, or give the number below which to restore"
-        )
-    return int(text)
 
 
 def reset_after_fork() -> None:

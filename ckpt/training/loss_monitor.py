@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.training.heartbeat_page import BadLoss, HeartbeatPage
+from ckpt.training.heartbeat_page import HeartbeatPage
 from ckpt.training.loss_spikes import SpikeDetector
+from ckpt.training.rank_heartbeat import BadLoss
 
 _MAX_PENDING = 64
 """The largest number of losses that a device still computes; with more, the oldest is waited for."""

@@ -27,7 +27,7 @@ from ckpt.recovery.run_log.run_spec import RunSpec
 from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.training.heartbeat_page import RankHeartbeat
+from ckpt.training.rank_heartbeat import RankHeartbeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpt.recovery.policy.loss_rollback import roll_back
 from ckpt.training.data_position import Ranges
-from ckpt.training.heartbeat_page import BadLoss
+from ckpt.training.rank_heartbeat import BadLoss
 
 Cause = Literal[
     "exit", "unusable", "damaged", "signal", "out of memory", "hang", "stopped", "lost", "diverged", "preempted", "straggler",

@@ -13,7 +13,8 @@ from typing import Literal
 
 from ckpt.training import loss_spikes
 from ckpt.training.data_position import SKIP_VARIABLE, Ranges, format_ranges, merge_ranges
-from ckpt.training.heartbeat_page import RESTORE_LIMIT_VARIABLE, BadLoss
+from ckpt.training.rank_heartbeat import BadLoss
+from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
 
 MAX_SKIPS = 3
 """How often batches are skipped at one place. After that the program or its learning rate is at fault."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ckpt.training import loss_spikes
 from ckpt.training.data_position import SKIP_VARIABLE
-from ckpt.training.heartbeat_page import RESTORE_LIMIT_VARIABLE
+from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
 from ckpt.training.save_interval import MTBF_VARIABLE
 
 log = logging.getLogger("ckpt.run")

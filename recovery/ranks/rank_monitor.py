@@ -22,7 +22,8 @@ from ckpt.recovery.policy.stragglers import PaceMeter, RankPace
 from ckpt.recovery.ranks import processes
 from ckpt.recovery.ranks.launch import RankProcess
 from ckpt.recovery.run_log.agent_reports import HostFailure, SlowestRank
-from ckpt.training.heartbeat_page import STACKS_SIGNAL, RankHeartbeat
+from ckpt.training.heartbeat_page import STACKS_SIGNAL
+from ckpt.training.rank_heartbeat import RankHeartbeat
 
 _UNOBSERVED_SECONDS = 1.0
 """After a longer gap between two polls, the silence of ranks before the gap does not count."""

@@ -14,7 +14,7 @@ from ckpt.recovery.policy.decide import PLANNED_CAUSES, Cause
 from ckpt.recovery.policy.stragglers import RankPace
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.storage.base.checked_decode import Malformed, decode
-from ckpt.training.heartbeat_page import BadLoss
+from ckpt.training.rank_heartbeat import BadLoss
 
 log = logging.getLogger("ckpt.run")
 

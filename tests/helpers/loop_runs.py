@@ -15,7 +15,8 @@ import pytest
 from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
 from ckpt.recovery.policy.loss_rollback import RollBack, rollback_environment
 from ckpt.training import heartbeat_page as pulses
-from ckpt.training.heartbeat_page import BadLoss, HeartbeatPage, RankHeartbeat
+from ckpt.training.heartbeat_page import HeartbeatPage
+from ckpt.training.rank_heartbeat import BadLoss, RankHeartbeat
 from helpers.folders import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "loop_rank.py")

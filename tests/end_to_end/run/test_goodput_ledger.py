@@ -33,7 +33,7 @@ from ckpt.recovery.run_log.sqlite import RUN_LOG_FILE as RECORD
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools import run_queries as commands
-from ckpt.training.heartbeat_page import RankHeartbeat
+from ckpt.training.rank_heartbeat import RankHeartbeat
 
 
 class Watched(Run):

@@ -169,7 +169,7 @@ assert before.step == 2
 def child():
     refused(lambda: saver.step(3, state_of(0), loss=float("nan")))
     data.publish_batch(99)
-    with pulses.phase("eval"):
+    with ckpt.pulse.phase("eval"):
         pass
     saver.close()
 

@@ -45,7 +45,7 @@ from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.storage.member.device import MemberInfo
 from ckpt.storage.registers.base import RegisterValue
 from ckpt.tiers import tier_spec
-from ckpt.training.heartbeat_page import BadLoss
+from ckpt.training.rank_heartbeat import BadLoss
 
 TIMES = 300
 STRANGE: Sequence[Any] = (

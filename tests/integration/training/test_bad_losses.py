@@ -25,8 +25,10 @@ from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.local.writer import O_DIRECT
 from ckpt.training import heartbeat_page as pulses
 from ckpt.training.data_position import SKIP_VARIABLE, parse_ranges
-from ckpt.training.heartbeat_page import RESTORE_LIMIT_VARIABLE, BadLoss, HeartbeatPage
+from ckpt.training.heartbeat_page import HeartbeatPage
 from ckpt.training.loss_monitor import LossMonitor
+from ckpt.training.rank_heartbeat import BadLoss
+from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
 
 
 def test_after_a_bad_loss_nothing_is_saved(job: Callable[..., Job], tmp_path: Path) -> None:

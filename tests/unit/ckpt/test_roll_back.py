@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import ckpt
 from ckpt.groups.threads import ThreadGroup
 from ckpt.tools import inspect
-from ckpt.training.heartbeat_page import RESTORE_LIMIT_VARIABLE
+from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
 
 RESTORED = 110
 OLD = (100, 110, 120, 130)

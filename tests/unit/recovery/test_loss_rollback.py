@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ckpt.recovery.policy.loss_rollback import MAX_SKIPS, roll_back
 from ckpt.training import loss_spikes
 from ckpt.training.data_position import SKIP_VARIABLE, is_in_ranges, parse_ranges
-from ckpt.training.heartbeat_page import RESTORE_LIMIT_VARIABLE, BadLoss
+from ckpt.training.rank_heartbeat import BadLoss
+from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
 
 
 def bad(batch: int, step: int | None = None, kind: Any = "not finite") -> BadLoss:

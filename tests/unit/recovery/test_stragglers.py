@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from ckpt.recovery.coordinator.transitions import draft_next_entries
 from ckpt.recovery.policy.stragglers import PaceMeter, find_stragglers
 from ckpt.recovery.run_log.agent_reports import HostFailure
+from ckpt.training import heartbeat_marks
 from ckpt.training import heartbeat_page as pulses
-from ckpt.training.heartbeat_page import HeartbeatPage, RankHeartbeat
+from ckpt.training.heartbeat_page import HeartbeatPage
+from ckpt.training.rank_heartbeat import RankHeartbeat
 
 
 @given(st.floats(0.01, 100.0), st.integers(1, 20), st.floats(1.2, 8.0), st.floats(1.05, 3.0), st.randoms())
@@ -105,9 +107,9 @@ def test_marks_in_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pulses.reset_after_fork()
     try:
         for _ in range(2):
-            with pulses.compute():
+            with heartbeat_marks.compute():
                 time.sleep(0.01)
-        with pytest.raises(ValueError, match="a bad batch"), pulses.compute():
+        with pytest.raises(ValueError, match="a bad batch"), heartbeat_marks.compute():
             raise ValueError("a bad batch")
     finally:
         pulses._after_fork()
@@ -136,13 +138,13 @@ def test_marks_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         before.record()
         work(300)  # as a collective before it would
         began.record()
-        with pulses.compute():
+        with heartbeat_marks.compute():
             work(100)
         ended.record()
         assert not ended.query(), "the device is not waited for"
         torch.cuda.synchronize()
         assert page.read().compute_seconds == 0
-        with pulses.compute():
+        with heartbeat_marks.compute():
             pass
     finally:
         pulses._after_fork()
