@@ -46,7 +46,8 @@ print("done", flush=True)
 """
 
 
-def run(folder: Path, what: str, redundancy: str, failpoints: str) -> int:
+def run_client(folder: Path, what: str, redundancy: str, failpoints: str) -> int:
+    """Run one operation in a client process with these fail points, and return the exit status of the process."""
     environment = os.environ | {"CKPT_FAILPOINTS": failpoints, "PYTHONPATH": str(TESTS)}
     command = [sys.executable, "-c", CLIENT, str(folder), what, redundancy]
     return subprocess.run(command, env=environment, capture_output=True, check=False).returncode
@@ -64,29 +65,30 @@ POINTS = [
 @pytest.mark.parametrize("what", ["put", "new", "delete", "rename"])
 @pytest.mark.soak
 @pytest.mark.parametrize("point", POINTS if SOAK else POINTS[::2])
-def test_a_client_is_killed(tmp_path: Path, what: str, point: str, redundancy: str) -> None:
-    """What was there is there, whole, or what was to be: never a mixture. The next one works, and nothing is left over."""
+def test_a_killed_client_leaves_the_old_or_the_new_files(tmp_path: Path, what: str, point: str, redundancy: str) -> None:
+    """The files are whole, either as they were or as the client wanted them, never a mixture. The next client works, and no
+    object is left over."""
     config = directories(tmp_path, 5, redundancy=redundancy)
     namespace = Namespace(config)
     namespace.put("a", OLD)
     namespace.close()
     name, _, at = point.partition("@")
-    code = run(tmp_path, what, redundancy, f"{name}=kill@{at or 1}")
+    code = run_client(tmp_path, what, redundancy, f"{name}=kill@{at or 1}")
     assert code in (0, -9)
     namespace = Namespace(config)
-    there = {path: namespace.get(path) for path in namespace.list()}
+    contents = {path: namespace.get(path) for path in namespace.list()}
     if what == "put":
-        assert there in ({"a": OLD}, {"a": NEW}), point
-        assert code or there == {"a": NEW}
+        assert contents in ({"a": OLD}, {"a": NEW}), point
+        assert code or contents == {"a": NEW}
     elif what == "new":
-        assert there in ({"a": OLD}, {"a": OLD, "b": NEW}), point
-        assert code or "b" in there
+        assert contents in ({"a": OLD}, {"a": OLD, "b": NEW}), point
+        assert code or "b" in contents
     elif what == "delete":
-        assert there in ({"a": OLD}, {}), point
-        assert code or not there
+        assert contents in ({"a": OLD}, {}), point
+        assert code or not contents
     else:
-        assert there in ({"a": OLD}, {"a": OLD, "b": OLD}, {"b": OLD}), point
-        assert code or there == {"b": OLD}
+        assert contents in ({"a": OLD}, {"a": OLD, "b": OLD}, {"b": OLD}), point
+        assert code or contents == {"b": OLD}
     for path in ("a", "b", "c"):
         namespace.put(path, NEW)
     namespace.delete(["b"])
@@ -98,14 +100,14 @@ def test_a_client_is_killed(tmp_path: Path, what: str, point: str, redundancy: s
     finally:
         surveys.GRACE_SECONDS = grace
     assert {path: namespace.get(path) for path in namespace.list()} == {"a": NEW, "c": NEW}
-    held = sum(len([p for p in (tmp_path / f"disk{i}" / "objects").rglob("*") if p.is_file()]) for i in range(5))
+    object_count = sum(len([p for p in (tmp_path / f"disk{i}" / "objects").rglob("*") if p.is_file()]) for i in range(5))
     file = namespace.stat("a")
     other = namespace.stat("c")
     assert file is not None
     assert file.layout is not None
     assert other is not None
     assert other.layout is not None
-    assert held == len(file.layout.objects) + len(other.layout.objects), "no object is left that nobody needs"
+    assert object_count == len(file.layout.objects) + len(other.layout.objects), "an object is left that no record names"
     namespace.close()
 
 
@@ -117,19 +119,22 @@ NODE_POINTS = [
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("point", NODE_POINTS)
-def test_nodes_die_at_a_point(tmp_path: Path, point: str, number: int) -> None:
-    fail_at(tmp_path, point, number, "kill")
+def test_acknowledged_files_survive_killed_nodes(tmp_path: Path, point: str, number: int) -> None:
+    check_files_survive_failing_nodes(tmp_path, point, number, "kill")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [1, 2] if SOAK else [1])
 @pytest.mark.parametrize("point", NODE_POINTS if SOAK else ["node.append@2"])
-def test_nodes_stand_still_at_a_point(tmp_path: Path, point: str, number: int) -> None:
-    fail_at(tmp_path, point, number, "stop")
+def test_acknowledged_files_survive_stopped_nodes(tmp_path: Path, point: str, number: int) -> None:
+    check_files_survive_failing_nodes(tmp_path, point, number, "stop")
 
 
-def fail_at(tmp_path: Path, point: str, number: int, action: str) -> None:
-    """As many as the redundancy says: what was acknowledged is there, before they come back and after."""
+def check_files_survive_failing_nodes(tmp_path: Path, point: str, number: int, action: str) -> None:
+    """Check that acknowledged files are readable while nodes fail and after their return.
+
+    number: how many nodes fail, at most as many as the redundancy tolerates.
+    """
     redundancy, count = ("2x", 4) if number == 1 else ("3+2", 7)
     name, _, at = point.partition("@")
     wire = [] if action == "kill" else ["--no-near"]
@@ -137,17 +142,17 @@ def fail_at(tmp_path: Path, point: str, number: int, action: str) -> None:
     nodes = [Process(tmp_path / f"n{i}", *wire, failpoints=point) for i, point in enumerate(points)]
     namespace = quick(nodes_config(nodes, redundancy=redundancy, deadline_seconds=5.0 if action == "kill" else 3.0))
     try:
-        known: dict[str, bytes] = {}
+        acknowledged: dict[str, bytes] = {}
         for i in range(6):
             data = random_bytes([100, 50_000, 3_000_000][i % 3], i)
             try:
                 namespace.put(f"f{i}", data)
-                known[f"f{i}"] = data
+                acknowledged[f"f{i}"] = data
             except Unavailable:
-                assert i == 0, "only where the namespace is made must all be there"
-        for path, data in known.items():
+                assert i == 0, "only the creation of the namespace needs all nodes"
+        for path, data in acknowledged.items():
             assert namespace.get(path) == data
-        assert known
+        assert acknowledged
         for node in nodes[:number]:
             if node.stopped():
                 node.kill()
@@ -155,7 +160,7 @@ def fail_at(tmp_path: Path, point: str, number: int, action: str) -> None:
                 node._failpoints = ""
                 node.start()
         fresh = quick(nodes_config(nodes, redundancy=redundancy, deadline_seconds=5.0))
-        for path, data in known.items():
+        for path, data in acknowledged.items():
             assert fresh.get(path) == data
         assert not repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh, verify=True)).failed
         fresh.close()
@@ -170,17 +175,17 @@ def fail_at(tmp_path: Path, point: str, number: int, action: str) -> None:
 @pytest.mark.parametrize(
     "point", ["node.get", "node.append@2", "node.commit", "node.committed", "registers.commit"] if SOAK else ["node.get"]
 )
-def test_a_node_fails_in_a_repair(tmp_path: Path, point: str, action: str) -> None:
-    """One disk is lost, and another node fails while that is mended: all is readable, and the next repair ends it. Those that
-    hold most."""
+def test_the_next_repair_completes_one_during_which_a_node_failed(tmp_path: Path, point: str, action: str) -> None:
+    """One disk is lost, and another node fails during the repair: all files stay readable, and the next repair completes it.
+    Both are nodes with the most objects."""
     name, _, at = point.partition("@")
     nodes = [Process(tmp_path / f"n{i}", "--no-near") for i in range(5)]
     namespace = quick(nodes_config(nodes, redundancy="3x", deadline_seconds=3.0))
     try:
-        known = {f"f{i}": random_bytes([50_000, 3_000_000][i % 2], i) for i in range(4)}
-        for path, data in known.items():
+        acknowledged = {f"f{i}": random_bytes([50_000, 3_000_000][i % 2], i) for i in range(4)}
+        for path, data in acknowledged.items():
             namespace.put(path, data)
-        namespace.settle([f"/{path}" for path in known])
+        namespace.settle([f"/{path}" for path in acknowledged])
         namespace.close()
         objects = [tmp_path / f"n{i}" / "objects" for i in range(5)]
         lost, other = sorted(range(5), key=lambda i: -sum(1 for _ in objects[i].rglob("*")))[:2]
@@ -190,19 +195,19 @@ def test_a_node_fails_in_a_repair(tmp_path: Path, point: str, action: str) -> No
         failing._failpoints = f"{name}={action}@{at or 1}"
         failing.start()
         namespace = quick(nodes_config(nodes, redundancy="3x", deadline_seconds=3.0))
-        with suppress(StoreError):  # it may fail as a whole, where the node was needed for more than its fragments
+        with suppress(StoreError):  # the repair fails as a whole where it needs the node for more than its fragments
             repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace))
-        for path, data in known.items():
+        for path, data in acknowledged.items():
             assert namespace.get(path) == data
         failing.kill()
         failing._failpoints = ""
         failing.start()
         fresh = quick(nodes_config(nodes, redundancy="3x"))
         assert not repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh, verify=True)).failed
-        found = surveys.scrub_namespace(fresh, verify=True)
-        assert not found.damaged_files
-        assert not found.missing_members
-        for path, data in known.items():
+        scrub = surveys.scrub_namespace(fresh, verify=True)
+        assert not scrub.damaged_files
+        assert not scrub.missing_members
+        for path, data in acknowledged.items():
             assert fresh.get(path) == data
         fresh.close()
     finally:
@@ -212,40 +217,40 @@ def test_a_node_fails_in_a_repair(tmp_path: Path, point: str, action: str) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_two_of_six_at_random_moments(tmp_path: Path, number: int) -> None:
-    """4+2: two nodes fail while files are written and read; every acknowledged file is there."""
+def test_acknowledged_files_survive_two_node_failures_at_random_moments(tmp_path: Path, number: int) -> None:
+    """With redundancy 4+2, two nodes fail while files are written and read; every acknowledged file is readable."""
     seed = int(os.environ.get("CKPT_SEED", random.randrange(10**6)))
     print("seed", seed)
     draw = random.Random(seed)
     nodes = [Process(tmp_path / f"n{i}") for i in range(8)]
     namespace = quick(nodes_config(nodes, redundancy="4+2", deadline_seconds=2.0))
-    known: dict[str, bytes] = {}
+    acknowledged: dict[str, bytes] = {}
     try:
-        namespace.put("first", b"all are there once")
+        namespace.put("first", b"all nodes answer once")
         stop = threading.Event()
 
-        def hurt() -> None:
+        def fail_two_nodes() -> None:
             for node in draw.sample(nodes, 2):
                 time.sleep(draw.uniform(0.0, 0.6))
                 node.signal(number)
             stop.set()
 
-        thread = threading.Thread(target=hurt)
+        thread = threading.Thread(target=fail_two_nodes)
         thread.start()
         after = 0
         for i in itertools.count():
             data = random_bytes(draw.choice([100, 40_000, 2_000_000]), i)
             namespace.put(f"f{i}", data)
-            known[f"f{i}"] = data
-            path = draw.choice(list(known))
-            assert namespace.get(path) == known[path], (seed, path)
+            acknowledged[f"f{i}"] = data
+            path = draw.choice(list(acknowledged))
+            assert namespace.get(path) == acknowledged[path], (seed, path)
             after += stop.is_set()
             if after > 4:
                 break
         thread.join()
-        for path, data in known.items():
+        for path, data in acknowledged.items():
             assert namespace.get(path) == data, (seed, path)
-        assert set(namespace.list()) == {"first", *known}
+        assert set(namespace.list()) == {"first", *acknowledged}
     finally:
         namespace.close()
         for node in nodes:

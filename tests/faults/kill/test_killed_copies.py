@@ -38,8 +38,8 @@ POINTS = ("promote.pack", "promote.manifest", "promote.commit", "promote.committ
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
-def test_killed_at_each_point_of_a_promotion(places: Places) -> None:
-    """One run lives through all of them; each start finds the newest acknowledged step."""
+def test_a_kill_at_any_point_of_a_promotion_loses_no_step(places: Places) -> None:
+    """One run passes all fail points; each start finds the newest acknowledged step."""
     newest = -1
     for number, point in enumerate(POINTS):
         process = python(KILLED, places.base, env={"CKPT_FAILPOINTS": f"{point}=kill@{number % 2 + 1}"})
@@ -58,11 +58,13 @@ def test_killed_at_each_point_of_a_promotion(places: Places) -> None:
         train(ck, range(start, start + 8))
     places.check()
     for place in (places.nvme, places.run):
-        assert {name for name in files(place) if name.startswith("steps/")} == reachable(place), "nothing is left over"
+        assert {name for name in files(place) if name.startswith("steps/")} == reachable(place), (
+            "a file is left that no step needs"
+        )
 
 
-def test_drain(places: Places) -> None:
-    """What ckpt-run does with the memory of ranks that died."""
+def test_drain_copies_the_newest_step_of_a_dead_process_once(places: Places) -> None:
+    """ckpt-run drains the memory of ranks that died in this way."""
     process = python(KILLED, places.base, env={"CKPT_FAILPOINTS": "save.commit=kill@3"})
     out, err = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL, err
@@ -79,7 +81,7 @@ def test_drain(places: Places) -> None:
     assert drain(memory) == ""
 
 
-def test_the_memory_of_a_job_that_lives_is_not_drained(places: Places) -> None:
+def test_the_memory_of_a_live_process_is_not_drained(places: Places) -> None:
     code = KILLED.replace("ck.wait()", "ck.wait(); sys.stdin.readline()")
     process = python(code, places.base)
     assert process.stdout is not None
@@ -92,12 +94,14 @@ def test_the_memory_of_a_job_that_lives_is_not_drained(places: Places) -> None:
     assert_all_load(places.run, 7)
 
 
-def test_memory_of_before_is_read_until_something_is_newer(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_the_previous_job_is_read_until_a_newer_step_exists(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ck = ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(7))
     leave(ck)
     old = files(places.memory)
-    new = move_on(places, monkeypatch, "ckpt://127.0.0.1:1?redundancy=1x")  # nobody is there
+    new = move_on(places, monkeypatch, "ckpt://127.0.0.1:1?redundancy=1x")  # no node answers at this address
     with ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None) as ck:
         state, start = ck.restore(state_of(0))
         assert start == 7
@@ -108,12 +112,14 @@ def test_memory_of_before_is_read_until_something_is_newer(places: Places, monke
         ck.wait()
         assert ckpt.open(new).steps() == [7]
         assert [place.url for place in ck.repository.places] == [new.as_uri(), places.run.as_uri()]
-    assert files(places.memory) == old, "nothing was written there"
+    assert files(places.memory) == old, "the memory of the previous job was written to"
     assert assert_all_load(places.run, 7)[-1] == 7
 
 
-def test_a_step_that_only_memory_of_before_has_comes_home(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a job that does nothing but start and end."""
+def test_a_step_only_in_the_memory_of_the_previous_job_is_copied_to_the_record(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that only starts and ends copies it to the repository of record."""
     ck = ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(6))
     leave(ck)
@@ -123,50 +129,50 @@ def test_a_step_that_only_memory_of_before_has_comes_home(places: Places, monkey
     assert assert_all_load(places.run, 5)[-1] == 5
 
 
-def test_drain_of_several_memories(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that hold steps the newest counts; what the repository of record has since is not undone."""
+def test_drain_of_several_memories_copies_the_newest_step(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory with the newest step counts; a newer step in the repository of record is not undone."""
     old = os.environ["CKPT_MEMORY"]
     ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(6))
     leave(ck)
     move_on(places, monkeypatch)
     new = os.environ["CKPT_MEMORY"]
-    gone = "ckpt://127.0.0.1:1?redundancy=1x"
+    unreachable = "ckpt://127.0.0.1:1?redundancy=1x"
     assert "step 5 was brought" in drain(new, old)
     ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(6, 8))
     leave(ck)
-    assert "could not be drained" in drain(gone, new)
+    assert "could not be drained" in drain(unreachable, new)
     assert ckpt.open(places.run).steps()[-1] == 7
     shutil.rmtree(places.run / "steps" / "7")
-    said = drain(new, gone, old)
-    assert "step 7 was brought" in said
-    assert len(said.splitlines()) == 1, "what is older is not looked at, nor missed"
+    report = drain(new, unreachable, old)
+    assert "step 7 was brought" in report
+    assert len(report.splitlines()) == 1, "an older memory is reported, although it was neither read nor needed"
     assert "has step 7 already, which is newer than step 5" in drain(old)
     assert 5 in ckpt.open(places.run).steps()
 
 
-def test_an_older_job_cannot_promote_over_a_newer_one(places: Places) -> None:
-    """It lives on another host, cut off, and has a memory of its own."""
+def test_a_fenced_job_promotes_no_step(places: Places) -> None:
+    """The older job runs on another host without a connection, and has a memory of its own."""
     with places.open() as ck:
         ck.save(0, state_of(0))
         ck.wait()
         take_over(places.run, 77)
-        with failing("promote.pack=sleep:0.3@*"):  # so that a step waits behind the one that is refused
+        with failing("promote.pack=sleep:0.3@*"):  # so that a step waits behind the refused one
             for step in (1, 2):
                 ck.save(step, {**state_of(step), "name": "old"}).result()  # in memory
         with pytest.raises(ckpt.Fenced, match="taken over"):
             ck.wait()
-        with pytest.raises(ckpt.Fenced) as told:
+        with pytest.raises(ckpt.Fenced) as error:
             ck.step(3, state_of(3))
-        one_line(told, "process 4711 on elsewhere", "stop it")
+        one_line(error, "process 4711 on elsewhere", "stop it")
         with pytest.raises(ckpt.Fenced):
             ck.close()
     assert ckpt.open(places.run).steps() == [0]
 
 
-def test_pages_are_used_again(tmp_path: Path) -> None:
-    """A pack is written into the file of one that was deleted; other processes may do so at once."""
+def test_a_new_pack_reuses_the_memory_of_a_deleted_one(tmp_path: Path) -> None:
+    """A pack is written into the file of a deleted one; several processes may do so at the same time."""
     store = MemoryStore(tmp_path)
     data = os.urandom(3 * ALIGNMENT)
 
@@ -184,6 +190,6 @@ def test_pages_are_used_again(tmp_path: Path) -> None:
     assert write("a/3.pack", data) != first
     store.delete(["a/2.pack"])
     store.delete(["a/3.pack"])
-    assert len([*(tmp_path / ".spare").iterdir()]) == 1, "never more than were deleted at once"
+    assert len([*(tmp_path / ".spare").iterdir()]) == 1, "there are more spare files than files deleted at the same time"
     store.sweep_temporaries("")
     assert files(tmp_path) == set()

@@ -1,4 +1,4 @@
-"""Ranks as processes: killed one by one at every fail point, and the ones that are left."""
+"""Ranks are killed one by one at every fail point of a save, and the other ranks end with an error."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ ONLY_RANK_0 = {"ranks.gather", "ranks.merge", "save.manifest", "save.commit", "s
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts and kills processes as Linux has them")
 
 
-def check(root: Path, least: int | None, size: int) -> int:
-    """After a kill: earlier steps are whole, the next job of all ranks goes on. Returns its first step."""
+def check_next_job_continues(root: Path, least: int | None, size: int) -> int:
+    """Check that earlier steps are whole and that the next job of all ranks continues; return the first step of that job."""
     ended = ends(start(size, "train", root, steps=1, wait=True))
     assert all(status == 0 for status, _, _ in ended), [err[-2000:] for _, _, err in ended]
     first = {line["start"] for _, lines, _ in ended for line in lines if "start" in line}
-    assert len(first) == 1, "the ranks went on from different steps"
-    begun = first.pop()
-    assert least is None or begun > least
+    assert len(first) == 1, "the ranks continued from different steps"
+    first_step = first.pop()
+    assert least is None or first_step > least
     for number in ckpt.open(root).steps():
         assert ckpt.open(root)[number].verify() > 0
-    return int(begun)
+    return int(first_step)
 
 
 CASES = [
@@ -47,8 +47,8 @@ CASES = [
 ]
 
 
-def killed(root: Path, point: str, victim: int, k: int) -> None:
-    """A job whose rank `victim` dies at a point: every rank of it ends, and the next job goes on from a whole step."""
+def check_killed_rank(root: Path, point: str, victim: int, k: int) -> None:
+    """Run a job whose rank `victim` dies at a fail point: all its ranks end, and the next job continues from a whole step."""
     ended = ends(start(SIZE, "train", root, steps=k + 2, victim=victim, failpoints=f"{point}=kill@{k}", timeout=8))
     assert ended[victim][0] == -signal.SIGKILL, ended[victim]
     committed = [line["committed"] for _, lines, _ in ended for line in lines if "committed" in line]
@@ -56,14 +56,14 @@ def killed(root: Path, point: str, victim: int, k: int) -> None:
         if rank != victim:
             assert status == 1, (rank, err[-2000:])
             assert re.search("SaveFailed|RanksMissing|StepRefused", err), err[-2000:]
-    check(root, max(committed, default=None), SIZE)
+    check_next_job_continues(root, max(committed, default=None), SIZE)
 
 
 @pytest.mark.soak
-def test_each_rank_killed_at_each_named_point(tmp_path: Path) -> None:
-    """The cases mostly wait for each other's end, so that several run at once."""
+def test_a_rank_killed_at_any_fail_point_ends_the_job_and_leaves_whole_steps(tmp_path: Path) -> None:
+    """The jobs mostly wait for the end of each other's ranks, so several jobs run at the same time."""
     with fast_folder(tmp_path) as fast, ThreadPoolExecutor(5) as pool:
-        jobs = {case: pool.submit(killed, fast / "-".join(map(str, case)), *case) for case in CASES}
+        jobs = {case: pool.submit(check_killed_rank, fast / "-".join(map(str, case)), *case) for case in CASES}
         failed = {case: job.exception() for case, job in jobs.items() if job.exception() is not None}
     assert not failed, failed
 
@@ -84,8 +84,8 @@ for step in range(1000):
 """
 
 
-def savers(size: int, url: Path) -> list[subprocess.Popen[str]]:
-    """Ranks that save a step when they are told to, with the timeout that users have."""
+def start_savers(size: int, url: Path) -> list[subprocess.Popen[str]]:
+    """Start ranks that save one step for each line of their standard input, with the default timeout."""
     pipe = subprocess.PIPE
     return [
         subprocess.Popen(
@@ -96,27 +96,28 @@ def savers(size: int, url: Path) -> list[subprocess.Popen[str]]:
     ]  # fmt: skip
 
 
-def go(ranks: Sequence[subprocess.Popen[str]]) -> None:
+def save_next_step(ranks: Sequence[subprocess.Popen[str]]) -> None:
+    """Let each of these ranks save its next step."""
     for rank in ranks:
         assert rank.stdin is not None
         rank.stdin.write("\n")
         rank.stdin.flush()
 
 
-def test_a_rank_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
-    """It is seen to be dead by the others of its host: no timeout is waited for."""
-    ranks = savers(3, tmp_path / "r")
+def test_the_other_ranks_do_not_wait_for_a_killed_rank(tmp_path: Path) -> None:
+    """Ranks on the same host see that it is dead, so they do not wait for a timeout."""
+    ranks = start_savers(3, tmp_path / "r")
     try:
         assert lines(ranks) == ["0"] * 3
-        go(ranks)
+        save_next_step(ranks)
         assert lines(ranks) == ["1"] * 3
         ranks[1].kill()
         ranks[1].wait()
         others = [ranks[0], ranks[2]]
-        go(others)
-        for said in lines(others):
-            assert said.startswith("RanksMissing"), said
-            assert "rank 1 of 3 did not bring its part of step 1 and has ended" in said
+        save_next_step(others)
+        for line in lines(others):
+            assert line.startswith("RanksMissing"), line
+            assert "rank 1 of 3 did not bring its part of step 1 and has ended" in line
     finally:
         for rank in ranks:
             rank.kill()
@@ -124,48 +125,49 @@ def test_a_rank_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path / "r").steps() == [0]
 
 
-def test_the_repository_is_removed_while_ranks_wait(tmp_path: Path) -> None:
-    """As /dev/shm is cleared now and then. They hear of it, and don't wait for what can't come any more."""
-    ranks = savers(2, tmp_path / "r")
+def test_waiting_ranks_report_that_the_repository_was_deleted(tmp_path: Path) -> None:
+    """Some systems clear /dev/shm now and then. The ranks see that their files are gone, and do not wait for parts that cannot
+    arrive."""
+    ranks = start_savers(2, tmp_path / "r")
     try:
         assert lines(ranks) == ["0"] * 2
-        go(ranks)
+        save_next_step(ranks)
         assert lines(ranks) == ["1"] * 2
-        go(ranks[:1])
+        save_next_step(ranks[:1])
         while not list((tmp_path / "r").glob("steps/1/part/0-*.arrow")):
             assert ranks[0].poll() is None
         shutil.rmtree(tmp_path / "r")
-        (said,) = lines(ranks[:1])
-        assert "is missing: the folder was deleted or emptied during a save" in said, said
-        go(ranks[1:])
-        (said,) = lines(ranks[1:])
-        assert "is missing: the folder was deleted or emptied during a save" in said, said
+        (line,) = lines(ranks[:1])
+        assert "is missing: the folder was deleted or emptied during a save" in line, line
+        save_next_step(ranks[1:])
+        (line,) = lines(ranks[1:])
+        assert "is missing: the folder was deleted or emptied during a save" in line, line
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
 
 
-def test_a_killed_job_s_ranks_do_not_add_to_the_next(tmp_path: Path) -> None:
-    """Every rank but the committer goes on a while after the next job has begun."""
+def test_remaining_ranks_of_a_killed_job_add_nothing_to_the_next_job(tmp_path: Path) -> None:
+    """Every rank but the committer continues for a while after the next job has started."""
     ranks = start(3, "train", tmp_path, steps=1000, timeout=60)
     try:
         while not (tmp_path / "steps/1/commit.json").exists():
             assert all(process.poll() is None for process in ranks)
         ranks[0].kill()
-        begun = check(tmp_path, 0, 3)
-        assert begun >= 1
+        first_step = check_next_job_continues(tmp_path, 0, 3)
+        assert first_step >= 1
     finally:
         for process in ranks:
             process.kill()
-        ends_of_killed = [process.communicate()[1] for process in ranks]
-    assert len(ends_of_killed) == 3
+        stderr_of_killed = [process.communicate()[1] for process in ranks]
+    assert len(stderr_of_killed) == 3
     for number in ckpt.open(tmp_path).steps():
         ckpt.open(tmp_path)[number].verify()
     assert {c.commit.generation for c in ckpt.open(tmp_path)} <= {1, 2}
 
 
-def test_ranks_of_two_names_do_not_meet_and_say_so(tmp_path: Path) -> None:
+def test_ranks_with_different_run_ids_do_not_meet_and_warn(tmp_path: Path) -> None:
     program = (
         "import sys, numpy as np, ckpt\n"
         "from ckpt.groups import EnvGroup, store_rendezvous\n"
@@ -182,9 +184,9 @@ def test_ranks_of_two_names_do_not_meet_and_say_so(tmp_path: Path) -> None:
     ranks = [start_rank(0, 15)]
     until(lambda: list(tmp_path.glob("meet/*/open")))  # rank 1 must find the rendezvous of the other name when it warns
     ranks.append(start_rank(1, 2))
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    stderr = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
-    assert "waiting for rank 1 at " in said[0]
-    assert "waiting for rank 0 at " in said[1]
-    assert "ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT use or used this store" in said[1]
+    assert "waiting for rank 1 at " in stderr[0]
+    assert "waiting for rank 0 at " in stderr[1]
+    assert "ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT use or used this store" in stderr[1]
     assert not list(tmp_path.glob("steps/*"))

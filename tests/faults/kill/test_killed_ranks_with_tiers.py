@@ -24,8 +24,8 @@ with Places(Path(sys.argv[1])).open(group="auto", timeout=60) as ck:
 """
 
 
-def test_ranks_that_are_killed_lose_no_step(places: Places) -> None:
-    """Processes that know of each other by the environment alone. Every acknowledged step is found again."""
+def test_killed_ranks_with_tiers_lose_no_acknowledged_step(places: Places) -> None:
+    """The ranks know of each other by the environment only. Every acknowledged step is found again."""
     newest = -1
     for attempt, (steps, victim) in enumerate(((1000, 1), (1000, 0), (5, None))):
         ranks = [
@@ -42,12 +42,12 @@ def test_ranks_that_are_killed_lose_no_step(places: Places) -> None:
             if victim is None:
                 assert [rank.wait(60) for rank in ranks] == [0, 0]
                 break
-            seen = ranks[1 - victim].stdout
-            assert seen is not None
-            newest = max(int(seen.readline()) for _ in range(5))
+            stdout = ranks[1 - victim].stdout
+            assert stdout is not None
+            newest = max(int(stdout.readline()) for _ in range(5))
             ranks[victim].kill()
             ranks[1 - victim].kill()
-            newest = max([newest, *map(int, seen.read().split())])
+            newest = max([newest, *map(int, stdout.read().split())])
         finally:
             for rank in ranks:
                 rank.kill()

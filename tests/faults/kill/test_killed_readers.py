@@ -21,7 +21,7 @@ from ckpt.groups.threads import ThreadGroup
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"),
-    reason="no memory in common on this system",
+    reason="no shared memory window on this system",
 )
 
 
@@ -49,8 +49,8 @@ dist.destroy_process_group()
 """
 
 
-def processes(root: Path, victim: int, point: str) -> list[tuple[int, str]]:
-    """Exit status of three ranks under gloo, and what they print; one of them has an active fail point."""
+def run_three_ranks(root: Path, victim: int, point: str) -> list[tuple[int, str]]:
+    """Return exit status and output of three ranks under gloo, of which one has an active fail point."""
     pytest.importorskip("torch")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -63,33 +63,33 @@ def processes(root: Path, victim: int, point: str) -> list[tuple[int, str]]:
         for r in range(3)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=180)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_is_killed_while_blocks_go_round(tmp_path: Path, victim: int) -> None:
-    """The others hear of it by the memory itself, and say who died. Rank 0 has made the memory."""
+def test_the_other_ranks_name_a_rank_that_was_killed_during_a_shared_read(tmp_path: Path, victim: int) -> None:
+    """The other ranks see it in the shared memory itself, and report which rank died. Rank 0 has created the memory."""
     state = saved(tmp_path)
-    ended = processes(tmp_path, victim, "load.window=kill@2")
+    ended = run_three_ranks(tmp_path, victim, "load.window=kill@2")
     assert ended[victim][0] == -9
-    for rank, (status, said) in enumerate(ended):
+    for rank, (status, output) in enumerate(ended):
         if rank != victim:
-            assert status == 3, (rank, status, said)
-            assert said.startswith("GroupError"), said
-            assert re.search(rf"ranks? ([0-9, ]*, )?{victim}(, [0-9, ]*)? died", said), said  # and one that ended after it
+            assert status == 3, (rank, status, output)
+            assert output.startswith("GroupError"), output
+            assert re.search(rf"ranks? ([0-9, ]*, )?{victim}(, [0-9, ]*)? died", output), output  # or one that ended with it
     total = sum(float(array.sum()) for array in state.values())
-    for status, said in processes(tmp_path, 0, ""):
+    for status, output in run_three_ranks(tmp_path, 0, ""):
         assert status == 0
-        assert np.isclose(float(said.split()[1]), total)
+        assert np.isclose(float(output.split()[1]), total)
 
 
-def test_nothing_is_left_of_the_memory() -> None:
-    gc.collect()  # what failed before is held by its traceback
+def test_a_shared_window_is_unmapped_with_its_last_reference() -> None:
+    gc.collect()  # a traceback of an earlier failure may reference a window
     before = mappings()
     windows = all_well(on_ranks(3, lambda g: window_of(g, 2, 1), ThreadGroup.make(3)))
     windows[0].wait_for_free_slot(0)[:] = 7

@@ -34,8 +34,8 @@ POINTS = [
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("by", ["forget", "repair"])
-def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
-    """Clients go on before and after; the next change, or a repair, completes it."""
+def test_the_next_change_or_a_repair_completes_a_killed_ring_change(tmp_path: Path, point: str, by: str) -> None:
+    """Clients that started before and after it work; the next change, or a repair, completes it."""
     three_of(tmp_path, 5)
     config = tmp_path / "config.toml"
     members = ", ".join(f'{{url = "{tmp_path}/disk{i}", name = "disk{i}"}}' for i in range(5))
@@ -66,8 +66,8 @@ def test_killed_in_a_change(tmp_path: Path, point: str, by: str) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS[1:] if SOAK else ["ring.decided", "ring.settled", "ring.moved"])
-def test_killed_while_more_come_to_keep_records(tmp_path: Path, point: str) -> None:
-    """The next who writes completes it; nothing that was acknowledged before is lost meanwhile."""
+def test_the_next_writer_completes_a_killed_growth_of_the_record_ring(tmp_path: Path, point: str) -> None:
+    """The next writer completes it; no acknowledged file is lost meanwhile."""
     three_of(tmp_path, 6)
     rebalance.rebalance_fragments(grown := Namespace(directories(tmp_path, 6)))
     program = (
@@ -92,89 +92,91 @@ SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(3
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
-def test_one_history(tmp_path: Path, seed: int) -> None:
-    """Clients add words to values over registers that lose calls, while the members that keep these are changed again and
-    again, and some of the changes break off. What each client was told is a beginning of the end."""
+def test_registers_keep_one_history_while_their_ring_changes(tmp_path: Path, seed: int) -> None:
+    """Clients append words to values over registers that lose calls, while the record ring changes again and again and some
+    changes break off. Each value that a client received is a prefix of the final value."""
     draw = random.Random(seed)
     rate = draw.choice([0.0, 0.02, 0.1])
     tolerated = draw.choice(["2x", "3x"])
     assert Namespace(directories(tmp_path, draw.choice([3, 4, 5][tolerated == "3x" :]), redundancy=tolerated)).ring
-    told: list[tuple[str, str | None, list[str]]] = []
-    lock, over, changed = threading.Lock(), threading.Event(), threading.Event()
+    received: list[tuple[str, str | None, list[str]]] = []
+    lock, clients_done, changed = threading.Lock(), threading.Event(), threading.Event()
     breaking: dict[int, random.Random] = {}
 
-    def opened(number: int) -> Namespace:
+    def open_flaky(number: int) -> Namespace:
         namespace = Namespace(directories(tmp_path, 6, redundancy=tolerated, deadline_seconds=3.0))
-        mine = breaking[number] = random.Random(f"{seed} {number}")
-        for name, place in namespace.open_members.items():
-            namespace._member_registers[name] = place.registers = Flaky(place.registers, mine, rate)
+        draws = breaking[number] = random.Random(f"{seed} {number}")
+        for name, member in namespace.open_members.items():
+            namespace._member_registers[name] = member.registers = Flaky(member.registers, draws, rate)
         namespace.fan_out.health._first_pause_seconds, namespace.fan_out.health._max_pause_seconds = 0.001, 0.01
         return namespace
 
     def client(number: int) -> None:
-        namespace, mine = opened(number), random.Random(f"{seed} client {number}")
+        namespace, draws = open_flaky(number), random.Random(f"{seed} client {number}")
         for i in range(25):
-            word, name = f"{number}.{i}", f"v{mine.randrange(3)}"
+            word, name = f"{number}.{i}", f"v{draws.randrange(3)}"
 
             def add(_: str, value: RegisterValue | None, word: str = word) -> RegisterValue | None:
-                there = words(value)
-                return None if word in there else RegisterValue(b"", " ".join([*there, word]).encode())
+                present = words(value)
+                return None if word in present else RegisterValue(b"", " ".join([*present, word]).encode())
 
             try:
-                if mine.random() < 0.4:
-                    seen, who = words(namespace.read_records([name])[name]), None
+                if draws.random() < 0.4:
+                    value_words, added = words(namespace.read_records([name])[name]), None
                 else:
-                    seen, who = words(namespace.update_register(name, add)), word
+                    value_words, added = words(namespace.update_register(name, add)), word
             except Unavailable:
                 continue
             with lock:
-                told.append((name, who, seen))
-            time.sleep(mine.random() * 0.02)
+                received.append((name, added, value_words))
+            time.sleep(draws.random() * 0.02)
 
-    def changing(number: int) -> None:
-        namespace, mine = opened(number), random.Random(f"{seed} change {number}")
-        for turn in itertools.count():
-            if over.is_set() and (changed.is_set() or turn > 1000):
+    def change_repeatedly(number: int) -> None:
+        namespace, draws = open_flaky(number), random.Random(f"{seed} change {number}")
+        for number_of_changes in itertools.count():
+            if clients_done.is_set() and (changed.is_set() or number_of_changes > 1000):
                 return
-            to = mine.sample(range(6), mine.randint(2, 6))
-            broken = mine.random() < 0.4
+            next_members = draws.sample(range(6), draws.randint(2, 6))
+            breaks_off = draws.random() < 0.4
 
-            def stop(now: int, broken: bool = broken) -> None:
-                if broken:
+            def stop(count: int, breaks_off: bool = breaks_off) -> None:
+                if breaks_off:
                     raise StoreError("given up")
 
             try:
-                change_ring(namespace, spots(namespace, *to), progress=stop, tolerated_losses=mine.choice([0, 2]))  # type: ignore[arg-type]
+                change_ring(namespace, spots(namespace, *next_members), progress=stop, tolerated_losses=draws.choice([0, 2]))  # type: ignore[arg-type]
                 if namespace.ring.epoch > 1:
                     changed.set()
             except StoreError:
                 namespace.invalidate_ring()
-            time.sleep(mine.random() * 0.05)
+            time.sleep(draws.random() * 0.05)
 
     clients = [threading.Thread(target=client, args=(i,)) for i in range(4)]
-    changers = [threading.Thread(target=changing, args=(10 + i,)) for i in range(2)]
+    changers = [threading.Thread(target=change_repeatedly, args=(10 + i,)) for i in range(2)]
     for thread in clients + changers:
         thread.start()
     for thread in clients:
         thread.join()
-    over.set()
+    clients_done.set()
     for thread in changers:
         thread.join()
     last = Namespace(directories(tmp_path, 6, redundancy=tolerated))
     complete_ring_change(last)
     for name in ("v0", "v1", "v2"):
-        end = words(last.read_records([name])[name])
-        assert len(set(end)) == len(end), "no word is there twice"
-        for where, who, seen in told:
-            if where == name:
-                assert end[: len(seen)] == seen, f"CKPT_SEED={seed}: {seen} was told, {end} is the end"
-                assert who is None or who in seen
-    assert last.ring.epoch > 1, "something was changed"
-    assert told
+        final = words(last.read_records([name])[name])
+        assert len(set(final)) == len(final), "a word occurs twice"
+        for register_name, added, value_words in received:
+            if register_name == name:
+                assert final[: len(value_words)] == value_words, (
+                    f"CKPT_SEED={seed}: a client received {value_words}, the final value is {final}"
+                )
+                assert added is None or added in value_words
+    assert last.ring.epoch > 1, "no change was made"
+    assert received
 
 
-def test_a_lost_node_is_replaced(tmp_path: Path) -> None:
-    """Four nodes, one of them for ever gone, a new one in its place; a client that knows of neither goes on."""
+def test_clients_continue_after_a_lost_node_was_replaced(tmp_path: Path) -> None:
+    """Of four nodes one is lost for good, and a new one takes its place; a client that knows of neither change continues."""
     nodes = [Process(tmp_path / f"n{i}") for i in range(5)]
     try:
         client = quick(nodes_config(nodes[:4], redundancy="2x"))
@@ -191,9 +193,9 @@ def test_a_lost_node_is_replaced(tmp_path: Path) -> None:
         client.put("after", b"by a client that knows of four")
         assert keepers(client) == {n.address for n in nodes} - {nodes[1].address}
         all_but_after = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
-        found = surveys.scrub_namespace(all_but_after, verify=True)
-        assert found.is_whole, found
-        nodes[2].kill()  # and now another one
+        scrub = surveys.scrub_namespace(all_but_after, verify=True)
+        assert scrub.is_whole, scrub
+        nodes[2].kill()  # a second node is lost, too
         rest = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
         assert rest.get("after") == b"by a client that knows of four"
         rest.delete(["after"])

@@ -24,13 +24,13 @@ POINTS = sorted(
         for folder in ("ckpt", "storage")
         for path in (TESTS.parent / folder).rglob("*.py")
         for point in re.findall(r'failpoint\("([\w.]+)"\)', path.read_text())
-        if point.partition(".")[0] in ("claim", "save", "delete", "local") and point != "local.read"  # nothing here reads packs
+        if point.partition(".")[0] in ("claim", "save", "delete", "local") and point != "local.read"  # nothing reads packs
     }
 )
-"""Read from the sources, so that a point that is added is killed at, too."""
+"""Read from the sources, so that the tests include each fail point that is added."""
 MODES = ("blocking", "async", "checkpointer")
 SEED = int(os.environ.get("CKPT_SEED", "20240607"))
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a server, and tells processes apart by /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a server, and identifies processes by /proc")
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def killer() -> Iterator[Killer]:
     server.close()
 
 
-def check_and_go_on(root: Path, acknowledged: list[int]) -> int:
-    """What must hold after a kill; returns the next step number."""
+def check_and_save_next(root: Path, acknowledged: list[int]) -> int:
+    """Check all conditions after a kill, save a further step, and return the number of the step after it."""
     steps = assert_all_load(root, acknowledged[-1] if acknowledged else None)
     after = steps[-1] + 1 if steps else 0
     ckpt.save(state_of(after), root, after, keep=2)
@@ -59,16 +59,16 @@ def check_and_go_on(root: Path, acknowledged: list[int]) -> int:
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_at_a_named_point(killer: Killer, fast: Path, point: str, mode: str) -> None:
-    """One repository lives through a kill at the first pass of the point, the second, …"""
+def test_a_save_killed_at_any_fail_point_leaves_whole_steps(killer: Killer, fast: Path, point: str, mode: str) -> None:
+    """One repository is killed at the first pass of the point, then at the second, and so on."""
     passes = range(1, 100) if SOAK else (1, 2, 3, 5, 8, 13, 21)
     start, hits = 0, 0
     for k in passes:
         spec = f"{point}=kill@{k}"
-        told = killer.run(url=str(fast / "run"), start=start, count=3, mode=mode, failpoints=spec)
-        assert not told["error"], (spec, told["error"])
-        start = check_and_go_on(fast / "run", told["acknowledged"])
-        if not told["killed"]:
+        outcome = killer.run(url=str(fast / "run"), start=start, count=3, mode=mode, failpoints=spec)
+        assert not outcome["error"], (spec, outcome["error"])
+        start = check_and_save_next(fast / "run", outcome["acknowledged"])
+        if not outcome["killed"]:
             break
         hits += 1
     assert hits, f"nothing passes the fail point {point}"
@@ -76,24 +76,24 @@ def test_killed_at_a_named_point(killer: Killer, fast: Path, point: str, mode: s
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
-def test_killed_at_random_moments(killer: Killer, tmp_path: Path, mode: str) -> None:
+def test_a_save_killed_at_a_random_moment_leaves_whole_steps(killer: Killer, tmp_path: Path, mode: str) -> None:
     count = 200 if SOAK else 20
     print(f"CKPT_SEED={SEED}")
     moments = random.Random(f"{SEED} {mode}")
     root = tmp_path / "run"
     start, killed = 0, 0
     for _ in range(count):
-        # Most moments early, where a save is under way; some later, in the middle of the loop.
+        # Most moments are early, during a save; some are later, in the middle of the loop.
         moment = moments.choice((0.02, 0.1, 0.3)) * moments.random()
-        told = killer.run(url=str(root), start=start, count=1000, mode=mode, kill_after=moment)
-        assert not told["error"], told["error"]
-        killed += told["killed"]
-        start = check_and_go_on(root, told["acknowledged"])
+        outcome = killer.run(url=str(root), start=start, count=1000, mode=mode, kill_after=moment)
+        assert not outcome["error"], outcome["error"]
+        killed += outcome["killed"]
+        start = check_and_save_next(root, outcome["acknowledged"])
     assert killed == count
 
 
-def test_killed_by_the_environment(tmp_path: Path) -> None:
-    """The same through a process of its own and CKPT_FAILPOINTS, as a user would do it."""
+def test_a_fail_point_from_the_environment_kills_a_save(tmp_path: Path) -> None:
+    """The kill happens in a process of its own by CKPT_FAILPOINTS, as a user would do it."""
     code = """
 import sys, ckpt
 from helpers.states import state_of
@@ -107,14 +107,14 @@ for step in range(5):
     assert out.split() == ["0", "1"]
     assert assert_all_load(tmp_path / "run", 1) == [0, 1]
     finish(python(code, tmp_path / "other", env={"CKPT_FAILPOINTS": ""}))
-    assert check_and_go_on(tmp_path / "run", [0, 1]) == 3
+    assert check_and_save_next(tmp_path / "run", [0, 1]) == 3
 
 
-def test_killed_while_the_repository_is_made(killer: Killer, tmp_path: Path) -> None:
-    """The very first files: the marker and the first claim."""
+def test_a_kill_while_the_repository_is_created_leaves_it_usable(killer: Killer, tmp_path: Path) -> None:
+    """The kill hits the very first files: the marker and the first writer lease."""
     for k in range(1, 12):
         root = tmp_path / str(k)
-        told = killer.run(url=str(root), start=0, count=1, mode="blocking", failpoints=f"local.fsync=kill@{k}")
-        assert not told["error"], told["error"]
-        assert told["killed"]
-        check_and_go_on(root, told["acknowledged"])
+        outcome = killer.run(url=str(root), start=0, count=1, mode="blocking", failpoints=f"local.fsync=kill@{k}")
+        assert not outcome["error"], outcome["error"]
+        assert outcome["killed"]
+        check_and_save_next(root, outcome["acknowledged"])

@@ -1,4 +1,4 @@
-"""Work that is under way when a program ends is finished, wherever it is written, and nothing hangs."""
+"""A program that ends finishes its saves wherever they are written, and does not hang."""
 
 from __future__ import annotations
 
@@ -31,57 +31,61 @@ for step in range(2):
 
 @pytest.fixture
 def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of four directories."""
+    """Return the URL of a namespace of four directories."""
     members = ", ".join(f'{{ url = "{tmp_path}/disk{i}", name = "disk{i}" }}' for i in range(4))
     (tmp_path / "config.toml").write_text(f'[namespaces.n]\nredundancy = "2x"\nmembers = [{members}]\n')
     monkeypatch.setenv("CKPT_CONFIG", str(tmp_path / "config.toml"))
     return "ckpt://n/run"
 
 
-def started(code: str, *arguments: str, **more: str) -> subprocess.Popen[str]:
+def start_program(code: str, *arguments: str, **more: str) -> subprocess.Popen[str]:
+    """Start a Python process that runs this code, with more environment variables."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, env=os.environ | more, stderr=subprocess.PIPE, text=True)
 
 
-def ends_well(process: subprocess.Popen[str]) -> None:
+def assert_ends_well(process: subprocess.Popen[str]) -> None:
+    """Check that the process ends with status 0 and writes nothing to standard error."""
     try:
-        _, said = process.communicate(timeout=100)
+        _, stderr = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert (process.returncode, said) == (0, "")
+    assert (process.returncode, stderr) == (0, "")
 
 
 @pytest.mark.parametrize("how", ["blocking", "background"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_save_as_the_last_line(namespace: str, tmp_path: Path, ranks: int, how: str) -> None:
-    told = {"WORLD_SIZE": str(ranks), "CKPT_RUN_ID": tmp_path.name} if ranks > 1 else {}
-    processes = [started(SAVE, namespace, how, **told, **({"RANK": str(rank)} if told else {})) for rank in range(ranks)]
+def test_a_save_in_the_last_line_of_a_program_is_committed(namespace: str, tmp_path: Path, ranks: int, how: str) -> None:
+    world = {"WORLD_SIZE": str(ranks), "CKPT_RUN_ID": tmp_path.name} if ranks > 1 else {}
+    processes = [
+        start_program(SAVE, namespace, how, **world, **({"RANK": str(rank)} if world else {})) for rank in range(ranks)
+    ]
     for process in processes:
-        ends_well(process)
+        assert_ends_well(process)
     assert ckpt.open(namespace).steps() == [1]
 
 
-def test_a_folder_that_was_removed_stays_so(tmp_path: Path) -> None:
-    """The end of the program gives back the right to write there, if there is any there."""
-    ends_well(started(f"{SAVE}\nimport shutil; shutil.rmtree(sys.argv[1])", str(tmp_path / "r"), "blocking"))
+def test_the_end_of_a_program_does_not_recreate_a_deleted_repository(tmp_path: Path) -> None:
+    """The end of the program releases the writer lease only where the repository still exists."""
+    assert_ends_well(start_program(f"{SAVE}\nimport shutil; shutil.rmtree(sys.argv[1])", str(tmp_path / "r"), "blocking"))
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_checkpointer_that_nobody_closes(namespace: str) -> None:
-    ends_well(started(CHECKPOINTER, namespace))
+def test_the_end_of_a_program_finishes_an_unclosed_checkpointer(namespace: str) -> None:
+    assert_ends_well(start_program(CHECKPOINTER, namespace))
     assert ckpt.open(namespace).steps() == [0, 1]
     assert ckpt.load(namespace)["a"][0] == 1
 
 
-def test_an_end_waits_for_no_node(tmp_path: Path) -> None:
-    """One stands still: the program does not wait for what it has asked that one."""
+def test_the_end_of_a_program_does_not_wait_for_a_stopped_node(tmp_path: Path) -> None:
+    """One node is stopped: the program does not wait for its pending requests to that node."""
     nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
     url = f"ckpt://{','.join(node.address for node in nodes)}/run?redundancy=2x"
     try:
-        ends_well(started(SAVE, url, "blocking"))
+        assert_ends_well(start_program(SAVE, url, "blocking"))
         os.kill(nodes[0].process.pid, signal.SIGSTOP)
         code = "import sys, time, ckpt; ckpt.load(sys.argv[1]); open(sys.argv[2], 'w').write(str(time.monotonic()))"
-        process = started(code, url, str(tmp_path / "loaded"))
+        process = start_program(code, url, str(tmp_path / "loaded"))
         assert process.wait(100) == 0
         assert time.monotonic() - float((tmp_path / "loaded").read_text()) < 10
     finally:
@@ -90,15 +94,15 @@ def test_an_end_waits_for_no_node(tmp_path: Path) -> None:
             node.close()
 
 
-def test_threads_are_started_as_they_are_needed() -> None:
-    go, most = threading.Event(), 3
+def test_a_pool_starts_threads_up_to_its_limit_and_joins_them() -> None:
+    release, most = threading.Event(), 3
     pool = DaemonThreadPool(most, "test-pool")
     assert pool.submit(lambda: 1).result(30) == 1
-    blocked = [pool.submit(go.wait) for _ in range(most)]
+    blocked = [pool.submit(release.wait) for _ in range(most)]
     late = pool.submit(lambda: 2)
     assert sum(thread.name == "test-pool" for thread in threading.enumerate()) == most
     assert not late.done()
-    go.set()
+    release.set()
     assert late.result(30) == 2
     wait(blocked)
     assert list(pool.map(lambda x: x * x, range(100))) == [x * x for x in range(100)]
@@ -110,23 +114,23 @@ def test_threads_are_started_as_they_are_needed() -> None:
         pool.submit(print)
 
 
-def test_what_no_thread_has_begun_is_not_done() -> None:
-    go, begun = threading.Event(), threading.Event()
+def test_a_pool_that_shuts_down_cancels_work_that_has_not_started() -> None:
+    release, begun = threading.Event(), threading.Event()
     pool = DaemonThreadPool(1, "test-pool")
-    first = pool.submit(lambda: begun.set() or go.wait())
+    first = pool.submit(lambda: begun.set() or release.wait())
     second = pool.submit(lambda: 2)
     assert begun.wait(30)
     pool.shutdown(wait=False, cancel_futures=True)
-    go.set()
+    release.set()
     assert first.result(30) is True
     assert second.cancelled()
 
 
-def test_a_pool_that_is_forgotten_ends_its_threads() -> None:
+def test_a_garbage_collected_pool_ends_its_threads() -> None:
     pool = DaemonThreadPool(2, "test-forgotten")
     pool.submit(int).result(30)
     del pool
-    until = time.monotonic() + 30
+    deadline = time.monotonic() + 30
     while any(thread.name == "test-forgotten" for thread in threading.enumerate()):
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.01)

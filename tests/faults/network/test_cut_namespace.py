@@ -1,4 +1,4 @@
-"""Wires of a namespace are cut, slow, or carry rubbish."""
+"""A namespace whose connections are cut, slow, or carry garbage."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ckpt.storage.testing import random_bytes
 
 
 @pytest.fixture
-def linked(tmp_path: Path) -> Iterator[tuple[list[Here], list[list[Link]]]]:
-    """Three nodes, and for each of two clients a wire of its own to each, which all bytes take."""
+def nodes_and_links(tmp_path: Path) -> Iterator[tuple[list[Here], list[list[Link]]]]:
+    """Three nodes, and one connection from each of two clients to each of them, which all bytes take."""
     nodes = [Here(tmp_path / f"n{i}", NodeOptions(pass_descriptors=False)) for i in range(3)]
     links = [[Link(node.address) for node in nodes] for _ in range(2)]
     yield nodes, links
@@ -31,18 +31,18 @@ def linked(tmp_path: Path) -> Iterator[tuple[list[Here], list[list[Link]]]]:
         node.close()
 
 
-def through(links: list[Link]) -> Namespace:
-    """A client whose wires are these; the members have the same names for all clients."""
+def open_through(links: list[Link]) -> Namespace:
+    """Return a client that uses these connections; the members have the same names for all clients."""
     members = [{"url": link.address, "name": f"n{i}"} for i, link in enumerate(links)]
     config = config_from_table("test", {"members": members, "redundancy": "1x", "deadline_seconds": 2.0}, "the test")
     return quick(config)
 
 
 @pytest.mark.parametrize("how", ["severed", "held"])
-def test_a_network_that_is_cut_in_part(linked: tuple[list[Here], list[list[Link]]], how: str) -> None:
-    """One client does not reach the first node, the other not the last: both go on, and agree on everything."""
-    _, links = linked
-    clients = [through(each) for each in links]
+def test_clients_that_reach_different_nodes_agree(nodes_and_links: tuple[list[Here], list[list[Link]]], how: str) -> None:
+    """One client does not reach the first node, the other not the last: both continue, and agree on every result."""
+    _, links = nodes_and_links
+    clients = [open_through(each) for each in links]
     clients[0].put("a", b"0")
     for link in (links[0][0], links[1][2]):
         link.sever() if how == "severed" else link.hold(True)
@@ -65,25 +65,27 @@ def test_a_network_that_is_cut_in_part(linked: tuple[list[Here], list[list[Link]
         client.close()
 
 
-def test_a_client_that_is_cut_off(linked: tuple[list[Here], list[list[Link]]]) -> None:
-    _, links = linked
-    client = through(links[0])
+def test_a_client_without_a_quorum_reports_unavailable_members(nodes_and_links: tuple[list[Here], list[list[Link]]]) -> None:
+    _, links = nodes_and_links
+    client = open_through(links[0])
     client.put("a", b"1")
     for link in links[0][:2]:
         link.sever()
     for call in (lambda: client.put("a", b"2"), lambda: client.get("a"), client.list):
         with pytest.raises(Unavailable, match="start"):
             call()
-    # What failed may have reached a member: then it is taken over for good, or never was.
-    found = through(links[1]).get("a")
+    # A failed write may have reached a member: later readers all see it, or none does.
+    found = open_through(links[1]).get("a")
     assert found in (b"1", b"2")
-    assert {through(links[1]).get("a") for _ in range(3)} == {found}
+    assert {open_through(links[1]).get("a") for _ in range(3)} == {found}
     client.close()
 
 
-def test_a_slow_node(linked: tuple[list[Here], list[list[Link]]], tmp_path: Path) -> None:
-    """Reads are answered by another copy before it comes."""
-    _, links = linked
+def test_reads_take_another_copy_than_that_of_a_slow_node(
+    nodes_and_links: tuple[list[Here], list[list[Link]]], tmp_path: Path
+) -> None:
+    """The reply of another copy arrives before that of the slow node."""
+    _, links = nodes_and_links
     members = [{"url": link.address, "name": f"n{i}"} for i, link in enumerate(links[0])]
     client = quick(config_from_table("test", {"members": members, "redundancy": "3x", "deadline_seconds": 120.0}, "the test"))
     data = random_bytes(3_000_000)
@@ -91,15 +93,15 @@ def test_a_slow_node(linked: tuple[list[Here], list[list[Link]]], tmp_path: Path
     file = client.stat("a")
     assert file is not None
     assert file.layout is not None
-    (piece,) = file.layout.stripes
-    assert piece.fragments[0] is not None
-    first = file.layout.objects[piece.fragments[0].object_index].member  # which is asked first
+    (stripe,) = file.layout.stripes
+    assert stripe.fragments[0] is not None
+    first = file.layout.objects[stripe.fragments[0].object_index].member  # the reader asks it first
     got = bytearray(len(data))
-    with client.open("a") as reader:  # its record is known: nothing else has found out that the first is slow
-        links[0][int(first.removeprefix("n"))].seconds = 2.0  # for each 64 KiB: 90 seconds for all of it
+    with client.open("a") as reader:  # the record is cached, so no earlier call has measured the slow member
+        links[0][int(first.removeprefix("n"))].seconds = 2.0  # per 64 KiB: 90 seconds for the whole file
         began = time.monotonic()
         reader.read_into(0, memoryview(got))
-        assert time.monotonic() - began < 60, "the first alone takes longer"
+        assert time.monotonic() - began < 60, "the read waited for the slow member"
     assert got == data
     for _ in range(3):
         assert client.get("a") == data
@@ -107,8 +109,8 @@ def test_a_slow_node(linked: tuple[list[Here], list[list[Link]]], tmp_path: Path
     client.close()
 
 
-def test_rubbish(tmp_path: Path) -> None:
-    """A member that answers anything at all: passed over, with its name."""
+def test_a_member_that_sends_garbage_is_skipped_and_named(tmp_path: Path) -> None:
+    """Reads and writes use the other members, and a direct call raises an error with the address of the broken one."""
     nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
     address, listener = garbage()
     members = [{"url": node.address, "name": f"n{i}"} for i, node in enumerate(nodes)]

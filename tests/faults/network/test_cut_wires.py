@@ -1,4 +1,4 @@
-"""Nodes and clients in network namespaces, with wires between them that are cut."""
+"""Nodes and clients in network namespaces, with connections between them that are cut."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ print(json.dumps(won), flush=True)
 """
 
 
-def test_each_client_reaches_other_nodes(hosts: Hosts, tmp_path: Path) -> None:
-    """Four nodes; one client does not reach the first, the other not the last. Both write, to the same names too: each name has
-    one winner, both see it, and all is there when the wires are mended."""
+def test_clients_that_reach_different_hosts_agree(hosts: Hosts, tmp_path: Path) -> None:
+    """There are four nodes; one client does not reach the first, the other not the last. Both write, also to the same names:
+    each name has one winner, both clients see it, and all files exist when the connections are mended."""
     members = []
     for i in range(4):
         address = f"{hosts.address(i)}:7070"
@@ -57,11 +57,11 @@ def test_each_client_reaches_other_nodes(hosts: Hosts, tmp_path: Path) -> None:
             "--insecure", "--monitor", "127.0.0.1:0", stderr=subprocess.PIPE,
         )  # fmt: skip
         assert node.stderr is not None
-        assert any("serving" in line for line in node.stderr), "the node started"
+        assert any("serving" in line for line in node.stderr), "the node did not start"
         members.append(address)
     table = {"members": members, "redundancy": "2x", "deadline_seconds": 5.0}
-    here = Namespace(config_from_table("test", table, "the test"))
-    here.put("before", b"made while all answered")
+    namespace = Namespace(config_from_table("test", table, "the test"))
+    namespace.put("before", b"written while all nodes answer")
     hosts.cut(4, 0)
     hosts.cut(5, 3)
     count = 12
@@ -75,14 +75,14 @@ def test_each_client_reaches_other_nodes(hosts: Hosts, tmp_path: Path) -> None:
         assert client.returncode == 0
         won.append(set(json.loads(out)))
     assert won[0] | won[1] == set(range(count))
-    assert not won[0] & won[1], "each name has one winner"
-    for who in range(2):
-        for i in won[who]:
-            assert here.get(f"both/{i}") == f"c{who} {i}".encode()
+    assert not won[0] & won[1], "a name has two winners"
+    for client_number in range(2):
+        for i in won[client_number]:
+            assert namespace.get(f"both/{i}") == f"c{client_number} {i}".encode()
     hosts.mend(4, 0)
     hosts.mend(5, 3)
-    repairs.repair_namespace(here, surveys.scrub_namespace(here))
-    found = surveys.scrub_namespace(here, verify=True)
-    assert found.is_whole, found
-    assert found.files == 3 * count + 1
-    here.close()
+    repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace))
+    scrub = surveys.scrub_namespace(namespace, verify=True)
+    assert scrub.is_whole, scrub
+    assert scrub.files == 3 * count + 1
+    namespace.close()

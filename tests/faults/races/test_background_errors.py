@@ -17,7 +17,7 @@ import ckpt
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_at_most_so_many_in_flight(tmp_path: Path, limit: int) -> None:
+def test_no_more_saves_run_than_in_flight_allows(tmp_path: Path, limit: int) -> None:
     with failing("local.append=sleep:0.05@*"), ckpt.Checkpointer(tmp_path, in_flight=limit, keep=2) as saver:
         handles = []
         most = 0
@@ -30,17 +30,17 @@ def test_at_most_so_many_in_flight(tmp_path: Path, limit: int) -> None:
 
 
 def broken_save(root: Path, saver: ckpt.Checkpointer) -> None:
-    """Let step 7 fail in the background, and wait for that, unseen."""
+    """Let the save of step 7 fail in the background, and wait for its end without reading the error."""
     with failing("save.commit=error"):
         saver.save(7, state_of(7)).wait()
 
 
 @pytest.mark.parametrize("call", ["step", "save", "wait", "close", "exit"])
-def test_an_error_is_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
+def test_a_background_error_is_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
     saver = ckpt.Checkpointer(tmp_path, every=1)
     saver.save(1, state_of(1)).result()
     broken_save(tmp_path, saver)
-    with pytest.raises(ckpt.SaveFailed) as told:
+    with pytest.raises(ckpt.SaveFailed) as error:
         if call == "exit":
             with saver:
                 pass
@@ -48,7 +48,7 @@ def test_an_error_is_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
             getattr(saver, call)(8, state_of(8))
         else:
             getattr(saver, call)()
-    one_line(told, "step 7", "failed", str(tmp_path))
+    one_line(error, "step 7", "failed", str(tmp_path))
     if call not in ("close", "exit"):
         saver.save(8, state_of(8))
         saver.close()
@@ -56,19 +56,19 @@ def test_an_error_is_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
         assert_clean(tmp_path, folders=False)
 
 
-def test_every_error_is_told_once(tmp_path: Path) -> None:
+def test_every_background_error_is_raised_once(tmp_path: Path) -> None:
     saver = ckpt.Checkpointer(tmp_path, in_flight=2)
     with failing("save.commit=error@*"):
         for step in (7, 8):
             saver.save(step, state_of(step))
         saver._require_open().wait()
-    told = []
+    errors = []
     for _ in range(2):
         with pytest.raises(ckpt.SaveFailed) as error:
             saver.wait()
-        told.append(str(error.value))
-    assert "step 7" in told[0]
-    assert "step 8" in told[1]
+        errors.append(str(error.value))
+    assert "step 7" in errors[0]
+    assert "step 8" in errors[1]
     saver.close()
 
 
@@ -80,27 +80,29 @@ def test_an_error_that_result_raised_is_not_raised_again(tmp_path: Path) -> None
     assert ckpt.open(tmp_path).steps() == [1]
 
 
-def test_the_error_of_a_handle_that_nobody_keeps(tmp_path: Path) -> None:
-    """ckpt.save without Checkpointer: the next save to that URL raises it."""
+def test_the_error_of_a_dropped_handle_is_raised_by_the_next_save(tmp_path: Path) -> None:
+    """Without a Checkpointer, the next ckpt.save to that URL raises it."""
     ckpt.save(state_of(0), tmp_path, 0)
     with failing("save.commit=error"):
         ckpt.save(state_of(1), tmp_path, 1, blocking=False).wait()
-    with pytest.raises(ckpt.SaveFailed) as told:
+    with pytest.raises(ckpt.SaveFailed) as error:
         ckpt.save(state_of(2), tmp_path, 2)
-    one_line(told, "step 1")
+    one_line(error, "step 1")
     ckpt.save(state_of(2), tmp_path, 2)
     assert ckpt.open(tmp_path).steps() == [0, 2]
     assert_clean(tmp_path, folders=False)
 
 
-def test_an_error_inside_with_is_not_hidden_by_one_of_the_background(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_background_error_does_not_hide_an_exception_of_the_with_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(KeyError, match="mine"), caplog.at_level(logging.ERROR), ckpt.Checkpointer(tmp_path) as saver:
         broken_save(tmp_path, saver)
         raise KeyError("mine")
     assert "step 7" in caplog.text
 
 
-def test_an_error_is_logged_at_exit(tmp_path: Path) -> None:
+def test_a_background_error_is_logged_at_exit(tmp_path: Path) -> None:
     code = """
 import logging, sys, ckpt
 from helpers.states import state_of
@@ -117,8 +119,8 @@ ckpt.save(state_of(1), sys.argv[1], 1, blocking=False)
     assert ckpt.open(tmp_path).steps() == [0]
 
 
-def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
-    """Also one that forgot to wait."""
+def test_a_process_that_ends_finishes_its_background_save(tmp_path: Path) -> None:
+    """The program does not wait for the save itself."""
     code = """
 import sys, ckpt
 from helpers.states import state_of
@@ -131,8 +133,8 @@ ckpt.save(state_of(3), sys.argv[1], 3, blocking=False)
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_an_interrupt_while_saving(tmp_path: Path, blocking: bool) -> None:
-    """Ctrl-C: the step is whole or not there, the process ends, and the next save works."""
+def test_an_interrupt_during_a_save_leaves_a_whole_step_or_none(tmp_path: Path, blocking: bool) -> None:
+    """After Ctrl-C the step is whole or does not exist, the process ends, and the next save works."""
     code = """
 import os, signal, sys, threading, time, ckpt
 from helpers.states import state_of
@@ -144,7 +146,7 @@ threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
 try:
     ckpt.save(state_of(1), url, 1, blocking=blocking)
     time.sleep(5)
-    print("went through")
+    print("not interrupted")
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 set_failpoints("")
@@ -162,8 +164,8 @@ except ckpt.SaveFailed:
     assert_clean(tmp_path, folders=False)
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
-    before = set(threading.enumerate())  # of namespaces that other tests have opened
+def test_a_closed_checkpointer_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())  # threads of namespaces that other tests have opened
     with ckpt.Checkpointer(tmp_path) as saver:
         for step in range(3):
             saver.save(step, state_of(step))
