@@ -22,7 +22,7 @@ from ckpt.state.leaves.numpy import NumpyLeaf
 
 torch = pytest.importorskip("torch")
 SLOW = "save.stage=sleep:0.3@*"
-"""Every block takes long to stage, so that a change in the meantime surely meets it."""
+"""Staging of every block takes long, so that a change is made meanwhile."""
 
 
 def model_and_optimizer() -> tuple[Any, Any]:
@@ -39,7 +39,7 @@ def train(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-def copied(model: Any) -> dict[str, Any]:
+def copy_of(model: Any) -> dict[str, Any]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -49,8 +49,8 @@ def assert_equal(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("memory", [None, 64 << 10])
-def test_changes_after_save_returned_are_not_saved(tmp_path: Path, memory: int | None) -> None:
-    """numpy and torch, with room for all of the state and with room for a part."""
+def test_changes_after_save_has_returned_are_not_saved(tmp_path: Path, memory: int | None) -> None:
+    """The state has numpy and torch arrays; the memory for staging has room for all of it or for a part."""
     state = {"numpy": state_of(0), "torch": torch.arange(50_000, dtype=torch.float64)}
     with failing("local.append=sleep:0.1@*,save.stage=sleep:0.05@*"):
         for step in range(3):
@@ -66,10 +66,10 @@ def test_changes_after_save_returned_are_not_saved(tmp_path: Path, memory: int |
         assert torch.equal(got["torch"], torch.arange(50_000, dtype=torch.float64) + step)
 
 
-def test_an_optimizer_that_is_not_attached_need_not_wait(tmp_path: Path) -> None:
+def test_the_step_of_an_unattached_optimizer_does_not_wait(tmp_path: Path) -> None:
     model, optimizer = model_and_optimizer()
     with failing("local.append=sleep:0.3@*"), ckpt.Checkpointer(tmp_path) as saver:
-        want = copied(model)
+        want = copy_of(model)
         handle = saver.save(0, {"model": model, "optimizer": optimizer})
         assert handle.staged.is_set()
         train(model, optimizer)
@@ -77,12 +77,12 @@ def test_an_optimizer_that_is_not_attached_need_not_wait(tmp_path: Path) -> None
     assert_equal(ckpt.load(tmp_path)["model"], want)
 
 
-def test_an_attached_optimizer_waits(tmp_path: Path) -> None:
+def test_the_step_of_an_attached_optimizer_waits_for_staging(tmp_path: Path) -> None:
     model, optimizer = model_and_optimizer()
     with ckpt.Checkpointer(tmp_path, in_flight=2) as saver:
         saver.attach(optimizer)
         for step in range(3):
-            want = copied(model)
+            want = copy_of(model)
             with failing(SLOW):
                 handle = saver.save(step, {"model": model, "optimizer": optimizer})
                 assert not handle.staged.is_set()
@@ -92,12 +92,12 @@ def test_an_attached_optimizer_waits(tmp_path: Path) -> None:
             assert_equal(ckpt.load(tmp_path, step=step)["model"], want)
 
 
-def test_two_saves_in_flight_both_hold_the_optimizer(tmp_path: Path) -> None:
-    """The step waits for the staging of every save under way, not only of the last."""
+def test_an_optimizer_step_waits_for_the_staging_of_every_save(tmp_path: Path) -> None:
+    """It waits for each save in flight, not only for the last one."""
     model, optimizer = model_and_optimizer()
     with ckpt.Checkpointer(tmp_path, in_flight=2) as saver:
         saver.attach(optimizer)
-        want = copied(model)
+        want = copy_of(model)
         with failing("save.stage=sleep:1@1"):  # only the first save is slow
             first = saver.save(0, model)
             second = saver.save(1, model)
@@ -113,7 +113,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "add_": lambda w: w.add_(1),
     "copy_": lambda w: w.copy_(w * 2),
     "zero_": lambda w: w.zero_(),
-    # torch does not count these
+    # torch does not count these changes
     "data": lambda w: w.data.add_(1),
     "average": lambda w: w.data.mul_(0.999),
     "numpy": lambda w: w.detach().numpy().fill(7),
@@ -121,7 +121,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_changes_of_attached_memory_are_detected(tmp_path: Path, change: str) -> None:
+def test_other_changes_of_attached_memory_fail_the_save(tmp_path: Path, change: str) -> None:
     model, optimizer = model_and_optimizer()
     saver = ckpt.Checkpointer(tmp_path)
     saver.attach(optimizer)
@@ -130,18 +130,18 @@ def test_other_changes_of_attached_memory_are_detected(tmp_path: Path, change: s
         handle = saver.save(1, {"model": model})
         with torch.no_grad():
             CHANGES[change](model[1].weight)
-        with pytest.raises(ckpt.StateChanged) as told:
+        with pytest.raises(ckpt.StateChanged) as error:
             handle.result()
-    one_line(told, "model.1.weight", "step 1", "step()")
+    one_line(error, "model.1.weight", "step 1", "step()")
     assert ckpt.open(tmp_path).steps() == [0]
     saver.save(2, {"model": model})
     saver.close()
-    assert_equal(ckpt.load(tmp_path)["model"], copied(model))
+    assert_equal(ckpt.load(tmp_path)["model"], copy_of(model))
     assert ckpt.open(tmp_path).steps() == [0, 2]
     assert_clean(tmp_path, folders=False)
 
 
-def test_attached_memory_that_is_not_contiguous_is_copied_at_once(tmp_path: Path) -> None:
+def test_attached_memory_that_is_not_contiguous_is_copied_before_save_returns(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(8, 8).t()[:, ::2])
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with failing(SLOW), ckpt.Checkpointer(tmp_path) as saver:
@@ -153,22 +153,24 @@ def test_attached_memory_that_is_not_contiguous_is_copied_at_once(tmp_path: Path
 
 
 @given(st.integers(1, 2000), st.integers(1, 5), st.data())
-def test_what_a_sample_sees(size: int, leaves: int, data: st.DataObject) -> None:
-    """A changed leaf, whichever it is and however its bytes lie in the block; nothing where nothing changed."""
-    held = [NumpyLeaf(np.arange(size * (i + 1), dtype=np.int32)) for i in range(leaves)]
-    (block,) = plan_blocks([LeafSpec(str(i), x.dtype, x.shape, x.itemsize, x.nbytes, None) for i, x in enumerate(held)]).blocks
-    before = sample_block(block, held)
+def test_a_sample_of_a_block_detects_the_leaf_that_changed(size: int, leaves: int, data: st.DataObject) -> None:
+    """It finds the leaf wherever its bytes are in the block, and finds none where no leaf changed."""
+    arrays = [NumpyLeaf(np.arange(size * (i + 1), dtype=np.int32)) for i in range(leaves)]
+    (block,) = plan_blocks(
+        [LeafSpec(str(i), x.dtype, x.shape, x.itemsize, x.nbytes, None) for i, x in enumerate(arrays)]
+    ).blocks
+    before = sample_block(block, arrays)
     staged = np.empty(block.nbytes, np.uint8)
-    stage_block(block, held, staged)
+    stage_block(block, arrays, staged)
     assert first_changed_leaf(block, before, staged) is None
     changed = data.draw(st.integers(0, leaves - 1))
-    held[changed].array += 1
-    stage_block(block, held, staged)
+    arrays[changed].array += 1
+    stage_block(block, arrays, staged)
     assert first_changed_leaf(block, before, staged) == changed
 
 
-def test_what_is_not_attached_is_copied_before_save_returns(tmp_path: Path) -> None:
-    """Also in a state where other leaves are staged late."""
+def test_unattached_memory_is_copied_before_save_returns(tmp_path: Path) -> None:
+    """This also holds in a state in which other leaves are staged later."""
     model, optimizer = model_and_optimizer()
     extra = {"ema": torch.ones(1000), "numpy": np.ones(1000)}
     with ckpt.Checkpointer(tmp_path) as saver:
@@ -183,8 +185,8 @@ def test_what_is_not_attached_is_copied_before_save_returns(tmp_path: Path) -> N
     assert_same(got["numpy"], np.ones(1000))
 
 
-def test_jax_arrays_never_change(tmp_path: Path) -> None:
-    """They are referenced, not copied: a donated buffer must not be reused under the save."""
+def test_a_donated_jax_array_is_saved_unchanged(tmp_path: Path) -> None:
+    """JAX arrays are referenced, not copied: a donated buffer must not be reused during the save."""
     jax = pytest.importorskip("jax")
     state = jax.numpy.arange(100_000, dtype="float32")
     bump = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -197,7 +199,7 @@ def test_jax_arrays_never_change(tmp_path: Path) -> None:
     assert_same(np.asarray(ckpt.load(tmp_path)["w"]), np.arange(100_000, dtype="float32"))
 
 
-def test_attach_refuses_what_it_cannot_hook(tmp_path: Path) -> None:
-    with ckpt.Checkpointer(tmp_path) as saver, pytest.raises(ckpt.CkptError) as told:
+def test_attach_refuses_an_object_without_a_step_hook(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as saver, pytest.raises(ckpt.CkptError) as error:
         saver.attach(object())
-    one_line(told, "object", "torch optimizer")
+    one_line(error, "object", "torch optimizer")

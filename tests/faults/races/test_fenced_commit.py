@@ -1,6 +1,6 @@
-"""A writer stands still between its look at the lease and its commit record, and is succeeded meanwhile.
+"""A writer is stopped between its check of the lease and its commit record, and another takes the repository over.
 
-Whatever the order: every step is whole, what the successor committed stays, and a save that was not committed is no success.
+In every order, each step is whole, the steps of the new writer stay, and a save that did not commit reports no success.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from programs.takeover_server import Server, state, variant_of
 import ckpt
 
 pytest_plugins = ["helpers.moto_server"]
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sees by /proc that a process stands still")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="detects stopped processes by /proc")
 
 OLD, NEW = 1, 2
-"""Variants of the state of a step; 0 is what was saved before."""
+"""Variants of the state of a step; variant 0 was saved before the test."""
 
 
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory: pytest.TempPathFactory, s3_endpoint: str) -> Iterator[tuple[Server, Server]]:
     folder = tmp_path_factory.mktemp("answers")
-    found = Server(folder), Server(folder)
-    yield found
-    for server in found:
+    servers = Server(folder), Server(folder)
+    yield servers
+    for server in servers:
         server.close()
 
 
@@ -48,8 +48,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
             yield f"ckpt://{nodes}/run"
 
 
-def found(url: str) -> dict[int, int]:
-    """The variant of each step. Fails where one is not whole."""
+def variant_of_steps(url: str) -> dict[int, int]:
+    """Return the variant of each step. Fail where a step is not whole."""
     variants = {}
     for step in ckpt.open(url).steps():
         assert ckpt.open(url)[step].verify() > 0
@@ -60,7 +60,7 @@ def found(url: str) -> dict[int, int]:
     return variants
 
 
-CLAIMS: list[list[int]] = []
+LEASE_ONLY: list[list[int]] = []
 OTHER = [[9, NEW]]
 SAME = [[1, NEW], [9, NEW]]
 
@@ -70,45 +70,45 @@ SAME = [[1, NEW], [9, NEW]]
     [
         pytest.param(False, 1, OTHER, id="new, confirmed, another step is saved"),
         pytest.param(False, 1, SAME, id="new, confirmed, the same step is saved"),
-        pytest.param(False, 2, CLAIMS, id="new, committed, only claimed"),
+        pytest.param(False, 2, LEASE_ONLY, id="new, committed, only the lease is taken"),
         pytest.param(False, 2, SAME, id="new, committed, the same step is saved"),
         pytest.param(True, 2, SAME, id="replacing, before it is confirmed, the same step is saved"),
         pytest.param(True, 3, OTHER, id="replacing, confirmed, another step is saved"),
         pytest.param(True, 3, SAME, id="replacing, confirmed, the same step is saved"),
     ],
 )
-def test_an_old_writer_wakes_after_it_was_succeeded(
+def test_a_writer_that_wakes_after_a_takeover_changes_no_step(
     writers: tuple[Server, Server], url: str, replaces: bool, looks: int, saves: list[list[int]]
 ) -> None:
     old, new = writers
     before = [[0, 0], [1, 0]] if replaces else [[0, 0]]
     old.begin(url=url, role="old", saves=[*before, [1, OLD]], stop_after=looks)
     assert old.stands_still()
-    committed = found(url).get(1) == OLD
+    committed = variant_of_steps(url).get(1) == OLD
     assert new.run(url=url, role="new", saves=saves) == "saved"
-    there = found(url)
+    steps_before = variant_of_steps(url)
     old.wake()
-    said = old.result()
-    variants = found(url)
-    if said == "saved":
+    outcome = old.result()
+    variants = variant_of_steps(url)
+    if outcome == "saved":
         assert committed or variants[1] == OLD
     else:
-        assert said.startswith(("Fenced: ", "AlreadyExists: ")), said
-        assert "taken over" in said or "newer job" in said
+        assert outcome.startswith(("Fenced: ", "AlreadyExists: ")), outcome
+        assert "taken over" in outcome or "newer job" in outcome
     for step, variant in saves:
-        assert variants[step] == variant == there[step], "what the successor has committed"
-    assert new.run(url=url, role="new", saves=[[10, NEW]]) == "saved"  # which sweeps
-    assert found(url) == variants | {10: NEW}
+        assert variants[step] == variant == steps_before[step], "a step of the new writer has changed"
+    assert new.run(url=url, role="new", saves=[[10, NEW]]) == "saved"  # this save sweeps temporary files, too
+    assert variant_of_steps(url) == variants | {10: NEW}
     if "://" not in url:
         assert_clean(url, folders=False)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("replaces", [False, True])
-def test_an_old_writer_stops_before_any_call_to_the_file_system(
+def test_a_writer_stopped_at_any_file_system_call_is_fenced(
     writers: tuple[Server, Server], tmp_path: Path, rng: random.Random, replaces: bool
 ) -> None:
-    """Its files may be gone when it wakes. It is told that it was succeeded, and not which file is missing."""
+    """Its files may be gone when it wakes. The error names the takeover, not a missing file."""
     old, new = writers
     calls = range(1, 75) if SOAK else sorted(rng.sample(range(1, 75), 10))
     for call in calls:
@@ -118,26 +118,26 @@ def test_an_old_writer_stops_before_any_call_to_the_file_system(
         if not old.stands_still():
             assert old.result() == "saved"
             continue
-        committed = found(url).get(1) == OLD
+        committed = variant_of_steps(url).get(1) == OLD
         assert new.run(url=url, role="new", saves=SAME) == "saved"
         old.wake()
-        if (said := old.result()) == "saved":
+        if (outcome := old.result()) == "saved":
             assert committed, f"call {call}"
         else:
-            assert said.startswith(("Fenced: ", "AlreadyExists: ")), f"call {call}: {said}"
-        assert found(url)[1] == NEW
+            assert outcome.startswith(("Fenced: ", "AlreadyExists: ")), f"call {call}: {outcome}"
+        assert variant_of_steps(url)[1] == NEW
 
 
-def test_an_old_writer_that_is_killed_in_its_commit_leaves_nothing_visible(writers: tuple[Server, Server], url: str) -> None:
-    """What it has prepared is taken over by who saves the step next."""
+def test_a_writer_killed_in_its_commit_leaves_no_visible_step(writers: tuple[Server, Server], url: str) -> None:
+    """The next writer that saves the step replaces its prepared commit."""
     old, new = writers
     old.begin(url=url, role="old", saves=[[0, 0], [1, OLD]], stop_after=1)
     assert old.stands_still()
     os.kill(old.pid, signal.SIGKILL)
     with pytest.raises(AssertionError):
         old.result()
-    assert found(url) == {0: 0}
+    assert variant_of_steps(url) == {0: 0}
     assert new.run(url=url, role="new", saves=[[2, NEW]]) == "saved"
-    assert found(url) == {0: 0, 2: NEW}
+    assert variant_of_steps(url) == {0: 0, 2: NEW}
     assert new.run(url=url, role="new", saves=[[1, NEW]]) == "saved"
-    assert found(url) == {0: 0, 1: NEW, 2: NEW}
+    assert variant_of_steps(url) == {0: 0, 1: NEW, 2: NEW}

@@ -1,4 +1,4 @@
-"""A node dies and is forgotten while a client publishes a file: the client goes on, wherever the change met it."""
+"""A node dies and is forgotten while a client publishes a file: the client completes at every point of that change."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ckpt.storage.testing import random_bytes
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Process]]:
-    found = [Process(tmp_path / f"n{i}") for i in range(4)]
+    started = [Process(tmp_path / f"n{i}") for i in range(4)]
     try:
-        yield found
+        yield started
     finally:
-        for node in found:
+        for node in started:
             node.close()
 
 
@@ -31,8 +31,8 @@ def url_of(nodes: list[Process]) -> str:
     return "ckpt://" + ",".join(node.address for node in nodes)
 
 
-def kept_first_by(namespace: Namespace, node: Process) -> str:
-    """A path whose record this node orders."""
+def path_ordered_by(namespace: Namespace, node: Process) -> str:
+    """Return a path whose replica set has this node as its first member, which orders its records."""
     names = (f"f{i}" for i in range(1000))
     return next(name for name in names if namespace.ring.replica_set(f"/{name}").members[0] == node.address)
 
@@ -41,37 +41,38 @@ def kept_first_by(namespace: Namespace, node: Process) -> str:
 @pytest.mark.parametrize(
     ("collected", "point"),
     [
-        pytest.param(False, "ledger.changed", id="nothing was ever collected"),
+        pytest.param(False, "ledger.changed", id="no record was collected before"),
         pytest.param(True, "ledger.accept", id="records were collected before"),
     ],
 )
-def test_the_only_member_that_took_the_record_is_forgotten(
+def test_a_write_completes_after_the_only_member_with_its_record_is_forgotten(
     nodes: list[Process], nbytes: int, collected: bool, point: str
 ) -> None:
-    """The first member of the path may have the record, and dies. The others refuse it, and nobody knows it any more."""
+    """The first member of the path may have the record, and dies. The others refuse the record, so no remaining member has
+    it."""
     namespace, _ = open_namespace(url_of(nodes))
     namespace.put("a", b"1")
     if collected:
         namespace.delete(["a"])
         assert collect_tombstones(namespace, 0.0) == 1
-    path = kept_first_by(namespace, nodes[2])
+    path = path_ordered_by(namespace, nodes[2])
     writer = Stopped(url_of(nodes), f"namespace.put({path!r}, random_bytes({nbytes}, 2))", point)
     try:
         nodes[2].kill()
         rest, _ = open_namespace(url_of(nodes))
         assert not rebalance.remove_member(rest, nodes[2].address).failed
-        ended = writer.goes_on()
+        outcome = writer.goes_on()
     finally:
         writer.close()
-    assert ended.startswith("acknowledged"), ended
-    left, _ = open_namespace(url_of([nodes[0], nodes[1], nodes[3]]))
-    assert left.get(path) == random_bytes(nbytes, 2)
-    assert surveys.scrub_namespace(left, verify=True).is_whole
+    assert outcome.startswith("acknowledged"), outcome
+    remaining, _ = open_namespace(url_of([nodes[0], nodes[1], nodes[3]]))
+    assert remaining.get(path) == random_bytes(nbytes, 2)
+    assert surveys.scrub_namespace(remaining, verify=True).is_whole
 
 
 @pytest.mark.parametrize("collects", [False, True], ids=["nothing", "another file"])
-def test_an_era_begins_under_a_writer(nodes: list[Process], collects: bool) -> None:
-    """The members refuse the record by the old number, and none has it: it was not there, and is put there now."""
+def test_a_write_completes_although_a_new_era_begins(nodes: list[Process], collects: bool) -> None:
+    """The members refuse the record by its old era, and none has it: the client writes it again with the new era."""
     namespace, _ = open_namespace(url_of(nodes))
     namespace.put("a", b"1")
     assert begin_era(namespace) is not None
@@ -80,25 +81,26 @@ def test_an_era_begins_under_a_writer(nodes: list[Process], collects: bool) -> N
     writer = Stopped(url_of(nodes), "namespace.put('b', random_bytes(1 << 20, 2))", "ledger.accept")
     try:
         assert collect_tombstones(namespace, 0.0) == 1 if collects else begin_era(namespace) is not None
-        ended = writer.goes_on()
+        outcome = writer.goes_on()
     finally:
         writer.close()
-    assert ended.startswith("acknowledged"), ended
+    assert outcome.startswith("acknowledged"), outcome
     assert namespace.get("b") == random_bytes(1 << 20, 2)
 
 
-def test_the_file_is_moved_while_its_writer_moves_it(tmp_path: Path) -> None:
-    """A record comes through half-done, on a forgotten node. Whoever forgets it, and the writer, move it at the same time."""
-    here = [Here(tmp_path / f"n{i}") for i in range(4)]
-    writer, admin = (Namespace(nodes_config(here, redundancy="1x")) for _ in range(2))
+def test_a_file_is_moved_by_its_writer_and_by_an_admin_at_the_same_time(tmp_path: Path) -> None:
+    """A partly written record is on a forgotten node. The client that forgets the node and the writer move the file at the same
+    time."""
+    nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
+    writer, admin = (Namespace(nodes_config(nodes, redundancy="1x")) for _ in range(2))
     try:
         file = writer.put("f", random_bytes(1 << 20, 2))
         assert file.layout is not None
         member = file.layout.objects[0].member
-        assert not rebalance.remove_member(admin, member).failed  # the only copy that the writer knows is gone
+        assert not rebalance.remove_member(admin, member).failed  # the only copy in the record of the writer is gone
         writer.invalidate_ring()
         writer._publisher._move_off_members("f", file, {member})
         assert writer.get("f") == random_bytes(1 << 20, 2)
     finally:
-        for each in (writer, admin, *here):
+        for each in (writer, admin, *nodes):
             each.close()

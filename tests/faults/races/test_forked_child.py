@@ -1,4 +1,4 @@
-"""A child that was forked from a process that saves: it has copies of all objects, and none of them writes."""
+"""A forked child of a process that saves: it has copies of all objects of its parent, and none of them writes."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def refused(call, *words):
         for word in (f"process {os.getppid()}", "forked", *words):
             assert word in str(error), (word, str(error))
     else:
-        raise AssertionError("it was not refused")
+        raise AssertionError("the call was not refused")
 """
 
 
 @pytest.mark.parametrize("tiers", ["", "tiers=[ckpt.Tier(url + '/run-near', every=1, keep=2)]"])
-def test_a_checkpointer_of_the_parent_is_refused(tmp_path: Path, tiers: str) -> None:
+def test_a_child_cannot_use_the_checkpointer_of_its_parent(tmp_path: Path, tiers: str) -> None:
     code = f"""{IN_CHILD}
 saver = ckpt.Checkpointer(url + "/run", every=2, keep=2, {tiers})
 saver.save(0, state_of(0), blocking=True)
@@ -78,8 +78,8 @@ assert ckpt.open(url + "/run").steps()[-1] == 1
     assert_clean(tmp_path / "run")
 
 
-def test_a_save_under_way_goes_on_in_the_parent_only(tmp_path: Path) -> None:
-    """The child neither waits for it nor commits, nor removes its files when it ends."""
+def test_a_background_save_continues_only_in_the_parent(tmp_path: Path) -> None:
+    """The child neither waits for the save nor commits it, and does not remove its files at exit."""
     code = f"""{IN_CHILD}
 import time
 saver = ckpt.Checkpointer(url)
@@ -92,10 +92,10 @@ def child():
     assert not handle.wait()
     refused(handle.result, "step 1", "ask for its result in the process that saves")
     refused(lambda: saver.save(2, state_of(2)))
-    sys.exit(0)  # with all that runs at the end of a process
+    sys.exit(0)  # runs the exit handlers, unlike os._exit
 
 in_child(child)
-assert not handle.done(), "the child waited for it"
+assert not handle.done(), "the child waited for the save"
 handle.result()
 saver.save(2, state_of(2), blocking=True)
 saver.close()
@@ -109,7 +109,7 @@ def test_an_optimizer_step_in_the_child_does_not_wait(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     code = f"""{IN_CHILD}
 import torch
-torch.set_num_threads(1)  # others do not survive a fork
+torch.set_num_threads(1)  # other threads do not survive a fork
 weight = torch.nn.Parameter(torch.zeros(1 << 20))
 optimizer = torch.optim.SGD([weight], lr=0.1)
 weight.grad = torch.ones_like(weight)
@@ -124,7 +124,7 @@ saver.close()
     finish(python(code, tmp_path))
 
 
-def test_workers_of_a_data_loader_are_not_affected(tmp_path: Path) -> None:
+def test_forked_data_loader_workers_do_not_disturb_a_checkpointer(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     code = f"""{IN_CHILD}
 import torch
@@ -154,7 +154,7 @@ if __name__ == "__main__":
     assert_clean(tmp_path)
 
 
-def test_the_page_of_a_rank_is_not_written_by_its_child(tmp_path: Path) -> None:
+def test_a_child_does_not_write_the_heartbeat_page_of_its_parent(tmp_path: Path) -> None:
     code = f"""{IN_CHILD}
 from ckpt.training import heartbeat_page as pulses
 page = pulses.HeartbeatPage(url + "/page", new=True)

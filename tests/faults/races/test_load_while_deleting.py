@@ -1,4 +1,4 @@
-"""A load of the newest step while another process saves a newer one and deletes the one that is being loaded."""
+"""A load of the newest step while another process saves a newer one and deletes the step that is being loaded."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ class _Reader(Reader):
     def __len__(self) -> int:
         return len(self._reader)
 
-    def read_into(self, *given: Any, **options: Any) -> int:
+    def read_into(self, *arguments: Any, **options: Any) -> int:
         self._before()
-        return self._reader.read_into(*given, **options)
+        return self._reader.read_into(*arguments, **options)
 
     def close(self) -> None:
         self._reader.close()
 
 
-def held_back(store: Store, point: str, meanwhile: Callable[[], None]) -> Store:
-    """The store, which holds its first reply about the newest step back until something else has happened.
+def delay_first_reply(store: Store, point: str, meanwhile: Callable[[], None]) -> Store:
+    """Return the store, changed to call `meanwhile` before its first reply about the newest step.
 
-    point: what is asked for: the commit record, the manifest, or bytes of a pack that is open already.
+    point: what the delayed call reads: the commit record, the manifest, or bytes of a pack that is open already.
     """
-    left = [meanwhile]
+    pending = [meanwhile]
     names = {"record": f"steps/{NEWEST}/commit.json", "manifest": f"steps/{NEWEST}/manifest/", "pack": f"steps/{NEWEST}/pack/"}
 
-    def before(name: str) -> None:
-        if name.startswith(names[point]) and left:
-            left.pop()()
+    def call_meanwhile(name: str) -> None:
+        if name.startswith(names[point]) and pending:
+            pending.pop()()
 
-    class Held(type(store)):  # type: ignore[misc]
+    class Delayed(type(store)):  # type: ignore[misc]
         def get(self, name: str) -> bytes:
-            before(name)
+            call_meanwhile(name)
             return bytes(super().get(name))
 
         def get_up_to(self, name: str, *limit: Any) -> bytes:
-            before(name)
+            call_meanwhile(name)
             return bytes(super().get_up_to(name, *limit))
 
         def open(self, name: str) -> Reader:
-            return _Reader(super().open(name), lambda: before(name))
+            return _Reader(super().open(name), lambda: call_meanwhile(name))
 
         def open_once(self, name: str) -> Reader:
-            return _Reader(super().open_once(name), lambda: before(name))
+            return _Reader(super().open_once(name), lambda: call_meanwhile(name))
 
-    store.__class__ = Held
+    store.__class__ = Delayed
     return store
 
 
@@ -78,7 +78,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("point", ["record", "manifest", "pack"])
-def test_the_newest_whole_step_is_loaded(url: str, point: str, ranks: int) -> None:
+def test_a_load_takes_the_newer_step_where_its_step_is_deleted(url: str, point: str, ranks: int) -> None:
     for step in (4, NEWEST):
         ckpt.save(state_of(100 * step), url, step, group=None)
 
@@ -87,18 +87,20 @@ def test_the_newest_whole_step_is_loaded(url: str, point: str, ranks: int) -> No
 
     def load(group: Any) -> Any:
         store = NamespaceStore(url) if url.startswith("ckpt:") else LocalStore(url)
-        return ckpt.load(held_back(store, point, save_and_delete) if group is None or group.rank == 0 else store, group=group)
+        return ckpt.load(
+            delay_first_reply(store, point, save_and_delete) if group is None or group.rank == 0 else store, group=group
+        )
 
     groups = [None] if ranks == 1 else ThreadGroup.make(ranks)
     with ThreadPoolExecutor(ranks) as pool:
         for loaded in pool.map(load, groups):
-            # What was open already may still be read from a local disk. Nothing of two steps is ever mixed.
+            # A local disk still reads a deleted file that is open. The bytes of two steps are never mixed.
             assert_same(loaded, state_of(100 * NEWEST if loaded["step"] == 100 * NEWEST else NEWER))
             assert point == "pack" or loaded["step"] == NEWER
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_older_step_is_loaded_where_the_newest_is_deleted(tmp_path: Path, ranks: int) -> None:
+def test_a_load_takes_the_older_step_where_the_newest_is_deleted(tmp_path: Path, ranks: int) -> None:
     for step in (4, NEWEST):
         ckpt.save(state_of(step), tmp_path, step, group=None)
 
@@ -107,7 +109,7 @@ def test_an_older_step_is_loaded_where_the_newest_is_deleted(tmp_path: Path, ran
 
     def load(group: Any) -> Any:
         store = LocalStore(tmp_path)
-        return ckpt.load(held_back(store, "record", delete) if group is None or group.rank == 0 else store, group=group)
+        return ckpt.load(delay_first_reply(store, "record", delete) if group is None or group.rank == 0 else store, group=group)
 
     groups = [None] if ranks == 1 else ThreadGroup.make(ranks)
     with ThreadPoolExecutor(ranks) as pool:

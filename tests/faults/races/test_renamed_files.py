@@ -1,4 +1,4 @@
-"""Two clients rename, delete, repair and write on one path at the same time."""
+"""Two clients rename, delete, repair and write the same path at the same time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckpt.storage.registers.base import RegisterValue
 from ckpt.storage.testing import random_bytes
 
 
-def test_delete_by_a_member_that_missed_a_renaming(open_one: Callable[[], Namespace]) -> None:
+def test_a_delete_after_a_rename_that_a_member_missed_deletes_nothing(open_one: Callable[[], Namespace]) -> None:
     one, other = open_one(), open_one()
     one.put("x", FIRST)
     swap(other, one.ring.replica_set("/x").members[0], Down())
@@ -32,16 +32,18 @@ def test_delete_by_a_member_that_missed_a_renaming(open_one: Callable[[], Namesp
     assert one.get("y") == FIRST
 
 
-def test_one_file_renamed_twice_at_once(open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_renamed_twice_at_once_is_readable_by_both_names(
+    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = open_one(), open_one()
     one.put("x", FIRST)
     publish = one.publish
 
-    def late(*args: Any, **options: Any) -> None:
+    def rename_first(*args: Any, **options: Any) -> None:
         other.rename("x", "c")
         publish(*args, **options)
 
-    monkeypatch.setattr(one, "publish", late)
+    monkeypatch.setattr(one, "publish", rename_first)
     one.rename("x", "b")
     monkeypatch.undo()
     assert one.get("b") == one.get("c") == FIRST
@@ -49,7 +51,7 @@ def test_one_file_renamed_twice_at_once(open_one: Callable[[], Namespace], monke
     assert one.get("c") == FIRST
 
 
-def test_a_renaming_that_was_cut_off_and_another(open_one: Callable[[], Namespace], old_enough: None) -> None:
+def test_a_second_rename_after_an_interrupted_one_loses_no_data(open_one: Callable[[], Namespace], old_enough: None) -> None:
     one = open_one()
     one.put("q", FIRST)
     set_failpoints("namespace.renamed=error")
@@ -63,10 +65,10 @@ def test_a_renaming_that_was_cut_off_and_another(open_one: Callable[[], Namespac
     assert one.get("r") == FIRST
     one.delete(["r"])
     repairs.repair_namespace(one, surveys.scrub_namespace(one))
-    assert not any(place.inventory() for place in one.open_members.values())
+    assert not any(member.inventory() for member in one.open_members.values())
 
 
-def test_a_repair_of_what_was_renamed_meanwhile(open_one: Callable[[], Namespace]) -> None:
+def test_a_repair_of_a_file_renamed_meanwhile_loses_no_data(open_one: Callable[[], Namespace]) -> None:
     one = open_one()
     one.put("x", FIRST)
     file = one.stat("x")
@@ -80,41 +82,41 @@ def test_a_repair_of_what_was_renamed_meanwhile(open_one: Callable[[], Namespace
     assert one.get("y") == FIRST
 
 
-def test_a_scrub_while_a_file_is_renamed(
+def test_a_repair_after_a_scrub_during_a_rename_loses_no_data(
     open_one: Callable[[], Namespace], old_enough: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = open_one()
     one.put("z", FIRST)
     read = one.read_records
 
-    def late(names: Any) -> Any:
+    def rename_first(names: Any) -> Any:
         monkeypatch.undo()
         one.rename("z", "a")
         return read(names)
 
-    monkeypatch.setattr(one, "read_records", late)
+    monkeypatch.setattr(one, "read_records", rename_first)
     found = surveys.scrub_namespace(one)
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
     repairs.repair_namespace(one, found)
     assert one.get("a") == FIRST
 
 
-def test_records_of_a_newer_version(open_one: Callable[[], Namespace], old_enough: None) -> None:
-    """What can't be read names objects that nobody knows: none is deleted."""
+def test_a_scrub_deletes_no_objects_while_it_cannot_read_a_record(open_one: Callable[[], Namespace], old_enough: None) -> None:
+    """The record is of a newer version, so the objects that it names are unknown: none counts as an orphan."""
     one = open_one()
     one.put("n", FIRST)
     value = one.read_records(["/n"])["/n"]
     assert value is not None
     newer = RegisterValue(msgpack.packb([*msgpack.unpackb(value.head), "a new field"]), value.body)
-    one.update_record("n", lambda _, there: newer if there == value else None)
+    one.update_record("n", lambda _, current: newer if current == value else None)
     found = surveys.scrub_namespace(one)
     assert found.unreadable_paths == ["n", "n", "n", "n"] or set(found.unreadable_paths) == {"n"}
     assert not found.orphans
     assert not found.is_whole
 
 
-def test_a_half_done_write_and_a_scrub(open_one: Callable[[], Namespace], old_enough: None) -> None:
-    """Its only trace is on a member that is away while the others are scrubbed."""
+def test_a_partial_write_on_an_absent_member_is_settled_for_good(open_one: Callable[[], Namespace], old_enough: None) -> None:
+    """Its only trace is on a member that does not answer while the others are scrubbed."""
     one, other = open_one(), open_one()
     one.put("x", FIRST)
     members = one.ring.replica_set("/x").members
@@ -122,11 +124,11 @@ def test_a_half_done_write_and_a_scrub(open_one: Callable[[], Namespace], old_en
         swap(other, member, Down())
     with pytest.raises(Unavailable):
         other.put("x", SECOND)
-    there = swap(one, members[0], Down())
+    registers = swap(one, members[0], Down())
     assert one.get("x") == FIRST
     repairs.repair_namespace(one, surveys.scrub_namespace(one))
     assert one.get("x") == FIRST
-    swap(one, members[0], there)
+    swap(one, members[0], registers)
     fresh = open_one()
     found = fresh.get("x")
     assert found in (FIRST, SECOND)
@@ -135,7 +137,7 @@ def test_a_half_done_write_and_a_scrub(open_one: Callable[[], Namespace], old_en
 
 
 @pytest.mark.parametrize("size", [1000, 300_000])
-def test_writing_on_what_was_changed(open_one: Callable[[], Namespace], size: int) -> None:
+def test_an_append_to_a_changed_file_is_refused(open_one: Callable[[], Namespace], size: int) -> None:
     one = open_one()
     more = memoryview(b"more" * 20_000)
     changes: list[Callable[[str], object]] = [
@@ -166,53 +168,55 @@ def test_writing_on_what_was_changed(open_one: Callable[[], Namespace], size: in
     assert one.get("both") == FIRST[:size] + bytes(more)
 
 
-@pytest.mark.parametrize(("others", "size", "known"), [(3, 40_000, True), (9, 40_000, True), (3, 100, True), (9, 100, False)])
-def test_an_append_that_came_through_while_its_writer_stood_still(
-    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, others: int, size: int, known: bool
+@pytest.mark.parametrize(
+    ("others", "size", "recognised"), [(3, 40_000, True), (9, 40_000, True), (3, 100, True), (9, 100, False)]
+)
+def test_a_stopped_writer_recognises_its_append_by_its_objects(
+    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, others: int, size: int, recognised: bool
 ) -> None:
-    """Others have found it on a member, and have added to it so often that the record does not know its version any more: its
-    objects show that it came through, and without them that it was refused can't be said."""
+    """Other clients completed the append and then added so often that the record no longer has its version. The objects of the
+    append show that it succeeded; without objects the writer can't know whether it was refused."""
     one, other = open_one(), open_one()
     first, second = FIRST[:size], SECOND[:size]
     one.put("log", first)
-    there, go_on = threading.Event(), threading.Event()
+    stopped, resume = threading.Event(), threading.Event()
 
-    def stand_still(name: str) -> None:
-        if name == "ledger.changed" and threading.current_thread() is writer and not there.is_set():
-            there.set()
-            assert go_on.wait(60)
+    def stop_once(name: str) -> None:
+        if name == "ledger.changed" and threading.current_thread() is writer and not stopped.is_set():
+            stopped.set()
+            assert resume.wait(60)
 
-    said: list[object] = []
+    outcome: list[object] = []
 
     def write() -> None:
         try:
             with one.create("log", aligned=False, base=one.stat("log")) as writing:
                 writing.append(memoryview(second))
                 writing.commit()
-            said.append("added")
+            outcome.append("added")
         except StoreError as error:
-            said.append(error)
+            outcome.append(error)
 
     writer = threading.Thread(target=write)
-    monkeypatch.setattr("ckpt.aggregator.records.paxos.failpoint", stand_still)
+    monkeypatch.setattr("ckpt.aggregator.records.paxos.failpoint", stop_once)
     writer.start()
-    assert there.wait(60)
+    assert stopped.wait(60)
     other.settle(["/log"])
     for i in range(others):
         with other.create("log", aligned=False, base=other.stat("log")) as writing:
             writing.append(memoryview(bytes([i]) * size))
             writing.commit()
-    go_on.set()
+    resume.set()
     writer.join()
-    if known:
-        assert said == ["added"]
+    if recognised:
+        assert outcome == ["added"]
     else:
-        assert isinstance(said[0], Unavailable), said
-        assert "it can't be known whether this was added" in str(said[0])
+        assert isinstance(outcome[0], Unavailable), outcome
+        assert "it can't be known whether this was added" in str(outcome[0])
     assert open_one().get("log") == first + second + b"".join(bytes([i]) * size for i in range(others))
 
 
-def test_writing_on_what_is_kept_otherwise(open_one: Callable[[], Namespace]) -> None:
+def test_an_append_to_an_erasure_coded_file_is_read_back(open_one: Callable[[], Namespace]) -> None:
     one = open_one()
     one.put("e", FIRST, redundancy=parse_redundancy("4+2"))
     with one.create("e", aligned=False, base=one.stat("e")) as writer:
@@ -223,10 +227,10 @@ def test_writing_on_what_is_kept_otherwise(open_one: Callable[[], Namespace]) ->
 
 @pytest.mark.parametrize("redundancy", ["2x", "3+2"])
 @pytest.mark.parametrize("how", ["repair", "drain"])
-def test_writing_on_what_was_moved(
+def test_an_append_to_a_file_that_was_moved_meanwhile_is_read_back(
     open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, redundancy: str, how: str
 ) -> None:
-    """A repair puts pieces elsewhere, while another writes behind them."""
+    """A repair or a drain moves stripes of the file while a client appends to it."""
     one, other = open_one(), open_one()
     one.put("x", FIRST, redundancy=parse_redundancy(redundancy))
     base = one.stat("x")
@@ -244,12 +248,12 @@ def test_writing_on_what_was_moved(
         moved = other.stat("x")
         assert moved is not None
         assert moved.layout != base.layout
-        made = writer.publish()
+        published = writer.publish()
     assert open_one().get("x") == FIRST + SECOND
-    assert made == one.stat("x")
-    assert made.layout is not None
-    assert lost not in made.layout.objects
-    with one.create("x", aligned=False, base=made) as writer:
+    assert published == one.stat("x")
+    assert published.layout is not None
+    assert lost not in published.layout.objects
+    with one.create("x", aligned=False, base=published) as writer:
         writer.append(memoryview(b"more"))
         writer.commit()
     assert one.get("x") == FIRST + SECOND + b"more"
@@ -259,7 +263,7 @@ def test_writing_on_what_was_moved(
 
 
 @pytest.mark.parametrize("redundancy", ["2x", "4+2"])
-def test_writing_on_what_was_cut(open_one: Callable[[], Namespace], redundancy: str) -> None:
+def test_an_append_to_a_truncated_file_is_read_back(open_one: Callable[[], Namespace], redundancy: str) -> None:
     one = open_one()
     whole = random_bytes(8 << 20)
     with one.create("c", parse_redundancy(redundancy), aligned=False) as writer:

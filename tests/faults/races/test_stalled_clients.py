@@ -1,4 +1,4 @@
-"""Clients that stop reading or writing: they take nothing from others, and a node still ends."""
+"""Clients that stop reading or writing: they take no resources from others, and a node still ends."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ckpt.storage.testing import random_bytes, read_range, write_object
 _BIG = 8 << 20
 
 
-def begun(store: NodeStore, key: str, data: bytes) -> tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]:
-    """An append of which only the first bytes are sent, by a client without a deadline."""
+def begin_append(store: NodeStore, key: str, data: bytes) -> tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]:
+    """Start an append of which only the first bytes are sent, by a client without a deadline; return its stream."""
     descriptor = flight.FlightDescriptor.for_command(wire.pack([key, len(data), transfer_digest(data)]))
     writer, reader = flight.FlightClient(f"grpc://{store.address}").do_put(descriptor, wire.SCHEMA)
     writer.write_batch(wire.to_record_batch(memoryview(data)[:1000]))
@@ -35,20 +35,20 @@ def begun(store: NodeStore, key: str, data: bytes) -> tuple[flight.FlightStreamW
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Here]:
-    made = Here(tmp_path / "node", NodeOptions(pass_descriptors=False, buffer_bytes=2 * _BIG, buffer_wait_seconds=2.0))
-    yield made
-    made.close()
+    started = Here(tmp_path / "node", NodeOptions(pass_descriptors=False, buffer_bytes=2 * _BIG, buffer_wait_seconds=2.0))
+    yield started
+    started.close()
 
 
-def test_stalled_appends_do_not_hold_the_buffers(node: Here) -> None:
+def test_stalled_appends_give_their_buffers_to_other_writers(node: Here) -> None:
     store = NodeStore(node.address, NodeCredentials(deadline_seconds=60))
     data = random_bytes(_BIG)
     keys = [store.call("create", f"stalled{i}", 0) for i in range(2)]
-    stalled = [begun(store, key, data) for key in keys]
+    stalled = [begin_append(store, key, data) for key in keys]
     write_object(store, "other", data)
     assert read_range(store, "other", 0, _BIG) == data
     outcomes = []
-    for writer, reader in stalled:  # they go on after all: refused where the buffer is gone, and may send it again
+    for writer, reader in stalled:  # they resume: where the buffer is gone they are refused, and may send again
         try:
             with store.convert_flight_errors("test"):
                 writer.write_batch(wire.to_record_batch(memoryview(data)[1000:]))
@@ -66,28 +66,28 @@ def test_stalled_appends_do_not_hold_the_buffers(node: Here) -> None:
     assert read_range(store, "stalled0", 0, _BIG) == data
 
 
-def test_a_full_buffer_is_not_taken_back() -> None:
-    """The disk may take its time."""
+def test_a_full_buffer_is_not_given_to_another_writer() -> None:
+    """The disk may take long to write it."""
     buffers = BufferPool(1 << 20)
     with buffers.borrow(5, 1.0) as loan:
         loan.append(memoryview(b"hello"))
         with pytest.raises(Unavailable, match="too many writers"), buffers.borrow(5, 0.1):
             pass
-        with loan.full_view() as came:
-            assert came == b"hello"
+        with loan.full_view() as received:
+            assert received == b"hello"
     with buffers.borrow(5, 0.1) as loan:
         with buffers.borrow(5, 0.1) as other:
             other.append(memoryview(b"world"))
             with pytest.raises(Unavailable, match="given to another writer"):
                 loan.append(memoryview(b"hello"))
-            with other.full_view() as came:
-                assert came == b"world"
+            with other.full_view() as received:
+                assert received == b"world"
         with buffers.borrow(5, 0.1):
             pass
 
 
-def test_a_stalled_read_keeps_no_file(tmp_path: Path) -> None:
-    """What is deleted is gone, whoever has not read it to its end."""
+def test_a_stalled_read_does_not_keep_a_file_open(tmp_path: Path) -> None:
+    """So the space of a deleted file is freed, even if a client has not read it to its end."""
     node = Here(tmp_path, NodeOptions(pass_descriptors=False, lease_seconds=0.2))
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=60))
@@ -101,9 +101,9 @@ def test_a_stalled_read_keeps_no_file(tmp_path: Path) -> None:
             links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
             return any(os.path.islink(link) and os.readlink(link).startswith(f"{tmp_path}/objects/a") for link in links)
 
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while is_open():
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         with pytest.raises(Unavailable, match="read it again"), store.convert_flight_errors("test"):
             while True:
@@ -113,8 +113,8 @@ def test_a_stalled_read_keeps_no_file(tmp_path: Path) -> None:
         node.close()
 
 
-def test_a_signal_that_does_not_interrupt_the_wait(tmp_path: Path) -> None:
-    """One that comes just before the wait, or that another thread takes."""
+def test_a_node_ends_by_a_signal_that_does_not_interrupt_its_wait(tmp_path: Path) -> None:
+    """The signal arrives just before the wait, or another thread receives it."""
     node = Process(tmp_path / "data")
     try:
         threads = [int(name) for name in os.listdir(f"/proc/{node.process.pid}/task")]
@@ -126,14 +126,14 @@ def test_a_signal_that_does_not_interrupt_the_wait(tmp_path: Path) -> None:
         node.close()
 
 
-def test_sigterm(tmp_path: Path) -> None:
-    """Clients without a deadline don't let their calls end."""
+def test_a_node_ends_by_sigterm_despite_stalled_clients(tmp_path: Path) -> None:
+    """The calls of clients without a deadline never end by themselves."""
     node = Process(tmp_path / "data", "--no-near", "--drain-seconds", "0.5")
     try:
         store = NodeStore(node.address)
         data = random_bytes(32 << 20)
         write_object(store, "kept", data)
-        writing = begun(store, store.call("create", "torn", 0), data[:_BIG])
+        writing = begin_append(store, store.call("create", "torn", 0), data[:_BIG])
         reading = flight.FlightClient(f"grpc://{node.address}").do_get(flight.Ticket(wire.pack(["kept", 0, 32 << 20])))
         node.signal(signal.SIGTERM)
         assert node.process.wait(60) == 0

@@ -23,21 +23,22 @@ from ckpt.storage.registers.base import Registers
 
 
 class Silent(Registers):
-    """Registers of a member that stands still."""
+    """Registers of a member that does not answer."""
 
-    def __init__(self, over: threading.Event) -> None:
-        self._over = over
+    def __init__(self, test_ended: threading.Event) -> None:
+        self._test_ended = test_ended
 
-    def _waits(self, *args: Any, **options: Any) -> Any:
-        self._over.wait()
-        raise Unavailable("it stood still")
+    def _wait(self, *args: Any, **options: Any) -> Any:
+        self._test_ended.wait()
+        raise Unavailable("the member is stopped")
 
-    read = prepare = accept = change = scan = reset = mark_complete = fence = learn = join_ring = drop = collect = _waits
+    read = prepare = accept = change = scan = reset = mark_complete = fence = learn = join_ring = drop = collect = _wait
 
 
 @pytest.mark.parametrize("point", ["ledger.changed", "namespace.recorded", "ledger.change"])
-def test_an_interrupt_while_the_record_is_written(open_one: Callable[[], Namespace], point: str) -> None:
-    """Nobody knows whether the members have it: the objects stay, and the file is one or the other for good."""
+def test_a_write_interrupted_at_its_record_is_old_or_new_for_good(open_one: Callable[[], Namespace], point: str) -> None:
+    """The client cannot know whether the members have the record: the objects stay, and the file is the old or the new one for
+    good."""
     one = open_one()
     one.put("x", FIRST)
     set_failpoints(f"{point}=error")
@@ -49,7 +50,7 @@ def test_an_interrupt_while_the_record_is_written(open_one: Callable[[], Namespa
     assert one.get("x") == found
 
 
-def test_rot_in_the_head_of_a_record(open_one: Callable[[], Namespace], tmp_path: Path) -> None:
+def test_a_repair_restores_a_record_with_a_damaged_head(open_one: Callable[[], Namespace], tmp_path: Path) -> None:
     one = open_one()
     one.put("x", FIRST)
     member = one.ring.replica_set("/x").members[0]
@@ -58,83 +59,85 @@ def test_rot_in_the_head_of_a_record(open_one: Callable[[], Namespace], tmp_path
         (head,) = db.execute("SELECT head FROM registers WHERE name = '/x'").fetchone()
         db.execute("UPDATE registers SET head = ? WHERE name = '/x'", (head[:1] + b"\x02" + head[2:],))
     db.close()
-    again = open_one()
-    assert list(again.list()) == ["x"]
-    found = surveys.scrub_namespace(again, verify=True)
+    reopened = open_one()
+    assert list(reopened.list()) == ["x"]
+    found = surveys.scrub_namespace(reopened, verify=True)
     assert found.lagging_paths == ["x"]
-    repairs.repair_namespace(again, found)
-    assert surveys.scrub_namespace(again, verify=True).is_whole
+    repairs.repair_namespace(reopened, found)
+    assert surveys.scrub_namespace(reopened, verify=True).is_whole
 
 
-def test_an_empty_disk_in_the_place_of_a_lost_one(open_one: Callable[[], Namespace], tmp_path: Path) -> None:
-    """It must not vote that there is nothing, until it has the others' records again."""
+def test_a_member_with_an_empty_disk_does_not_vote_until_it_has_the_records(
+    open_one: Callable[[], Namespace], tmp_path: Path
+) -> None:
+    """It must not vote that a record does not exist before it has the records of the other members."""
     one = open_one()
     for i in range(10):
         one.put(f"x{i}", FIRST)
     one.close()
     for name in ("registers.sqlite", "registers.sqlite-wal", "registers.sqlite-shm"):
         (tmp_path / "disk0" / name).unlink(missing_ok=True)
-    again = open_one()
+    reopened = open_one()
     for i in range(10):
-        assert again.get(f"x{i}") == FIRST
+        assert reopened.get(f"x{i}") == FIRST
         with pytest.raises(StoreError, match="exists already"):
-            again.put(f"x{i}", SECOND, new=True)
-    repairs.repair_namespace(again, surveys.scrub_namespace(again))
-    assert surveys.scrub_namespace(again).is_whole
-    mine = [f"/x{i}" for i in range(10) if "disk0" in again.ring.replica_set(f"/x{i}").members]
-    assert all(getattr(r, "value", None) is not None for r in again.open_members["disk0"].registers.read(mine))
+            reopened.put(f"x{i}", SECOND, new=True)
+    repairs.repair_namespace(reopened, surveys.scrub_namespace(reopened))
+    assert surveys.scrub_namespace(reopened).is_whole
+    paths_of_member = [f"/x{i}" for i in range(10) if "disk0" in reopened.ring.replica_set(f"/x{i}").members]
+    assert all(getattr(r, "value", None) is not None for r in reopened.open_members["disk0"].registers.read(paths_of_member))
 
 
-def test_a_stopped_member_takes_not_all_threads(open_one: Callable[[], Namespace]) -> None:
+def test_a_stopped_member_does_not_block_all_threads(open_one: Callable[[], Namespace]) -> None:
     one = open_one()
     for i in range(30):
         one.put(f"x{i}", b"1")
     member = one.ring.replica_set("/x0").members[0]
-    slow = threading.Event()
+    resume = threading.Event()
 
     class Stopped(Down):
         def read(self, names: Any, fence_number: int = 0) -> Any:
-            slow.wait(20)
+            resume.wait(20)
             raise Unavailable("stopped")
 
     swap(one, member, Stopped())
     done: list[int] = []
 
-    def look() -> None:
-        until = time.monotonic() + 4
-        while time.monotonic() < until:
+    def stat_repeatedly() -> None:
+        deadline = time.monotonic() + 4
+        while time.monotonic() < deadline:
             for i in range(30):
                 assert one.stat(f"x{i}") is not None
                 done.append(i)
 
-    threads = [threading.Thread(target=look) for _ in range(8)]
+    threads = [threading.Thread(target=stat_repeatedly) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    slow.set()
-    assert len(done) > 8 * 30, "they went on"
+    resume.set()
+    assert len(done) > 8 * 30, "the threads did not continue"
 
 
 @pytest.mark.parametrize("what", ["list", "get", "lagging", "put", "replace", "large", "delete", "rename"])
-def test_nobody_waits_for_a_member_that_stands_still(
+def test_no_operation_waits_for_a_stopped_member(
     open_one: Callable[[], Namespace], tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a process that knows of nobody yet how he is. With a deadline beyond all patience."""
+    """The process is new and has measured no member yet, and its deadline is far longer than the test."""
     one = open_one()
     one.put("x", FIRST[:1000])
     first, second, third = one.ring.replica_set("/x").members
-    still = first
-    if what == "lagging":  # of two that are left one has missed a change
+    stopped = first
+    if what == "lagging":  # of the other two members, one has missed a change
         down = swap(one, second, Down())
         one.put("x", SECOND[:1000])
         swap(one, second, down)
-        still = third
-    over = threading.Event()
+        stopped = third
+    test_ended = threading.Event()
     fresh = Namespace(directories(tmp_path, 6, deadline_seconds=1000.0))
-    swap(fresh, still, Silent(over))
-    monkeypatch.setattr(fresh.open_members[still], "info", lambda: over.wait() and None)
-    monkeypatch.setattr(fresh.open_members[still].store, "create", lambda *_: over.wait())
+    swap(fresh, stopped, Silent(test_ended))
+    monkeypatch.setattr(fresh.open_members[stopped], "info", lambda: test_ended.wait() and None)
+    monkeypatch.setattr(fresh.open_members[stopped].store, "create", lambda *_: test_ended.wait())
     work: dict[str, Callable[[], object]] = {
         "list": lambda: list(fresh.list()) == ["x"],
         "get": lambda: fresh.get("x") == FIRST[:1000],
@@ -149,7 +152,7 @@ def test_nobody_waits_for_a_member_that_stands_still(
     thread = threading.Thread(target=lambda: done.append(work[what]()), daemon=True)
     thread.start()
     thread.join(100)
-    over.set()
+    test_ended.set()
     assert done
     assert done[0]
     fresh.close()

@@ -1,4 +1,4 @@
-"""A client that stands still while a repair deletes what no record names: it publishes what exists, or it is refused."""
+"""A client is stopped while a repair deletes objects without a record: it publishes existing objects, or it is refused."""
 
 from __future__ import annotations
 
@@ -32,27 +32,29 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def namespace(url: str) -> Namespace:
-    found, _ = open_namespace(url)
-    found.put("a", OLD)
-    found.delete(["b"])
-    return found
+    opened, _ = open_namespace(url)
+    opened.put("a", OLD)
+    opened.delete(["b"])
+    return opened
 
 
-def repair(url: str) -> str:
-    """As an operator runs it, without the hour that objects without a record are left alone."""
+def run_repair(url: str) -> str:
+    """Run a repair as an operator does, without the hour for which objects without a record are left alone; return its
+    output."""
     command = [sys.executable, "-m", "ckpt.tools.node", "admin", "repair", url, "--quick", "--grace", "0"]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
 def content(namespace: Namespace, path: str) -> bytes | None:
+    """Return the bytes of a file, or None where it does not exist."""
     try:
         return namespace.get(path)
     except NotFound:
         return None
 
 
-def whole(namespace: Namespace) -> None:
-    """All records name objects that exist, and after a repair nothing else is left."""
+def assert_whole(namespace: Namespace) -> None:
+    """Check that all records name objects that exist, and that all members answer."""
     found = surveys.scrub_namespace(namespace, verify=True, grace_seconds=0.0)
     assert not found.damaged_files, found
     assert not found.missing_members, found
@@ -75,98 +77,99 @@ with namespace.create('a', aligned=False, base=namespace.stat('a')) as writer:
 
 @pytest.mark.parametrize("work", [PUT, PUT_NEW, MANY_APPENDS, APPEND])
 def test_objects_that_a_repair_deletes_are_not_published(url: str, namespace: Namespace, work: str) -> None:
-    """The writer stopped between its objects and its record: no record names them."""
+    """The writer is stopped between its objects and its record: no record names the objects."""
     writer = Stopped(url, work, "namespace.record")
     try:
-        assert "2 forgotten objects deleted" in repair(url) or work == MANY_APPENDS
-        said = writer.goes_on()
+        assert "2 forgotten objects deleted" in run_repair(url) or work == MANY_APPENDS
+        outcome = writer.goes_on()
     finally:
         writer.close()
-    assert said.startswith("refused"), said
-    assert "a repair has deleted its objects" in said, said
+    assert outcome.startswith("refused"), outcome
+    assert "a repair has deleted its objects" in outcome, outcome
     assert content(namespace, "a") == OLD
     assert content(namespace, "b") is None
-    whole(namespace)
+    assert_whole(namespace)
 
 
 @pytest.mark.parametrize("point", ["ledger.change", "ledger.changed"])
-def test_a_writer_that_stops_while_members_agree(url: str, namespace: Namespace, point: str) -> None:
-    """At the second point one member has the record already: what it names stays, though the writer is not answered."""
+def test_a_repair_deletes_no_object_of_a_record_that_a_member_has(url: str, namespace: Namespace, point: str) -> None:
+    """At the second point one member has the record already: its objects stay, though the writer has no reply yet."""
     writer = Stopped(url, PUT, point)
     try:
-        repair(url)
-        said = writer.goes_on()
+        run_repair(url)
+        outcome = writer.goes_on()
     finally:
         writer.close()
-    if said.startswith("acknowledged"):
+    if outcome.startswith("acknowledged"):
         assert content(namespace, "a") == NEW
-    assert content(namespace, "a") in (OLD, NEW), said
-    whole(namespace)
+    assert content(namespace, "a") in (OLD, NEW), outcome
+    assert_whole(namespace)
 
 
-def test_a_writer_that_stops_after_it_was_refused(url: str, namespace: Namespace) -> None:
-    """It has given its objects names anew, and stands still once more while they are deleted."""
+def test_a_refused_writer_that_stops_again_publishes_its_data_or_fails(url: str, namespace: Namespace) -> None:
+    """It has renamed its objects, and is stopped again while a repair deletes them."""
     writer = Stopped(url, PUT, "namespace.record", "ledger.change")
     try:
         assert begin_era(namespace) is not None
         writer.goes_on_to_the_next_point()
-        assert "forgotten objects deleted" in repair(url)
-        said = writer.goes_on()
+        assert "forgotten objects deleted" in run_repair(url)
+        outcome = writer.goes_on()
     finally:
         writer.close()
-    assert content(namespace, "a") == (NEW if said.startswith("acknowledged") else OLD), said
-    whole(namespace)
+    assert content(namespace, "a") == (NEW if outcome.startswith("acknowledged") else OLD), outcome
+    assert_whole(namespace)
 
 
-def test_a_writer_that_no_repair_meets_loses_nothing(url: str, namespace: Namespace) -> None:
-    """An era begins, and what it has written is there: it goes on with its objects, under other names."""
+def test_a_writer_without_a_repair_publishes_its_objects_in_a_new_era(url: str, namespace: Namespace) -> None:
+    """An era begins, and the objects exist: the writer publishes them under other names."""
     writer = Stopped(url, PUT, "namespace.record")
     try:
         assert begin_era(namespace) is not None
-        said = writer.goes_on()
+        outcome = writer.goes_on()
     finally:
         writer.close()
-    assert said.startswith("acknowledged"), said
+    assert outcome.startswith("acknowledged"), outcome
     assert content(namespace, "a") == NEW
-    whole(namespace)
-    assert not surveys.scrub_namespace(namespace, grace_seconds=0.0).orphans, "the names from before are gone"
+    assert_whole(namespace)
+    assert not surveys.scrub_namespace(namespace, grace_seconds=0.0).orphans, "objects with the old names are left"
 
 
-def test_what_was_deleted_and_collected_does_not_come_back(url: str, namespace: Namespace) -> None:
-    """A writer stops while members may have its record. Nothing is left that says whether the file was deleted since."""
+def test_a_stopped_writer_does_not_bring_back_a_collected_file(url: str, namespace: Namespace) -> None:
+    """The writer stops while members may have its record. The collection removes every trace of whether the file was deleted
+    since."""
     collect_tombstones(namespace, 0.0)
     writer = Stopped(url, "namespace.put('b', b'small')", "ledger.accept")
     try:
         namespace.put("b", b"other")
         namespace.delete(["b"])
         assert collect_tombstones(namespace, 0.0) >= 1
-        said = writer.goes_on()
+        outcome = writer.goes_on()
     finally:
         writer.close()
-    assert said.startswith("refused"), said
-    assert "it can't be known whether it was published and then deleted" in said
+    assert outcome.startswith("refused"), outcome
+    assert "it can't be known whether it was published and then deleted" in outcome
     assert namespace.stat("b") is None
 
 
-def test_a_renaming_that_stops(url: str, namespace: Namespace) -> None:
-    """Meanwhile somebody deletes the file, and a repair its objects: it gets no second name."""
+def test_a_stopped_rename_of_a_deleted_file_is_refused(url: str, namespace: Namespace) -> None:
+    """Another client deletes the file meanwhile, and a repair deletes its objects: the file gets no second name."""
     client = Stopped(url, "namespace.rename('a', 'b')", "namespace.rename")
     try:
         namespace.delete(["a"])
-        repair(url)
-        said = client.goes_on()
+        run_repair(url)
+        outcome = client.goes_on()
     finally:
         client.close()
-    assert said.startswith("refused"), said
+    assert outcome.startswith("refused"), outcome
     assert content(namespace, "a") is content(namespace, "b") is None
-    whole(namespace)
+    assert_whole(namespace)
 
 
 @pytest.mark.parametrize(
     "work",
     ["repair.repair_namespace(namespace, scrub.scrub_namespace(namespace))", "rebalance.drain_member(namespace, MEMBER)"],
 )
-def test_a_repair_or_a_drain_that_stops(url: str, namespace: Namespace, work: str) -> None:
+def test_a_stopped_repair_or_drain_names_no_deleted_fragment(url: str, namespace: Namespace, work: str) -> None:
     """It has made fragments on other members, and another repair deletes them before a record names them."""
     file = namespace.stat("a")
     assert file is not None
@@ -176,9 +179,9 @@ def test_a_repair_or_a_drain_that_stops(url: str, namespace: Namespace, work: st
         namespace.open_members[holder.member].store.delete([holder.name])
     client = Stopped(url, work.replace("MEMBER", repr(holder.member)), "repair.record")
     try:
-        repair(url)
+        run_repair(url)
         client.goes_on()
     finally:
         client.close()
     assert content(namespace, "a") == OLD
-    whole(namespace)
+    assert_whole(namespace)

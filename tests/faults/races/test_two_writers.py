@@ -1,4 +1,4 @@
-"""Two writers on one repository: the second is refused, or the first is fenced; nothing is mixed."""
+"""Two writers on one repository: the second is refused, or the first is fenced; their files are never mixed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.local.directory import LocalStore
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="whether a process lives is told by /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="detects live processes by /proc")
 
 
-def test_the_second_is_told(tmp_path: Path) -> None:
+def test_the_second_writer_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
     first = python(HOLD, tmp_path)
     assert first.stdout is not None
     assert first.stdout.readline() == "holding\n"
@@ -44,32 +44,32 @@ def test_the_second_is_told(tmp_path: Path) -> None:
         lambda: ckpt.save(state_of(9), tmp_path, 9, blocking=False),
         lambda: ckpt.Checkpointer(tmp_path),
     ):
-        with pytest.raises(ckpt.RepositoryBusy) as told:
+        with pytest.raises(ckpt.RepositoryBusy) as error:
             call()
-        one_line(told, f"process {first.pid}", socket.gethostname(), "wait for it, stop it, or save to another URL")
-    assert_same(ckpt.load(tmp_path), state_of(0))  # reading is free
+        one_line(error, f"process {first.pid}", socket.gethostname(), "wait for it, stop it, or save to another URL")
+    assert_same(ckpt.load(tmp_path), state_of(0))  # reading needs no lease
     finish(first)
     ckpt.save(state_of(2), tmp_path, 2)
     assert assert_all_load(tmp_path) == [0, 1, 2]
     assert_clean(tmp_path)
 
 
-def test_a_killed_writer_is_succeeded_at_once(tmp_path: Path) -> None:
+def test_a_killed_writer_is_taken_over_at_once(tmp_path: Path) -> None:
     first = python(HOLD, tmp_path)
     assert first.stdout is not None
     assert first.stdout.readline() == "holding\n"
-    first.send_signal(signal.SIGSTOP)  # stopped is not dead
+    first.send_signal(signal.SIGSTOP)  # a stopped process is not dead
     with pytest.raises(ckpt.RepositoryBusy):
         ckpt.save(state_of(1), tmp_path, 1)
     first.kill()
-    while not zombie(first.pid):  # not reaped: a zombie holds nothing
+    while not zombie(first.pid):  # a zombie that was not reaped has no lease
         time.sleep(0.001)
     ckpt.save(state_of(1), tmp_path, 1)
     first.communicate()
     assert assert_all_load(tmp_path) == [0, 1]
 
 
-def test_a_forked_child_is_another_process(tmp_path: Path) -> None:
+def test_a_forked_child_is_refused_as_another_writer(tmp_path: Path) -> None:
     code = """
 import os, sys, ckpt
 from helpers.states import state_of
@@ -90,11 +90,11 @@ saver.close()
     assert assert_all_load(tmp_path) == [0, 2]
 
 
-def test_who_is_alive() -> None:
+def test_is_alive_compares_host_boot_namespace_and_start() -> None:
     me = this_process()
     assert is_alive(me, me) is True
     for change, lives in (
-        ({"started": "1"}, False),  # the number was given to another process since
+        ({"started": "1"}, False),  # another process has the number now
         ({"pid": 1 << 30}, False),
         ({"boot": "another"}, None),  # the same host after a reboot, or another host of this name
         ({"host": "another"}, None),
@@ -105,20 +105,22 @@ def test_who_is_alive() -> None:
 
 
 def test_rank_0_on_another_host_of_the_same_name_is_not_taken_for_dead(tmp_path: Path) -> None:
-    """Several hosts are called "localhost", and clones of an image have one name."""
+    """Several hosts may be called "localhost", and clones of an image have the same name."""
     repo = Repository(LocalStore(tmp_path))
     (tmp_path / "generations").mkdir()
     owner = dataclasses.replace(this_process(), boot="another", pid=1 << 30)
     data = json_records.encode("generation", {"owner": dataclasses.asdict(owner)})
     (tmp_path / "generations/00000003.json").write_bytes(data)
     assert GroupLease(WriterLease(repo, 3), rank=1, size=2).rank_0_error() is None
-    gone = dataclasses.replace(owner, boot=this_process().boot)
-    (tmp_path / "generations/00000003.json").write_bytes(json_records.encode("generation", {"owner": dataclasses.asdict(gone)}))
+    dead_owner = dataclasses.replace(owner, boot=this_process().boot)
+    (tmp_path / "generations/00000003.json").write_bytes(
+        json_records.encode("generation", {"owner": dataclasses.asdict(dead_owner)})
+    )
     assert "is dead" in str(GroupLease(WriterLease(repo, 3), rank=1, size=2).rank_0_error())
 
 
-def test_nobody_is_taken_for_dead_for_want_of_descriptors() -> None:
-    """A process that has none left can't look under /proc: it takes no living process for dead."""
+def test_a_process_without_free_descriptors_takes_no_process_for_dead() -> None:
+    """It can't read /proc, so it takes no live process for dead."""
     me = this_process()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
@@ -126,11 +128,11 @@ def test_nobody_is_taken_for_dead_for_want_of_descriptors() -> None:
         with pytest.raises(StoreError, match="Too many open files; this process has too many files open: raise the limit"):
             is_alive(me, me)
         dead = is_dead(me, me)
-        told = this_process()
+        own_identity = this_process()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not dead
-    assert told.pid == me.pid, "what it says of itself ends no collective call of many"
+    assert own_identity.pid == me.pid, "its own identity must not fail, as that would end a collective call"
     assert is_alive(me, me) is True
 
 
@@ -139,10 +141,10 @@ def test_a_fenced_writer_commits_nothing(tmp_path: Path, blocking: bool) -> None
     saver = ckpt.Checkpointer(tmp_path, keep=1)
     saver.save(0, state_of(0), blocking=True)
     take_over(tmp_path, 7)
-    with pytest.raises((ckpt.Fenced, ckpt.SaveFailed)) as told:
+    with pytest.raises((ckpt.Fenced, ckpt.SaveFailed)) as error:
         saver.save(1, state_of(1), blocking=blocking)
         saver.wait()
-    one_line(told, "taken over", "process 4711 on elsewhere", "stop it")
+    one_line(error, "taken over", "process 4711 on elsewhere", "stop it")
     with pytest.raises(ckpt.CkptError):
         saver.save(2, state_of(2), blocking=True)
     saver.close()
@@ -150,8 +152,8 @@ def test_a_fenced_writer_commits_nothing(tmp_path: Path, blocking: bool) -> None
 
 
 def test_a_fenced_writer_deletes_nothing(tmp_path: Path) -> None:
-    """It is taken over between its commit and its deletion: the step that it would delete may be in use already. It can't prove
-    its lease any more, and says so; the step that it has committed stays."""
+    """It is taken over between its commit and its deletion: the step to delete may be in use already. It can't prove its lease
+    any more and raises an error; its committed step stays."""
     ckpt.save(state_of(0), tmp_path, 0)
     with failing("save.published=sleep:1"):
         handle = ckpt.save(state_of(1), tmp_path, 1, keep=1, blocking=False)
@@ -163,7 +165,7 @@ def test_a_fenced_writer_deletes_nothing(tmp_path: Path) -> None:
     assert assert_all_load(tmp_path) == [0, 1]
 
 
-def test_taking_over_from_another_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_takeover_from_another_host_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ckpt.save(state_of(0), tmp_path, 0)
     take_over(tmp_path, 7)
     ckpt.save(state_of(1), tmp_path, 1)
@@ -185,18 +187,18 @@ for line in sys.stdin:
         pass
     try:
         ckpt.save(state, url, 0)
-        told = "saved"
+        outcome = "saved"
     except (ckpt.RepositoryBusy, ckpt.AlreadyExists) as error:
-        told = type(error).__name__
+        outcome = type(error).__name__
     except BaseException as error:
-        told = repr(error)
-    print(told.replace("\\n", " "), flush=True)
+        outcome = repr(error)
+    print(outcome.replace("\\n", " "), flush=True)
 """
 
 
 @pytest.mark.soak
-def test_two_that_begin_at_the_same_moment(tmp_path: Path) -> None:
-    """On a repository that is not there yet. One may also be done before the other looks."""
+def test_of_two_writers_that_start_together_one_saves(tmp_path: Path) -> None:
+    """The repository does not exist yet. One writer may also be done before the other reads the lease."""
     racers = [python(RACE, n) for n in range(2)]
     for racer in racers:
         assert racer.stdout is not None
@@ -208,10 +210,10 @@ def test_two_that_begin_at_the_same_moment(tmp_path: Path) -> None:
             assert racer.stdin is not None
             racer.stdin.write(f"{root} {begin}\n")
             racer.stdin.flush()
-        told = [racer.stdout.readline().rstrip("\n") for racer in racers if racer.stdout]
-        assert told.count("saved") == 1, told
-        assert set(told) <= {"saved", "RepositoryBusy", "AlreadyExists"}, told
-        assert_same(ckpt.load(root), state_of(0) | {"who": told.index("saved")})
+        outcomes = [racer.stdout.readline().rstrip("\n") for racer in racers if racer.stdout]
+        assert outcomes.count("saved") == 1, outcomes
+        assert set(outcomes) <= {"saved", "RepositoryBusy", "AlreadyExists"}, outcomes
+        assert_same(ckpt.load(root), state_of(0) | {"who": outcomes.index("saved")})
         ckpt.save(state_of(1), root, 1)
         assert_clean(root)
     for racer in racers:
@@ -228,8 +230,9 @@ with ckpt.Checkpointer(sys.argv[1]) as saver:
 """
 
 
-def test_a_repository_that_another_has_begun_anew(tmp_path: Path) -> None:
-    """At the URL of one that was removed, with the very same number of a generation: nothing of it is touched."""
+def test_a_repository_that_another_process_recreated_is_not_touched(tmp_path: Path) -> None:
+    """The repository was removed and created again at the same URL, with the same generation number: none of its files is
+    touched."""
     saver = ckpt.Checkpointer(tmp_path / "r")
     saver.save(1, {"x": np.full(1 << 20, 1.0)}, blocking=True)
     shutil.rmtree(tmp_path / "r")
@@ -246,8 +249,8 @@ def test_a_repository_that_another_has_begun_anew(tmp_path: Path) -> None:
     assert ckpt.load(tmp_path / "r", step=5)["x"][0] == 9
 
 
-def test_a_repository_that_was_made_again_is_another(tmp_path: Path) -> None:
-    """Its packs have the names that those of the one before had, and other bytes: none is taken for what this process wrote."""
+def test_packs_of_a_recreated_repository_are_not_taken_for_own_ones(tmp_path: Path) -> None:
+    """Its packs have the names of earlier packs but other bytes: none is taken for a pack that this process wrote."""
     state = {"x": np.random.default_rng(0).integers(0, 9, 1 << 20, "u1")}
     ckpt.save(state, tmp_path / "r", step=0, codec="none")
     shutil.rmtree(tmp_path / "r")
@@ -258,14 +261,14 @@ ckpt.save(state, sys.argv[1], step=0, codec={"id": "zstd"})
 """
     finish(python(code, tmp_path / "r"))
     saved = ckpt.save(state, tmp_path / "r", step=1, codec="none")
-    assert saved.commit.written_bytes == 0, "it is referred to"
+    assert saved.commit.written_bytes == 0, "the block was written again"
     assert saved.verify()
     assert_same(ckpt.load(tmp_path / "r", step=1, strict=True), state)
 
 
-def test_threads_of_one_process_share(tmp_path: Path) -> None:
-    """Savers of one process are no rivals, but two saves of one step are: one is told."""
-    told: list[str] = []
+def test_threads_of_one_process_save_without_refusing_each_other(tmp_path: Path) -> None:
+    """Two saves of the same step compete, and one of them raises AlreadyExists."""
+    outcomes: list[str] = []
     barrier = threading.Barrier(4)
 
     def run(number: int) -> None:
@@ -273,7 +276,7 @@ def test_threads_of_one_process_share(tmp_path: Path) -> None:
         for step in range(10 * (number // 2), 10 * (number // 2) + 10):
             try:
                 ckpt.save(state_of(step), tmp_path, step)
-                told.append(f"saved {step}")
+                outcomes.append(f"saved {step}")
             except ckpt.AlreadyExists:
                 pass
 
@@ -282,13 +285,13 @@ def test_threads_of_one_process_share(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(told) == sorted(f"saved {step}" for step in range(20))
+    assert sorted(outcomes) == sorted(f"saved {step}" for step in range(20))
     assert assert_all_load(tmp_path) == list(range(20))
     ckpt.save(state_of(20), tmp_path, 20)
     assert_clean(tmp_path)
 
 
-def test_savers_of_one_process_share_the_claim(tmp_path: Path) -> None:
+def test_savers_of_one_process_share_the_writer_lease(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as one, ckpt.Checkpointer(tmp_path) as two:
         one.save(0, state_of(0))
         two.save(1, state_of(1), blocking=True)
@@ -301,8 +304,8 @@ def test_savers_of_one_process_share_the_claim(tmp_path: Path) -> None:
     assert_clean(tmp_path)
 
 
-def test_a_result_means_that_others_may_write(tmp_path: Path) -> None:
-    """Whoever has the result can start the next writer: the claim is free by then."""
+def test_the_lease_is_free_when_a_result_is_returned(tmp_path: Path) -> None:
+    """A caller that has the result can start the next writer."""
     code = "import sys, ckpt; from helpers.states import state_of; ckpt.save(state_of(1), sys.argv[1], 1)"
     ckpt.save(state_of(0), tmp_path, 0, blocking=False).result()
     (record,) = tmp_path.glob("generations/*.json")
@@ -311,29 +314,29 @@ def test_a_result_means_that_others_may_write(tmp_path: Path) -> None:
     assert assert_all_load(tmp_path) == [0, 1]
 
 
-def test_a_copy_under_way_does_not_sweep_what_releases_the_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copying between tiers may begin to clean a place while that place is given free."""
+def test_a_sweep_does_not_delete_the_file_that_releases_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy between tiers may start to sweep temporary files while the lease is being released."""
     repo = Repository(LocalStore(tmp_path))
-    mine = acquire_lease(repo)
+    lease = acquire_lease(repo)
     began, done = threading.Event(), threading.Event()
     put = repo.store.put
 
-    def slowly(name: str, data: bytes) -> None:
-        threading.Thread(target=lambda: (began.set(), mine.sweep_temporaries_once(), done.set())).start()
+    def put_slowly(name: str, data: bytes) -> None:
+        threading.Thread(target=lambda: (began.set(), lease.sweep_temporaries_once(), done.set())).start()
         began.wait(60)
         assert not done.wait(0.2)
         put(name, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(repo.store, "put", slowly)
-        patch.setattr(repo.store, "sweep_temporaries", lambda _: pytest.fail("it was swept"))
-        mine.release()
+        patch.setattr(repo.store, "put", put_slowly)
+        patch.setattr(repo.store, "sweep_temporaries", lambda _: pytest.fail("temporary files were swept"))
+        lease.release()
         assert done.wait(60)
     acquire_lease(repo).release()
 
 
-def test_reading_while_another_process_writes_and_deletes(tmp_path: Path) -> None:
-    """keep=1: the step being read may vanish; the load then takes the newer one, and warns of no damage."""
+def test_a_load_takes_a_newer_step_where_a_writer_deletes_its_step(tmp_path: Path) -> None:
+    """With keep=1 the step being read may be deleted; the load then takes the newer one, and warns of no damage."""
     code = """
 import sys, ckpt
 from helpers.states import state_of
@@ -357,8 +360,8 @@ with ckpt.Checkpointer(sys.argv[1], keep=1) as saver:
     assert_same(ckpt.load(tmp_path), state_of(299))
 
 
-def test_the_claim_survives_a_lost_owner(tmp_path: Path) -> None:
-    """A process number that was given to somebody else since does not keep the repository busy."""
+def test_a_reused_process_number_does_not_keep_the_lease(tmp_path: Path) -> None:
+    """The number of the lost owner belongs to another process now; the repository is not busy."""
     ckpt.save(state_of(0), tmp_path, 0)
     owner = dataclasses.replace(this_process(), pid=os.getppid(), started="1")
     data = json_records.encode("generation", {"owner": dataclasses.asdict(owner)})
