@@ -1,4 +1,4 @@
-"""What is stored may claim any length: no read takes memory out of proportion to what the manifest states."""
+"""Stored data may claim any length: no read allocates memory out of proportion to the lengths that the manifest states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt.storage.node import wire
 
 
 @pytest.mark.parametrize("name", ["lz4", "blosc", "zstd"])
-def test_a_header_that_claims_more_is_refused_before_it_is_believed(name: str) -> None:
+def test_a_header_that_claims_more_bytes_is_refused_before_decoding(name: str) -> None:
     config = json.dumps({"id": name})
     stored = bytearray(codec.encode(config, np.zeros(1000, np.uint8), 1))
     at, size = {"lz4": (0, 4), "blosc": (4, 4), "zstd": (6, 0)}[name]
@@ -39,7 +39,7 @@ def test_a_header_that_claims_more_is_refused_before_it_is_believed(name: str) -
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("nbytes", [1, 8, 64, 256, 300, 70_000, (1 << 20) + 8])
-def test_what_was_encoded_is_decoded(config: dict[str, Any], nbytes: int) -> None:
+def test_every_codec_decodes_its_bytes_and_refuses_other_lengths(config: dict[str, Any], nbytes: int) -> None:
     if config["id"] == "shuffle" and nbytes % 4:
         pytest.skip("whole elements only")
     raw = np.random.default_rng(0).integers(0, 9, nbytes, np.uint8)
@@ -54,7 +54,7 @@ def test_what_was_encoded_is_decoded(config: dict[str, Any], nbytes: int) -> Non
         codec.decode(text, stored, np.empty(nbytes + 4, np.uint8))
 
 
-def test_text_of_a_rank_is_inflated_within_its_limit() -> None:
+def test_compressed_text_is_inflated_within_its_limit() -> None:
     assert bounded_decode.inflate(zlib.compress(b"x" * 100), 101) == b"x" * 100
     with pytest.raises(ValueError, match="more than 99 bytes"):
         bounded_decode.inflate(zlib.compress(b"x" * 100), 99)
@@ -63,12 +63,12 @@ def test_text_of_a_rank_is_inflated_within_its_limit() -> None:
 
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000, b'{"digest":' + b"9" * 100_000 + b"}"])
-def test_deep_and_long_records_are_refused(data: bytes) -> None:
+def test_deeply_nested_and_very_long_records_are_refused(data: bytes) -> None:
     with pytest.raises(IntegrityError):
         json_records.decode("commit", data, "x")
 
 
-def test_a_record_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_too_long_is_refused_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_records, "MAX_RECORD_BYTES", 10)
     with pytest.raises(IntegrityError, match="at most 10"):
         json_records.decode("repository", json_records.encode("repository", {"id": "x"}), "x")
@@ -82,7 +82,7 @@ def test_a_record_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPatch) ->
         b"".join([b"\xdd" + (40).to_bytes(4, "big"), *[b"\xdd" + (150_000).to_bytes(4, "big") + b"\x90" * 150_000] * 40]),
     ],
 )  # fmt: skip
-def test_messages_that_claim_more_than_they_hold_are_refused(data: bytes) -> None:
+def test_messages_that_claim_more_than_they_contain_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"not a message|incomplete|exceeds"):
         wire.unpack(data)
 
@@ -92,7 +92,7 @@ def test_long_messages_are_unpacked() -> None:
     assert wire.unpack(msgpack.packb(value)) == value
 
 
-def test_gzip_of_another_writer() -> None:
+def test_gzip_of_another_writer_is_decoded() -> None:
     out = np.empty(100, np.uint8)
     codec.decode('{"id": "gzip"}', memoryview(gzip.compress(bytes(100))), out)
     assert not out.any()

@@ -1,4 +1,4 @@
-"""A file that is longer than it can be, or a manifest that claims a giant array, costs no memory: it is refused first."""
+"""A file longer than the format allows, or a manifest that claims a giant array, is refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckpt.format.manifest_parquet import read_table, write_table
 
 _LONG = 1 << 30
 _ALLOWED = 300 << 20
-"""More than imports take, and a fraction of `_LONG`."""
+"""More than imports need, and a fraction of `_LONG`."""
 
 _CHILD = """
 import resource, sys
@@ -39,7 +39,7 @@ else:
 @pytest.mark.parametrize(
     "pattern", ["ckpt.json", "steps/5/commit.json", "steps/5/manifest/*.parquet", "steps/5/manifest/*.json"]
 )
-def test_a_file_that_grew_is_refused_unread(tmp_path: Path, pattern: str) -> None:
+def test_a_file_that_grew_is_refused_without_reading_it(tmp_path: Path, pattern: str) -> None:
     ckpt.save({"weight": np.arange(100)}, tmp_path, 5)
     (file,) = tmp_path.glob(pattern)
     os.truncate(file, _LONG)
@@ -50,7 +50,7 @@ def test_a_file_that_grew_is_refused_unread(tmp_path: Path, pattern: str) -> Non
 
 
 def _change_manifest(root: Path, step: int, **columns: Any) -> None:
-    """Other values in the only row of the manifest of a step, and a commit record that fits."""
+    """Change values in the only row of the manifest of a step, and write a commit record that matches."""
     (manifest,) = root.glob(f"steps/{step}/manifest/*.parquet")
     table = read_table(manifest.read_bytes(), "manifest")
     for name, value in columns.items():
@@ -65,7 +65,7 @@ def _change_manifest(root: Path, step: int, **columns: Any) -> None:
     record.write_bytes(json_records.encode("commit", {k: v for k, v in body.items() if k not in ("kind", "format")}))
 
 
-def test_a_giant_array_that_no_bytes_cover_is_refused_before_it_is_made(tmp_path: Path) -> None:
+def test_a_giant_array_without_bytes_is_refused_before_allocation(tmp_path: Path) -> None:
     ckpt.save({"weight": np.arange(100)}, tmp_path, 5)
     _change_manifest(tmp_path, 5, global_shape=[1 << 45])
     with pytest.raises(ckpt.IntegrityError, match="weight .* covers 800 of"):
@@ -82,10 +82,10 @@ def test_a_giant_array_that_no_bytes_cover_is_refused_before_it_is_made(tmp_path
         ({"id": "zlib"}, {"raw": 1 << 50, "nbytes": 1 << 50}, "a block of"),
     ],
 )
-def test_a_giant_array_whose_blocks_claim_its_bytes_is_damage(
+def test_a_giant_array_whose_blocks_claim_its_bytes_is_damaged(
     tmp_path: Path, codec: Any, changes: dict[str, int], message: str
 ) -> None:
-    """Without a step named the one before is loaded: no memory of the claimed size is asked for."""
+    """Where no step is named, the previous one is loaded; memory of the claimed size is never allocated."""
     for step in (4, 5):
         ckpt.save({"weight": np.full(100, step, np.uint8)}, tmp_path, step, codec=codec)
     shape = [changes["nbytes"]]
@@ -96,8 +96,8 @@ def test_a_giant_array_whose_blocks_claim_its_bytes_is_damage(
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 99])
-def test_a_block_that_decodes_to_another_length_is_damage(tmp_path: Path, nbytes: int) -> None:
-    """The error names the leaf, the step before is loaded, and a verification calls the step damaged."""
+def test_a_block_that_decodes_to_another_length_is_damaged(tmp_path: Path, nbytes: int) -> None:
+    """The error names the leaf, the previous step is loaded, and a verification reports the damage."""
     for step in (4, 5):
         ckpt.save({"weight": np.full(100, step, np.uint8)}, tmp_path, step, codec={"id": "zlib"})
     bomb = zlib.compress(bytes(nbytes), 9)
@@ -126,23 +126,23 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
 
 
-def measured(code: str, *args: object, **options: Any) -> str:
-    """How a child ends that runs `code`, having taken little memory."""
-    ended, nbytes = finish(python(_MEASURED, code, *args, **options)).splitlines()
+def run_with_little_memory(code: str, *args: object, **options: Any) -> str:
+    """Return the last line printed by a child that runs `code`, and check that it allocated little memory."""
+    result, nbytes = finish(python(_MEASURED, code, *args, **options)).splitlines()
     assert int(nbytes) < _ALLOWED
-    return ended
+    return result
 
 
-def test_a_commit_record_that_grew_is_not_read_for_its_successor(tmp_path: Path) -> None:
+def test_a_commit_record_that_grew_is_not_read_when_its_step_is_replaced(tmp_path: Path) -> None:
     ckpt.save({"weight": np.arange(100)}, tmp_path, 5)
     os.truncate(tmp_path / "steps/5/commit.json", _LONG)
-    ended = measured("ckpt.save({'weight': numpy.arange(10)}, sys.argv[2], 5, overwrite=True)", tmp_path)
-    assert ended.startswith("IntegrityError")
-    assert f"has {_LONG} bytes" in ended
+    result = run_with_little_memory("ckpt.save({'weight': numpy.arange(10)}, sys.argv[2], 5, overwrite=True)", tmp_path)
+    assert result.startswith("IntegrityError")
+    assert f"has {_LONG} bytes" in result
 
 
-def test_a_commit_record_that_grew_in_a_namespace(tmp_path: Path) -> None:
-    """Its record says how long the file is, and a hole of any length costs nothing."""
+def test_a_commit_record_that_grew_in_a_namespace_is_refused(tmp_path: Path) -> None:
+    """The record of the file states its length, and a hole of any length occupies no space."""
     config = tmp_path / "config.toml"
     members = ", ".join(f"'{tmp_path}/disk{i}'" for i in range(2))
     config.write_text(f"[namespaces.lab]\nmembers = [{members}]\n")
@@ -155,16 +155,16 @@ with namespace.create("run/steps/5/commit.json", aligned=False) as writer:
     writer.publish()
 """
     env = {"CKPT_CONFIG": str(config)}
-    assert measured(grow, env=env) == "done"
+    assert run_with_little_memory(grow, env=env) == "done"
     save = "ckpt.save({'w': numpy.arange(9)}, 'ckpt://lab/run', 5, overwrite=True)"
     for code in ("ckpt.load('ckpt://lab/run', step=5)", save):
-        ended = measured(code, env=env)
-        assert ended.startswith("IntegrityError"), ended
-        assert f"has {(1 << 40) + 1} bytes" in ended
+        result = run_with_little_memory(code, env=env)
+        assert result.startswith("IntegrityError"), result
+        assert f"has {(1 << 40) + 1} bytes" in result
 
 
-def test_a_long_object_of_another_meeting_is_passed_over(tmp_path: Path) -> None:
-    """Two ranks meet at a store where a meeting of before has grown, and one of the same job with members of any length."""
+def test_a_long_object_of_another_rendezvous_is_ignored(tmp_path: Path) -> None:
+    """An earlier rendezvous at the store has grown, and one of the same job names members of any length."""
     job = {"CKPT_RUN_ID": "a", "WORLD_SIZE": "2"}
     code = """
 from ckpt.groups import EnvGroup
@@ -182,12 +182,12 @@ group.close()
             os.truncate(tmp_path / folder / name, _LONG)
     ranks = [python(_MEASURED, code, tmp_path, env={**job, "RANK": str(rank)}) for rank in range(2)]
     for rank in ranks:
-        ended, nbytes = finish(rank, 120).splitlines()
-        assert ended == "done"
+        result, nbytes = finish(rank, 120).splitlines()
+        assert result == "done"
         assert int(nbytes) < _ALLOWED
 
 
-def test_a_report_that_grew_is_left_out(tmp_path: Path) -> None:
+def test_a_report_that_grew_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "good.json").write_text("{}")
     (tmp_path / "agents" / "long.json").touch()
@@ -197,11 +197,11 @@ from pathlib import Path
 from ckpt.recovery.run_log.report_files import ReportFiles
 assert list(ReportFiles(Path(sys.argv[2])).read()) == ["good"]
 """
-    assert measured(code, tmp_path) == "done"
+    assert run_with_little_memory(code, tmp_path) == "done"
 
 
 @pytest.mark.parametrize("limit", ["MAX_MANIFEST_BYTES", "MAX_TREE_BYTES"])
-def test_what_no_load_would_take_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+def test_a_step_that_no_load_would_accept_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(f"ckpt.saving.committer.{limit}", 10)
     with pytest.raises(ckpt.StepRefused, match="10 are the most"):
         ckpt.save({"weight": np.arange(100)}, tmp_path, 5)

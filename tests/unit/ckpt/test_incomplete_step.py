@@ -17,11 +17,12 @@ from ckpt.tools import inspect
 
 
 def state_of(step: int) -> dict[str, object]:
+    """Return a state whose arrays show the step."""
     return {"step": step, "weight": np.full(100, step, np.float32)}
 
 
-def take_out_of_manifest(root: Path, step: int) -> None:
-    """Leaves a step as a process committed it before that held nothing of a leaf: no manifest has an array of the tree."""
+def rename_array_in_tree(root: Path, step: int) -> None:
+    """Make the tree of a step name an array of no manifest, as steps of older versions may have it."""
     path = root / f"steps/{step}/commit.json"
     commit = json_records.decode_commit(path.read_bytes(), str(path))
     tree = json.loads((root / commit.trees[0].name).read_bytes())
@@ -33,14 +34,14 @@ def take_out_of_manifest(root: Path, step: int) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Step 1 is whole, step 2 is not complete."""
+    """Return a repository whose step 1 is whole and whose step 2 is not complete."""
     for step in (1, 2):
         ckpt.save(state_of(step), tmp_path, step)
-    take_out_of_manifest(tmp_path, 2)
+    rename_array_in_tree(tmp_path, 2)
     return tmp_path
 
 
-def test_load_and_restore_take_the_older_whole_step(root: Path) -> None:
+def test_load_and_restore_use_the_older_whole_step(root: Path) -> None:
     with pytest.warns(UserWarning, match="is in the tree of step 2 of .* but in none of its manifests"):
         assert ckpt.load(root)["step"] == 1
     with ckpt.Checkpointer(root, every=None) as ck:
@@ -57,14 +58,14 @@ def test_load_and_restore_take_the_older_whole_step(root: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_retention_does_not_count_it(root: Path, keep: int) -> None:
-    """A job that never loads, so that nothing but the files shows the damage."""
+def test_retention_does_not_count_an_incomplete_step(root: Path, keep: int) -> None:
+    """The job never loads, so that only the files show the damage."""
     ckpt.save(state_of(3), root, 3, keep=keep)
     assert ckpt.open(root).steps() == ([3] if keep == 1 else [1, 2, 3])
     assert ckpt.load(root, strict=True)["step"] == 3
 
 
-def test_verify_reports_it(root: Path) -> None:
+def test_a_verification_reports_an_incomplete_step(root: Path) -> None:
     done = CliRunner().invoke(inspect.command, [str(root), "--verify", "--json"], standalone_mode=False)
     states = {step["step"]: step["state"] for step in json.loads(done.stdout)["steps"]}
     assert (done.return_value, states) == (1, {1: "ok", 2: "damaged"})
@@ -72,6 +73,6 @@ def test_verify_reports_it(root: Path) -> None:
         ckpt.open(root)[2].verify()
 
 
-def test_a_save_of_its_number_replaces_it(root: Path) -> None:
+def test_a_save_replaces_an_incomplete_step_of_its_number(root: Path) -> None:
     ckpt.save(state_of(2), root, 2)
     assert ckpt.load(root, strict=True)["step"] == 2

@@ -1,4 +1,4 @@
-"""Every kind of numpy and jax array: loaded as the user saw it when it was saved, anew and in place, or refused at save."""
+"""Each kind of numpy and jax array is loaded with the values it had, into new arrays and in place, or refused at the save."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ KEPT: dict[str, Callable[[], State]] = {
 
 
 def seen(value: Any) -> tuple[Any, ...]:
+    """Return type, shape and bytes of an array, as its user sees them."""
     array = np.ascontiguousarray(value)
     return (array.dtype.str, np.dtype(array.dtype).type, np.shape(value), array.tobytes())
 
@@ -110,31 +111,32 @@ def all_seen(state: State) -> dict[str, tuple[Any, ...]]:
 
 
 def scramble(state: State) -> None:
+    """Set all writable arrays of a state to zero."""
     for value in state.values():
         if isinstance(value, np.ndarray) and value.flags.writeable and value.size:
             value.view(np.ndarray)[...] = np.zeros((), value.dtype)
 
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_an_array_loads_as_it_was_seen(tmp_path: Path, kind: str) -> None:
+def test_an_array_is_loaded_with_its_type_shape_and_values(tmp_path: Path, kind: str) -> None:
     state = KEPT[kind]()
-    want = all_seen(state)
+    expected = all_seen(state)
     classes = {name: type(value) for name, value in state.items() if type(value) is not Plain}
     ckpt.save(state, tmp_path, 0)
     new = ckpt.load(tmp_path)
-    assert all_seen(new) == want, "into new arrays"
+    assert all_seen(new) == expected, "into new arrays"
     assert {name: type(new[name]) for name in classes} == classes
     for like in (state, KEPT[kind]()):
         arrays = {name: value for name, value in like.items() if isinstance(value, np.ndarray) and value.flags.writeable}
         scramble(like)
         ckpt.load(tmp_path, like)
-        assert all_seen(like) == want, "in place"
+        assert all_seen(like) == expected, "in place"
         assert all(like[name] is value for name, value in arrays.items())
         assert {name: type(like[name]) for name in classes} == classes
 
 
 def test_a_read_only_array_is_replaced_by_a_read_only_one(tmp_path: Path) -> None:
-    """It cannot be filled, as a jax array cannot: the state gets a new one, and what others have of it stays."""
+    """Like a jax array it can't be filled: the state gets a new array, and other references keep the old one."""
     ckpt.save({"x": numbers(), "deep": [(numbers(),)]}, tmp_path, 0)
     x = np.zeros(12, "f4")
     x.flags.writeable = False
@@ -147,7 +149,7 @@ def test_a_read_only_array_is_replaced_by_a_read_only_one(tmp_path: Path) -> Non
         ckpt.load(tmp_path, {"x": ckpt.Shard(x, (12,), (0,))})
 
 
-def test_views_into_memory_that_is_shared_in_another_way(tmp_path: Path) -> None:
+def test_views_that_share_memory_differently_than_saved_are_refused(tmp_path: Path) -> None:
     ckpt.save(big_endian(), tmp_path, 0)
     x = numbers(">f4")
     with refused(ckpt.LeafMismatch, "same memory", root=tmp_path):
@@ -157,15 +159,15 @@ def test_views_into_memory_that_is_shared_in_another_way(tmp_path: Path) -> None
     ckpt.load(tmp_path, {"x": x, "second": x[1::2]})
 
 
-def test_a_step_of_before_loads_into_views_as_it_did(tmp_path: Path) -> None:
-    """Steps that older versions saved say nothing of shared memory."""
+def test_a_step_without_facts_about_views_is_refused_for_views(tmp_path: Path) -> None:
+    """Steps of older versions have no facts about shared memory."""
     ckpt.save({"a": numbers(), "b": numbers()[:5].copy()}, tmp_path, 0)
     x = numbers()
     with refused(ckpt.LeafMismatch, "leaf a and b", "same memory", root=tmp_path):
         ckpt.load(tmp_path, {"a": x, "b": x[:5]})
 
 
-def test_jax_arrays(tmp_path: Path) -> None:
+def test_jax_arrays_are_loaded_and_deleted_ones_are_refused(tmp_path: Path) -> None:
     jax = pytest.importorskip("jax")
     x = jax.numpy.arange(8.0)
     z = jax.numpy.array([1 + 2j, 3 - 1j])
@@ -173,10 +175,10 @@ def test_jax_arrays(tmp_path: Path) -> None:
         "x": x, "tied": x, "same": jax.numpy.array(x, copy=False), "half": x[:4], "c": z.conj(), "z": z,
         "host": np.asarray(x),
     }  # fmt: skip
-    want = {name: np.asarray(value).tobytes() for name, value in state.items()}
+    expected = {name: np.asarray(value).tobytes() for name, value in state.items()}
     ckpt.save(state, tmp_path, 0)
     for loaded in (ckpt.load(tmp_path), ckpt.load(tmp_path, dict(state))):
-        assert {name: np.asarray(value).tobytes() for name, value in loaded.items()} == want
+        assert {name: np.asarray(value).tobytes() for name, value in loaded.items()} == expected
         assert loaded["tied"] is loaded["x"]
     deleted = jax.numpy.arange(3.0)
     deleted.delete()

@@ -1,4 +1,4 @@
-"""The order of steps: by line of training, then by number. Against a model that only remembers what was saved when."""
+"""The order of steps is by line of training, then by number; compared with a model that records when each step was saved."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ def test_a_step_that_was_abandoned_can_be_restored() -> None:
     assert (order.steps, order.abandoned) == ((111, 110, 130, 131), {111})
 
 
-def test_a_run_that_knows_nothing_of_another_sets_it_aside() -> None:
+def test_steps_of_an_unrelated_run_are_set_aside() -> None:
     order = order_steps({1000: TrainingLine(), 0: TrainingLine(1), 1: TrainingLine(1)})
     assert (order.steps, order.abandoned, order.set_aside) == ((1000, 0, 1), frozenset(), {1000})
     assert order.history() == (0, 1)
 
 
-def test_numbers_that_go_down_in_one_run() -> None:
+def test_a_lower_step_number_in_one_run_opens_a_new_line() -> None:
     line = TrainingLine(1, ((0, 110),)).after_lower_step(2, 105)
     assert line == TrainingLine(2, ((0, 104), (1, 104)))
 
 
-def test_a_record_that_cannot_be_read_is_not_passed_over() -> None:
+def test_a_step_with_an_unreadable_record_is_not_passed_over() -> None:
     line = TrainingLine().after_rollback(1, TrainingLine(), 110)
     order = order_steps({110: TrainingLine(), 130: TrainingLine(), 111: line}, {112})
     assert order.newest_first() == [112, 111, 110, 130]
 
 
 @given(st.lists(st.tuples(st.none() | st.integers(0, 30), st.integers(1, 5)), max_size=12))
-def test_what_was_saved_last_is_the_newest(actions: list[tuple[int | None, int]]) -> None:
-    """Each action restores one of the steps that there are, or none, and saves some more steps after it."""
+def test_the_step_that_was_saved_last_is_the_newest(actions: list[tuple[int | None, int]]) -> None:
+    """Each action restores one of the existing steps, or none, and saves some more steps after it."""
     lines: dict[int, TrainingLine] = {}
-    history: dict[int, list[tuple[int, int]]] = {}  # of each step: line and number of the saves that led to it, and its own
+    history: dict[int, list[tuple[int, int]]] = {}  # of each step, the line and number of the saves that led to it, and its own
     at = -1
     line = TrainingLine()
-    for wish, count in actions:
-        if wish is not None and lines:
+    for restored_index, count in actions:
+        if restored_index is not None and lines:
             order = order_steps(lines)
-            at = sorted(lines)[wish % len(lines)]
+            at = sorted(lines)[restored_index % len(lines)]
             newest = order.steps[-1]
             line = lines[at] if at == newest else order.newest_line.after_rollback(order.newest_line.number + 1, lines[at], at)
         for _ in range(count):
@@ -74,13 +74,13 @@ def test_what_was_saved_last_is_the_newest(actions: list[tuple[int | None, int]]
             lines[at], history[at] = line, [*past, (line.number, at)]
             order = order_steps(lines)
             assert order.steps[-1] == at
-            still_there = {step for number, step in history[at] if lines[step].number == number}
-            assert set(order.history()) == still_there, "what the newest step goes on from"
-            assert order.abandoned == set(lines) - still_there
+            remaining = {step for number, step in history[at] if lines[step].number == number}
+            assert set(order.history()) == remaining, "the steps from which the newest one goes on"
+            assert order.abandoned == set(lines) - remaining
             assert (set(order.steps), order.set_aside) == (set(lines), frozenset())
 
 
-def test_retention_deletes_what_was_abandoned_first() -> None:
+def test_retention_deletes_abandoned_steps_first() -> None:
     line = TrainingLine().after_rollback(1, TrainingLine(), 110)
     lines = {100: TrainingLine(), 110: TrainingLine(), 120: TrainingLine(), 130: TrainingLine(), 111: line}
     order = order_steps(lines).steps
@@ -91,11 +91,11 @@ def test_retention_deletes_what_was_abandoned_first() -> None:
     assert expired_steps(lines, {110, 111, 130}, Keep(3), order) == [120]
 
 
-def test_the_order_of_one_line_is_that_of_the_numbers() -> None:
+def test_steps_of_one_line_are_ordered_by_number() -> None:
     assert order_by_number([3, 1, 2]) == order_steps(dict.fromkeys([3, 1, 2], TrainingLine()))
 
 
 @pytest.mark.parametrize("stated", [("1", ()), (-1, ()), (1, ((2, 5),)), (1, ((0, "5"),)), (1, ((0, -2),)), (True, ())])
-def test_a_line_that_is_none(stated: tuple[object, object]) -> None:
+def test_a_malformed_line_is_refused(stated: tuple[object, object]) -> None:
     with pytest.raises(ValueError, match="line"):
         parse_line(*stated)

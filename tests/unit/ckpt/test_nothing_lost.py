@@ -1,4 +1,4 @@
-"""What only a class of the user's own holds is kept or refused by name; errors of a state's own code name the leaf."""
+"""Data that only a class of the user has is kept or refused by name; errors of a state's own code name the leaf."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class Whole(int):
     pass
 
 
-@pytest.mark.parametrize("one", [Side.LEFT, Number.ONE, Text("a"), Whole(3), np.int64(3), np.float32(1)], ids=repr)
-def test_a_key_of_another_class_is_refused_as_it_is_within_other_keys(tmp_path: Path, one: Any) -> None:
+@pytest.mark.parametrize("key", [Side.LEFT, Number.ONE, Text("a"), Whole(3), np.int64(3), np.float32(1)], ids=repr)
+def test_a_key_of_a_subclass_or_numpy_type_is_refused(tmp_path: Path, key: Any) -> None:
     ckpt.save({"x": 1}, tmp_path, 0)
-    for state in ({"m": {one: 1}}, {"m": {"other": 1, one: np.ones(3)}}, {"m": {(one, 2): 1}}):
+    for state in ({"m": {key: 1}}, {"m": {"other": 1, key: np.ones(3)}}, {"m": {(key, 2): 1}}):
         with refused(ckpt.UnsupportedLeaf, "leaf m", root=tmp_path):
             ckpt.save(state, tmp_path, 1)
 
 
-@pytest.mark.parametrize("one", [Side.LEFT, Number.ONE, Text("a"), Whole(3)], ids=repr)
-def test_a_value_of_such_a_class_is_refused_as_well(tmp_path: Path, one: Any) -> None:
-    for state in ({"m": one}, {"m": [one]}, {"m": (one,)}, {"m": {one}}):
+@pytest.mark.parametrize("value", [Side.LEFT, Number.ONE, Text("a"), Whole(3)], ids=repr)
+def test_a_value_of_a_subclass_is_refused(tmp_path: Path, value: Any) -> None:
+    for state in ({"m": value}, {"m": [value]}, {"m": (value,)}, {"m": {value}}):
         with refused(ckpt.UnsupportedLeaf, "leaf m"):
             ckpt.save(state, tmp_path, 1)
 
 
-def test_keys_come_back_with_their_types(tmp_path: Path) -> None:
+def test_keys_are_restored_with_their_types(tmp_path: Path) -> None:
     keys = ["a", 1, 0.5, True, None, b"b", (1, "x", None), np.str_("text"), "1", "True", 1 << 70, -0.0, (True, 1.0)]
     state = {"m": [{key: number} for number, key in enumerate(keys)]}
     ckpt.save(state, tmp_path, 0)
@@ -69,7 +69,7 @@ def test_keys_come_back_with_their_types(tmp_path: Path) -> None:
 
 
 class Bag(dict[str, Any]):
-    """A dict with room for attributes."""
+    """A dict that can have attributes."""
 
 
 class Row(list[Any]):
@@ -114,11 +114,13 @@ class Scaled(np.ndarray):
 
 
 def with_extra(made: Any) -> Any:
+    """Return the object after an attribute `extra` is set."""
     made.extra = np.ones(3)
     return made
 
 
 def scaled() -> Any:
+    """Return an array of a class with an attribute."""
     made = np.ones(3).view(Scaled)
     made.scale = 0.5
     return made
@@ -146,15 +148,15 @@ def test_attributes_that_would_be_lost_are_refused(tmp_path: Path, kind: str) ->
         ckpt.save({"opt": [{"c": make()}]}, tmp_path, 1)
 
 
-class OwnHome(dict[str, Any]):
-    """A dict that is the home of its attributes, as many configurations are."""
+class SelfNamespace(dict[str, Any]):
+    """A dict whose `__dict__` is the dict itself, as many configurations have it."""
 
     def __init__(self, **entries: Any) -> None:
         super().__init__(**entries)
         self.__dict__ = self
 
 
-def test_attributes_that_are_entries_are_no_loss(tmp_path: Path) -> None:
+def test_attributes_that_are_also_entries_are_not_refused(tmp_path: Path) -> None:
     both = Output(loss=np.ones(3))
     both["loss"] = both.loss
     config = Config(4)
@@ -162,7 +164,7 @@ def test_attributes_that_are_entries_are_no_loss(tmp_path: Path) -> None:
     named = Bag(a=np.ones(2))
     named.a = named["a"]  # type: ignore[attr-defined]
     counts = collections.defaultdict(list, {"k": [1]})
-    state = {"both": both, "config": config, "named": named, "home": OwnHome(b=3), "pair": Pair(1, 2), "counts": counts}
+    state = {"both": both, "config": config, "named": named, "home": SelfNamespace(b=3), "pair": Pair(1, 2), "counts": counts}
     ckpt.save(state, tmp_path, 0)
     loaded = ckpt.load(tmp_path)
     assert loaded["both"]["loss"].tolist() == [1, 1, 1]
@@ -171,7 +173,7 @@ def test_attributes_that_are_entries_are_no_loss(tmp_path: Path) -> None:
     assert loaded["counts"].default_factory is list
 
 
-def test_attributes_of_tensors_of_a_class(tmp_path: Path) -> None:
+def test_attributes_of_tensor_subclasses_are_refused(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
 
     class Quantized(torch.Tensor):  # type: ignore[misc,name-defined]
@@ -187,7 +189,7 @@ def test_attributes_of_tensors_of_a_class(tmp_path: Path) -> None:
         with refused(ckpt.UnsupportedLeaf, "leaf m.w", "attributes block, scales of its own", "as_subclass(torch.Tensor)"):
             ckpt.save({"m": {"w": made}}, tmp_path / "lost", 0)
     marked = torch.nn.Parameter(torch.ones(3))
-    marked.is_expert = True  # a mark on a plain parameter is the program's own
+    marked.is_expert = True  # the program marks a plain parameter, and sets the mark again itself
     ckpt.save({"m": marked}, tmp_path / "marked", 0)
     ckpt.save({"b": torch.nn.ParameterList([marked])}, tmp_path / "marked", 1)
 
@@ -204,7 +206,7 @@ class AttrOrdered(collections.OrderedDict[str, Any]):
         return self[name]
 
 
-def test_a_dict_whose_entries_are_its_attributes(tmp_path: Path) -> None:
+def test_a_dict_whose_entries_are_its_attributes_is_restored(tmp_path: Path) -> None:
     state = {"c": AttrDict(a=np.ones(3), deep=AttrDict(b=2)), "o": AttrOrdered(d=4)}
     ckpt.save(state, tmp_path, 0)
     assert ckpt.load(tmp_path)["c"]["deep"] == {"b": 2}
@@ -261,21 +263,21 @@ def test_an_error_of_the_state_names_the_leaf(tmp_path: Path, bad: Any, words: t
 
 
 @pytest.mark.parametrize("loss", [np.ones(3), {"total": 1.0}, [1.0], "high", 1j, np.zeros(0)], ids=repr)
-def test_a_loss_that_is_no_number(tmp_path: Path, loss: Any) -> None:
+def test_a_loss_that_is_no_number_is_refused(tmp_path: Path, loss: Any) -> None:
     with ckpt.Checkpointer(tmp_path, every=1) as saver, refused(ckpt.InvalidArgument, "loss=", "one element"):
         saver.step(0, {"x": 1}, loss=loss)
 
 
-def test_a_loss_of_torch_and_jax() -> None:
+def test_a_loss_may_be_a_torch_or_jax_array_of_one_element() -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     for module in (torch, jax.numpy):
         assert as_number(module.ones(1)) == as_number(module.ones((1, 1))) == 1
-        with pytest.raises(ckpt.InvalidArgument) as told:
+        with pytest.raises(ckpt.InvalidArgument) as raised:
             as_number(module.ones(3))
-        one_line(told, "loss=", "of shape [3]")
+        one_line(raised, "loss=", "of shape [3]")
 
 
-def test_the_warning_of_a_bad_loss_says_how_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warning_of_a_bad_loss_says_what_to_do_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ckpt.Checkpointer(tmp_path, every=1) as saver:
         saver.step(0, {"x": 1}, loss=float("nan"))
     assert "its loss is nan" in caplog.text
@@ -312,8 +314,8 @@ print(ckpt.open(sys.argv[1]).steps())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of address space is that of Linux")
-def test_no_memory_for_staging(tmp_path: Path) -> None:
-    """The kernel gives no pages for the copy; the next save, when there is memory again, is whole."""
+def test_a_save_without_memory_for_staging_fails_and_the_next_succeeds(tmp_path: Path) -> None:
+    """The kernel provides no pages for the copy; the next save, with memory, is whole."""
     ran = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY, tmp_path / "r"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     *refusals, steps = ran.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""Which bytes of an array are digested, so that ranks notice that their copies differ."""
+"""Which bytes of an array are digested, so that ranks detect replicas that differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [1, 7, 64, 1023, 1024, 1025, 5000, 300_000]
 
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 12, 16, 100, 5000])
-def test_elements_from_the_first_to_about_the_last_are_digested(count: int, itemsize: int) -> None:
+def test_sampled_elements_span_the_whole_array(count: int, itemsize: int) -> None:
     index = sampled_elements(count * itemsize, itemsize).indices()
     assert index[0] == 0
     assert count - len(index) <= index[-1] < count
@@ -37,23 +37,23 @@ def test_a_transposed_array_has_the_digest_of_its_copy(shape: tuple[int, ...], d
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "bool", "float8_e4m3fn", "int64"])
 @pytest.mark.parametrize("shape", [(), (3, 5), (60, 70), (300, 400)])
-def test_a_tensor_of_a_device_has_the_digest_of_one_on_the_host(shape: tuple[int, ...], dtype: str) -> None:
+def test_a_device_tensor_has_the_digest_of_its_host_copy(shape: tuple[int, ...], dtype: str) -> None:
     torch = pytest.importorskip("torch")
     from ckpt.state.leaves.torch import DeviceLeaf
     from ckpt.state.tree import FlatState
 
     value = torch.randn(shape).to(getattr(torch, dtype))
     turned = value.t().contiguous().t() if len(shape) == 2 else value
-    wanted = samples_of(flatten({"a": value}, 0))["a"]
+    expected = samples_of(flatten({"a": value}, 0))["a"]
     other = (torch.randn(shape) * 9 + 50).to(value.dtype)
     devices = FlatState(None, {"a": DeviceLeaf(value), "b": DeviceLeaf(turned), "c": DeviceLeaf(other)})
     found = samples_of(devices)
-    assert found["a"] == found["b"] == wanted
-    assert found["c"] != wanted or dtype == "bool"
+    assert found["a"] == found["b"] == expected
+    assert found["c"] != expected or dtype == "bool"
 
 
-def differing(rank: int) -> dict[str, tuple[Any, str | None]]:
-    """Leaves, and on which ranks they are said to hold other bytes than on which."""
+def leaves_of_rank(rank: int) -> dict[str, tuple[Any, str | None]]:
+    """Return leaves of a rank, each with the ranks that the error names, or None where the leaf is accepted."""
     odd = "on ranks 1, 3 than on ranks 0, 2"
     numbers = np.arange(100_000.0)
     last = numbers.copy()
@@ -73,13 +73,13 @@ def differing(rank: int) -> dict[str, tuple[Any, str | None]]:
     }
 
 
-@pytest.mark.parametrize("name", differing(0))
+@pytest.mark.parametrize("name", leaves_of_rank(0))
 def test_arrays_that_differ_between_ranks_are_refused_by_name(tmp_path: Path, name: str) -> None:
     groups = ThreadGroup.make(4)
-    expected = differing(0)[name][1]
+    expected = leaves_of_rank(0)[name][1]
 
     def save(group: Any) -> str | None:
-        state = {"before": np.ones(3), "it": differing(group.rank)[name][0]}
+        state = {"before": np.ones(3), "it": leaves_of_rank(group.rank)[name][0]}
         try:
             ckpt.save(state, tmp_path, 1, group=group)
         except ckpt.StepRefused as error:
@@ -97,15 +97,15 @@ def test_arrays_that_differ_between_ranks_are_refused_by_name(tmp_path: Path, na
     assert ckpt.open(tmp_path).steps() == ([] if expected else [1])
 
 
-def test_the_comparison_can_be_turned_off(tmp_path: Path) -> None:
+def test_replicas_that_differ_are_saved_with_verify_replicas_false(tmp_path: Path) -> None:
     save = lambda g: ckpt.save({"a": np.full(5, g.rank)}, tmp_path, 1, group=g, verify_replicas=False)  # noqa: E731
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(save, ThreadGroup.make(4)))
     assert ckpt.open(tmp_path).steps() == [1]
 
 
-def test_ranks_with_other_leaves_are_compared_in_what_they_share(tmp_path: Path) -> None:
-    """Two stages with leaves of their own, and one leaf in common of which the stages hold different values."""
+def test_only_leaves_that_ranks_share_are_compared(tmp_path: Path) -> None:
+    """Two stages have leaves of their own, and one common leaf of which the stages have different values."""
 
     def save(group: Any) -> str:
         stage, copy = divmod(group.rank, 2)
@@ -121,7 +121,7 @@ def test_ranks_with_other_leaves_are_compared_in_what_they_share(tmp_path: Path)
             assert "stage" not in message
 
 
-def test_a_replica_of_a_shard_is_two_numbers() -> None:
+def test_a_replica_that_is_not_two_numbers_is_refused() -> None:
     for replica in [(0, 2, (0, 1), True), (0, 2, None), (0,), "01", 3]:
         with pytest.raises(ckpt.InvalidArgument, match=r"use \(i, n\)"):
             ckpt.Shard(np.ones(3), (3,), (0,), replica=replica)  # type: ignore[arg-type]

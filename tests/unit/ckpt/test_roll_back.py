@@ -1,4 +1,4 @@
-"""A run goes back to an older step and saves on: what it saves is the newest, and what it left behind is deleted first."""
+"""A run that goes back to an older step and saves on: its steps are the newest, and the steps it left are deleted first."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def save_steps(url: Path, steps: tuple[int, ...], restore: int | None = None, ke
             assert ck.restore(state_of(0), step=restore)[1] == restore + 1
         for step in steps:
             ck.save(step, state_of(step), blocking=True)
-            ck.wait()  # until it is in all tiers: else they may pass it over for the next one
+            ck.wait()  # until all tiers have it; otherwise they may skip it for the next one
 
 
 def newest(url: Path) -> int:
-    """What every way to ask for the newest step agrees on."""
+    """Return the newest step, and check that all ways to find it agree."""
     with ckpt.Checkpointer(url, every=None, group=None) as ck:
         state, start = ck.restore(state_of(0))
     found = ckpt.open(url).latest()
@@ -50,7 +50,7 @@ def url(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_what_is_saved_after_it_is_the_newest(url: Path) -> None:
+def test_a_step_saved_after_a_roll_back_is_the_newest(url: Path) -> None:
     save_steps(url, (111, 112, 113, 114), restore=RESTORED, keep=3)
     assert ckpt.open(url).steps() == [112, 113, 114]
     assert newest(url) == 114
@@ -69,8 +69,8 @@ def test_without_keep_nothing_is_deleted(url: Path) -> None:
     assert newest(url) == 112
 
 
-def test_a_second_job_goes_on_from_it(url: Path) -> None:
-    """Nothing of it is only in the memory of the process that rolled back: all is read from the files."""
+def test_a_second_job_goes_on_from_the_steps_after_a_roll_back(url: Path) -> None:
+    """The files alone show the roll-back; nothing depends on the memory of the process that rolled back."""
     save_steps(url, (115,), restore=RESTORED)
     assert newest(url) == 115
     save_steps(url, (118,), restore=115)
@@ -83,13 +83,13 @@ def test_a_number_that_was_abandoned_is_saved_again(url: Path) -> None:
     save_steps(url, (115, 120), restore=RESTORED, keep=10)
     assert ckpt.open(url).steps() == [130, 100, 110, 115, 120]
     assert (newest(url), ckpt.load(url, step=120)["weight"][0]) == (120, 120)
-    ckpt.save(state_of(130), url, 130)  # not overwrite=True: what is there was abandoned
+    ckpt.save(state_of(130), url, 130)  # without overwrite=True: the existing step 130 was abandoned
     assert ckpt.open(url).steps() == [100, 110, 115, 120, 130]
     with pytest.raises(ckpt.AlreadyExists):
         ckpt.save(state_of(120), url, 120)
 
 
-def test_the_next_number_is_counted_from_it(url: Path) -> None:
+def test_the_next_step_number_follows_the_newest_step(url: Path) -> None:
     save_steps(url, (111,), restore=RESTORED)
     assert ckpt.save(state_of(112), url).step == 112
 
@@ -101,7 +101,7 @@ def test_an_abandoned_step_is_restored_by_name(url: Path) -> None:
     assert newest(url) == 131
 
 
-def test_where_nothing_whole_is_newer_an_abandoned_step_is_loaded(url: Path) -> None:
+def test_an_abandoned_step_is_loaded_if_no_newer_one_is_whole(url: Path) -> None:
     save_steps(url, (111,), restore=100, keep=2)
     assert ckpt.open(url).steps() == [100, 111]
     save_steps(url, (120,), restore=100)
@@ -112,13 +112,13 @@ def test_where_nothing_whole_is_newer_an_abandoned_step_is_loaded(url: Path) -> 
         assert ckpt.load(url)["step"] == 111
 
 
-def test_the_first_save_refers_to_blocks_of_the_restored_step(url: Path) -> None:
+def test_the_save_after_a_roll_back_references_the_restored_step(url: Path) -> None:
     save_steps(url, (111,), restore=RESTORED)
     steps = {name.split("/")[1] for name in (file.name for file in ckpt.open(url)[111].commit.packs)}
-    assert steps == {"100", "111"}, "what is frozen since step 100, and what is new"
+    assert steps == {"100", "111"}, "blocks unchanged since step 100, and new blocks"
 
 
-def test_the_roll_back_of_ckpt_run(url: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_roll_back_by_ckpt_run_makes_later_steps_the_newest(url: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "120")
     with ckpt.Checkpointer(url, every=None, keep=2) as ck:
         assert ck.restore(state_of(0))[1] == 111
@@ -138,13 +138,13 @@ def test_a_damaged_step_that_was_passed_over_is_abandoned(url: Path) -> None:
     assert newest(url) == 125
 
 
-def test_numbers_that_go_down_in_one_job(url: Path) -> None:
+def test_a_lower_step_number_abandons_the_higher_ones(url: Path) -> None:
     save_steps(url, (140, 150, 145), restore=130, keep=3)
     assert ckpt.open(url).steps() == [130, 140, 145]
     assert newest(url) == 145
 
 
-def test_a_number_that_is_none_is_refused_as_before(url: Path) -> None:
+def test_a_step_number_of_a_wrong_type_is_refused_after_a_restore(url: Path) -> None:
     with ckpt.Checkpointer(url, every=None) as ck:
         ck.restore(state_of(0))
         ck.save(140, state_of(140), blocking=True)
@@ -152,7 +152,7 @@ def test_a_number_that_is_none_is_refused_as_before(url: Path) -> None:
             ck.save("139", state_of(139))  # type: ignore[arg-type]
 
 
-def test_saves_under_way_at_once_are_no_roll_back(url: Path) -> None:
+def test_concurrent_saves_are_no_roll_back(url: Path) -> None:
     with ckpt.Checkpointer(url, every=None, in_flight=3) as ck:
         for step in (140, 150, 160):
             ck.save(step, state_of(step))
@@ -160,24 +160,24 @@ def test_saves_under_way_at_once_are_no_roll_back(url: Path) -> None:
     assert not (url / "lines").exists()
 
 
-# --- a new run beside an old one -------------------------------------------------------------------------------
+# --- a new run beside an old one -----------------------------------------------------------------------------
 
 
-def test_a_run_that_begins_anew_sets_the_old_steps_aside(tmp_path: Path) -> None:
+def test_a_run_that_starts_from_zero_sets_the_old_steps_aside(tmp_path: Path) -> None:
     save_steps(tmp_path, (900, 1000))
     with pytest.warns(UserWarning, match=r"has steps up to step 1000 already.*Checkpointer\.restore.*new folder"):
         save_steps(tmp_path, (0, 1, 2, 3), keep=2)
-    assert ckpt.open(tmp_path).steps() == [900, 1000, 2, 3], "the old ones are not rotated away"
+    assert ckpt.open(tmp_path).steps() == [900, 1000, 2, 3], "retention does not delete the old steps"
     assert newest(tmp_path) == 3
     save_steps(tmp_path, (4, 5), restore=3, keep=2)
-    assert ckpt.open(tmp_path).steps() == [900, 1000, 4, 5], "nor later"
+    assert ckpt.open(tmp_path).steps() == [900, 1000, 4, 5], "also not later"
     with pytest.raises(ckpt.AlreadyExists):
         ckpt.save(state_of(900), tmp_path, 900)
 
 
 @pytest.mark.parametrize("tiers", [0, 1])
-def test_a_loop_that_is_run_again_in_one_process_sets_the_old_steps_aside(tmp_path: Path, tiers: int) -> None:
-    """As in a notebook: the Checkpointer of the loop before was not closed."""
+def test_a_loop_that_starts_again_in_one_process_sets_old_steps_aside(tmp_path: Path, tiers: int) -> None:
+    """This happens in a notebook: the Checkpointer of the first loop was not closed."""
     url = tmp_path / "run"
     options: dict[str, Any] = {"every": None, "keep": 3, "group": None}
     if tiers:
@@ -198,7 +198,7 @@ def test_a_loop_that_is_run_again_in_one_process_sets_the_old_steps_aside(tmp_pa
     assert newest(url) == 5
 
 
-def test_two_loops_of_one_process_that_both_go_on_share_a_line(tmp_path: Path) -> None:
+def test_two_loops_of_one_process_share_a_line(tmp_path: Path) -> None:
     url = tmp_path / "run"
     with ckpt.Checkpointer(url, every=None, group=None) as one, ckpt.Checkpointer(url, every=None, group=None) as other:
         for step, ck in enumerate((one, other, one, other)):
@@ -228,11 +228,12 @@ def test_a_damaged_record_may_be_one_that_is_set_aside(tmp_path: Path) -> None:
 
 
 def on_ranks(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
+    """Return what `work` returns on each rank of a group of threads."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, ThreadGroup.make(size)))
 
 
-def test_ranks_agree(url: Path) -> None:
+def test_all_ranks_agree_on_the_order_after_a_roll_back(url: Path) -> None:
     on_ranks(3, lambda group: save_steps(url, (111, 115, 120), restore=RESTORED, keep=3, group=group))
     assert ckpt.open(url).steps() == [111, 115, 120]
     assert [state["step"] for state in on_ranks(3, lambda group: ckpt.load(url, group=group))] == [120] * 3
@@ -241,7 +242,7 @@ def test_ranks_agree(url: Path) -> None:
 
 
 @pytest.mark.parametrize("memory_is_lost", [False, True])
-def test_tiers(tmp_path: Path, memory_is_lost: bool) -> None:
+def test_tiers_follow_a_roll_back(tmp_path: Path, memory_is_lost: bool) -> None:
     url, near = tmp_path / "run", tmp_path / "near"
     tiers = [ckpt.Tier(near, every=10, keep=2)]
     save_steps(url, OLD, keep=3, tiers=tiers)
@@ -259,8 +260,8 @@ def test_tiers(tmp_path: Path, memory_is_lost: bool) -> None:
     assert newest(url) == 113
 
 
-def test_what_a_near_tier_holds_of_before_is_not_promoted(tmp_path: Path) -> None:
-    """A job ended without bringing 130 to the repository of record. The next one goes back to 110."""
+def test_abandoned_steps_of_a_near_tier_are_not_promoted(tmp_path: Path) -> None:
+    """A job ended before step 130 reached the repository of record. The next job goes back to 110."""
     url, tiers = tmp_path / "run", [ckpt.Tier(tmp_path / "near", every=1, keep=None)]
     with pytest.raises(ZeroDivisionError), ckpt.Checkpointer(url, every=1000, tiers=tiers) as ck:
         for step in OLD:
@@ -275,21 +276,21 @@ def test_what_a_near_tier_holds_of_before_is_not_promoted(tmp_path: Path) -> Non
         assert ck.restore(state_of(0))[1] == 112
 
 
-# --- what is on disk, and the tools ----------------------------------------------------------------------------
+# --- files and tools -------------------------------------------------------------------------------------------
 
 
-def test_records_without_a_roll_back_are_as_before(url: Path) -> None:
+def test_records_without_a_roll_back_have_no_fields_of_lines(url: Path) -> None:
     record = json.loads((url / "steps/130/commit.json").read_bytes())
     assert not {"line", "left"} & record.keys()
     assert ckpt.open(url)[130].commit.line == 0
 
 
-def test_ckpt_inspect_shows_it(url: Path) -> None:
+def test_ckpt_inspect_marks_abandoned_steps(url: Path) -> None:
     save_steps(url, (111,), restore=RESTORED)
     done = CliRunner().invoke(inspect.command, [str(url)], standalone_mode=False)
     rows = [line.split() for line in done.output.splitlines() if line and line.split()[0].isdecimal()]
     assert [(row[0], row[-1]) for row in rows[:2]] == [("120", "abandoned"), ("130", "abandoned")]
     assert rows[4][0] == "111"
-    told = json.loads(CliRunner().invoke(inspect.command, [str(url), "--json"], standalone_mode=False).output)
-    assert [step["step"] for step in told["steps"]] == [120, 130, 100, 110, 111]
-    assert [step["abandoned"] for step in told["steps"]] == [True, True, False, False, False]
+    printed = json.loads(CliRunner().invoke(inspect.command, [str(url), "--json"], standalone_mode=False).output)
+    assert [step["step"] for step in printed["steps"]] == [120, 130, 100, 110, 111]
+    assert [step["abandoned"] for step in printed["steps"]] == [True, True, False, False, False]

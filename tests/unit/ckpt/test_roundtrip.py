@@ -1,4 +1,4 @@
-"""What is saved comes back: every kind of leaf, every type, every container, with `like` and without."""
+"""A saved state is restored: every kind of leaf, every type, every container, with `like` and without."""
 
 import collections
 import json
@@ -21,7 +21,7 @@ from ckpt.state import tree
 
 
 @pytest.mark.parametrize("name", ML_TYPES)
-def test_every_type_of_ml_dtypes(tmp_path, name):
+def test_every_type_of_ml_dtypes_is_restored(tmp_path, name):
     dtype = np.dtype(getattr(ml_dtypes, name))
     array = np.arange(-8, 9).astype(np.float32).clip(0 if name.startswith("uint") else -8, 8).astype(dtype).reshape(17, 1)
     state = {"a": array, "scalar": array[3, 0], "empty": array[:0]}
@@ -34,7 +34,7 @@ def test_every_type_of_ml_dtypes(tmp_path, name):
 
 @pytest.mark.parametrize("dtype", NUMPY_TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (4, 3)], ids=str)
-def test_every_type_of_numpy(tmp_path, dtype, shape):
+def test_every_type_of_numpy_is_restored(tmp_path, dtype, shape):
     array = random_bytes(dtype, shape) if dtype not in ("?", "U7") else np.zeros(shape, dtype)
     ckpt.save([array], tmp_path / "r")
     (loaded,) = ckpt.load(tmp_path / "r")
@@ -43,7 +43,7 @@ def test_every_type_of_numpy(tmp_path, dtype, shape):
 
 @pytest.mark.parametrize("name", TORCH_TYPES)
 @pytest.mark.parametrize("shape", [(), (0, 4), (7, 8)], ids=str)
-def test_every_type_of_torch(tmp_path, name, shape):
+def test_every_type_of_torch_is_restored(tmp_path, name, shape):
     dtype = getattr(torch, name)
     size = torch.empty(0, dtype=dtype).element_size()
     raw = torch.randint(0, 2 if name == "bool" else 256, (math.prod(shape) * size,), dtype=torch.uint8)
@@ -51,14 +51,14 @@ def test_every_type_of_torch(tmp_path, name, shape):
     ckpt.save({"t": tensor}, tmp_path / "r")
     same(ckpt.load(tmp_path / "r"), {"t": tensor})
     like = {"t": torch.zeros(raw.shape, dtype=torch.uint8).view(dtype).view(shape) if raw.numel() else tensor.clone()}
-    place = like["t"].data_ptr()
+    address = like["t"].data_ptr()
     loaded = ckpt.load(tmp_path / "r", like)
     assert loaded is like
-    assert like["t"].data_ptr() == place
+    assert like["t"].data_ptr() == address
     same(like, {"t": tensor})
 
 
-def test_plain_values_and_containers(tmp_path):
+def test_plain_values_and_containers_are_restored(tmp_path):
     ordered = collections.OrderedDict(b=1, a=2)
     default = collections.defaultdict(list, {"k": [1]})
     state = {
@@ -80,8 +80,8 @@ def test_plain_values_and_containers(tmp_path):
 
 @given(st.integers(-20_000, 20_000).map(lambda bits: (1 << abs(bits)) * (1 if bits > 0 else -1)), st.integers(-1, 1))
 @settings(max_examples=30, deadline=None)
-def test_integers_of_any_length(power, more):
-    """Also those that Python refuses to convert to decimal."""
+def test_integers_of_any_length_are_encoded(power, more):
+    """This includes those that Python refuses to convert to decimal."""
     value = power + more
     flat = tree.flatten({"a": value})
     node = json.loads(tree.encode_tree(flat.node))["tree"]
@@ -96,8 +96,8 @@ class Layers(list):
     pass
 
 
-def test_subclasses_of_containers(tmp_path):
-    """They come back as what they are based on; what stands in `like` stays what it is."""
+def test_subclasses_of_containers_are_restored_as_their_base_class(tmp_path):
+    """They are restored as their base class; objects of `like` keep their class."""
     state = {"c": Configuration(a=1), "l": Layers([1, np.ones(2)]), "t": torch.Size([1, 2])}
     ckpt.save(state, tmp_path / "r")
     same(ckpt.load(tmp_path / "r"), {"c": {"a": 1}, "l": [1, np.ones(2)], "t": (1, 2)})
@@ -108,7 +108,7 @@ def test_subclasses_of_containers(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 3, 100_000])
-def test_bytes_and_bytearrays(tmp_path, size):
+def test_bytes_and_bytearrays_are_restored(tmp_path, size):
     state = {"b": bytes(size), "a": bytearray(b"\1" * size), "set": {b"x"}}
     ckpt.save(state, tmp_path / "r")
     loaded = ckpt.load(tmp_path / "r")
@@ -119,7 +119,7 @@ def test_bytes_and_bytearrays(tmp_path, size):
 
 
 @pytest.mark.parametrize("factory", [None, int, list, dict, tuple, collections.Counter, collections.OrderedDict], ids=str)
-def test_defaultdicts(tmp_path, factory):
+def test_default_factories_are_restored(tmp_path, factory):
     state = {"d": collections.defaultdict(factory, {"a": 1})}
     ckpt.save(state, tmp_path / "r")
     loaded = ckpt.load(tmp_path / "r")
@@ -127,16 +127,16 @@ def test_defaultdicts(tmp_path, factory):
     assert loaded["d"].default_factory is factory
 
 
-def test_long_integers(tmp_path):
+def test_very_long_integers_are_restored(tmp_path):
     state = {"a": 10**5000, "b": [-(10**5000)], "c": 10**600}
     ckpt.save(state, tmp_path / "r")
     assert ckpt.load(tmp_path / "r") == state
     assert ckpt.load(tmp_path / "r", {"a": 0, "b": [0], "c": 0}) == state
-    assert tree.rebuild({"int": "-36893488147419103232"}, None)() == -(1 << 65)  # as older steps have it
+    assert tree.rebuild({"int": "-36893488147419103232"}, None)() == -(1 << 65)  # the encoding of older steps
     assert tree.flatten(-(1 << 65)).node == {"int": "-36893488147419103232"}
 
 
-def test_two_entries_of_one_name(tmp_path):
+def test_two_entries_of_one_leaf_name_are_restored(tmp_path):
     state = {"a.b": np.zeros(3), "a": {"b": np.ones(3)}}
     ckpt.save(state, tmp_path / "r")
     same(ckpt.load(tmp_path / "r"), state)
@@ -144,7 +144,7 @@ def test_two_entries_of_one_name(tmp_path):
     same(ckpt.load(tmp_path / "r", like), state)
 
 
-def test_classes_that_this_process_lacks(tmp_path, monkeypatch):
+def test_classes_that_do_not_exist_are_restored_as_similar_ones(tmp_path, monkeypatch):
     ckpt.save({"p": Point(1, 2), "d": Progress(3, np.ones(2))}, tmp_path / "r")
     monkeypatch.delattr(__import__("sys").modules[__name__], "Point")
     monkeypatch.delattr(__import__("sys").modules[__name__], "Progress")
@@ -156,7 +156,7 @@ def test_classes_that_this_process_lacks(tmp_path, monkeypatch):
     assert type(loaded["d"]).__name__ == "Progress"
 
 
-def test_views_of_all_kinds(tmp_path):
+def test_views_of_all_kinds_are_restored(tmp_path):
     base = np.arange(4 * 5 * 6, dtype=np.float32).reshape(4, 5, 6)
     tensor = torch.arange(120.0).reshape(4, 5, 6)
     state = {
@@ -181,7 +181,7 @@ def test_views_of_all_kinds(tmp_path):
 
 @pytest.mark.parametrize("shape", [(3000, 1500), (2, 3, 1 << 20), (1, 1 << 22), ((1 << 21) + 3, 2), (5, 1000, 1000)], ids=str)
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_large_arrays_of_many_blocks(tmp_path, shape, order):
+def test_large_arrays_of_many_blocks_are_restored(tmp_path, shape, order):
     array = np.asarray(np.random.default_rng(1).random(shape, np.float32), order=order)
     ckpt.save({"x": array}, tmp_path / "r")
     checkpoint = ckpt.open(tmp_path / "r")[0]
@@ -228,7 +228,7 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
     assert torch.equal(untied["embed"], weight)
 
 
-def test_module_optimizer_scheduler_and_generators(tmp_path):
+def test_training_continues_identically_from_a_restored_state(tmp_path):
     def make():
         model = torch.nn.Sequential(
             torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 2)
@@ -269,7 +269,7 @@ def test_module_optimizer_scheduler_and_generators(tmp_path):
     assert list(plain["optimizer"]) == ["state", "param_groups"]
 
 
-def test_state_of_an_object_and_a_plain_dict_fit_each_other(tmp_path):
+def test_a_state_dict_and_its_object_load_into_each_other(tmp_path):
     model = torch.nn.Linear(3, 2)
     ckpt.save({"m": model}, tmp_path / "a")
     like = {"m": {k: torch.zeros_like(v) for k, v in model.state_dict().items()}}
@@ -281,7 +281,7 @@ def test_state_of_an_object_and_a_plain_dict_fit_each_other(tmp_path):
     assert torch.equal(other.weight, model.weight)
 
 
-def test_jax(tmp_path):
+def test_jax_arrays_and_keys_are_restored(tmp_path):
     state = {
         "a": jnp.arange(12.0).reshape(3, 4), "key": jax.random.key(3), "old": jax.random.PRNGKey(1),
         "bf": jnp.ones(3, jnp.bfloat16),
@@ -294,7 +294,7 @@ def test_jax(tmp_path):
     same(ckpt.load(tmp_path / "r", like), state)
 
 
-def test_like_in_another_framework(tmp_path):
+def test_a_leaf_loads_into_an_array_of_another_framework(tmp_path):
     ckpt.save({"w": torch.arange(6.0), "b": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "r")
     like = {"w": np.zeros(6, np.float32), "b": np.zeros(3, ml_dtypes.bfloat16)}
     ckpt.load(tmp_path / "r", like)
@@ -328,7 +328,7 @@ trees = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(state=trees)
-def test_any_tree(tmp_path_factory, state):
+def test_any_tree_is_restored(tmp_path_factory, state):
     path = tmp_path_factory.mktemp("t") / "r"
     ckpt.save(state, path)
     same(ckpt.load(path), state)

@@ -1,4 +1,4 @@
-"""Arrays that begin at one address are one array only where shape, strides and type are equal, too."""
+"""Arrays that begin at one address are one array only if shape, strides and type are equal, too."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ckpt.state.tree import PerRank, flatten
 
 
 def stored_as(state: dict[str, Any], rank: int | None = None) -> dict[str, str]:
-    """By key of the state the name of the leaf that it is stored as."""
+    """Return, by key of the state, the name of the leaf under which it is stored."""
     entries = flatten(state, rank).node["dict"]
     return {key: (node["ranks"]["0"] if "ranks" in node else node)["array"] for key, node in entries}
 
 
-def test_arrays_at_one_address() -> None:
+def test_arrays_at_one_address_are_tied_only_if_they_are_equal_views() -> None:
     x = torch.arange(8, dtype=torch.float32)
     complex_x = torch.randn(4, dtype=torch.complex64)
     state = {
@@ -29,6 +29,6 @@ def test_arrays_at_one_address() -> None:
     assert stored_as(state) == {key: ties.get(key, key) for key in state}
 
 
-def test_what_is_stored_of_each_rank_is_tied_to_nothing_else() -> None:
+def test_values_of_each_rank_are_not_tied_to_other_leaves() -> None:
     x = np.arange(8)
     assert stored_as({"a": x, "b": PerRank(x), "c": x, "d": PerRank(x)}, 0) == {"a": "a", "b": "b@0", "c": "a", "d": "d@0"}

@@ -30,7 +30,7 @@ def inner():
 
 
 def warning_function() -> Callable[[], None]:
-    """A function in a module of the package, which warns two calls and a decorator further down."""
+    """Return a function in a module of the package that warns two calls and a decorator further down."""
     module: dict[str, Any] = {"__name__": "ckpt.example", "warn_user": user_warning.warn_user}
     exec(compile(SOURCE, "ckpt/example.py", "exec"), module)
     found: Callable[[], None] = module["warn"]

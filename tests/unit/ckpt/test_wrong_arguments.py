@@ -1,4 +1,4 @@
-"""Wrong arguments: one line that says what, where and what to do, and nothing is changed."""
+"""Wrong arguments raise an error of one line with the reason and what to do next, and change nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from ckpt.training import heartbeat_page
     ],
     ids=str,
 )
-def test_options(root: Path, options: dict[str, Any], kind: type[BaseException], word: str) -> None:
+def test_a_wrong_option_of_save_is_refused(root: Path, options: dict[str, Any], kind: type[BaseException], word: str) -> None:
     before = {n: d for n, d in snapshot(root).items() if not n.startswith("generations")}
     with refused(kind, word):
         ckpt.save(state_of(5), root, 5, **options)
@@ -62,7 +62,7 @@ def test_options(root: Path, options: dict[str, Any], kind: type[BaseException],
 
 
 @pytest.mark.parametrize("step", [-1, 1 << 62, 1.5, "7", None.__class__, np.array([1, 2])], ids=str)
-def test_step_numbers(root: Path, step: Any) -> None:
+def test_a_wrong_step_number_is_refused(root: Path, step: Any) -> None:
     with refused(ckpt.CkptError, "step", root=root):
         ckpt.save(state_of(5), root, step)
     with refused(ckpt.CkptError, "step", root=root):
@@ -74,8 +74,10 @@ WRONG_STEPS = ["7", 100.5, None, np.float32(3), {"w": np.zeros(3)}, -1, 1 << 70]
 
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("every", [5, None, "auto"])
-def test_step_numbers_of_a_loop(root: Path, every: Any, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a save is due or not; under ckpt-run, where most steps are no more than a beat, too."""
+def test_a_wrong_step_number_of_a_loop_is_refused_at_every_step(
+    root: Path, every: Any, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This holds whether or not a save is due, and under ckpt-run, where most steps only publish a heartbeat."""
     if watched:
         monkeypatch.setattr(heartbeat_page, "_own_page", heartbeat_page.HeartbeatPage(root.parent / "page", new=True))
         monkeypatch.setattr(heartbeat_page, "_is_looked_up", True)
@@ -85,13 +87,13 @@ def test_step_numbers_of_a_loop(root: Path, every: Any, watched: bool, monkeypat
             for wrong in WRONG_STEPS:
                 with refused(ckpt.InvalidArgument, "step"):
                     saver.step(wrong, state_of(0), loss=1.0)
-                saver.step(step, state_of(0), loss=1.0)  # and goes on
+                saver.step(step, state_of(0), loss=1.0)  # the loop goes on
                 assert (saver._idle_window is not None) == watched
 
 
 @pytest.mark.parametrize("url", ["", 3, b"here", "a\0b", {}], ids=repr)
-def test_what_names_no_repository(root: Path, url: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty name, as an unset variable gives it, does not mean the folder that one happens to be in."""
+def test_a_url_that_names_no_repository_is_refused(root: Path, url: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty URL, for example from an unset variable, does not mean the current folder."""
     monkeypatch.chdir(root.parent)
     for call in (
         lambda: ckpt.load(url), lambda: ckpt.save(state_of(5), url, 5), lambda: ckpt.open(url), lambda: ckpt.Checkpointer(url),
@@ -100,14 +102,14 @@ def test_what_names_no_repository(root: Path, url: Any, monkeypatch: pytest.Monk
             call()
 
 
-def test_a_state_in_the_place_of_a_url_is_not_printed(root: Path) -> None:
+def test_a_state_given_as_a_url_is_not_printed(root: Path) -> None:
     state = state_of(5)
     with pytest.raises(ckpt.InvalidArgument, match="an object of type dict names no repository") as caught:
         ckpt.save(str(root), state, 5)
     assert len(str(caught.value)) < 200
 
 
-def test_options_of_a_checkpointer(root: Path) -> None:
+def test_a_wrong_option_of_a_checkpointer_is_refused(root: Path) -> None:
     for options in (
         {"every": 0}, {"every": -5}, {"every": "10m"}, {"every": 2.5}, {"every": True}, {"every": -timedelta(1)},
         {"in_flight": 0}, {"in_flight": "2"}, {"keep": "3"}, {"memory": "1G"}, {"timeout": "x"}, {"timeout": None},
@@ -120,11 +122,11 @@ def test_options_of_a_checkpointer(root: Path) -> None:
     for options in ({"codec": "zstd"}, {"digest": "md5"}):
         with refused(ckpt.FormatError, root=root):
             ckpt.Checkpointer(root, **options)
-    ckpt.save(state_of(5), root, 5)  # none of them holds the repository
+    ckpt.save(state_of(5), root, 5)  # no refused Checkpointer keeps the writer lease
 
 
-def test_numbers_of_numpy_are_numbers(root: Path) -> None:
-    """As a configuration may have them; a number that is not seen as one would be taken for "auto"."""
+def test_numpy_numbers_are_accepted_as_options(root: Path) -> None:
+    """A configuration may contain them; a number that is not recognised would mean "auto"."""
     two = np.int64(2)
     tiers = [ckpt.Tier(root.parent / "near", every=two, limit=np.int64(1 << 30))]
     assert tiers[0].counts(1)
@@ -136,7 +138,7 @@ def test_numbers_of_numpy_are_numbers(root: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"limit": "1G"}, {"limit": 0}, {"every": "10m"}, {"every": 0}, {"keep": "3"}], ids=str)
-def test_options_of_a_tier(options: dict[str, Any]) -> None:
+def test_a_wrong_option_of_a_tier_is_refused(options: dict[str, Any]) -> None:
     with refused(ckpt.InvalidArgument, next(iter(options))):
         ckpt.Tier("memory", **options)
 
@@ -152,7 +154,7 @@ def test_options_of_a_tier(options: dict[str, Any]) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_options_of_load(root: Path, options: dict[str, Any], word: str) -> None:
+def test_a_wrong_option_of_load_is_refused(root: Path, options: dict[str, Any], word: str) -> None:
     with refused(ckpt.InvalidArgument, next(iter(options)), word, root=root):
         ckpt.load(root, state_of(0), **options)
     if "only" not in options and "progress" not in options:
@@ -164,7 +166,7 @@ def test_patterns_may_come_from_an_iterator(root: Path) -> None:
     assert list(ckpt.load(root, only=iter(["embed", "step"]))) == list(ckpt.load(root, only=["embed", "step"]))
 
 
-def test_a_closed_checkpointer(root: Path) -> None:
+def test_a_closed_checkpointer_refuses_calls(root: Path) -> None:
     saver = ckpt.Checkpointer(root)
     saver.close()
     saver.close()
@@ -173,7 +175,7 @@ def test_a_closed_checkpointer(root: Path) -> None:
             call()
 
 
-def test_a_step_that_is_there(root: Path) -> None:
+def test_an_existing_step_is_replaced_only_with_overwrite(root: Path) -> None:
     with refused(ckpt.AlreadyExists, "step 4", "overwrite=True"):
         ckpt.save(state_of(5), root, 4)
     assert_same(ckpt.load(root, step=4), state_of(4))
@@ -181,7 +183,7 @@ def test_a_step_that_is_there(root: Path) -> None:
     assert_same(ckpt.load(root, step=4), state_of(5))
 
 
-def test_a_step_that_is_not_there(root: Path, tmp_path: Path) -> None:
+def test_a_missing_step_is_named_with_the_existing_ones(root: Path, tmp_path: Path) -> None:
     for call in (lambda: ckpt.load(root, step=7), lambda: ckpt.open(root)[7]):
         with refused(ckpt.StepNotFound, "no committed step 7", "3, 4", root=root):
             call()
@@ -189,13 +191,13 @@ def test_a_step_that_is_not_there(root: Path, tmp_path: Path) -> None:
         pass
     with refused(ckpt.StepNotFound, "no committed step"):
         ckpt.load(tmp_path / "empty")
-    (root / "steps/9/pack").mkdir(parents=True)  # begun and never committed
+    (root / "steps/9/pack").mkdir(parents=True)  # begun but not committed
     with refused(ckpt.StepNotFound, "no committed step 9"):
         ckpt.load(root, step=9)
     assert ckpt.open(root).steps() == [3, 4]
 
 
-def test_an_unknown_leaf(root: Path) -> None:
+def test_an_unknown_leaf_is_named_with_similar_ones(root: Path) -> None:
     for only in ("embedd", "model.7", ["embed", "nothing.*"], "x*"):
         with refused(ckpt.LeafNotFound, only if isinstance(only, str) else "nothing.*", "step 4", root=root):
             ckpt.load(root, only=only)
@@ -206,14 +208,14 @@ def test_an_unknown_leaf(root: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["nonsense://host/run", "sqlite://x", "file://elsewhere/run", "://", "a b://c"])
-def test_an_unknown_scheme(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_scheme_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (lambda: ckpt.load(url), lambda: ckpt.open(url), lambda: ckpt.save({"a": 1}, url)):
         with refused(ckpt.UnknownScheme, url, root=tmp_path):
             call()
 
 
-def test_a_folder_that_is_no_repository(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_repository_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for call in (lambda: ckpt.load(tmp_path), lambda: ckpt.open(tmp_path), lambda: ckpt.load(tmp_path, step=1)):
         with refused(ckpt.FormatError, "not a checkpoint repository", "check the path", root=tmp_path):
@@ -223,7 +225,7 @@ def test_a_folder_that_is_no_repository(tmp_path: Path) -> None:
             call()
 
 
-def test_a_path_that_is_not_there_or_a_file(tmp_path: Path) -> None:
+def test_a_missing_path_or_a_file_is_refused(tmp_path: Path) -> None:
     nowhere, groups = tmp_path / "nowhere", ThreadGroup.make(2)
     for call in (
         lambda: ckpt.load(nowhere), lambda: ckpt.load(nowhere, step=3), lambda: ckpt.open(nowhere),
@@ -241,7 +243,8 @@ def test_a_path_that_is_not_there_or_a_file(tmp_path: Path) -> None:
             call()
 
 
-def spoilt(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+def changed(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Return a state after this change."""
     like = state_of(0)
     change(like)
     return like
@@ -269,10 +272,10 @@ LIKES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[ckpt.CkptError], tu
 
 
 @pytest.mark.parametrize("case", LIKES)
-def test_like_that_differs(root: Path, case: str) -> None:
-    """Found before a byte of `like` is written, wherever in it the difference is."""
+def test_a_like_that_differs_is_refused_before_anything_is_written(root: Path, case: str) -> None:
+    """The difference may be anywhere in `like`."""
     change, kind, words = LIKES[case]
-    for like in (spoilt(change), {k: spoilt(change)[k] for k in reversed(spoilt(change))}):
+    for like in (changed(change), {k: changed(change)[k] for k in reversed(changed(change))}):
         before = [(k, np.copy(v) if isinstance(v, np.ndarray) else v) for k, v in flat(like)]
         with refused(kind, *words, root=root):
             ckpt.load(root, like)
@@ -285,6 +288,7 @@ def test_like_that_differs(root: Path, case: str) -> None:
 
 
 def flat(state: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Return the leaves of a state, each with its path."""
     if isinstance(state, dict):
         return [p for k, v in state.items() for p in flat(v, f"{path}.{k}")]
     if isinstance(state, (list, tuple)):
@@ -292,7 +296,7 @@ def flat(state: Any, path: str = "") -> list[tuple[str, Any]]:
     return [(path, state)]
 
 
-def test_a_module_that_refuses_its_state(root: Path, tmp_path: Path) -> None:
+def test_a_module_of_another_shape_is_refused_and_unchanged(root: Path, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     ckpt.save({"model": torch.nn.Linear(3, 4)}, tmp_path / "m", 0)
     model = torch.nn.Linear(3, 5)
@@ -314,24 +318,28 @@ def test_a_module_of_other_entries_is_refused_before_anything_is_changed(tmp_pat
     saved = {"a": np.ones(3), "model": torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False)), "z": np.ones(3)}
     ckpt.save(saved, tmp_path, 0)
     ckpt.save(saved | {"model": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))}, tmp_path, 1)
-    for step, mine, words in (
+    for step, target, words in (
         (0, like(bias=True), ["lacks 0.bias"]),
         (1, like(bias=False), ["has 0.bias, 1.bias, 1.weight besides"]),
-        (0, like(bias=True, norm=True), ["lacks 0.bias"]),  # a norm loads in its own way, the layer before it does not
+        (
+            0,
+            like(bias=True, norm=True),
+            ["lacks 0.bias"],
+        ),  # a norm has a load function of its own, the layer before it has none
     ):
-        before = mine["model"][0].weight.detach().clone()
+        before = target["model"][0].weight.detach().clone()
         with refused(ckpt.LeafMismatch, "leaf model", "Sequential", "only=", *words):
-            ckpt.load(tmp_path, mine, step=step)
-        assert torch.equal(mine["model"][0].weight, before)
-        assert not any(mine[key].any() for key in "az")
-    mine = like(bias=True)
-    ckpt.load(tmp_path, mine, step=0, only=["model.0.weight", "z"])
-    assert torch.equal(mine["model"][0].weight, saved["model"][0].weight)
-    assert (mine["a"].any(), mine["z"].all()) == (False, True)
+            ckpt.load(tmp_path, target, step=step)
+        assert torch.equal(target["model"][0].weight, before)
+        assert not any(target[key].any() for key in "az")
+    target = like(bias=True)
+    ckpt.load(tmp_path, target, step=0, only=["model.0.weight", "z"])
+    assert torch.equal(target["model"][0].weight, saved["model"][0].weight)
+    assert (target["a"].any(), target["z"].all()) == (False, True)
 
 
-def test_a_module_that_makes_up_for_what_was_not_saved(tmp_path: Path) -> None:
-    """With hooks, or a load of its own, a module may take what it has no entries for."""
+def test_a_module_with_a_load_hook_may_accept_other_entries(tmp_path: Path) -> None:
+    """With hooks or a load function of its own, a module may accept entries of other names."""
     torch = pytest.importorskip("torch")
     old = torch.nn.Linear(2, 2)
     ckpt.save({"model": {"w": old.weight.detach(), "bias": old.bias.detach()}}, tmp_path)
@@ -352,7 +360,7 @@ def test_a_module_that_makes_up_for_what_was_not_saved(tmp_path: Path) -> None:
         assert torch.equal(model.bias, old.bias)
 
 
-def test_names_that_would_leave_the_root(tmp_path: Path) -> None:
+def test_names_that_leave_the_root_are_refused(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     for name in ("../x", "/etc/passwd", "a/../../x", "a//b", ".hidden", "a/.tmp", "", "a\0b", "x" * 2000):
         for call in (store.get, store.open, store.create, lambda n: store.put(n, b""), lambda n: store.delete([n])):

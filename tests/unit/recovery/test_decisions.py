@@ -20,8 +20,8 @@ from ckpt.recovery.run_log.memory_placement import MemoryNamespace, is_newer
 from ckpt.recovery.run_log.run_state import RunState
 
 
-def test_a_host_where_it_fails_twice() -> None:
-    """It is replaced where there is another, and is still good enough where there is none."""
+def test_a_host_with_two_failures_is_replaced_by_a_spare() -> None:
+    """Without a spare it is used again."""
     for spares, expected in ((1, ["a", "d", "c"]), (0, ["a", "b", "c"])):
         run = world(agents=3 + spares, patience_seconds=0.0)
         run.turn()
@@ -35,16 +35,16 @@ def test_a_host_where_it_fails_twice() -> None:
             assert "without b (suspected) with d instead" in run.starts()[-1].text
 
 
-def test_suspects() -> None:
+def test_two_failures_on_one_host_without_progress_make_it_suspect() -> None:
     assert suspected_hosts([failure("a"), failure("a")]) == {"a"}
     assert suspected_hosts([failure("a"), failure("b"), failure("a")]) == set()
-    assert suspected_hosts([failure("a", 4), failure("a", 9)]) == set(), "it got on in between"
+    assert suspected_hosts([failure("a", 4), failure("a", 9)]) == set(), "the job made progress in between"
     assert suspected_hosts([failure("a"), failure("a", cause="asked")]) == set()
 
 
 @pytest.mark.parametrize(("first", "second", "expected"), [(3, 3, {"a"}), (32, 32, {"a"}), (33, 3, set()), (3, 33, set())])
-def test_a_host_that_fails_soon_where_each_step_is_saved(first: int, second: int, expected: set[str]) -> None:
-    """So that each attempt has saved a newer one."""
+def test_a_host_that_fails_soon_is_suspected_where_each_step_is_saved(first: int, second: int, expected: set[str]) -> None:
+    """Each attempt has saved a newer step, so progress alone would hide the host."""
     one = failure("a", first, step=first, restored=0)
     other = failure("a", first + second, step=first + second, restored=first)
     assert suspected_hosts([one, other]) == expected
@@ -53,68 +53,73 @@ def test_a_host_that_fails_soon_where_each_step_is_saved(first: int, second: int
 
 
 @given(st.lists(st.sampled_from("abcdef"), unique=True), st.sets(st.sampled_from("abcdef")), st.integers(1, 4), st.booleans())
-def test_choosing(ready: list[str], suspected: set[str], wanted: int, waited: bool) -> None:
-    least = max(1, wanted - 1)
-    before = list("abcd"[:wanted])
-    choice = choose_hosts(before, ready, suspected, wanted, least, waited)
+def test_hosts_are_chosen_from_the_good_ones_and_keep_their_ranks(
+    ready: list[str], suspected: set[str], count: int, waited: bool
+) -> None:
+    least = max(1, count - 1)
+    before = list("abcd"[:count])
+    choice = choose_hosts(before, ready, suspected, count, least, waited)
     if choice is None:
-        assert len(ready) < (least if waited else wanted)
+        assert len(ready) < (least if waited else count)
         return
-    assert least <= len(choice.hosts) <= wanted
+    assert least <= len(choice.hosts) <= count
     assert len(set(choice.hosts)) == len(choice.hosts)
     assert set(choice.hosts) <= set(ready)
     good = [name for name in ready if name not in suspected]
-    if len(good) >= wanted:
+    if len(good) >= count:
         assert not set(choice.hosts) & suspected
         for i, name in enumerate(before):
             if name in good:
-                assert choice.hosts[i] == name, "who stays keeps its ranks"
+                assert choice.hosts[i] == name, "a host that stays keeps its ranks"
 
 
 def test_a_step_that_fails_twice_is_passed_over() -> None:
-    """Then an older one is restored, once, before the job is given up."""
+    """Then an older step is restored, once, before the job is given up."""
     failures: list[Failure] = []
     budget = RunState().budget
-    told = []
+    decisions = []
     for _ in range(4):
         failures.append(failure("a", committed=9, step=9))
         decision = decide(failures, budget)
         budget = decision.budget
-        told.append((decision.action, decision.before))
-    assert told == [("restart", None), ("restart", None), ("restart", 9), ("halt", None)]
+        decisions.append((decision.action, decision.before))
+    assert decisions == [("restart", None), ("restart", None), ("restart", 9), ("halt", None)]
 
 
-def test_steps_that_fail_soon_after_restore_are_passed_over_wherever_that_is() -> None:
-    """One after the other, each after two failures; a step that is made anew counts from then on."""
+def test_steps_that_fail_soon_after_a_restore_are_passed_over() -> None:
+    """One after the other, each after two failures at any step; a step that is computed again counts from then on."""
     failures: list[Failure] = []
     budget = RunState().budget
-    told = []
+    decisions = []
     for committed, step in [(9, 9), (9, 12), (9, 10), (4, 7), (4, 8), (2, 5), (9, 11)]:
         failures.append(failure("a", committed, step=step))
         decision = decide(failures, budget)
         budget = decision.budget
-        told.append((decision.action, decision.before))
-    assert [before for _, before in told] == [None, None, 9, None, 4, None, None]
-    assert {action for action, _ in told} == {"restart"}
+        decisions.append((decision.action, decision.before))
+    assert [before for _, before in decisions] == [None, None, 9, None, 4, None, None]
+    assert {action for action, _ in decisions} == {"restart"}
 
 
 def written(course: RunState, *drafts: Draft) -> RunState:
+    """Return the state of the run after these drafts are appended to its log."""
     entries = [LogEntry(course.number + 1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
     return course.apply_entries(entries)
 
 
-def play(places: Iterable[int], every: int, spoiled: int, oldest: int = 0, broken: bool = False) -> list[int]:
-    """The steps that a job goes on from, and the one with which it gets on; -2 where it is given up. It saves every so many
-    steps; in its first attempt a step is spoiled, and from then on it fails at these places. oldest: no step before that is
-    kept. broken: it fails whatever it goes on from."""
+def restore_points(failing_steps: Iterable[int], every: int, spoiled: int, oldest: int = 0, broken: bool = False) -> list[int]:
+    """Return the steps from which a job goes on, and last the one with which it succeeds, or -2 where it is given up.
+
+    The job saves every `every` steps. In its first attempt step `spoiled` is spoiled, and from then on the job fails at the
+    steps `places`. No step before `oldest` is kept. With `broken`, the job fails whichever step it restores.
+    """
     course, restored, gone_on = RunState(), -1, []
     saved: set[int] = set()
-    for place in places:
+    for failing_step in failing_steps:
         if restored >= spoiled or not gone_on or broken:
-            saved |= {n for n in range(restored + 1, place) if (n + 1) % every == 0}
-            last = max((n for n in saved if restored <= n < place), default=-1)
+            saved |= {n for n in range(restored + 1, failing_step) if (n + 1) % every == 0}
+            last = max((n for n in saved if restored <= n < failing_step), default=-1)
             gone_on.append(restored)
-            fail = failure("a", last, step=place, restored=restored)
+            fail = failure("a", last, step=failing_step, restored=restored)
             decision = decide([*course.failures, fail], course.budget, (), course.before)
             facts = {"action": decision.action, "before": decision.before}
             course = written(course, entry_drafts.draft_failure(0, fail), Draft(0, "decision", decision.reason, facts))
@@ -126,15 +131,15 @@ def play(places: Iterable[int], every: int, spoiled: int, oldest: int = 0, broke
     return [*gone_on, restored]
 
 
-@pytest.mark.parametrize("places", [(33,) * 12, (33, 31, 32, 33, 32, 31, 33, 32, 31, 33)])
-def test_all_that_is_spoiled_is_passed_over(places: tuple[int, ...]) -> None:
-    """What was made anew from a spoiled step is no better, though it was saved after the roll-back."""
-    same = len(set(places)) == 1
-    assert play(places, 5, 22) == ([-1, 29, 29, 24, 19] if same else [-1, 29, 29, 24, 24, 19])
+@pytest.mark.parametrize("failing_steps", [(33,) * 12, (33, 31, 32, 33, 32, 31, 33, 32, 31, 33)])
+def test_all_spoiled_steps_are_passed_over(failing_steps: tuple[int, ...]) -> None:
+    """Steps computed from a spoiled step are no better, though they were saved after the roll-back."""
+    same = len(set(failing_steps)) == 1
+    assert restore_points(failing_steps, 5, 22) == ([-1, 29, 29, 24, 19] if same else [-1, 29, 29, 24, 24, 19])
 
 
-def test_kills_are_no_fault_of_a_step() -> None:
-    """Nor where they come at one place, as while a job restores."""
+def test_kills_are_not_blamed_on_a_step() -> None:
+    """This holds also if they occur at one step, for example while a job restores."""
     course = replace(RunState(), budget=Budget(best_step=9))
     kill = replace(failure("a", 9, "signal", step=9), detail="was killed by SIGKILL")
     for _ in range(2):
@@ -144,45 +149,45 @@ def test_kills_are_no_fault_of_a_step() -> None:
         course = written(course, entry_drafts.draft_failure(0, kill), Draft(0, "decision", decision.reason, facts))
 
 
-def test_lost_hosts_use_up_the_restarts_and_no_more() -> None:
-    """Though all of them come while the job restores."""
+def test_lost_hosts_use_up_the_restarts_and_pass_over_no_step() -> None:
+    """This holds though all of them are lost while the job restores."""
     budget, failures = RunState().budget, []
-    for turn in range(11):
+    for attempt in range(11):
         failures.append(replace(failure("a", 9, "lost", step=9), ranks=()))
         decision = decide(failures, budget)
         budget = decision.budget
-        assert decision.action == ("restart" if turn < 10 else "halt")
+        assert decision.action == ("restart" if attempt < 10 else "halt")
     assert "10 restarts without a newer step" in decision.reason
 
 
-def test_what_lies_behind_is_not_restored_after_a_kill() -> None:
-    """A roll-back went to 19, 24 was made anew: 24 is taken, and not the 29 that was there before."""
+def test_a_step_from_before_a_roll_back_is_not_restored_after_a_kill() -> None:
+    """A roll-back went to 19, and 24 was computed again: 24 is restored, and not the 29 from before the roll-back."""
     course = replace(RunState(), before=24, budget=Budget(best_step=29))
     kill = replace(failure("a", 24, "signal", step=26, restored=19), detail="was killed by SIGKILL")
     assert next_restore_limit(24, kill, course.budget) == 25
     assert "from a step before 25" in decide([kill], course.budget, (), 24).reason
     after = written(course, entry_drafts.draft_failure(0, kill))
     assert after.before == 25
-    assert next_restore_limit(after.before, kill, course.budget) == 25, "a coordinator that comes between decides the same"
+    assert next_restore_limit(after.before, kill, course.budget) == 25, "another coordinator decides the same"
 
 
 def test_memory_that_a_roll_back_may_need_is_kept() -> None:
-    """What was made anew up to the newest step of before does not take its place."""
+    """Steps computed again, up to the newest one before the roll-back, do not replace it."""
     memory = (MemoryNamespace((("a", "x:1"),)), MemoryNamespace((("b", "x:2"),)))
-    said = [agent("a", saved=29)]
-    assert is_newer(memory, said)
-    assert not is_newer(memory, said, 29)
+    reports = [agent("a", saved=29)]
+    assert is_newer(memory, reports)
+    assert not is_newer(memory, reports, 29)
     assert is_newer(memory, [agent("a", saved=30)], 29)
 
 
-def test_a_program_that_fails_at_one_place_is_given_up() -> None:
-    """After three steps, each older than the one before, or as soon as there is none."""
-    assert play((33,) * 12, 5, 22, broken=True) == [-1, 29, 29, 24, 19, 14, -2]
-    assert play((33,) * 12, 5, 22, oldest=24, broken=True) == [-1, 29, 29, 24, 29, -2]
+def test_a_program_that_fails_at_one_step_is_given_up() -> None:
+    """It is given up after three restored steps, each older than the one before, or as soon as no older one exists."""
+    assert restore_points((33,) * 12, 5, 22, broken=True) == [-1, 29, 29, 24, 19, 14, -2]
+    assert restore_points((33,) * 12, 5, 22, oldest=24, broken=True) == [-1, 29, 29, 24, 29, -2]
 
 
-def test_what_was_made_anew_is_trusted() -> None:
-    """Where the job was ended from outside, but not where it failed again; what lies behind, once it got further than ever."""
+def test_steps_computed_again_are_trusted_unless_the_job_failed_again() -> None:
+    """They are, where the job was ended from outside. Steps from before count again once the job got further than ever."""
     course = replace(RunState(), before=24, budget=Budget(best_step=29))
     for committed, cause, before in [
         (34, "exit", None), (29, "exit", 24), (24, "lost", 25), (19, "lost", 24), (29, "diverged", 30)
@@ -193,21 +198,21 @@ def test_what_was_made_anew_is_trusted() -> None:
 
 
 @pytest.mark.parametrize(("cause", "steps"), [("lost", 1), ("stopped", 1), ("out of memory", 1), ("exit", 100), ("hang", 100)])
-def test_a_step_is_not_blamed_for_what_comes_from_outside_or_late(cause: str, steps: int) -> None:
+def test_a_step_is_not_blamed_for_late_failures_or_those_from_outside(cause: str, steps: int) -> None:
     failures: list[Failure] = []
     budget = RunState().budget
-    for turn in range(5):
-        failures.append(failure("a", committed=9, cause=cause, step=9 + steps + turn))
+    for attempt in range(5):
+        failures.append(failure("a", committed=9, cause=cause, step=9 + steps + attempt))
         decision = decide(failures, budget)
         budget = decision.budget
         assert (decision.action, decision.before) == ("restart", None)
 
 
 @pytest.mark.parametrize(("name", "before"), [("SIGKILL", None), ("SIGSEGV", 9), ("SIGABRT", 9)])
-def test_a_step_may_be_the_reason_of_a_crash(name: str, before: int | None) -> None:
+def test_a_step_may_be_blamed_for_a_crash(name: str, before: int | None) -> None:
     crashes = [replace(failure("a", 9, "signal", step), detail=f"was killed by {name}") for step in (10, 12, 11)]
     budget = RunState().budget
-    for turn in range(3):
-        decision = decide(crashes[: turn + 1], budget)
+    for attempt in range(3):
+        decision = decide(crashes[: attempt + 1], budget)
         budget = decision.budget
     assert decision.before == before

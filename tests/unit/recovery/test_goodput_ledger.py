@@ -1,4 +1,4 @@
-"""Sums and names of the goodput ledger, its picture and its metrics."""
+"""The goodput ledger: its sums, its categories, its picture and its metrics."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from ckpt.training.heartbeat_page import HeartbeatPage
 
 
 @pytest.mark.parametrize("attempts", [0, 1, 3, 40])
-def test_pictures_of_any_run(tmp_path: Path, attempts: int) -> None:
-    """None at all, one, some, very many attempts; with steps and without."""
+def test_a_picture_is_drawn_of_any_run(tmp_path: Path, attempts: int) -> None:
+    """Zero, one, some and very many attempts; with steps and without."""
     pytest.importorskip("matplotlib")
     from ckpt.tools.run_plots import draw_run
 
@@ -60,9 +60,9 @@ def test_pictures_of_any_run(tmp_path: Path, attempts: int) -> None:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Path:
-    """A run on two hosts that b led from the middle on, and that was asked to end."""
-    record = SqliteRunLog(tmp_path)
+def run_asked_to_end(tmp_path: Path) -> Path:
+    """Return the directory of a run on two hosts: b led from the middle on, and the run was asked to end."""
+    run_log = SqliteRunLog(tmp_path)
     drafts = [
         entry_drafts.draft_run(0, "r", RunSpec(("true",), 2, hosts=2)),
         Draft(0, "lead", "a coordinates", {"name": "a"}),
@@ -71,8 +71,8 @@ def asked(tmp_path: Path) -> Path:
         entry_drafts.draft_failure(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
         Draft(0, "decision", "it was asked to end", {"action": "halt", "wait": 0.0, "status": 143}),
     ]
-    assert record.append(0, drafts)
-    record.close()
+    assert run_log.append(0, drafts)
+    run_log.close()
     for name in "ab":
         ledger = GoodputLedger(tmp_path / ledger_file_name(name), time.monotonic() - 1)
         ledger.account("useful", 0)
@@ -80,50 +80,55 @@ def asked(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ask(command: click.Command, folder: Path, *options: str) -> int:
+def query(command: click.Command, folder: Path, *options: str) -> int:
+    """Return the exit status of a subcommand of ckpt-run about the run in this directory."""
     return int(command.main(["--run-dir", str(folder), *options], standalone_mode=False))
 
 
-def test_an_end_that_was_wanted_is_no_failure(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert ask(commands.report, asked) == 0
-    said = capfd.readouterr()
-    assert "; 0 failures\n" in said.out
-    assert not said.err
-    assert ask(commands.report, asked, "--prometheus") == 0
+def test_an_end_that_the_user_asked_for_is_no_failure(run_asked_to_end: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert query(commands.report, run_asked_to_end) == 0
+    printed = capfd.readouterr()
+    assert "; 0 failures\n" in printed.out
+    assert not printed.err
+    assert query(commands.report, run_asked_to_end, "--prometheus") == 0
     assert "ckpt_run_failures_total" not in capfd.readouterr().out
 
 
-def test_a_report_says_whose_time_is_not_in_it(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (asked / ledger_file_name("a")).unlink()
-    assert ask(commands.report, asked) == 0
+def test_a_report_names_the_hosts_whose_ledger_is_missing(run_asked_to_end: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (run_asked_to_end / ledger_file_name("a")).unlink()
+    assert query(commands.report, run_asked_to_end) == 0
     assert "this is only a part of the time: a also coordinated" in capfd.readouterr().err
-    assert ask(commands.report, asked, "--json") == 0
+    assert query(commands.report, run_asked_to_end, "--json") == 0
     assert json.loads(capfd.readouterr().out)["not_here"] == ["a"]
 
 
-def test_a_report_without_a_ledger(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is elsewhere, and says who had it."""
-    entries = commands._open_entries(asked, None)
+def test_a_report_without_a_ledger_names_the_hosts_that_have_one(
+    run_asked_to_end: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run log is elsewhere, and names the hosts that have ledgers."""
+    entries = commands._open_entries(run_asked_to_end, None)
     monkeypatch.setattr(commands, "_open_entries", lambda *_: entries)
     with pytest.raises(CkptError, match="has no ledger of this run; give the --run-dir of a or b"):
-        ask(commands.report, asked / "none", "--state", "etcd://127.0.0.1:1/lab")
+        query(commands.report, run_asked_to_end / "none", "--state", "etcd://127.0.0.1:1/lab")
 
 
-def test_what_is_asked_of_a_run_that_is_no_more(asked: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its agents were killed, or it has ended: all say the same."""
+def test_queries_of_a_run_that_ended_give_the_reason(run_asked_to_end: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its agents were killed, or it has ended: all subcommands report the same."""
     for text in ("its agents are gone", "it was asked to end"):
-        assert ask(commands.status, asked) == 1
+        assert query(commands.status, run_asked_to_end) == 1
         assert capfd.readouterr().out.startswith(f"it does not run: {text}")
         for command in (commands.plan, commands.drain):
             with pytest.raises(CkptError, match=f"it does not run: {text}"):
-                ask(command, asked)
-        with contextlib.closing(SqliteRunLog(asked)) as record:
-            record.append(6, [Draft(0, "end", "it was asked to end", {"status": 143})])
+                query(command, run_asked_to_end)
+        with contextlib.closing(SqliteRunLog(run_asked_to_end)) as run_log:
+            run_log.append(6, [Draft(0, "end", "it was asked to end", {"status": 143})])
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(TIME_CATEGORIES), st.integers(0, 2), st.floats(0, 0.01), st.booleans()), max_size=20))
-def test_the_sum_is_the_time(tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, int, float, bool]]) -> None:
+def test_the_sum_of_all_spans_is_the_elapsed_time(
+    tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, int, float, bool]]
+) -> None:
     folder = tmp_path_factory.mktemp("ledger")
     began = time.monotonic()
     ledger = GoodputLedger(folder / LEDGER_FILE, began)
@@ -140,13 +145,13 @@ def test_the_sum_is_the_time(tmp_path_factory: pytest.TempPathFactory, calls: li
     assert all(line.seconds > 0 for line in found)
 
 
-def test_what_was_noticed_late_changes_its_name(tmp_path: Path) -> None:
+def test_time_is_relabelled_when_its_category_is_known_late(tmp_path: Path) -> None:
     ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 10)
     ledger.account("useful", 0)
     ledger.relabel("detect", 4)
     ledger.account("stop", 0)
     ledger.account("useful", 1)
-    ledger.relabel("wait", 100)  # no more than this attempt has
+    ledger.relabel("wait", 100)  # no more than the time of this attempt
     ledger.close()
     seconds = total_seconds_by_category(tmp_path)
     assert seconds["useful"] == pytest.approx(6, abs=0.1)
@@ -155,10 +160,10 @@ def test_what_was_noticed_late_changes_its_name(tmp_path: Path) -> None:
     assert [line.attempt for line in read_ledgers(tmp_path) if line.name == "wait"] == [1]
 
 
-def test_a_long_line_is_cut_where_the_job_goes_on(tmp_path: Path) -> None:
-    """So that the ledger says how far it was; not where nothing is done, and ever more rarely."""
+def test_a_long_span_is_cut_where_the_job_makes_progress(tmp_path: Path) -> None:
+    """The cuts show how far the job was. Idle time is not cut, and the cuts become rarer."""
     ledger = GoodputLedger(tmp_path / LEDGER_FILE, began := time.monotonic() - 1000)
-    ledger._until = began + 990  # a line of eleven seconds, from here on
+    ledger._until = began + 990  # a span of eleven seconds from here on
     for step in (-1, 0, 1, 2):
         ledger.account("useful", 0, step, step)
         ledger._began -= 11
@@ -168,8 +173,8 @@ def test_a_long_line_is_cut_where_the_job_goes_on(tmp_path: Path) -> None:
     assert found == [("spawn", -1), ("useful", 0), ("useful", 1), ("useful", 2), ("wait", 2)]
 
 
-def test_what_was_noticed_late_changes_lines_that_had_ended(tmp_path: Path) -> None:
-    """Also such as are on the disk; ranks that wait for a lost one change from one name to another meanwhile."""
+def test_spans_that_have_ended_are_relabelled(tmp_path: Path) -> None:
+    """Spans on the disk are included; ranks that wait for a lost one change between categories meanwhile."""
     ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 3)
     for name in ("useful", "stall", "useful"):
         ledger.account(name, 0)  # type: ignore[arg-type]
@@ -185,8 +190,8 @@ def test_what_was_noticed_late_changes_lines_that_had_ended(tmp_path: Path) -> N
     assert found[1].seconds == pytest.approx(2.0, abs=0.1)
 
 
-def test_who_stood_still_counts_no_second_twice() -> None:
-    """a leads to 10 and stands still; b leads from there to 20, c, in whose place a comes again, from there."""
+def test_a_stopped_leader_counts_no_second_twice() -> None:
+    """a leads until 10 and is stopped; b leads until 20, then a leads again."""
     a = [
         LedgerSpan(5, "spawn", 5, 0, since=0.0),
         LedgerSpan(18, "useful", 13, 0, since=0.0),
@@ -203,8 +208,8 @@ def test_who_stood_still_counts_no_second_twice() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.1, 9), st.floats(0, 9)), min_size=1, max_size=8))
-def test_the_time_of_many_leaders_is_the_time(terms: list[tuple[str, float, float]]) -> None:
-    """Each begins where the one before has ended, which goes on for a while."""
+def test_ledgers_of_successive_leaders_add_up_to_the_elapsed_time(terms: list[tuple[str, float, float]]) -> None:
+    """Each begins when the next leader takes over, and the former one goes on writing for a while."""
     files: dict[str, list[LedgerSpan]] = {name: [] for name in "abc"}
     at = 1e9
     for (name, seconds, more), (after, *_) in pairwise([*terms, ("", 0.0, 0.0)]):
@@ -216,7 +221,7 @@ def test_the_time_of_many_leaders_is_the_time(terms: list[tuple[str, float, floa
     assert sum(line.seconds for line in found) == pytest.approx(at - 1e9, abs=1e-4)
 
 
-def test_a_line_that_a_crash_has_cut_off(tmp_path: Path) -> None:
+def test_a_torn_last_line_of_a_ledger_is_ignored(tmp_path: Path) -> None:
     ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 5)
     ledger.account("useful", 0)
     ledger.close()
@@ -231,17 +236,17 @@ def test_a_line_that_a_crash_has_cut_off(tmp_path: Path) -> None:
     assert read_ledgers(tmp_path / "none") == []
 
 
-def test_when_a_process_began() -> None:
+def test_the_start_time_of_a_process_is_exact_to_a_tick() -> None:
     code = "import time; from ckpt.recovery.goodput.ledger import process_start_time as b; print(b(), time.monotonic())"
     before = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     began, then = map(float, done.stdout.split())
-    tick = 1 / os.sysconf("SC_CLK_TCK")  # in which the system counts when a process began
+    tick = 1 / os.sysconf("SC_CLK_TCK")  # the unit of the start time of a process
     assert before - tick <= began < then <= time.monotonic()
     assert process_start_time() <= time.monotonic()
 
 
-def test_a_loss_that_nobody_gave_is_no_metric(tmp_path: Path) -> None:
+def test_a_loss_is_a_metric_only_once_it_is_published(tmp_path: Path) -> None:
     page = HeartbeatPage(tmp_path / "0-0", new=True)
     page.beat(1, 3)
     assert "ckpt_run_loss" not in metrics.render_metrics([], {}, True, {0: page.read()})
@@ -249,7 +254,7 @@ def test_a_loss_that_nobody_gave_is_no_metric(tmp_path: Path) -> None:
     assert "ckpt_run_loss 0.0\n" in metrics.render_metrics([], {}, True, {0: page.read()})
 
 
-def test_metrics_over_http() -> None:
+def test_metrics_are_served_over_http() -> None:
     web = metrics.serve("127.0.0.1", 0, lambda: metrics.render_metrics([], {"useful": 1.0}, True))
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/metrics", timeout=30) as answer:
@@ -261,7 +266,7 @@ def test_metrics_over_http() -> None:
         web.close()
 
 
-def test_a_lost_host_in_the_picture() -> None:
+def test_the_picture_names_a_lost_host() -> None:
     from ckpt.tools.run_plots import _describe_cause
 
     lost = LogEntry(3, 0.0, 1, "failure", "says nothing for 3 s", {"cause": "lost", "ranks": [], "host": "a"})

@@ -10,17 +10,17 @@ from ckpt.recovery.policy.hang_limits import INITIAL_LIMIT_SECONDS, HangLimits, 
 from ckpt.training.heartbeat_page import PHASES
 
 
-def test_limits_are_learned() -> None:
+def test_limits_follow_the_longest_recent_times() -> None:
     limits = HangLimits(factor=30, least_seconds=2)
     assert limits.limit_seconds("step") == 900
     for _ in range(20):
         limits.learn("step", 0.01)
     assert limits.limit_seconds("step") == 2
-    limits.learn("step", 10.0)  # a step that took long is no hang the next time
+    limits.learn("step", 10.0)  # a step of this length is no hang the next time
     assert limits.limit_seconds("step") == 30
     for _ in range(20):
         limits.learn("step", 400.0)
-    assert limits.limit_seconds("step") == 900, "never more than was given"
+    assert limits.limit_seconds("step") == 900, "never more than the initial limit"
     assert limits.limit_seconds("end") == float("inf")
 
 
@@ -37,7 +37,7 @@ def test_the_limit_of_each_phase_is_learned(phase: str) -> None:
     assert all(limits.limit_seconds(each) == INITIAL_LIMIT_SECONDS[each] for each in others)
 
 
-def test_a_load_that_was_cut_off_is_given_more_time() -> None:
+def test_a_load_that_was_ended_as_hung_gets_more_time() -> None:
     limits = HangLimits(least_seconds=1)
     for phase in ("load", "step"):
         for _ in range(20):
@@ -46,7 +46,7 @@ def test_a_load_that_was_cut_off_is_given_more_time() -> None:
     assert (limits.limit_seconds("load"), limits.limit_seconds("step")) == (93, 1)
 
 
-def test_one_limit_for_all_phases_as_long_as_nothing_is_learned() -> None:
+def test_one_initial_limit_applies_to_all_phases_at_first() -> None:
     limits = HangLimits(least_seconds=1, initial_limit_seconds=uniform_initial_limits(3))
     assert {limits.limit_seconds(phase) for phase in PHASES if phase != "end"} == {3}
     assert limits.limit_seconds("end") == float("inf")
@@ -54,7 +54,7 @@ def test_one_limit_for_all_phases_as_long_as_nothing_is_learned() -> None:
 
 @settings(max_examples=100)
 @given(st.sampled_from(sorted(INITIAL_LIMIT_SECONDS)), st.floats(1e-4, 30), st.lists(st.floats(1, 10), min_size=1, max_size=60))
-def test_no_limit_is_below_ten_times_what_is_usual(phase: str, usual: float, times: list[float]) -> None:
+def test_no_limit_is_below_ten_times_the_usual_time(phase: str, usual: float, times: list[float]) -> None:
     limits = HangLimits(least_seconds=1)
     for each in times:
         assert limits.limit_seconds(phase) >= usual * each

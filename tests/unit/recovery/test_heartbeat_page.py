@@ -1,4 +1,4 @@
-"""The heartbeat page of a rank, and the record of a process."""
+"""The heartbeat page of a rank, and the file of a run log."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from ckpt.storage.base.errors import CkptError
 from ckpt.training.heartbeat_page import HeartbeatPage
 
 
-def test_a_page(tmp_path: Path) -> None:
-    mine, theirs = HeartbeatPage(tmp_path / "p", new=True), HeartbeatPage(tmp_path / "p")
-    assert (theirs.read().beats, theirs.read().step, theirs.read().phase, theirs.read().committed) == (0, -1, "start", -1)
-    mine.beat(2, 7)
-    mine.publish_committed(5)
-    mine.publish_committed(3)
-    mine.publish_loss(float("nan"))
-    beat = theirs.read()
+def test_a_heartbeat_page_is_read_by_another_process(tmp_path: Path) -> None:
+    rank_page, agent_page = HeartbeatPage(tmp_path / "p", new=True), HeartbeatPage(tmp_path / "p")
+    assert (agent_page.read().beats, agent_page.read().step, agent_page.read().phase, agent_page.read().committed) == (
+        0,
+        -1,
+        "start",
+        -1,
+    )
+    rank_page.beat(2, 7)
+    rank_page.publish_committed(5)
+    rank_page.publish_committed(3)
+    rank_page.publish_loss(float("nan"))
+    beat = agent_page.read()
     assert (beat.beats, beat.step, beat.phase, beat.committed) == (1, 7, "step", 5)
     assert beat.loss != beat.loss
     assert abs(time.monotonic() - beat.since) < 60
 
 
-def test_only_a_record_that_is_none_is_to_be_removed(tmp_path: Path) -> None:
-    """It holds what was decided: a disk that is full, or can't be read now, is no reason to delete it."""
+def test_a_run_log_is_to_be_removed_only_if_it_is_no_database(tmp_path: Path) -> None:
+    """A full disk or a read error is no reason to delete it: it contains the decisions of the run."""
     (tmp_path / "run.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(CkptError, match="remove it, or give another --run-dir"):
         SqliteRunLog(tmp_path)

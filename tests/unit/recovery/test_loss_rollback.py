@@ -1,4 +1,4 @@
-"""The steps that a job goes back to after a bad loss."""
+"""The steps to which a job goes back after a bad loss."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
 
 
 def bad(batch: int, step: int | None = None, kind: Any = "not finite") -> BadLoss:
+    """Return a bad loss at this batch."""
     return BadLoss(batch if step is None else step, kind, math.nan if kind == "not finite" else 9.0, 3.0, batch)
 
 
-def test_first_the_same_again_then_others() -> None:
+def test_a_bad_batch_is_retried_once_then_more_batches_are_skipped() -> None:
     history, skip, actions = [], (), []
-    for turn in range(10):
-        history.append(bad(120 + turn))
+    for attempt in range(10):
+        history.append(bad(120 + attempt))
         decision = roll_back(history, skip)
         actions.append(decision.action)
         if decision.action == "skip":
-            assert all(is_in_ranges(decision.skip, n) for n in (119 + turn, 120 + turn))
+            assert all(is_in_ranges(decision.skip, n) for n in (119 + attempt, 120 + attempt))
             assert decision.before is not None
-            assert decision.before < 120 + turn
+            assert decision.before < 120 + attempt
             assert parse_ranges(told(decision)[SKIP_VARIABLE]) == decision.skip
             assert told(decision)[RESTORE_LIMIT_VARIABLE] == str(decision.before)
             width = [last - first for first, last in (*skip, *decision.skip)]
-            assert width == sorted(width), "more each time"
+            assert width == sorted(width), "each time at least as many batches"
         skip = decision.skip
         if decision.action == "halt":
             break
@@ -41,7 +42,7 @@ def test_first_the_same_again_then_others() -> None:
     assert decision.reason.startswith("the loss of step 124 (batch 124) was nan; the 5th time there, and batches ")
 
 
-def test_words_and_limits() -> None:
+def test_the_reason_and_the_variables_of_a_roll_back() -> None:
     assert told(roll_back([bad(5)])) == {}
     found = roll_back([bad(-1, 50, "spike"), bad(-1, 51, "spike")])
     assert found.reason == "the loss of step 51 jumped to 9, above 3; the 2nd time there: batches 50 to 51 are passed over"
@@ -49,17 +50,17 @@ def test_words_and_limits() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.sampled_from(["not finite", "spike"])), min_size=1, max_size=12))
-def test_any_history_ends(places: list[tuple[int, Any]]) -> None:
-    """What is passed over only grows, batches far from any bad one never are, and no place is tried for ever."""
+def test_any_history_of_bad_losses_ends(bad_batches: list[tuple[int, Any]]) -> None:
+    """Skipped ranges only grow, batches far from any bad one are never skipped, and no batch is tried for ever."""
     history, skip = [], ()
-    for place, kind in places:
-        history.append(bad(place, kind=kind))
+    for batch, kind in bad_batches:
+        history.append(bad(batch, kind=kind))
         found = roll_back(history, skip)
-        near = sum(abs(p.batch - place) <= 32 for p in history)
+        near = sum(abs(p.batch - batch) <= 32 for p in history)
         assert found.action == ("retry" if near == 1 else "halt" if near > MAX_SKIPS + 1 else "skip")
         before = {n for n in range(500) if is_in_ranges(skip, n)}
         after = {n for n in range(500) if is_in_ranges(found.skip, n)}
         assert before <= after
         assert all(any(abs(n - p.batch) <= 16 for p in history) for n in after)
-        assert str(place) in found.reason
+        assert str(batch) in found.reason
         skip = found.skip

@@ -1,4 +1,4 @@
-"""Which memory has the newest steps, who is waited for, and when memory is given free: without processes."""
+"""Which memory has the newest steps, which hosts are awaited, and when memory is released: without processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ckpt.recovery.run_log.run_state import RunState
 TWO = MemoryNamespace((("a", "a:1"), ("b", "b:1")))
 
 
-def test_who_is_awaited() -> None:
+def test_hosts_with_the_only_copies_are_awaited() -> None:
     serving = replace(agent("b"), nodes=("b:1",))
-    assert hosts_to_await(TWO, {"b": serving}) == (), "one copy is there"
+    assert hosts_to_await(TWO, {"b": serving}) == (), "one copy exists"
     assert hosts_to_await(TWO, {}) == ("a", "b")
-    assert hosts_to_await(TWO, {"b": agent("b")}) == ("a",), "b was started again, and its memory is gone"
+    assert hosts_to_await(TWO, {"b": agent("b")}) == ("a",), "b was started again, and its memory is lost"
     assert hosts_to_await(TWO, {"b": replace(agent("b"), memory="coming")}) == ("a", "b")
-    assert hosts_to_await(TWO, {"a": agent("a"), "b": agent("b")}) == (), "both are gone"
+    assert hosts_to_await(TWO, {"a": agent("a"), "b": agent("b")}) == (), "both memories are lost"
     assert hosts_to_await(MemoryNamespace(), {}) == ()
 
 
@@ -30,10 +30,10 @@ def test_the_wait_is_worth_the_steps_that_are_lost() -> None:
     assert worth_waiting_seconds(20, 5.0, 600.0) == 100.0
     assert worth_waiting_seconds(20, 5.0, 30.0) == 30.0
     assert worth_waiting_seconds(5, 0.1, 600.0) == 10.0, "about what a restart costs"
-    assert worth_waiting_seconds(0, 5.0, 600.0) == 0.0, "all is in the repository, too"
+    assert worth_waiting_seconds(0, 5.0, 600.0) == 0.0, "all steps are in the repository, too"
 
 
-def test_which_memory_has_the_newest_step() -> None:
+def test_the_newest_step_and_its_memory_follow_each_attempt() -> None:
     new, other = MemoryNamespace((("a", "a:2"), ("b", "b:2"))), MemoryNamespace((("a", "a:3"), ("b", "b:3")))
     ended = Failure("lost", (), "", 14, 14, 100.0, restored=3, durable=9, step_seconds=2.0)
     newest = NewestStep().after(ended, TWO, rolled_back=False)
@@ -42,20 +42,20 @@ def test_which_memory_has_the_newest_step() -> None:
     assert newest.after(nothing, new, rolled_back=False) == newest, "that attempt saved nothing"
     older = replace(ended, committed=11, restored=9, durable=10)
     assert newest.after(older, new, rolled_back=False) == replace(newest, durable=10, at_stake=4)
-    anew = newest.after(older, new, rolled_back=True)
-    assert anew == NewestStep(14, 10, new, 2, 2.0), "14 may be spoiled, and is not restored"
-    assert anew.after(replace(ended, committed=15, durable=15), other, False) == NewestStep(15, 15, other, 0, 2.0)
+    rolled_back = newest.after(older, new, rolled_back=True)
+    assert rolled_back == NewestStep(14, 10, new, 2, 2.0), "14 may be spoiled, and is not restored"
+    assert rolled_back.after(replace(ended, committed=15, durable=15), other, False) == NewestStep(15, 15, other, 0, 2.0)
 
 
-def test_the_memory_with_the_newest_step_stays_named() -> None:
-    """However many attempts have failed since."""
+def test_the_memory_with_the_newest_step_is_kept() -> None:
+    """This holds however many attempts have failed since."""
     many = [MemoryNamespace((("a", f"a:{port}"),)) for port in range(9, 2, -1)]
     kept = choose_memories(many, {"a": replace(agent("a"), memory="ready", fresh="a:10", nodes=("a:10",))}, many[3])
     assert kept == (MemoryNamespace((("a", "a:10"),)), *many[:2], many[3], many[-1])
 
 
-def test_newer_steps_of_the_memory_before_are_kept_until_they_are_made_anew() -> None:
-    """After it went on from an older step."""
+def test_memory_with_newer_steps_is_kept_until_they_are_computed_again() -> None:
+    """The job went on from an older step."""
     run = world(hosts=1, least=1, agents=1)
     run.turn()
     run.agents["a"] = replace(run.agents["a"], committed=14, wrong=HostFailure("exit", (0,), "failed"))
@@ -68,13 +68,13 @@ def test_newer_steps_of_the_memory_before_are_kept_until_they_are_made_anew() ->
     assert len(run.course.memory) == 2
     run.agents["a"] = replace(run.agents["a"], restored=9, saved=10)
     run.turn()
-    assert len(run.course.memory) == 2, "step 14 is there alone"
+    assert len(run.course.memory) == 2, "only the first memory has step 14"
     run.agents["a"] = replace(run.agents["a"], saved=15)
     run.turn()
     assert len(run.course.memory) == 1
 
 
-def test_a_host_that_leaves_is_needed_where_others_lack_a_copy() -> None:
+def test_a_leaving_host_is_needed_where_others_lack_a_copy() -> None:
     three = MemoryNamespace((("a", "a:1"), ("b", "b:1"), ("c", "c:1")))
     others = {name: replace(agent(name), nodes=(f"{name}:1",)) for name in "ac"}
     assert not is_needed([three], "b", others), "each block is on two of the three"
@@ -82,8 +82,8 @@ def test_a_host_that_leaves_is_needed_where_others_lack_a_copy() -> None:
     assert not is_needed([TWO], "c", {})
 
 
-def test_a_run_that_was_cut_off_leaves_what_its_agents_reported_last() -> None:
-    """Nobody wrote an end of it: the next run must know what the memory may have."""
+def test_the_run_after_a_killed_one_uses_its_last_reports() -> None:
+    """No end was written: the next run must know which steps the memory may have."""
     run = world(hosts=1, least=1, agents=1)
     run.turn()
     run.course = replace(run.course, memory=(TWO,))
@@ -99,4 +99,4 @@ def test_a_run_that_was_cut_off_leaves_what_its_agents_reported_last() -> None:
     assert not course.other_job
     other = next_run(("other",))
     assert (other.saved, other.newest) == (-1, NewestStep())
-    assert other.other_job, "it makes none of these steps anew: they are given free once they are in their repository"
+    assert other.other_job, "it computes none of these steps: their memory is released once they are in their repository"

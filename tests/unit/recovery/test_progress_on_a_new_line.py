@@ -12,14 +12,14 @@ def failure(step: int, committed: int, line: int = 0, restored: int = -1, durabl
     return Failure("exit", (0,), "exited", step, committed, 10.0, host, restored=restored, durable=durable, line=line)
 
 
-def test_it_fills_the_budget() -> None:
+def test_a_step_on_a_new_line_fills_the_budget() -> None:
     budget = Budget(5, 2, failures_without_progress=2, best_step=130, restored=130)
     now = budget.after(failure(115, 114, line=1, restored=110))
     assert (now.restarts_left, now.failures_without_progress, now.best_step, now.line) == (4, 0, 114, 1)
     assert now.after(failure(121, 120, line=1, restored=114)).failures_without_progress == 0
 
 
-def test_it_does_so_once_for_each_step() -> None:
+def test_a_step_number_fills_the_budget_once() -> None:
     budget = Budget(5, 5, best_step=130)
     failures = []
     for attempt in range(4):
@@ -30,23 +30,23 @@ def test_it_does_so_once_for_each_step() -> None:
     assert decision.action == "halt"
 
 
-def test_a_job_that_ckpt_run_sent_back_must_get_further_than_ever() -> None:
+def test_a_job_that_ckpt_run_rolled_back_must_get_further_than_ever() -> None:
     budget = Budget(5, 4, failures_without_progress=2, best_step=130, restored=130)
     now = decide([failure(115, 114, line=1, restored=110)], budget, before=111).budget
     assert (now.restarts_left, now.failures_without_progress, now.best_step) == (3, 3, 130)
 
 
-def test_the_memory_that_has_it_is_waited_for() -> None:
+def test_the_memory_with_a_newer_line_is_awaited() -> None:
     found = NewestStep(130, 120, BEFORE, 10, 1.0).after(failure(115, 114, line=1, restored=110), AFTER, False)
     assert (found.step, found.durable, found.memory, found.at_stake) == (114, 110, AFTER, 4)
 
 
-def test_an_older_step_on_the_same_line_is_no_newer_one() -> None:
-    """It went on from what could be read: what could not may come back."""
+def test_an_older_step_on_the_same_line_is_not_newer() -> None:
+    """The job went on from a readable step: the unreadable newer one may be readable again later."""
     found = NewestStep(14, 9, BEFORE, 5, 1.0).after(failure(12, 11, restored=9), AFTER, False)
     assert (found.step, found.memory, found.at_stake) == (14, BEFORE, 5)
 
 
-def test_a_host_is_no_suspect_where_a_newer_step_lies_between() -> None:
+def test_a_host_is_not_suspected_if_a_newer_step_lies_between() -> None:
     one, other = failure(180, 130, restored=50, host="a"), failure(180, 114, line=1, restored=110, host="a")
     assert suspected_hosts([one, other]) == frozenset()

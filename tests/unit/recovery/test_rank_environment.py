@@ -1,4 +1,4 @@
-"""What the run log may set in the environment of ranks."""
+"""Which variables the run log may set in the environment of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_variables_that_run_code_are_dropped_and_named(caplog: pytest.LogCapture
     assert all(name in caplog.text for name in bad)
 
 
-def test_what_ckpt_run_writes_itself_is_kept() -> None:
+def test_variables_that_ckpt_run_sets_are_allowed() -> None:
     written = RunState(spec=RunSpec(("true",), 1)).environment | rollback_environment(((1, 2),), 3, 4.0)
     assert written.keys() == ALLOWED_VARIABLES
     assert allowed_environment(written) == written
@@ -28,5 +28,5 @@ def test_what_ckpt_run_writes_itself_is_kept() -> None:
 @pytest.mark.parametrize(
     "given", [None, 3, "LD_PRELOAD=x", ["PATH"], dict.fromkeys(ALLOWED_VARIABLES, 3), dict.fromkeys(ALLOWED_VARIABLES, "a\0b")]
 )
-def test_what_is_no_environment_sets_nothing(given: object) -> None:
+def test_a_malformed_environment_sets_no_variable(given: object) -> None:
     assert allowed_environment(given) == {}

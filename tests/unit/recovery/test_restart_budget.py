@@ -19,24 +19,24 @@ def test_progress_fills_the_budget() -> None:
         budget = decision.budget
 
 
-def test_without_progress_it_ends() -> None:
+def test_a_job_without_progress_is_given_up_after_its_restarts() -> None:
     budget, failures = Budget(5, 5), []
-    for turn in range(6):
-        failures.append(failure(step=turn, committed=-1))  # never at the same place
+    for attempt in range(6):
+        failures.append(failure(step=attempt, committed=-1))  # each at another step
         decision = decide(failures, budget)
         budget = decision.budget
         if decision.action == "halt":
             break
-    assert turn == 5
+    assert attempt == 5
     assert "5 restarts without a newer step" in decision.reason
     waits = [decide(failures[: i + 1], Budget(5, 5 - i, i)).wait_seconds for i in range(4)]
     assert waits == sorted(waits)
 
 
-def test_the_same_place_three_times() -> None:
+def test_repeated_failures_at_one_step_give_the_job_up() -> None:
     budget, failures = Budget(10, 10, best_step=4), []
-    for turn in range(MAX_REPEATED_FAILURES):
+    for attempt in range(MAX_REPEATED_FAILURES):
         failures.append(failure())
         decision = decide(failures, budget)
         budget = decision.budget
-        assert (decision.action == "halt") == (turn == MAX_REPEATED_FAILURES - 1)
+        assert (decision.action == "halt") == (attempt == MAX_REPEATED_FAILURES - 1)

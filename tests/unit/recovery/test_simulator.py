@@ -1,4 +1,4 @@
-"""The simulator: its sums are right, what was committed is never lost, it always ends, and Daly's interval is a good one."""
+"""The simulator: its sums are right, committed steps are never lost, it always ends, and Daly's interval is a good one."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ worlds = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(worlds, st.floats(0.1, 5000), st.floats(0.01, 1), st.integers(0, 3))
-def test_whatever_the_world_is_like(world: World, interval: float, days: float, seed: int) -> None:
+def test_a_simulation_of_any_world_is_consistent(world: World, interval: float, days: float, seed: int) -> None:
     found = simulate(world, Policy(interval), days, seed)
-    # Every second has a name.
+    # Every second has a category.
     assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds, rel=1e-9, abs=1e-6)
     assert min(found.seconds.values()) >= 0
     assert found.wall_seconds <= days * 86400 * (1 + 1e-12)
-    # It ends at the end of the days, or with a reason.
+    # It ends at the end of the simulated days, or with a reason.
     assert bool(found.halt_reason) == (found.decisions["halt"] == 1)
     if not found.halt_reason:
         assert found.wall_seconds == days * 86400
-    # What was committed stays: each attempt goes on at least where the one before did, and none behind it.
+    # Committed steps stay: each attempt goes on at least from the step of the one before, and none from an older one.
     assert found.resume_steps == sorted(found.resume_steps)
     assert all(step - 1 <= found.committed <= found.best_step for step in found.resume_steps)
-    # Steps take their time. Of each stretch the last may be in flight.
+    # Steps take their time. The last step of each stretch may be incomplete.
     stretches = len(found.resume_steps) + found.saves + 2
     for done, spent in ((found.best_step + 1, found.seconds["useful"]), (found.redone_steps, found.seconds["redo"])):
         assert done * world.step_seconds <= spent * (1 + 1e-9) + 1e-6
         assert spent <= (done + stretches) * world.step_seconds * (1 + 1e-9) + 1e-6
     assert found.seconds["stall"] <= (found.saves + len(found.resume_steps) + 1) * world.stall_seconds * (1 + 1e-9) + 1e-6
     assert world.broken_step is None or found.best_step < world.broken_step
-    # The same again is the same.
+    # The same seed gives the same result.
     assert simulate(world, Policy(interval), days, seed) == found
 
 
@@ -83,7 +83,7 @@ def test_without_failures_only_saves_cost() -> None:
     assert found.saves == pytest.approx(864_000 / 100, abs=2)
 
 
-def test_failures_come_as_often_as_was_said() -> None:
+def test_failures_occur_as_often_as_the_mtbf_implies() -> None:
     world = World(
         hosts=100, host_mtbf_seconds=100 * 3600.0, spawn_seconds=0, restore_seconds=0, kinds=(FailureKind("signal", 1, 0),)
     )
@@ -119,26 +119,27 @@ def test_other_decisions_can_be_plugged_in() -> None:
         World(stall_seconds=60, durable_seconds=0, host_mtbf_seconds=64 * 1800.0, spares=9),  # where sqrt(2 d m) is too long
     ],
 )
-def test_dalys_interval_is_about_the_best(world: World) -> None:
+def test_dalys_interval_is_nearly_the_best(world: World) -> None:
     points = sweep(world, days=30, seeds=8)
     best = max(point.goodput for point in points)
     daly = next(point for point in points if point.daly)
     assert daly.goodput > best - 0.003
-    assert min(point.goodput for point in points) < best - 0.02, "it matters"
+    assert min(point.goodput for point in points) < best - 0.02, "the interval makes a difference"
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Return the result of `ckpt-run simulate` with these arguments."""
     words = [sys.executable, "-m", "ckpt.tools.run", "simulate", *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_prints_points_and_draws_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = command("--hosts", "512", "--mtbf", "3h", "--days", "3", "--seeds", "2", "--png", str(tmp_path / "s.png"))
+    done = run_simulate("--hosts", "512", "--mtbf", "3h", "--days", "3", "--seeds", "2", "--png", str(tmp_path / "s.png"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("← Daly") == 1
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
-    done = command("--json", "--days", "3", "--seeds", "2", "--every", "5m", "--every", "250")
+    done = run_simulate("--json", "--days", "3", "--seeds", "2", "--every", "5m", "--every", "250")
     points = json.loads(done.stdout)
     assert [point["interval_seconds"] for point in points if not point["daly"]] == [250, 300]
     assert all(sum(point["seconds"].values()) == pytest.approx(3 * 86400) for point in points)
@@ -148,15 +149,15 @@ def test_the_command(tmp_path: Path) -> None:
     ("arguments", "message"),
     [(["--mtbf", "soon"], "write seconds, or a time such as"), (["--step", "0"], "--step: give a time above 0")],
 )
-def test_wrong_usage(arguments: list[str], message: str) -> None:
-    done = command(*arguments)
+def test_wrong_arguments_are_usage_errors(arguments: list[str], message: str) -> None:
+    done = run_simulate(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
 
 
-def test_a_picture_in_no_folder(tmp_path: Path) -> None:
-    """It is told before the work, and not after."""
+def test_a_picture_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    """The error is reported before the simulation, not after."""
     pytest.importorskip("matplotlib")
-    done = command("--days", "1e9", "--png", str(tmp_path / "none" / "s.png"))
-    said = f"--png {tmp_path}/none/s.png: the folder {tmp_path}/none does not exist; create it, or name another file"
-    assert (done.returncode, done.stderr) == (1, f"ckpt-run simulate: {said}\n")
+    done = run_simulate("--days", "1e9", "--png", str(tmp_path / "none" / "s.png"))
+    message = f"--png {tmp_path}/none/s.png: the folder {tmp_path}/none does not exist; create it, or name another file"
+    assert (done.returncode, done.stderr) == (1, f"ckpt-run simulate: {message}\n")

@@ -25,18 +25,18 @@ from ckpt.training.rank_heartbeat import RankHeartbeat
 
 
 @given(st.floats(0.01, 100.0), st.integers(1, 20), st.floats(1.2, 8.0), st.floats(1.05, 3.0), st.randoms())
-def test_one_of_many(base: float, others: int, factor: float, more: float, rng: random.Random) -> None:
-    """However fast the job is. The others differ by less than the factor."""
+def test_one_slow_rank_among_many_is_found(base: float, others: int, factor: float, more: float, rng: random.Random) -> None:
+    """This holds at any speed of the job. The other ranks differ by less than the factor."""
     quick = [pace(rank, base * rng.uniform(1.0, 0.99 * min(factor, 1.5))) for rank in range(others)]
-    one = pace(others, base * min(factor, 1.5) * factor * more)
+    slow_rank = pace(others, base * min(factor, 1.5) * factor * more)
     assert find_stragglers(quick, factor) == []
-    assert [each.rank for each in find_stragglers([*quick, one], factor)] == [others]
+    assert [each.rank for each in find_stragglers([*quick, slow_rank], factor)] == [others]
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(st.integers(0, 2**32), st.integers(2, 8), st.sampled_from(["even", "two", "rare", "heavy"]))
-def test_steps_of_very_different_length(seed: int, ranks: int, kind: str) -> None:
-    """Jitter of ten times and more, of each rank by itself."""
+def test_jitter_of_steps_makes_no_straggler(seed: int, ranks: int, kind: str) -> None:
+    """The lengths of steps vary by a factor of ten and more, for each rank by itself."""
     rng = random.Random(seed)
     draw: Callable[[], float] = {
         "even": lambda: rng.uniform(0.1, 1.0), "two": lambda: rng.choice([0.1, 1.0]),
@@ -47,8 +47,8 @@ def test_steps_of_very_different_length(seed: int, ranks: int, kind: str) -> Non
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 200), st.floats(1.0, 30.0), st.integers(1, 6))
-def test_a_pause_is_none(at: int, seconds: float, count: int) -> None:
-    """A rank stood still now and then, or was slow for less than the time that is looked at."""
+def test_a_pause_makes_no_straggler(at: int, seconds: float, count: int) -> None:
+    """A rank stops now and then, or is slow for less time than the measurement covers."""
     steps = [0.1] * 400
     for pause in range(count):
         steps[(at + 60 * pause) % 400] = seconds
@@ -58,33 +58,33 @@ def test_a_pause_is_none(at: int, seconds: float, count: int) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(st.floats(1.0, 10.0))
-def test_what_slows_all_is_none(factor: float) -> None:
+def test_a_slowdown_of_all_ranks_makes_no_straggler(factor: float) -> None:
     assert found(*[[0.1] * 200 + [0.1 * factor] * 200] * 4) == []
 
 
-def test_halves_and_too_few() -> None:
+def test_half_of_the_ranks_may_be_stragglers_but_few_steps_prove_nothing() -> None:
     slow, quick = [0.5] * 400, [0.1] * 400
     assert found(slow, quick) == [0]
     assert found(slow, quick, slow, quick) == [0, 2]
-    assert found(slow, slow, slow, quick) == [], "it is the others that are quick"
+    assert found(slow, slow, slow, quick) == [], "one rank is quick; the others are normal"
     assert found(slow) == []
-    assert measured([0.1] * 50) is None, "half of ten seconds"
-    assert measured([20.0] * 31) is None, "fewer steps than one can tell by"
+    assert measured([0.1] * 50) is None, "five of the ten seconds that are needed"
+    assert measured([20.0] * 31) is None, "fewer steps than are needed"
     assert measured([20.0] * 32) is not None
 
 
-def test_what_is_marked() -> None:
+def test_marked_computation_shows_the_straggler_of_a_synchronous_job() -> None:
     together = [0.5] * 400
-    assert found(together, together, together) == [], "they end together: nothing can be told"
+    assert found(together, together, together) == [], "they end together: step times show no difference"
     few, much = [0.1] * 400, [0.4] * 400
     assert found((together, few), (together, much), (together, few)) == [1]
-    assert found((together, few), (together, much), (together, few), [9.0] * 400) == [1], "nothing else counts then"
+    assert found((together, few), (together, much), (together, few), [9.0] * 400) == [1], "then only marked times count"
     tiny, more = [0.001] * 400, [0.01] * 400
-    assert found((together, tiny), (together, more), (together, tiny)) == [], "nobody waits for so little"
+    assert found((together, tiny), (together, more), (together, tiny)) == [], "the difference is too small"
 
 
-def test_a_save_is_no_step() -> None:
-    """What a rank does between steps is not held against it."""
+def test_time_between_steps_does_not_count_as_pace() -> None:
+    """A save between two steps does not lengthen the measured step."""
     measure, at = PaceMeter(0, 1.0), 0.0
     beat = RankHeartbeat(1, 0, "step", 0.0, -1, 0.0, 1)
     measure.learn(replace(beat, phase="start"), beat)
@@ -101,7 +101,7 @@ def test_a_save_is_no_step() -> None:
     assert pace.seconds == pytest.approx(0.1)
 
 
-def test_marks_in_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marked_computation_is_counted_in_the_heartbeat_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = HeartbeatPage(tmp_path / "page", new=True)
     monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
     pulses.reset_after_fork()
@@ -118,8 +118,8 @@ def test_marks_in_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="no CUDA device")
-def test_marks_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the device needs counts, and it is not waited for."""
+def test_marked_computation_on_a_device_is_counted_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of the device counts, and the mark does not wait for the device."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -136,12 +136,12 @@ def test_marks_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         before, began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         work(10)
         before.record()
-        work(300)  # as a collective before it would
+        work(300)  # like a collective before the marked computation
         began.record()
         with heartbeat_marks.compute():
             work(100)
         ended.record()
-        assert not ended.query(), "the device is not waited for"
+        assert not ended.query(), "the mark does not wait for the device"
         torch.cuda.synchronize()
         assert page.read().compute_seconds == 0
         with heartbeat_marks.compute():
@@ -153,7 +153,7 @@ def test_marks_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     page.close()
 
 
-def test_it_is_said_once_an_attempt() -> None:
+def test_a_straggler_is_reported_once_an_attempt() -> None:
     run = world()
     run.turn()
     slow(run, "b")
@@ -169,8 +169,8 @@ def test_it_is_said_once_an_attempt() -> None:
     assert run.course.last.kind == "start", "the job goes on"
 
 
-def test_a_spare_takes_its_place_once() -> None:
-    """All save, and go on without it. Where the spare is slow, too, and no other waits, that is only said."""
+def test_a_spare_replaces_a_straggler_once() -> None:
+    """All ranks save and go on without it. If the spare is slow, too, and no other host waits, it is only reported."""
     run = world(agents=4, straggler=2.0)
     run.turn()
     slow(run, "b")
@@ -192,14 +192,14 @@ def test_a_spare_takes_its_place_once() -> None:
     assert run.log[-1].text.endswith("; no other host waits")
 
 
-@pytest.mark.parametrize("what", ["no wish", "no spare", "the spare leaves", "one host"])
-def test_nobody_is_left_out(what: str) -> None:
+@pytest.mark.parametrize("case", ["no wish", "no spare", "the spare leaves", "one host"])
+def test_no_host_is_left_out_without_a_spare_or_the_option(case: str) -> None:
     run = world(
-        hosts=1 if what == "one host" else 3, least=1, agents={"no spare": 3, "one host": 1}.get(what, 4),
-        straggler=0.0 if what == "no wish" else 2.0,
+        hosts=1 if case == "one host" else 3, least=1, agents={"no spare": 3, "one host": 1}.get(case, 4),
+        straggler=0.0 if case == "no wish" else 2.0,
     )  # fmt: skip
     run.turn()
-    if what == "the spare leaves":
+    if case == "the spare leaves":
         run.agents["d"] = replace(run.agents["d"], leaving=15)
     slow(run, "a")
     for _ in range(3):
@@ -207,8 +207,8 @@ def test_nobody_is_left_out(what: str) -> None:
     assert [e.kind for e in run.log if e.kind in ("note", "stop")] == ["note"]
 
 
-def test_a_rank_dies_while_all_save_for_a_straggler() -> None:
-    """That counts, then: the host it was on is at fault, and nobody is left out for it."""
+def test_a_rank_that_dies_while_all_save_for_a_straggler_is_the_failure() -> None:
+    """That failure counts: its host is at fault, and the straggler is not left out."""
     run = world(agents=4, straggler=2.0)
     run.turn()
     slow(run, "b")
@@ -219,19 +219,19 @@ def test_a_rank_dies_while_all_save_for_a_straggler() -> None:
     assert (failure.facts["cause"], failure.facts["host"]) == ("signal", "c")
 
 
-def test_spares_that_are_missing() -> None:
+def test_missing_spares_are_reported_once() -> None:
     run = world(agents=5, spares=2, patience_seconds=30.0)
     run.turn()
 
-    def said() -> list[str]:
+    def notes() -> list[str]:
         run.clock += 31.0
         run.turn()
         return [e.text for e in run.log if e.kind == "note"]
 
-    assert said() == []
+    assert notes() == []
     gone = run.agents.pop("e")
     few = "1 of 2 spare hosts wait; start the same command on more"
-    assert said() == [few]
-    assert said() == [few], "once"
+    assert notes() == [few]
+    assert notes() == [few], "once"
     run.agents["e"] = gone
-    assert said() == [few, "2 of 2 spare hosts wait; as many as were asked for"]
+    assert notes() == [few, "2 of 2 spare hosts wait; as many as were asked for"]

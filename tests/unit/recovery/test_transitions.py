@@ -1,4 +1,4 @@
-"""The transitions of a run, without processes or clocks: agents that fail at random, driven to their end."""
+"""The transitions of a run, without processes or clocks: agents fail at random, and the run is driven to its end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ckpt.recovery.run_log.agent_reports import (
 from ckpt.recovery.run_log.base import Draft
 
 
-def test_who_is_waited_for_is_said_once() -> None:
+def test_missing_hosts_are_reported_once() -> None:
     run = world(3, 2, 1)
     run.turn()
-    assert [e.kind for e in run.log] == ["run", "lead"], "hosts that are started together need a moment"
+    assert [e.kind for e in run.log] == ["run", "lead"], "hosts that start at the same time need a moment"
     run.clock += 5
     run.turn()
     assert (run.log[-1].kind, run.log[-1].text.split(";")[0]) == ("note", "1 of 3 hosts are here")
@@ -56,8 +56,8 @@ def test_who_is_waited_for_is_said_once() -> None:
     assert "the run continues with these 30 s" in run.log[-1].text
 
 
-def test_a_failure_is_not_put_down_to_a_host_while_another_may_be_lost() -> None:
-    """Ranks that have lost their peers end with an error, at once; only a loss that is not finite has come by itself."""
+def test_a_host_is_not_blamed_while_another_may_be_lost() -> None:
+    """Ranks that have lost a peer end with an error at once; only a loss that is not finite has no such cause."""
     run = world()
     run.turn()
     wrong = {cause: replace(run.agents["a"], wrong=HostFailure(cause, (0,), "failed")) for cause in ("exit", "diverged")}
@@ -67,33 +67,33 @@ def test_a_failure_is_not_put_down_to_a_host_while_another_may_be_lost() -> None
     assert [d.kind for d in draft_next_entries(replace(exits, silent_since_failure=frozenset("d")))] == [
         "failure",
         "decision",
-    ], "no host of it"
-    for perhaps, unheard, cause in (
+    ], "d is no host of the job"
+    for living, silent, cause in (
         (exits.maybe_living, "", "exit"),
         ({**view.maybe_living, "a": wrong["diverged"]}, "b", "diverged"),
         ({name: exits.maybe_living[name] for name in "ac"}, "", "lost"),
     ):
-        failure, decision = draft_next_entries(replace(view, maybe_living=perhaps, silent_since_failure=frozenset(unheard)))
+        failure, decision = draft_next_entries(replace(view, maybe_living=living, silent_since_failure=frozenset(silent)))
         assert (failure.facts["cause"], decision.kind) == (cause, "decision")
 
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 2), st.integers(0, 2))
-def test_any_failures_come_to_an_end(seed: int, hosts: int, fewer: int, spares: int) -> None:
-    """Attempts have numbers of their own and enough hosts that live, and once nothing fails any more it ends."""
+def test_a_run_with_any_failures_ends(seed: int, hosts: int, fewer: int, spares: int) -> None:
+    """Attempts have numbers of their own and enough living hosts, and the run ends once nothing fails any more."""
     rng = random.Random(seed)
     least = max(1, hosts - fewer)
     run = world(hosts, least, hosts + spares, give_up_seconds=100.0)
     for _ in range(60):
         run.clock += rng.choice([0.1, 1.0, 40.0])
         run.step += rng.randrange(8)
-        what, name = rng.random(), rng.choice(sorted(run.agents) or ["a"])
-        if name in run.agents and what < 0.2 and run.agents[name].doing == "running":
+        chance, name = rng.random(), rng.choice(sorted(run.agents) or ["a"])
+        if name in run.agents and chance < 0.2 and run.agents[name].doing == "running":
             wrong = HostFailure(rng.choice(CAUSES), (0,), "failed")  # type: ignore[arg-type]
             run.agents[name] = replace(run.agents[name], wrong=wrong)
-        elif name in run.agents and what < 0.3:
+        elif name in run.agents and chance < 0.3:
             del run.agents[name]
-        elif what < 0.4:
+        elif chance < 0.4:
             run.agents[name] = replace(agent(name, run.clock), incarnation=f"{name}-{run.clock}")
         before = len(run.log)
         run.turn()
@@ -110,9 +110,9 @@ def test_any_failures_come_to_an_end(seed: int, hosts: int, fewer: int, spares: 
         if run.course.has_ended:
             break
         if run.course.last is not None and run.course.last.kind == "start" and rng.random() < 0.3:
-            for name, said in run.agents.items():
-                if said.doing == "running" and said.wrong is None:
-                    run.agents[name] = replace(said, doing="over")
+            for name, report in run.agents.items():
+                if report.doing == "running" and report.wrong is None:
+                    run.agents[name] = replace(report, doing="over")
     assert run.course.has_ended
     assert run.log[-1].kind == "end"
     attempts = [e.attempt for e in run.starts()]
@@ -124,8 +124,8 @@ def test_any_failures_come_to_an_end(seed: int, hosts: int, fewer: int, spares: 
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32))
-def test_two_that_lead_write_one_log(seed: int) -> None:
-    """One of them decides by what was; its entries come too late, and are not taken."""
+def test_two_leaders_write_one_log(seed: int) -> None:
+    """One of them decides from an old state; its entries are too late, and are refused."""
     rng = random.Random(seed)
     run = world()
     stale = run.view()
@@ -144,8 +144,8 @@ def test_two_that_lead_write_one_log(seed: int) -> None:
     assert attempts == list(range(len(attempts)))
 
 
-def test_a_failure_without_a_decision() -> None:
-    """Who wrote it died. The next one decides, by the same."""
+def test_the_next_leader_decides_a_failure_without_a_decision() -> None:
+    """The leader that wrote the failure died. The next one makes the same decision."""
     one, other = world(), world()
     for run in (one, other):
         run.turn()
@@ -159,7 +159,7 @@ def test_a_failure_without_a_decision() -> None:
     assert [(e.kind, e.text) for e in other.log] == [(e.kind, e.text) for e in one.log]
 
 
-def test_the_cause_of_what_fails_together() -> None:
+def test_of_simultaneous_failures_a_signal_is_the_cause() -> None:
     run = world()
     run.turn()
     run.agents["a"] = replace(run.agents["a"], wrong=HostFailure("exit", (0,), "exited: connection reset by peer"))
@@ -168,21 +168,21 @@ def test_the_cause_of_what_fails_together() -> None:
     assert (failure.facts["cause"], failure.facts["host"], failure.text) == ("signal", "c", "was killed by SIGSEGV")
 
 
-def test_where_it_failed_is_what_that_host_says() -> None:
-    """The others said where they are a moment before. A step that is committed is done on all of them."""
+def test_the_step_of_a_failure_is_that_of_the_failed_host() -> None:
+    """The other hosts reported their steps earlier. A committed step is complete on all hosts."""
     run = world()
     run.turn()
     run.agents["a"] = replace(run.agents["a"], step=41, committed=49)
     run.agents["b"] = replace(run.agents["b"], step=55, wrong=HostFailure("signal", (3,), "was killed by SIGKILL"))
-    told = draft_next_entries(run.view())
-    assert (told[0].facts["step"], told[0].facts["committed"]) == (55, 49)
-    assert told[1].text.startswith("rank 3 was killed by SIGKILL after step 55; all ranks start again from step 49")
+    drafts = draft_next_entries(run.view())
+    assert (drafts[0].facts["step"], drafts[0].facts["committed"]) == (55, 49)
+    assert drafts[1].text.startswith("rank 3 was killed by SIGKILL after step 55; all ranks start again from step 49")
     del run.agents["b"]
     assert draft_next_entries(run.view())[0].facts["step"] == 49
 
 
-def test_who_goes_on_from_an_older_step_than_was_saved_says_so() -> None:
-    """Once, and not where it was decided."""
+def test_a_restore_of_an_older_step_than_the_saved_one_is_noted() -> None:
+    """It is noted once, and not where it was decided."""
     run = world()
     run.turn()
     run.step = 29
@@ -195,18 +195,18 @@ def test_who_goes_on_from_an_older_step_than_was_saved_says_so() -> None:
     run.agents["a"] = replace(run.agents["a"], restored=25)
     assert draft_next_entries(run.view()) == []
     run.agents["a"] = replace(run.agents["a"], restored=20)
-    told = draft_next_entries(run.view())
-    assert [(draft.kind, draft.facts) for draft in told] == [("note", {"restored": 20})]
-    assert told[0].text.startswith("the ranks go on from step 20, as no later one is whole: 25 was saved")
+    drafts = draft_next_entries(run.view())
+    assert [(draft.kind, draft.facts) for draft in drafts] == [("note", {"restored": 20})]
+    assert drafts[0].text.startswith("the ranks go on from step 20, as no later one is whole: 25 was saved")
     before = replace(run.view(), run_state=replace(run.course, before=25))
     assert draft_next_entries(before) == []
-    run.append(len(run.log), told)
+    run.append(len(run.log), drafts)
     assert draft_next_entries(run.view()) == []
 
 
 @pytest.mark.parametrize("command", ["train", "another"])
-def test_so_does_the_next_run_of_the_same_job(command: str) -> None:
-    """What was saved may have been spoiled in between; of another job nothing is known."""
+def test_the_next_run_of_the_same_job_notes_an_older_restored_step(command: str) -> None:
+    """Saved steps may have been damaged in between; the steps of another job do not count."""
     run = world()
     run.turn()
     ended = [entry_drafts.draft_failure(0, failure("a", 25, "asked")), Draft(0, "end", "as drain asked", {"status": 0})]
@@ -217,12 +217,12 @@ def test_so_does_the_next_run_of_the_same_job(command: str) -> None:
         run.turn()
     assert (run.course.attempt, run.course.last and run.course.last.kind) == (1, "start")
     run.agents["a"] = replace(run.agents["a"], restored=20)
-    told = [draft.text for draft in draft_next_entries(run.view())]
-    assert [text[:34] for text in told] == (["the ranks go on from step 20, as n"] if command == "train" else [])
+    texts = [draft.text for draft in draft_next_entries(run.view())]
+    assert [text[:34] for text in texts] == (["the ranks go on from step 20, as n"] if command == "train" else [])
 
 
-def test_who_hangs_is_who_is_behind() -> None:
-    """Of all hosts, not of the one that noticed first."""
+def test_a_hang_is_blamed_on_the_rank_that_is_behind() -> None:
+    """This is decided over all hosts, not by the host that noticed the hang first."""
     run = world()
     run.turn()
     run.agents["a"] = replace(run.agents["a"], wrong=HostFailure("hang", (1,), "…"), slowest=SlowestRank(1, 8, 31.0, "step"))
@@ -233,7 +233,7 @@ def test_who_hangs_is_who_is_behind() -> None:
     assert "30.5 s in phase 'step'" in failure.text
 
 
-def test_waiting_for_a_host() -> None:
+def test_a_job_waits_for_hosts_up_to_its_limits() -> None:
     run = world(least=2, patience_seconds=30.0, give_up_seconds=100.0)
     run.turn()
     del run.agents["c"]
@@ -256,30 +256,30 @@ def test_waiting_for_a_host() -> None:
     assert run.log[-1].facts["status"] == 1
 
 
-def test_who_lives() -> None:
-    """By the clock of who listens: what was said before is no sign of life, and its own absence is nobody's death."""
-    roll = AgentLiveness()
-    roll.observe({"a": agent("a", beat=1), "b": agent("b", beat=7)}, 100.0)
-    assert set(roll.maybe_living()) == {"a", "b"}
-    assert roll.living() == {}
+def test_hosts_live_by_the_clock_of_the_observer() -> None:
+    """A report from before the first observation is no sign of life, and a pause of the observer makes no host lost."""
+    liveness = AgentLiveness()
+    liveness.observe({"a": agent("a", beat=1), "b": agent("b", beat=7)}, 100.0)
+    assert set(liveness.maybe_living()) == {"a", "b"}
+    assert liveness.living() == {}
     for i in range(1, 8):
-        roll.observe({"a": agent("a", beat=1 + i), "b": agent("b", beat=7)}, 100.0 + i * REPORT_SECONDS)
-    assert set(roll.living()) == {"a"}
-    assert set(roll.maybe_living()) == {"a"}, f"b is silent for more than {LOST_SECONDS} s"
-    roll.observe({"a": agent("a", beat=8), "b": agent("b", beat=8)}, 160.0)
-    assert set(roll.living()) == {"a", "b"}, "for a minute it was this one that heard nothing"
+        liveness.observe({"a": agent("a", beat=1 + i), "b": agent("b", beat=7)}, 100.0 + i * REPORT_SECONDS)
+    assert set(liveness.living()) == {"a"}
+    assert set(liveness.maybe_living()) == {"a"}, f"b is silent for more than {LOST_SECONDS} s"
+    liveness.observe({"a": agent("a", beat=8), "b": agent("b", beat=8)}, 160.0)
+    assert set(liveness.living()) == {"a", "b"}, "it was the observer that received nothing for a minute"
 
 
-def test_a_report_is_read_as_it_was_written() -> None:
-    said = agent("a", wrong=HostFailure("hang", (1, 2), "x", 3.0), slowest=SlowestRank(1, 2, 3.0, "save"), leaving=15)
-    assert decode_report(said.to_facts() | {"of a later version": 1}) == said
+def test_a_report_is_decoded_as_it_was_encoded() -> None:
+    report = agent("a", wrong=HostFailure("hang", (1, 2), "x", 3.0), slowest=SlowestRank(1, 2, 3.0, "save"), leaving=15)
+    assert decode_report(report.to_facts() | {"of a later version": 1}) == report
 
 
 @pytest.mark.parametrize(("lost", "killed", "kinds"), [
     ((), 0, ["failure", "decision", "start"]), (("b",), None, ["failure", "decision", "start"]),
     (("b", "c"), None, ["failure", "decision", "end"]),
 ])  # fmt: skip
-def test_suppose(lost: tuple[str, ...], killed: int | None, kinds: list[str]) -> None:
+def test_a_dry_run_predicts_the_entries_and_writes_none(lost: tuple[str, ...], killed: int | None, kinds: list[str]) -> None:
     run = world(least=2)
     run.turn()
     before = list(run.log)

@@ -1,4 +1,4 @@
-"""What the environment says of the client of a bucket is kept, and errors name the variables of its own cloud."""
+"""Options of the environment reach the client of a bucket, and errors name the variables of their own cloud."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CLOUDS = {"gs": "GOOGLE", "az": "AZURE", "s3": "AWS"}
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """A server in plain HTTP that has nothing, and the headers of what it was asked."""
+def empty_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """Yield the URL of an HTTP server without objects, and the headers of the requests to it."""
     headers: list[dict[str, str]] = []
 
     class Nothing(BaseHTTPRequestHandler):
@@ -48,6 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str,
 
 
 def set_up(monkeypatch: pytest.MonkeyPatch, scheme: str, server: str) -> str:
+    """Set the variables that direct the client of this cloud to the server, and return a URL of it."""
     for name, value in ENVIRONMENT[scheme].items():
         monkeypatch.setenv(name, value.format(server=server))
     return URLS[scheme]
@@ -55,9 +56,9 @@ def set_up(monkeypatch: pytest.MonkeyPatch, scheme: str, server: str) -> str:
 
 @pytest.mark.parametrize("scheme", URLS)
 def test_options_of_the_environment_are_kept(
-    scheme: str, asked: tuple[str, list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+    scheme: str, empty_server: tuple[str, list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, headers = asked
+    server, headers = empty_server
     url = set_up(monkeypatch, scheme, server)
     monkeypatch.setenv(f"{CLOUDS[scheme]}_ALLOW_HTTP", "true")
     monkeypatch.setenv(f"{CLOUDS[scheme]}_USER_AGENT", "somebody/1")
@@ -66,8 +67,10 @@ def test_options_of_the_environment_are_kept(
     assert [each.get("User-Agent", each.get("user-agent")) for each in headers] == ["somebody/1"]
 
 
-def test_a_proxy_of_the_environment_is_used(asked: tuple[str, list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    server, headers = asked
+def test_a_proxy_of_the_environment_is_used(
+    empty_server: tuple[str, list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, headers = empty_server
     url = set_up(monkeypatch, "gs", "http://storage.invalid")
     monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
     monkeypatch.setenv("GOOGLE_PROXY_URL", server)
@@ -78,12 +81,12 @@ def test_a_proxy_of_the_environment_is_used(asked: tuple[str, list[dict[str, str
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_plain_http_is_refused_with_the_variable_that_allows_it(
-    scheme: str, asked: tuple[str, list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+    scheme: str, empty_server: tuple[str, list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = set_up(monkeypatch, scheme, asked[0])
-    with pytest.raises(StoreError) as told:
+    url = set_up(monkeypatch, scheme, empty_server[0])
+    with pytest.raises(StoreError) as raised:
         ObjectStore(url).get("a")
-    text = one_line(told, url, f"{CLOUDS[scheme]}_ALLOW_HTTP=true")
+    text = one_line(raised, url, f"{CLOUDS[scheme]}_ALLOW_HTTP=true")
     assert "AWS" not in text
 
 
@@ -92,8 +95,8 @@ def test_errors_name_the_variables_of_their_cloud(scheme: str, monkeypatch: pyte
     monkeypatch.setattr(object_store, "_RETRY_CONFIG", {"max_retries": 0, "retry_timeout": timedelta(seconds=5)})
     url = set_up(monkeypatch, scheme, "http://127.0.0.1:9")
     monkeypatch.setenv(f"{CLOUDS[scheme]}_ALLOW_HTTP", "true")
-    with pytest.raises(StoreError) as told:
+    with pytest.raises(StoreError) as raised:
         ObjectStore(url).get("a")
-    text = one_line(told, url, CLOUDS[scheme], "check the network and the endpoint")
+    text = one_line(raised, url, CLOUDS[scheme], "check the network and the endpoint")
     assert not [cloud for cloud in CLOUDS.values() if cloud != CLOUDS[scheme] and f"{cloud}_" in text]
     assert CLOUDS[scheme] in object_store._credentials_advice(url)

@@ -1,4 +1,4 @@
-"""Dataclasses of decoded JSON: what is unknown is ignored, what is malformed is named."""
+"""Dataclasses from decoded JSON: unknown fields are ignored, and malformed fields are named in the error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Outer:
 GOOD: dict[str, Any] = {"inner": {"name": "n"}}
 
 
-def test_all_types_are_read() -> None:
+def test_all_types_are_decoded() -> None:
     data = {
         "inner": {"name": "n", "size": 4}, "kind": "b", "share": 1, "pair": ["y", 2], "rows": [{"name": "r"}], "names": ["a"],
         "sizes": {"k": 1, "l": None}, "other": {"name": "o"}, "anything": [{}],
@@ -73,6 +73,6 @@ def test_unknown_fields_are_ignored_and_missing_ones_have_their_default() -> Non
         ({**GOOD, "inner": {"name": 10**5000}}, r"Outer.inner.name is a int, not str"),
     ],
 )
-def test_what_is_malformed_is_named(data: object, message: str) -> None:
+def test_a_malformed_field_is_named_in_the_error(data: object, message: str) -> None:
     with pytest.raises(Malformed, match=message):
         decode(Outer, data)

@@ -1,4 +1,4 @@
-"""A client on the host of a node: bytes go through descriptors, and over the wire where they cannot."""
+"""A client on the host of a node: bytes go through passed descriptors, and over the wire where that is impossible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abst
 
 
 @pytest.mark.parametrize("options", [(), ("--no-near",)])
-def test_the_way_of_the_bytes(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_bytes_go_through_descriptors_unless_the_node_refuses(tmp_path: Path, options: tuple[str, ...]) -> None:
     node = Process(tmp_path / "data", *options)
     try:
         store = NodeStore(node.address)
@@ -56,7 +56,7 @@ def test_the_way_of_the_bytes(tmp_path: Path, options: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("near_by", [True, False])
-def test_an_append_that_no_message_holds(tmp_path: Path, near_by: bool) -> None:
+def test_an_append_longer_than_a_message_needs_descriptors(tmp_path: Path, near_by: bool) -> None:
     node = Here(tmp_path / "data", NodeOptions(pass_descriptors=near_by))
     data = memoryview(bytearray(wire.MESSAGE_BYTES + 1))
     try:
@@ -71,8 +71,8 @@ def test_an_append_that_no_message_holds(tmp_path: Path, near_by: bool) -> None:
         node.close()
 
 
-def test_rot(tmp_path: Path) -> None:
-    """A byte that flipped on the disk is found by who reads the file by itself, too."""
+def test_rot_is_found_by_readers_that_use_descriptors(tmp_path: Path) -> None:
+    """A client that reads the file by itself finds a byte that flipped on the disk."""
     nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x"))
     try:
@@ -95,8 +95,8 @@ def test_rot(tmp_path: Path) -> None:
             node.close()
 
 
-def test_a_writer_is_forgotten(node: Process) -> None:
-    """Who neither commits nor gives up keeps nothing open, as where a pool of threads ends before its calls."""
+def test_a_forgotten_writer_keeps_no_descriptor_open(node: Process) -> None:
+    """A writer may neither commit nor abort, for example if a thread pool ends before its calls."""
     writer = NodeStore(node.address).create("a", len(DATA))
     writer.append(memoryview(DATA))
     assert _open_now()
@@ -104,8 +104,8 @@ def test_a_writer_is_forgotten(node: Process) -> None:
     assert not _open_now()
 
 
-def test_promises(tmp_path: Path) -> None:
-    """Two that grow share what there is, to the last byte, and no more."""
+def test_growing_uploads_share_the_free_space_exactly(tmp_path: Path) -> None:
+    """Two uploads that grow get the free space to the last byte, and no more."""
     limit = 10 << 20
     uploads = UploadLeases(LocalStore(tmp_path), lambda promised: limit - promised, 60.0)
     a, b = uploads.create("a", 1 << 20), uploads.create("b", 0)
@@ -132,25 +132,25 @@ STEPS = st.lists(st.tuples(VERBS, st.integers(0, 3), st.integers(0, 40), st.inte
 
 @settings(max_examples=40, deadline=None)
 @given(steps=STEPS)
-def test_no_more_is_promised_than_there_is(
+def test_reservations_never_exceed_the_free_space(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int, int]]
 ) -> None:
     limit, used = 50, 0
     uploads = UploadLeases(LocalStore(tmp_path_factory.mktemp("store")), lambda promised: limit - used - promised, 60.0)
     keys: dict[int, tuple[str, int]] = {}
-    for what, number, needed, more in steps:
+    for verb, number, needed, more in steps:
         try:
-            if what == "create" and number not in keys:
+            if verb == "create" and number not in keys:
                 keys[number] = uploads.create(f"f{number}", needed), needed
-            elif number in keys and what == "reserve":
+            elif number in keys and verb == "reserve":
                 key, had = keys[number]
                 found = uploads.reserve(key, needed, needed + more)
                 assert found >= max(had, needed)
                 assert found <= max(had, needed + more)
                 keys[number] = key, found
-            elif number in keys and what in ("abort", "commit"):
+            elif number in keys and verb in ("abort", "commit"):
                 key, had = keys.pop(number)
-                if what == "commit":
+                if verb == "commit":
                     assert uploads.commit(key, had) == had
                     used += had
                 else:
@@ -160,7 +160,7 @@ def test_no_more_is_promised_than_there_is(
         assert used + sum(had for _, had in keys.values()) <= limit
 
 
-def test_a_limited_node(tmp_path: Path) -> None:
+def test_a_node_with_a_capacity_refuses_more_bytes(tmp_path: Path) -> None:
     node = Here(tmp_path / "data", capacity=8_000_000)
     try:
         store = NodeStore(node.address)
@@ -176,11 +176,11 @@ def test_a_limited_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_raises_no_space_and_is_usable_again(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path / "data")]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
+        pytest.skip("this machine can't mount a file system")
     node = Process(tmp_path / "data")
     try:
         store = NodeStore(node.address)
@@ -190,7 +190,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
             with pytest.raises(NoSpace):
                 for _ in range(4):
                     writer.append(memoryview(DATA))
-        with store.create("b") as writer:  # all is free again
+        with store.create("b") as writer:  # all space is free again
             for _ in range(4):
                 writer.append(memoryview(DATA))
             assert writer.commit() == 4 * len(DATA)
@@ -202,8 +202,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("point", "kind"), [("full", NoSpace), ("error", StoreError)])
-def test_the_disk_fails_under_a_client(here: Here, point: str, kind: type[StoreError]) -> None:
-    """With the errors of a directory."""
+def test_a_disk_error_during_an_append_is_raised_and_leaves_no_file(here: Here, point: str, kind: type[StoreError]) -> None:
+    """The errors are the same as those of a local directory."""
     store = NodeStore(here.address)
     set_failpoints(f"local.append={point}@2")
     try:
@@ -217,7 +217,7 @@ def test_the_disk_fails_under_a_client(here: Here, point: str, kind: type[StoreE
     assert not opened()
 
 
-def test_an_object_is_deleted_under_a_reader(here: Here) -> None:
+def test_an_open_reader_reads_a_deleted_object(here: Here) -> None:
     store = NodeStore(here.address)
     write_object(store, "a", DATA)
     with store.open("a") as reader:
@@ -231,8 +231,8 @@ def test_an_object_is_deleted_under_a_reader(here: Here) -> None:
     assert not opened()
 
 
-def test_the_memory_of_a_read_under_way(here: Here) -> None:
-    """Who has waited for long enough can tell whether the kernel may still write into his memory."""
+def test_the_buffer_of_a_running_read_can_not_be_released(here: Here) -> None:
+    """After a timeout the caller can find out whether the kernel may still write to its buffer."""
     store = NodeStore(here.address)
     write_object(store, "a", DATA)
     memory = bytearray(len(DATA))
@@ -253,7 +253,7 @@ def test_the_memory_of_a_read_under_way(here: Here) -> None:
         set_failpoints("")
 
 
-def test_a_disk_that_can_not_be_read(tmp_path: Path) -> None:
+def test_a_copy_on_another_node_is_read_after_a_disk_error(tmp_path: Path) -> None:
     nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x"))
     try:
@@ -275,7 +275,7 @@ def test_a_file_is_closed_with_its_last_append(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "a", os.O_WRONLY | os.O_CREAT)
     file = AppendFile(fd, None, "a")
     with file.reserve_range(5) as position:
-        assert not file.close(), "one is under way"
+        assert not file.close(), "one append is running"
         with pytest.raises(StoreError, match="finished already"), file.reserve_range(5):
             pass
         file.write(memoryview(b"hello"), position)
@@ -285,31 +285,31 @@ def test_a_file_is_closed_with_its_last_append(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"hello"
 
 
-def test_a_commit_waits_for_appends(here: Here) -> None:
-    """What is committed is not written to any more."""
+def test_a_commit_waits_for_running_appends(here: Here) -> None:
+    """A committed object is not written to any more."""
     store = NodeStore(here.address)
     writer = store.create("a")
-    held, go = threading.Event(), threading.Event()
+    reserved, proceed = threading.Event(), threading.Event()
 
     def append() -> None:
         with writer._file.reserve_range(len(DATA)) as position:
-            held.set()
-            go.wait(60)
+            reserved.set()
+            proceed.wait(60)
             writer._file.write(memoryview(DATA), position)
 
     thread = threading.Thread(target=append)
     thread.start()
-    held.wait(60)
+    reserved.wait(60)
     writer._deadline_seconds = 0.05
     with pytest.raises(Unavailable, match="check the disk"):
         writer.commit()
-    go.set()
+    proceed.set()
     thread.join()
     assert writer.commit() == len(DATA)
     assert store.get("a") == DATA
 
 
-def test_a_length_that_was_never_written(here: Here) -> None:
+def test_a_commit_of_a_length_that_was_not_written_is_refused(here: Here) -> None:
     store = NodeStore(here.address)
     writer = store.create("a")
     writer.append(memoryview(DATA))

@@ -1,4 +1,4 @@
-"""A store over fsspec: what it promises beyond the contract."""
+"""A store over fsspec: what it promises beyond the contract of stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt.storage.urls import open_store
 
 
 class PickyFileSystem(LocalFileSystem):
-    """Like an FTP server: renames only to a free name, and knows no exclusive create."""
+    """Like an FTP server: it renames only to a free name, and has no exclusive create."""
 
     protocol = "picky"
     cachable = False
@@ -36,6 +36,7 @@ class PickyFileSystem(LocalFileSystem):
 
 @pytest.fixture
 def picky() -> Iterator[None]:
+    """Register PickyFileSystem as scheme `picky`."""
     fsspec.register_implementation("picky", PickyFileSystem, clobber=True)
     yield
     _registry.pop("picky")
@@ -50,13 +51,13 @@ class TestPicky(StoreContract):
         pytest.skip("a server that renames only to a free name leaves a moment without the object")
 
 
-def test_unknown_scheme_lists_what_is_possible() -> None:
+def test_an_unknown_scheme_lists_the_possible_ones() -> None:
     with pytest.raises(UnknownScheme, match=r"nonsense://.*s3://.*ckpt-store\[s3\].*another scheme of fsspec") as failure:
         open_store("nonsense://host/run")
     assert "\n" not in str(failure.value)
 
 
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "smbprotocol", None)
     monkeypatch.setitem(sys.modules, "smbclient", None)
     monkeypatch.delitem(sys.modules, "fsspec.implementations.smb", raising=False)
@@ -64,7 +65,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         open_store("smb://host/run")
 
 
-def test_sweep_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
+def test_a_sweep_removes_temporary_files_of_a_killed_writer(tmp_path: Path) -> None:
     store = FsspecStore(f"local://{tmp_path}")
     store.put("a/b", b"x")
     writer = store.create("a/c")
@@ -75,7 +76,7 @@ def test_sweep_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
     writer.abort()
 
 
-def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FsspecStore(f"local://{tmp_path}")
 
     def refuse(self: Any, source: str, target: str) -> None:
@@ -89,8 +90,8 @@ def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.listdir(tmp_path) == []
 
 
-def test_a_listing_cache_hides_nothing(tmp_path: Path) -> None:
-    """Two stores over one place, as two processes would have them."""
+def test_a_listing_cache_hides_no_change_of_another_store(tmp_path: Path) -> None:
+    """Two stores over one directory, as two processes have them."""
     one, two = FsspecStore(f"local://{tmp_path}"), FsspecStore(f"local://{tmp_path}")
     assert object_lengths(two) == {}
     one.put("a", b"x")

@@ -15,17 +15,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="advice about me
 
 
 def flags_of(address: int) -> set[str]:
-    """What the kernel was told of the mapping at an address."""
+    """Return the flags that the kernel reports for the mapping at an address."""
     with open("/proc/self/smaps") as file:
         for line in file:
             if (found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
-                here = int(found[1], 16) <= address < int(found[2], 16)
-            elif line.startswith("VmFlags:") and here:
+                is_mapping = int(found[1], 16) <= address < int(found[2], 16)
+            elif line.startswith("VmFlags:") and is_mapping:
                 return set(line.split()[1:])
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
-def test_private_on_huge_pages_where_there_are_some() -> None:
+def test_an_arena_is_private_memory_on_huge_pages_where_possible() -> None:
     memory = Arena(16 << 20).memory
     memory[:] = 1
     flags = flags_of(memory.ctypes.data + (8 << 20))
@@ -35,8 +35,8 @@ def test_private_on_huge_pages_where_there_are_some() -> None:
         assert "hg" in flags
 
 
-def test_a_child_sees_nothing_of_it_and_changes_nothing() -> None:
-    """A worker of a data loader, forked in the middle of a save."""
+def test_a_forked_child_gets_zeros_and_changes_nothing() -> None:
+    """The child stands for a worker of a data loader that is forked in the middle of a save."""
     memory = map_huge_pages(4 << 20)
     memory[:4] = b"save"
     child = os.fork()

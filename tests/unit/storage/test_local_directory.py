@@ -1,4 +1,4 @@
-"""A local directory as a store: what it promises beyond the contract."""
+"""A local directory as a store: what it promises beyond the contract of stores."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ckpt.storage.urls import open_store
 
 
 @pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
-def test_what_is_opened_once_passes_the_page_cache_by(store: LocalStore) -> None:
-    """And what is in there comes from there."""
+def test_open_once_bypasses_the_page_cache(store: LocalStore) -> None:
+    """Pages that are in the cache already are read from it."""
     data = random_bytes(9 << 20)
     file = Path(store.root) / "b"
     file.write_bytes(data)
     memory = memoryview(map_huge_pages(8 << 20))
     drop_cache(file)
     if is_cached(file, 8 << 20):
-        pytest.skip("a file system that is all in memory")
+        pytest.skip("this file system is entirely in memory")
 
     def read() -> None:
         with store.open_once("b") as reader:
@@ -50,12 +50,12 @@ def test_what_is_opened_once_passes_the_page_cache_by(store: LocalStore) -> None
         assert memory == data[: 8 << 20]
 
 
-def test_a_prefetch_brings_just_what_it_names_into_the_page_cache(store: LocalStore) -> None:
+def test_a_prefetch_reads_only_its_range_into_the_page_cache(store: LocalStore) -> None:
     file = Path(store.root) / "b"
     file.write_bytes(random_bytes(9 << 20))
     drop_cache(file)
     if is_cached(file, 0):
-        pytest.skip("a file system that is all in memory")
+        pytest.skip("this file system is entirely in memory")
     store.prefetch("b", 3 << 20, 4 << 20)
     while not all(is_cached(file, position << 20) for position in (4, 5, 6)):
         time.sleep(0.01)
@@ -63,9 +63,9 @@ def test_a_prefetch_brings_just_what_it_names_into_the_page_cache(store: LocalSt
     assert not is_cached(file, 8 << 20)
 
 
-def test_sweep_keeps_to_its_folder_and_to_temporary_files(store: LocalStore) -> None:
-    there = {"a/.x.0.ckpt-tmp", "b/.x.0.ckpt-tmp", "b/.hidden", "b/x.ckpt-tmp"}
-    for name in there:
+def test_a_sweep_removes_only_temporary_files_of_its_folder(store: LocalStore) -> None:
+    existing = {"a/.x.0.ckpt-tmp", "b/.x.0.ckpt-tmp", "b/.hidden", "b/x.ckpt-tmp"}
+    for name in existing:
         path = Path(store.root, name)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"")
@@ -102,7 +102,7 @@ def test_foreign_files_are_left_alone(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("folder", ["größe 模型", "a b", "100%25", "q?x=1#y"])
-def test_any_path_can_be_a_root_and_comes_back_from_its_url(tmp_path: Path, folder: str) -> None:
+def test_any_path_can_be_a_root_and_is_found_by_its_url(tmp_path: Path, folder: str) -> None:
     store = LocalStore(tmp_path / folder)
     store.put("a", b"x")
     assert (tmp_path / folder / "a").read_bytes() == b"x"
@@ -120,8 +120,8 @@ def test_delete_removes_empty_folders_up_to_the_root(store: LocalStore) -> None:
     assert os.listdir(store.root) == []
 
 
-def test_what_was_put_is_taken_at_once(store: LocalStore, failpoints: Callable[[str], None]) -> None:
-    """Who waited for it has read it, and has deleted it with its folder, before the put is over: it was put."""
+def test_a_put_succeeds_when_its_object_is_deleted_at_once(store: LocalStore, failpoints: Callable[[str], None]) -> None:
+    """A reader that waited for the object has read and deleted it, with its folder, before the put returns."""
     failpoints("local.put=sleep:1")
     thread = threading.Thread(target=lambda: failed.extend(raised(lambda: store.put("part/1", b"one"))))
     failed: list[BaseException] = []
@@ -135,26 +135,27 @@ def test_what_was_put_is_taken_at_once(store: LocalStore, failpoints: Callable[[
     assert failed == []
 
 
-def raised(do: Callable[[], None]) -> list[BaseException]:
+def raised(call: Callable[[], None]) -> list[BaseException]:
+    """Return the StoreError of a call, or an empty list."""
     try:
-        do()
+        call()
     except StoreError as error:
         return [error]
     return []
 
 
-def test_a_disk_is_kept_busy_by_fewer_appends(tmp_path: Path) -> None:
-    """A file system of the network, or in memory, has no device of its own."""
-    there = LocalStore(tmp_path / "not" / "yet" / "made")
-    assert there.parallel_appends == (4 if os.major(tmp_path.stat().st_dev) else 8)
+def test_a_disk_gets_fewer_parallel_appends_than_other_file_systems(tmp_path: Path) -> None:
+    """A network file system and one in memory have no device of their own."""
+    store = LocalStore(tmp_path / "not" / "yet" / "made")
+    assert store.parallel_appends == (4 if os.major(tmp_path.stat().st_dev) else 8)
     if not os.path.ismount("/dev/shm"):
         pytest.skip("no tmpfs at /dev/shm")
     assert LocalStore("/dev/shm/ckpt-test-not-made").parallel_appends == 8
 
 
 @pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
-def test_a_page_that_is_there_brings_no_others(tmp_path: Path) -> None:
-    """What goes past the page cache goes on to do so behind what an earlier read has left in it."""
+def test_reads_bypass_the_page_cache_beside_a_cached_page(tmp_path: Path) -> None:
+    """A read that bypasses the page cache goes on to do so behind pages that an earlier read has left there."""
     chunk = 1 << 19
     data = np.random.default_rng(3).integers(0, 256, 48 << 20, np.uint8)
     store = LocalStore(tmp_path)
@@ -172,5 +173,5 @@ def test_a_page_that_is_there_brings_no_others(tmp_path: Path) -> None:
         for position in range(0, len(data), chunk):
             assert reader.read_into(position, buffer.data) == chunk
             assert np.array_equal(buffer, data[position : position + chunk])
-    # To ask for a page makes Linux read it: where that ends before the answer, one chunk comes through the page cache.
+    # A query for a page makes Linux read it. Where that read is slower than the query, one chunk goes through the page cache.
     assert len([p for p in range(chunk, len(data), chunk) if is_cached(file, p + chunk // 2)]) <= 2

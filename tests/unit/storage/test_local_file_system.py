@@ -1,4 +1,4 @@
-"""SQLite files are kept on file systems of this host only."""
+"""SQLite files are allowed on local file systems only."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ckpt.storage.registers.sqlite import SqliteRegisters
 NETWORK = [0x6969, 0xFF534D42, 0xFE534D42, 0x0BD00BD0, 0x47504653, 0x01021997, 0x00C36400, 0x19830326, 0x65735546, 0x123456]
 
 
-def test_this_disk_is_local(tmp_path: Path) -> None:
+def test_the_disk_of_the_tests_is_local(tmp_path: Path) -> None:
     require_local_file_system(tmp_path / "not" / "made", "a log", "move")
     assert _file_system_type("/proc") == 0x9FA0
 
 
 @pytest.mark.parametrize("kind", NETWORK)
-def test_the_log_of_a_run_and_registers_are_refused_elsewhere(
+def test_run_logs_and_registers_are_refused_on_network_file_systems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:
     monkeypatch.setattr(file_system_kind, "_file_system_type", lambda folder: kind)
@@ -51,17 +51,17 @@ FUSE(Empty(), sys.argv[1], foreground=True)
 """
 
 
-def test_a_real_mount_of_fuse_is_refused(tmp_path: Path) -> None:
+def test_a_run_log_on_a_fuse_mount_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("fuse")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("FUSE can't be used here")
+        pytest.skip("FUSE is not available on this machine")
     folder = tmp_path / "mount"
     folder.mkdir()
     process = subprocess.Popen([sys.executable, "-c", MOUNT, str(folder)], stderr=subprocess.PIPE)
     try:
         while not os.path.ismount(folder):
             if process.poll() is not None:
-                pytest.skip(f"FUSE can't be used here: {process.stderr and process.stderr.read()!r}")
+                pytest.skip(f"FUSE is not available on this machine: {process.stderr and process.stderr.read()!r}")
             time.sleep(0.02)
         with pytest.raises(StoreError, match="on FUSE, which may be a network file system"):
             SqliteRunLog(folder / "run")

@@ -1,4 +1,4 @@
-"""A node that answers with a message longer than any of the protocol: the client takes no memory for it."""
+"""A node that answers with a message longer than the protocol allows: the client allocates no memory for it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ckpt.storage.node.credentials import NodeCredentials
 
 
 class LongAnswers(flight.FlightServerBase):  # type: ignore[misc]
+    """A node whose answers are as long as the protocol allows, or, to `exists`, one byte longer."""
+
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
         if action.type == "exists":
             yield flight.Result(pa.py_buffer(bytes(wire.MESSAGE_BYTES + wire.FRAME_BYTES + 1)))
@@ -22,7 +24,7 @@ class LongAnswers(flight.FlightServerBase):  # type: ignore[misc]
             yield flight.Result(wire.pack(bytes(wire.MESSAGE_BYTES - 100)))
 
 
-def test_a_longer_answer_than_any_of_the_protocol_is_refused() -> None:
+def test_an_answer_longer_than_the_protocol_allows_is_refused() -> None:
     with LongAnswers("grpc+tcp://127.0.0.1:0") as server:
         store = NodeStore(f"127.0.0.1:{server.port}", NodeCredentials())
         with pytest.raises(StoreError, match="failed in exists"):

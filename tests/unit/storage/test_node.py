@@ -1,4 +1,4 @@
-"""A storage node in this process: tokens, names, sizes and garbage that it refuses."""
+"""A storage node in this process: it refuses wrong tokens, wrong names, oversized and malformed messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import random_bytes, write_object
 
 
-def test_a_wrong_token(tmp_path: Path) -> None:
+def test_a_wrong_token_is_refused_by_every_call(tmp_path: Path) -> None:
     node = Here(tmp_path, NodeOptions(tokens=lambda: ("the right one, long enough",)))
     try:
         NodeStore(node.address, NodeCredentials(token="the right one, long enough")).put("a", b"1")
@@ -55,7 +55,7 @@ def test_a_wrong_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../a", "a/../../b", "/etc/passwd", "a//b", ".hidden", "x" * 300, "a\x00b"])
-def test_names_that_leave_the_root(node: Here, store: NodeStore, name: str) -> None:
+def test_names_that_leave_the_root_are_refused(node: Here, store: NodeStore, name: str) -> None:
     for verb, arguments in (("put", [name, b"1", False]), ("create", [name, 0]), ("delete", [[name]]), ("exists", [name])):
         with pytest.raises(InvalidName, match="not a valid object name"):
             store.call(verb, *arguments)
@@ -64,7 +64,7 @@ def test_names_that_leave_the_root(node: Here, store: NodeStore, name: str) -> N
     assert sorted(p.name for p in node.folder.iterdir()) == ["device.json", "lock"]
 
 
-def test_a_symbolic_link_out_of_the_root(node: Here, store: NodeStore, tmp_path: Path) -> None:
+def test_a_symbolic_link_out_of_the_root_is_not_followed(node: Here, store: NodeStore, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "key").write_bytes(b"secret")
@@ -81,7 +81,7 @@ def test_a_symbolic_link_out_of_the_root(node: Here, store: NodeStore, tmp_path:
     assert (secret / "key").read_bytes() == b"secret"
 
 
-def test_oversized_messages(store: NodeStore) -> None:
+def test_an_oversized_message_is_refused(store: NodeStore) -> None:
     key = store.call("create", "a", 0)
     descriptor = flight.FlightDescriptor.for_command(wire.pack([key, wire.MESSAGE_BYTES + 1, b""]))
     with pytest.raises(InvalidArgument, match="is refused"), store.convert_flight_errors("test"):
@@ -91,7 +91,7 @@ def test_oversized_messages(store: NodeStore) -> None:
         writer.close()
 
 
-def test_garbage(node: Here, store: NodeStore) -> None:
+def test_malformed_messages_are_refused_and_the_node_goes_on(node: Here, store: NodeStore) -> None:
     with store.convert_flight_errors("test"):
         client = store.next_connection()
     garbage = [("list", wire.pack([5]))]
@@ -111,7 +111,7 @@ def test_garbage(node: Here, store: NodeStore) -> None:
     for command, batch in wrong:
         with pytest.raises(InvalidArgument), store.convert_flight_errors("test"):
             writer, reader = client.do_put(flight.FlightDescriptor.for_command(command), batch.schema, store.call_options())
-            with suppress(pa.ArrowException):  # it may be refused before
+            with suppress(pa.ArrowException):  # the node may refuse the stream earlier
                 writer.write_batch(batch)
                 writer.done_writing()
                 reader.read()
@@ -121,7 +121,7 @@ def test_garbage(node: Here, store: NodeStore) -> None:
     assert store.info().state == "serving"
 
 
-def test_bytes_that_changed_on_the_way(store: NodeStore) -> None:
+def test_an_append_that_was_damaged_in_transit_is_refused(store: NodeStore) -> None:
     key = store.call("create", "a", 0)
     descriptor = flight.FlightDescriptor.for_command(wire.pack([key, 5, b"0" * 16]))
     with pytest.raises(IntegrityError, match="send the append again"), store.convert_flight_errors("test"):
@@ -130,11 +130,11 @@ def test_bytes_that_changed_on_the_way(store: NodeStore) -> None:
         writer.done_writing()
         reader.read()
         writer.close()
-    assert store.append(key, memoryview(b"hello")) == 0, "and the upload goes on"
+    assert store.append(key, memoryview(b"hello")) == 0, "the upload goes on"
     assert store.call("commit", key) == 5
 
 
-def test_a_full_node(tmp_path: Path) -> None:
+def test_a_full_node_raises_no_space(tmp_path: Path) -> None:
     node = Here(tmp_path, capacity=10_000_000)
     try:
         store = NodeStore(node.address)
@@ -150,8 +150,8 @@ def test_a_full_node(tmp_path: Path) -> None:
         node.close()
 
 
-def test_used(tmp_path: Path) -> None:
-    """The bytes of the objects, at every moment: nothing else that the disk holds."""
+def test_used_bytes_are_those_of_the_objects(tmp_path: Path) -> None:
+    """This holds at every moment. Other files on the disk do not count."""
     node = Here(tmp_path)
     try:
         store = NodeStore(node.address)
@@ -178,13 +178,13 @@ def test_used(tmp_path: Path) -> None:
         node.close()
     again = Here(tmp_path)
     try:
-        assert again.server.usage()[0] == 20 + 7000, "counted at the start"
+        assert again.server.usage()[0] == 20 + 7000, "counted at the start of the node"
     finally:
         again.close()
 
 
-def test_used_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that is a member by itself has many writers."""
+def test_used_bytes_include_objects_of_other_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that is a member without a node has many writers."""
     first, second = Device(tmp_path), Device(tmp_path)
     assert first.usage()[0] == 0
     first.store.put("a", bytes(100))
@@ -194,7 +194,7 @@ def test_used_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert first.usage()[0] == second.usage()[0] == 110
 
 
-def test_a_read_only_node(tmp_path: Path) -> None:
+def test_a_read_only_node_refuses_writes(tmp_path: Path) -> None:
     node = Here(tmp_path, NodeOptions(read_only=True))
     try:
         store = NodeStore(node.address)
@@ -206,14 +206,14 @@ def test_a_read_only_node(tmp_path: Path) -> None:
         node.close()
 
 
-def test_a_client_that_vanished(tmp_path: Path) -> None:
+def test_an_upload_of_a_vanished_client_expires(tmp_path: Path) -> None:
     node = Here(tmp_path, NodeOptions(lease_seconds=0.2))
     try:
         store = NodeStore(node.address)
         writer = store.create("a")
         writer.append(memoryview(random_bytes(5000)))
-        until = time.monotonic() + 20
-        while len(node.server.uploads) and time.monotonic() < until:
+        deadline = time.monotonic() + 20
+        while len(node.server.uploads) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not len(node.server.uploads)
         with pytest.raises(NotFound, match="write the object again"):
@@ -248,13 +248,13 @@ assert not errors, errors
 """
 
 
-def test_closed_beneath_the_calls_of_other_threads(node: Here) -> None:
-    """As where an answer is not waited for. Flight's own `close` frees what such a call is using."""
-    said = subprocess.run([sys.executable, "-c", CLOSER, node.address], capture_output=True, text=True, timeout=300)
-    assert (said.returncode, said.stderr) == (0, "")
+def test_a_client_is_closed_safely_during_calls_of_other_threads(node: Here) -> None:
+    """This happens when an answer times out. The `close` of Flight frees memory that such a call is using."""
+    done = subprocess.run([sys.executable, "-c", CLOSER, node.address], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_node_raises_unavailable() -> None:
     store = NodeStore("127.0.0.1:1", NodeCredentials(deadline_seconds=1))
     for call in (lambda: store.get("a"), lambda: store.put("a", b""), store.info, lambda: store.registers.read(["a"])):
         with pytest.raises(Unavailable, match=r"node://127\.0\.0\.1:1"):

@@ -1,4 +1,4 @@
-"""A token goes to other hosts only by TLS."""
+"""A token is sent to other hosts only over TLS."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_token_is_not_sent_in_clear_beyond_loopback(monkeypatch: pytest.Monkey
             NodeStore(f"{host}:7070", NodeCredentials(TOKEN))
 
 
-def test_a_token_is_sent_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_token_is_sent_to_loopback_over_tls_or_if_insecure_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for host in ("127.0.0.1", "127.8.9.1", "localhost", "[::1]"):
         require_encryption(NodeCredentials(TOKEN), f"{host}:7070")
     require_encryption(NodeCredentials(TOKEN, ca=b"pem"), "192.0.2.1:7070")
@@ -41,7 +41,7 @@ def test_a_token_is_sent_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch, 
         config.config_from_table("n", {"members": ["192.0.2.1:7070"], "insecure": "no"}, "the test")
 
 
-def test_a_name_that_begins_as_loopback_is_none() -> None:
+def test_a_host_name_that_begins_like_loopback_is_not_loopback() -> None:
     assert is_loopback("127.0.0.2")
     assert not is_loopback("127.attacker.example")
 

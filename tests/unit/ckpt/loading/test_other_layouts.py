@@ -1,4 +1,4 @@
-"""What ranks save in one layout loads into any other."""
+"""A step that ranks save in one layout loads into any other."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ckpt.state.boxes import flat_boxes
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
 @given(data=st.data())
 def test_any_layout_loads_into_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """numpy is the reference: what a rank loads is the slice of the whole."""
+    """numpy is the reference: a rank loads its slice of the whole array."""
     root = tmp_path_factory.mktemp("any")
     sizes = st.sampled_from([1, 2, 3, 4, 8] if SOAK else [1, 2, 3, 4])
     writers, readers = data.draw(sizes), data.draw(sizes)
     arrays, before, after = {}, {}, {}
     for i in range(data.draw(st.integers(1, 3))):
         shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
-        kind = data.draw(st.sampled_from(["u1", "f4", "f8"]))
-        arrays[f"x{i}"] = np.random.default_rng(i).integers(0, 255, shape).astype(kind)
+        dtype = data.draw(st.sampled_from(["u1", "f4", "f8"]))
+        arrays[f"x{i}"] = np.random.default_rng(i).integers(0, 255, shape).astype(dtype)
         before[f"x{i}"] = data.draw(layouts(shape, writers))
         after[f"x{i}"] = data.draw(layouts(shape, readers))
 
@@ -43,15 +43,15 @@ def test_any_layout_loads_into_any_other(tmp_path_factory: pytest.TempPathFactor
     assert_equal(ckpt.load(root, group=None), arrays)
 
     def load(group: Group) -> bool:
-        like, want = state(group.rank, after, False), state(group.rank, after, True)
+        like, expected = state(group.rank, after, False), state(group.rank, after, True)
         loaded = ckpt.load(root, like, group=group)
-        return all(same(loaded[name], want[name]) for name in want)
+        return all(same(loaded[name], expected[name]) for name in expected)
 
     assert all(all_well(on_ranks(readers, load)))
 
 
-def test_arrays_without_elements(tmp_path: Path) -> None:
-    """Cut over ranks none of which holds anything of them."""
+def test_sharded_arrays_without_elements_are_saved_and_loaded(tmp_path: Path) -> None:
+    """No rank has any element of them."""
 
     def state(group: Group) -> dict[str, Any]:
         boxes = ckpt.Shard(np.zeros((0, 5), "f2"), (0, 5), (0, 0))
@@ -61,13 +61,13 @@ def test_arrays_without_elements(tmp_path: Path) -> None:
         all_well(on_ranks(size, lambda g, step=step: ckpt.save(state(g), tmp_path, step, group=g)))
         for readers in (1, 2):
             all_well(on_ranks(readers, lambda g: ckpt.load(tmp_path, state(g), group=g)))
-        wanted = {"flat": np.zeros((3, 0)), "boxes": np.zeros((0, 5), "f2"), "copies": np.zeros((0, 7), "i4")}
-        assert_equal(ckpt.load(tmp_path, group=None), wanted)
+        expected = {"flat": np.zeros((3, 0)), "boxes": np.zeros((0, 5), "f2"), "copies": np.zeros((0, 7), "i4")}
+        assert_equal(ckpt.load(tmp_path, group=None), expected)
         assert ckpt.open(tmp_path)[step].verify() == 0
 
 
 @given(st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple), st.data())
-def test_a_range_of_a_flattened_array_is_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_range_of_a_flattened_array_is_a_few_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
     size = int(np.prod(shape))
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
@@ -77,8 +77,8 @@ def test_a_range_of_a_flattened_array_is_boxes(shape: tuple[int, ...], data: st.
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-def test_four_ranks_become_three(tmp_path: Path) -> None:
-    """Each block holds rows of several leaves, of which two ranks need some each: each reads its cells, and no more."""
+def test_three_ranks_read_a_step_of_four_with_few_additional_bytes(tmp_path: Path) -> None:
+    """Each block has rows of several leaves, of which two ranks need some each: each reads only its cells."""
     draw = np.random.default_rng(7)
     full = {f"w{i}": draw.integers(0, 50, (120, 40_000)).astype(np.uint8) for i in range(12)}
 
@@ -88,12 +88,12 @@ def test_four_ranks_become_three(tmp_path: Path) -> None:
 
     all_well(on_ranks(4, lambda g: ckpt.save(rows(g.rank, 4, True), tmp_path, 0, group=g, codec="none")))
     unique = sum(a.nbytes for a in full.values())
-    for share, most in (("auto", 1.3), (True, 1.05)):  # whole blocks: 1.5
+    for share, most in (("auto", 1.3), (True, 1.05)):  # with whole blocks: 1.5
 
         def load(group: Group, share: Any = share) -> None:
             loaded = ckpt.load(Counting(tmp_path), rows(group.rank, 3, False), group=group, share_reads=share)
-            wanted = rows(group.rank, 3, True)
-            assert all(np.array_equal(loaded[name].local, wanted[name].local) for name in full)
+            expected = rows(group.rank, 3, True)
+            assert all(np.array_equal(loaded[name].local, expected[name].local) for name in full)
 
         Counting.read = 0
         all_well(on_ranks(3, load))
@@ -101,7 +101,7 @@ def test_four_ranks_become_three(tmp_path: Path) -> None:
 
 
 def test_experts_move_to_another_number_of_ranks(tmp_path: Path) -> None:
-    """Eight experts on four ranks, then on two, with their moments."""
+    """Eight experts are saved by four ranks and loaded by two, one and eight, with their moments."""
     full = {f"experts.{e}.{n}": np.random.default_rng(e).standard_normal((16, 8)) for e in range(8) for n in ("w", "exp_avg")}
 
     def state(group: Group, fill: bool) -> dict[str, Any]:
@@ -120,8 +120,8 @@ def test_experts_move_to_another_number_of_ranks(tmp_path: Path) -> None:
             assert all(np.array_equal(s.local, full[name]) for name, s in loaded.items())
 
 
-def test_stages_are_renumbered_by_name(tmp_path: Path) -> None:
-    """Two stages of two layers each, every stage counting from 0, become one stage of four; and back."""
+def test_pipeline_stages_are_renumbered_by_rename(tmp_path: Path) -> None:
+    """Two stages of two layers, each counted from 0, become one stage of four layers."""
     full = [np.random.default_rng(i).standard_normal((6, 4)) for i in range(4)]
 
     def stage(rank: int, fill: bool) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_stages_are_renumbered_by_name(tmp_path: Path) -> None:
         ckpt.load(tmp_path, whole, rename=lambda n: "nowhere")
 
 
-def test_shards_of_one_process_must_be_whole(tmp_path: Path) -> None:
+def test_shards_of_one_process_must_cover_the_array(tmp_path: Path) -> None:
     array = np.arange(40.0).reshape(8, 5)
     parts = [array[:3].copy(), array[3:].copy()]
     ckpt.save({"w": ckpt.Shard(parts, (8, 5), [(0, 0), (3, 0)])}, tmp_path, 0)

@@ -1,4 +1,4 @@
-"""Parts of a step: some leaves, slices of arrays, and reads in chunks."""
+"""Loads of a part of a step: some leaves, slices of arrays, and reads in chunks."""
 
 import math
 import random
@@ -16,7 +16,7 @@ from ckpt.storage.base.fd_io import DescriptorReader
 from ckpt.storage.local.directory import LocalStore
 
 
-def test_only_a_part(tmp_path):
+def test_only_the_named_leaves_are_loaded(tmp_path):
     state = {"model": {"w": np.ones(3), "b": np.zeros(2)}, "opt": [np.ones(1), 5, {"x": 1}], "step": 3}
     ckpt.save(state, tmp_path / "r")
     same(ckpt.load(tmp_path / "r", only="model.*"), {"model": state["model"]})
@@ -30,7 +30,7 @@ def test_only_a_part(tmp_path):
     same(like, {"model": {"w": np.ones(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 3})
 
 
-def test_only_a_part_of_an_object(tmp_path):
+def test_only_the_named_leaves_of_an_object_are_loaded(tmp_path):
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     before = other.bias.detach().clone()
     ckpt.save({"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}, tmp_path / "r")
@@ -39,7 +39,7 @@ def test_only_a_part_of_an_object(tmp_path):
     assert torch.equal(other.bias, before)
 
 
-def test_a_root_that_is_no_dict(tmp_path):
+def test_a_state_that_is_no_dict_is_restored(tmp_path):
     for i, state in enumerate([np.arange(5), [1, 2], 3.5, None, "x", (np.ones(2), 1), {}, torch.ones(3)]):
         ckpt.save(state, tmp_path / str(i))
         same(ckpt.load(tmp_path / str(i)), state)
@@ -72,32 +72,32 @@ def test_reading_a_slice_reads_only_those_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("only", [None, "b*"])
-def test_the_store_is_told_of_each_block_before_it_is_read(tmp_path, monkeypatch, only):
-    """And of nothing that is not read, nor of all at once."""
+def test_each_block_is_prefetched_before_it_is_read(tmp_path, monkeypatch, only):
+    """Nothing else is prefetched, and not everything at once."""
     ckpt.save({f"{x}{i}": np.full(5 << 20, i, np.float32) for x in "abc" for i in range(3)}, tmp_path, codec="none")
     monkeypatch.setattr("ckpt.block_io.block_reader.READ_THREADS", 1)
-    told, read = {}, {}
+    prefetched, read = {}, {}
     ahead = []
     prefetch, read_into = LocalStore.prefetch, DescriptorReader.read_into
 
-    def telling(self, name, nbytes, start=0):
-        told.update(dict.fromkeys(range(start, start + nbytes, 1 << 20)))
+    def record_prefetch(self, name, nbytes, start=0):
+        prefetched.update(dict.fromkeys(range(start, start + nbytes, 1 << 20)))
         prefetch(self, name, nbytes, start)
 
-    def reading(self, position, buffer):
+    def record_read(self, position, buffer):
         if self._where.endswith(".pack"):
-            assert position in told
+            assert position in prefetched
             read[position] = len(buffer)
-            ahead.append(max(told) - position)
+            ahead.append(max(prefetched) - position)
         return read_into(self, position, buffer)
 
-    monkeypatch.setattr(LocalStore, "prefetch", telling)
-    monkeypatch.setattr(DescriptorReader, "read_into", reading)
-    # of the beginning, while this reads names
+    monkeypatch.setattr(LocalStore, "prefetch", record_prefetch)
+    monkeypatch.setattr(DescriptorReader, "read_into", record_read)
+    # This prefetches the beginning of each pack while names are read.
     monkeypatch.setattr("ckpt.repository.checkpoint.Checkpoint.prefetch", lambda self: None)
     ckpt.load(tmp_path, only=only)
     assert sum(read.values()) == (180 << 20 if only is None else 60 << 20)
-    assert told.keys() == read.keys()
+    assert prefetched.keys() == read.keys()
     assert 16 << 20 <= max(ahead) <= 32 << 20
 
 
@@ -116,7 +116,7 @@ def test_slices_equal_those_of_numpy(tmp_path_factory, data):
 
 
 def streamed_state():
-    """Leaves that share blocks, that fill several chunks, that end between them; and how they are saved."""
+    """Return leaves that share blocks, fill several chunks, or end within a chunk; one is compressed."""
     draw = random.Random(3)
     sizes = [draw.choice([1, 77, 3000, 40_000, 700_001]) for _ in range(60)] + [3 << 20, (1 << 19) + 5, 10_000_019]
     return {f"x{i:02}": random_bytes("u1", (n,), i) for i, n in enumerate(sizes)} | {
@@ -125,18 +125,18 @@ def streamed_state():
     }
 
 
-def test_what_is_read_once_goes_chunk_by_chunk_to_all_its_places(tmp_path, monkeypatch):
+def test_a_restore_reads_each_block_in_chunks_into_all_its_targets(tmp_path, monkeypatch):
     state = streamed_state()
     ckpt.save(state, tmp_path, step=1)
     longest = []
     read_into = DescriptorReader.read_into
 
-    def reading(self, position, buffer):
+    def record_read(self, position, buffer):
         if self._where.endswith(".pack"):
             longest.append(len(buffer))
         return read_into(self, position, buffer)
 
-    monkeypatch.setattr(DescriptorReader, "read_into", reading)
+    monkeypatch.setattr(DescriptorReader, "read_into", record_read)
     like = {name: np.full_like(leaf, 7) for name, leaf in state.items()}
     with ckpt.Checkpointer(tmp_path) as ck:
         ck.restore(like)
@@ -145,7 +145,7 @@ def test_what_is_read_once_goes_chunk_by_chunk_to_all_its_places(tmp_path, monke
     assert len(longest) > 20
     assert max(longest) < 1 << 20
 
-    # Rows of one, columns of the other: the first go chunk by chunk too, the second have no contiguous place.
+    # Rows of one rank, columns of another: rows are read chunk by chunk too; columns have no contiguous destination.
     rows, columns = np.zeros((700, 1000), np.float32), np.zeros((1500, 300), np.float32)
     for part, offset in ((rows, (401, 0)), (columns, (0, 650))):
         with ckpt.Checkpointer(tmp_path) as ck:

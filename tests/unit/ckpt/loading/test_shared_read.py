@@ -1,4 +1,4 @@
-"""Ranks of one host share what they read from the store."""
+"""Ranks of one host share the blocks that they read from the store."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ckpt.storage.local.writer import O_DIRECT
 
 
 @pytest.fixture(params=["memory", "messages"])
-def handed_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of one host hand on through memory, others by messages: each of a store that is not theirs."""
+def sharing_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share reads of a remote store: through memory, as on one host, or by messages, as on several."""
     monkeypatch.setattr("ckpt.loading.shared_read.LocalStore", RemoteStore)
     if request.param == "messages":
         monkeypatch.setattr(SharedWindow, "create", lambda *_: None)
 
 
-@pytest.mark.usefixtures("handed_on")
+@pytest.mark.usefixtures("sharing_ranks")
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
 @pytest.mark.parametrize("share", ["auto", True])
-def test_reads_are_shared(tmp_path: Path, codec: Any, share: Any) -> None:
-    """Columns of a matrix that was saved by rows, and a leaf that all want: the store is read once for all ranks."""
+def test_the_store_is_read_once_for_all_ranks(tmp_path: Path, codec: Any, share: Any) -> None:
+    """Ranks need columns of a matrix that was saved by rows, and a leaf that all of them need."""
     full = np.random.default_rng(5).integers(0, 50, (4096, 2048)).astype(np.float32)
     copied = np.random.default_rng(6).standard_normal(500_000)
 
@@ -68,14 +68,14 @@ LAYOUTS: dict[str, Callable[[int, int, int], tuple[int, int, int, int]]] = {
     "all": lambda rank, n, m: (0, n, 0, m),
     "a quarter each": lambda rank, n, m: (rank * n // 4, (rank + 1) * n // 4, 0, m),
 }
-"""Rows and columns, from and to, that each of four ranks wants of a matrix."""
+"""The range of rows and of columns that each of four ranks needs of a matrix."""
 
 
-@pytest.mark.usefixtures("handed_on")
+@pytest.mark.usefixtures("sharing_ranks")
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_auto_shares_where_ranks_have_parts_in_common(tmp_path: Path, codec: Any, layout: str) -> None:
-    """The group reads little more than what its ranks would read each for itself, each byte of that counted once."""
+def test_auto_shares_reads_where_ranks_need_the_same_parts(tmp_path: Path, codec: Any, layout: str) -> None:
+    """The group reads little more than the union of the bytes that its ranks would read without sharing."""
     draw = np.random.default_rng(5)
     full = {"big": (4000, 1024), "middle": (1500, 1024), "shared": (700, 1024)} | {f"small{i}": (40, 64) for i in range(9)}
     state = {name: draw.integers(0, 50, shape).astype(np.float32) for name, shape in full.items()}
@@ -118,28 +118,28 @@ def test_a_schedule_gives_each_rank_what_it_needs(data: st.DataObject) -> None:
     rounds: dict[tuple[int, int], int] = {}
     for position in raw:
         turn = turns.get((0, position))
-        wanted = {rank: need[position] for rank, need in enumerate(needs) if position in need}
-        every = [("", *run) for runs in wanted.values() for run in runs]
+        needed = {rank: need[position] for rank, need in enumerate(needs) if position in need}
+        all_runs = [("", *run) for runs in needed.values() for run in runs]
         if turn is None:
-            assert united(every) == sum(b - a for _, a, b in every)
+            assert united(all_runs) == sum(b - a for _, a, b in all_runs)
             continue
         assert united([("", a, b) for a, b, _ in turn.jobs]) == sum(b - a for a, b, _ in turn.jobs)
-        assert sum(b - a for a, b, _ in turn.jobs) == united(every)
-        for rank, runs in wanted.items():
-            got = [message for run in runs for message in turn.received_by(rank, *run)]
-            for peer in wanted:
-                assert [m[1:] for m in got if m.rank == peer] == [m[1:] for m in turn.sent_by(peer) if m.rank == rank]
+        assert sum(b - a for a, b, _ in turn.jobs) == united(all_runs)
+        for rank, runs in needed.items():
+            received = [message for run in runs for message in turn.received_by(rank, *run)]
+            for peer in needed:
+                assert [m[1:] for m in received if m.rank == peer] == [m[1:] for m in turn.sent_by(peer) if m.rank == rank]
             read = [(a, b) for a, b, reader in turn.jobs if reader == rank]
             assert all(any(first <= a < b <= last for first, last in runs) for a, b in read)
-            had = [*read, *(m[1:] for m in got)]
-            assert sum(b - a for a, b in had) == united([("", *h) for h in had]) == sum(b - a for a, b in runs)
-            assert united([("", *r) for r in [*runs, *had]]) == sum(b - a for a, b in runs)
+            obtained = [*read, *(m[1:] for m in received)]
+            assert sum(b - a for a, b in obtained) == united([("", *h) for h in obtained]) == sum(b - a for a, b in runs)
+            assert united([("", *r) for r in [*runs, *obtained]]) == sum(b - a for a, b in runs)
             rounds[turn.round, rank] = rounds.get((turn.round, rank), 0) + sum(b - a for a, b in runs)
     assert max(rounds.values(), default=0) <= ROUND_BYTES
 
 
-def test_neighbouring_stretches_of_a_block_are_one_read() -> None:
-    """The edges of shards lie within cells: the cell that two need is read with what is beside it."""
+def test_adjacent_ranges_of_a_block_are_one_read() -> None:
+    """The edges of shards are within cells: a cell that two ranks need is read together with the adjacent range."""
     edges = [(i * 9 // 4 * CELL, -(-(i + 1) * 9 // 4) * CELL) for i in range(4)]
     rows = [[(0, 0, 9 * CELL, 9 * CELL, a, b)] for a, b in edges]
     (turn,) = schedule_shared_reads(needs_by_block([np.array(r, np.int64) for r in rows]), 4).values()
@@ -147,7 +147,7 @@ def test_neighbouring_stretches_of_a_block_are_one_read() -> None:
     assert cells == [(0, 3, 0), (3, 5, 1), (5, 7, 2), (7, 9, 3)]
 
 
-def test_a_step_that_is_a_number_of_numpy(tmp_path: Path) -> None:
+def test_a_numpy_number_names_a_step_of_a_group(tmp_path: Path) -> None:
     def restored(group: Group) -> Any:
         with ckpt.Checkpointer(tmp_path, every=None, group=group) as ck:
             ck.save(np.int64(3), one_array(3), blocking=True)
@@ -156,8 +156,8 @@ def test_a_step_that_is_a_number_of_numpy(tmp_path: Path) -> None:
     assert on_ranks(2, restored) == [4, 4]
 
 
-@pytest.mark.usefixtures("handed_on")
-def test_damage_is_found_by_every_rank_that_shares(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("sharing_ranks")
+def test_all_ranks_that_share_a_read_get_its_damage(tmp_path: Path) -> None:
     array = np.random.default_rng(5).standard_normal(2_000_000)
     all_well(on_ranks(2, lambda g: ckpt.save({"w": array}, tmp_path, 0, group=g, codec="none")))
     pack = next((tmp_path / "steps/0/pack").glob("1-*.pack"))
@@ -171,8 +171,8 @@ def test_damage_is_found_by_every_rank_that_shares(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
 @pytest.mark.parametrize("share", ["auto", False])
-def test_what_one_rank_reads_for_all_passes_the_page_cache_by(tmp_path: Path, share: Any) -> None:
-    """As what one rank alone needs; what each reads for itself, as others do, comes through it."""
+def test_a_shared_read_bypasses_the_page_cache(tmp_path: Path, share: Any) -> None:
+    """So do bytes that only one rank needs; without sharing, bytes that several ranks need go through it."""
     own = np.random.default_rng(7).standard_normal((2, 2 << 20))
     copied = np.random.default_rng(8).standard_normal(2 << 20)
 

@@ -1,4 +1,4 @@
-"""The memory through which the ranks of one host share what they read."""
+"""The memory through which the ranks of one host share the blocks that they read."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ pytestmark = pytest.mark.skipif(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 5), st.integers(2, 4), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 31)), max_size=40))
-def test_each_block_goes_round_whole(size: int, slots: int, blocks: list[tuple[int, int]]) -> None:
-    """Each block has a reader, which needs it, and others that do: they see it and no other, however few the slots."""
+def test_each_block_reaches_the_ranks_that_need_it_whole(size: int, slots: int, blocks: list[tuple[int, int]]) -> None:
+    """Each block has one reader, which needs it, and maybe other ranks: they get this block, however few the slots."""
     blocks = [(reader % size, takers | 1 << reader % size) for reader, takers in blocks]
-    got: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    seen_blocks: defaultdict[int, dict[int, int]] = defaultdict(dict)
 
     def work(group: Group) -> None:
         window = window_of(group, slots, len(blocks))
@@ -55,16 +55,16 @@ def test_each_block_goes_round_whole(size: int, slots: int, blocks: list[tuple[i
             if takers >> group.rank & 1:
                 window.wait_until_ready(block, reader)
                 seen = window.slot(block)
-                got[group.rank][block] = int(seen[0]) if (seen == seen[0]).all() else -1
+                seen_blocks[group.rank][block] = int(seen[0]) if (seen == seen[0]).all() else -1
             window.release(block)
         reading.join()
 
     all_well(on_ranks(size, work))
     for rank in range(size):
-        assert got[rank] == {b: b % 251 for b, (_, takers) in enumerate(blocks) if takers >> rank & 1}
+        assert seen_blocks[rank] == {b: b % 251 for b, (_, takers) in enumerate(blocks) if takers >> rank & 1}
 
 
-def test_who_gives_up_keeps_nobody_waiting() -> None:
+def test_a_failed_rank_ends_the_waits_of_the_others() -> None:
     def work(group: Group) -> None:
         window = window_of(group, 2, 3)
         if group.rank == 1:
@@ -79,41 +79,43 @@ def test_who_gives_up_keeps_nobody_waiting() -> None:
 
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
 @pytest.mark.parametrize("messages", [True, False])
-def test_what_all_need_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, messages: bool) -> None:
-    """Also where the group has no messages, as that of the environment."""
+def test_blocks_that_all_ranks_need_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, messages: bool
+) -> None:
+    """This holds also where the group has no messages, like a group of the environment."""
     monkeypatch.setattr(ThreadGroup, "can_exchange", messages)
     monkeypatch.setattr("ckpt.loading.shared_read.MIN_WINDOW_BYTES", 0)
     monkeypatch.setattr("ckpt.loading.shared_read.MAX_WINDOW_BYTES", 3 << 23)  # three slots
     state = saved(tmp_path, codec)
     stored = sum(file.stat().st_size for file in tmp_path.rglob("*.pack"))
-    told: list[int] = []
+    progress: list[int] = []
 
     def load(group: Group) -> None:
-        loaded = ckpt.load(Counting(tmp_path), empty(state), group=group, progress=told.append)
+        loaded = ckpt.load(Counting(tmp_path), empty(state), group=group, progress=progress.append)
         assert all(np.array_equal(loaded[name], array) for name, array in state.items())
 
     for size in (2, 3):
         Counting.read = 0
-        told.clear()
+        progress.clear()
         all_well(on_ranks(size, load))
         assert 0.9 * stored <= Counting.read <= 1.05 * stored
-        assert 0.9 * stored <= sum(told) <= 1.05 * stored
+        assert 0.9 * stored <= sum(progress) <= 1.05 * stored
 
 
 @pytest.mark.parametrize("lacking", ["memfd_create", "the way to it"])
-def test_ranks_that_see_no_memory_in_common_read_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
-    """As on another system, or in a container of its own: one such rank, and all do without."""
+def test_ranks_without_common_memory_read_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    """The system may have no such memory, or one rank a container of its own: then all ranks do without."""
     state = saved(tmp_path)
     if lacking == "memfd_create":
         monkeypatch.delattr(os, "memfd_create")
     else:
-        opened, turns = SharedWindow.create.__globals__["_map_memory_of_rank_0"], iter([False, True, False])
-        monkeypatch.setattr("ckpt.loading.shared_window._map_memory_of_rank_0", lambda *a: None if next(turns) else opened(*a))
+        opened, is_missing = SharedWindow.create.__globals__["_map_memory_of_rank_0"], iter([False, True, False])
+        monkeypatch.setattr(
+            "ckpt.loading.shared_window._map_memory_of_rank_0", lambda *a: None if next(is_missing) else opened(*a)
+        )
     windows: list[Any] = []
-    meet = SharedWindow.create
-    monkeypatch.setattr(SharedWindow, "create", lambda *a: windows.append(meet(*a)) or windows[-1])
+    create = SharedWindow.create
+    monkeypatch.setattr(SharedWindow, "create", lambda *a: windows.append(create(*a)) or windows[-1])
 
     def load(group: Group) -> None:
         loaded = ckpt.load(tmp_path, empty(state), group=group)
@@ -124,19 +126,19 @@ def test_ranks_that_see_no_memory_in_common_read_all_the_same(
 
 
 @pytest.mark.parametrize("kind", [LocalStore, MemoryStore])
-def test_what_lies_in_memory_is_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Store]) -> None:
-    """Each rank can copy from it itself."""
+def test_a_store_in_memory_is_read_without_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Store]) -> None:
+    """Each rank can copy from it directly."""
     state = saved(tmp_path)
-    met: list[int] = []
-    meet = SharedWindow.create
-    monkeypatch.setattr(SharedWindow, "create", lambda group, *a: met.append(group.rank) or meet(group, *a))
+    created_by: list[int] = []
+    create = SharedWindow.create
+    monkeypatch.setattr(SharedWindow, "create", lambda group, *a: created_by.append(group.rank) or create(group, *a))
 
     def load(group: Group) -> None:
         loaded = ckpt.load(kind(tmp_path), empty(state), group=group)  # type: ignore[call-arg]
         assert all(np.array_equal(loaded[name], array) for name, array in state.items())
 
     all_well(on_ranks(2, load))
-    assert sorted(met) == ([] if kind is MemoryStore else [0, 1])
+    assert sorted(created_by) == ([] if kind is MemoryStore else [0, 1])
 
 
 @pytest.mark.parametrize("point", ["local.read=error@3", "load.window=error@2"])
@@ -152,19 +154,19 @@ def test_an_error_of_one_rank_ends_the_load_on_all(tmp_path: Path, point: str) -
     all_well(on_ranks(3, lambda g: ckpt.load(tmp_path, empty(state), group=g)))
 
 
-def test_ranks_that_want_to_share_in_different_ways_are_refused(tmp_path: Path) -> None:
+def test_different_share_reads_options_of_ranks_are_refused(tmp_path: Path) -> None:
     state = saved(tmp_path)
-    ways: list[Any] = ["auto", False, "auto"]
-    for error in on_ranks(3, lambda g: ckpt.load(tmp_path, empty(state), group=g, share_reads=ways[g.rank])):
+    options: list[Any] = ["auto", False, "auto"]
+    for error in on_ranks(3, lambda g: ckpt.load(tmp_path, empty(state), group=g, share_reads=options[g.rank])):
         assert isinstance(error, ckpt.InvalidArgument)
         assert "share_reads='auto' on rank 0 and False on rank 1" in str(error)
 
 
 @pytest.mark.parametrize("where", ["accept", "fetch"])
-def test_an_interrupt_or_damage_leaves_nothing_of_the_memory(
+def test_an_interrupt_or_damage_leaves_no_mapping_of_the_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """While the collector is off and all hold their errors, as a loop that falls back to an older step does."""
+    """The garbage collector is off and all ranks keep their errors, like a loop that falls back to an older step."""
     state = saved(tmp_path)
     kind: type[BaseException] = KeyboardInterrupt if where == "accept" else ckpt.IntegrityError
     calls = iter(range(1000))

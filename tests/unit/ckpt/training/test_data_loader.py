@@ -1,4 +1,4 @@
-"""data.Loader: after any row of restarts, on any number of ranks, each sample comes once and in the same order."""
+"""data.Loader: after any sequence of restarts, on any number of ranks, each sample occurs once and in the same order."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ckpt.training.data_position import Cursor, EpochPlan, epoch_order, format_r
 
 
 @given(st.integers(0, 1000), st.integers(1, 50))
-def test_shares_are_a_partition(count: int, world_size: int) -> None:
+def test_shares_of_ranks_partition_a_batch(count: int, world_size: int) -> None:
     shares = [rank_share(count, rank, world_size) for rank in range(world_size)]
     assert [i for part in shares for i in part] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @given(st.integers(1, 300), st.integers(0, 2**40), st.integers(0, 1000))
-def test_an_order_is_a_permutation(size: int, seed: int, epoch: int) -> None:
+def test_the_order_of_an_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     assert sorted(epoch_order(size, seed, epoch)) == list(range(size))
     assert epoch_order(size, seed, epoch).tolist() == epoch_order(size, seed, epoch).tolist()
 
 
-def test_orders_stay_what_they_are() -> None:
-    """A run that goes on with a newer numpy must go on in the same order."""
+def test_orders_of_epochs_do_not_change_with_versions() -> None:
+    """A run that continues with a newer numpy must continue in the same order."""
     assert epoch_order(10, 3, 1).tolist() == ORDER_OF_10
     assert epoch_order(1000, 0, 0).tolist() != epoch_order(1000, 0, 1).tolist() != epoch_order(1000, 1, 0).tolist()
     assert epoch_order(3, 0, 0, shuffle=False).tolist() == [0, 1, 2]
@@ -53,7 +53,7 @@ _ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)).map(lambda p
 
 
 @given(_ranges)
-def test_ranges_as_text(ranges: list[tuple[int, int]]) -> None:
+def test_ranges_are_merged_and_parsed_from_their_text(ranges: list[tuple[int, int]]) -> None:
     joined = merge_ranges(ranges)
     numbers = {n for first, last in ranges for n in range(first, last + 1)}
     assert {n for n in range(80) if data_position.is_in_ranges(joined, n)} == numbers
@@ -62,7 +62,7 @@ def test_ranges_as_text(ranges: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "3-", "-3", "5-4", "1;2", "1-2-3"])
-def test_ranges_that_are_none(text: str) -> None:
+def test_malformed_ranges_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="names no batches"):
         parse_ranges(text)
 
@@ -72,8 +72,10 @@ def test_ranges_that_are_none(text: str) -> None:
     runs=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=8), extra=st.integers(0, 9),
 )  # fmt: skip
 @settings(deadline=None)
-def test_any_row_of_restarts(size: int, last: Any, seed: int, runs: list[tuple[int, int]], extra: int) -> None:
-    """Each run has a number of ranks, and ends after some steps. Together they see what one run on one rank sees."""
+def test_any_sequence_of_restarts_gives_the_same_batches(
+    size: int, last: Any, seed: int, runs: list[tuple[int, int]], extra: int
+) -> None:
+    """Each run has a number of ranks and ends after some steps. Together they give the batches of one run on one rank."""
     global_batch = max(ranks for ranks, _ in runs) + extra
     plan = EpochPlan(size, global_batch, last)
     if last == "drop" and size < global_batch:
@@ -91,15 +93,17 @@ def test_any_row_of_restarts(size: int, last: Any, seed: int, runs: list[tuple[i
                 parts.append([int(samples[p % size]) for p in batch.share(rank, world_size)])
                 cursors[rank] = batch.after
             seen.append([sample for part in parts for sample in part])
-        assert len(set(cursors)) == 1, "all ranks are at the same place"
+        assert len(set(cursors)) == 1, "all ranks are at the same position"
         at = cursors[0]
-    want = uninterrupted(size, global_batch, seed, steps + 1, last)
-    assert seen == want[:steps]
+    expected = uninterrupted(size, global_batch, seed, steps + 1, last)
+    assert seen == expected[:steps]
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.sampled_from(["short", "drop", "pad"]), _ranges)
 @settings(deadline=None)
-def test_batches_that_are_passed_over(size: int, global_batch: int, last: Any, ranges: list[tuple[int, int]]) -> None:
+def test_skipped_batches_leave_the_others_unchanged(
+    size: int, global_batch: int, last: Any, ranges: list[tuple[int, int]]
+) -> None:
     if last == "drop" and size < global_batch:
         return
     whole, some = EpochPlan(size, global_batch, last), EpochPlan(size, global_batch, last, merge_ranges(ranges))
@@ -108,53 +112,53 @@ def test_batches_that_are_passed_over(size: int, global_batch: int, last: Any, r
         batch = some.batch(at)
         kept.append((batch.number, batch.epoch, batch.start, batch.stop))
         at = batch.after
-    at, all_of_them = whole.skip_ahead(Cursor()), []
+    at, every_batch = whole.skip_ahead(Cursor()), []
     while at.batch < 80:
         batch = whole.batch(at)
-        all_of_them.append((batch.number, batch.epoch, batch.start, batch.stop))
+        every_batch.append((batch.number, batch.epoch, batch.start, batch.stop))
         at = batch.after
-    assert kept == [b for b in all_of_them if not data_position.is_in_ranges(merge_ranges(ranges), b[0])]
+    assert kept == [b for b in every_batch if not data_position.is_in_ranges(merge_ranges(ranges), b[0])]
 
 
 @pytest.mark.parametrize("last", ["short", "drop", "pad"])
-def test_epochs(last: str) -> None:
+def test_each_epoch_has_its_batches_in_order(last: str) -> None:
     made = loader(18, last=last)
     found = []
     for epoch in range(3):
         assert made.epoch == epoch
-        of_this = list(made)
-        assert len(of_this) == len(made)
-        found += of_this
+        epoch_batches = list(made)
+        assert len(epoch_batches) == len(made)
+        found += epoch_batches
     assert found == uninterrupted(18, 4, 3, 3, last)
     assert made.batch == len(found) - 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_workers_fetched_ahead_does_not_count(workers: int) -> None:
-    want = uninterrupted(20, 4, 3, 3)
+def test_batches_prefetched_by_workers_do_not_count(workers: int) -> None:
+    expected = uninterrupted(20, 4, 3, 3)
     first = loader(num_workers=workers)
-    assert list(itertools.islice(first.forever(), 7)) == want[:7]
+    assert list(itertools.islice(first.forever(), 7)) == expected[:7]
     state = first.state_dict()
     assert (state["epoch"], state["sample"], state["batch"]) == (1, 8, 7)
     assert all(type(value) is int for value in state.values())
     again = loader(num_workers=workers, seed=99)  # the saved seed counts
     again.load_state_dict(state)
-    assert list(itertools.islice(again.forever(), 8)) == want[7:]
+    assert list(itertools.islice(again.forever(), 8)) == expected[7:]
 
 
-def test_restored_while_it_is_iterated() -> None:
-    """An iterator that exists already goes on from what is restored."""
-    want = uninterrupted(20, 4, 3, 3)
+def test_an_iterator_continues_from_a_restored_position() -> None:
+    """The iterator existed before the restore."""
+    expected = uninterrupted(20, 4, 3, 3)
     made = loader()
     batches = made.forever()
     state = [made.state_dict() for _ in itertools.islice(batches, 8)][-1]
     next(batches)
     made.load_state_dict(state)
-    assert [next(batches) for _ in range(4)] == want[8:12]
+    assert [next(batches) for _ in range(4)] == expected[8:12]
 
 
-def test_left_and_entered_again() -> None:
-    want = uninterrupted(20, 4, 3, 1)
+def test_a_loop_over_an_epoch_continues_after_a_break() -> None:
+    expected = uninterrupted(20, 4, 3, 1)
     made = loader(num_workers=1, persistent_workers=True)
     found = []
     while made.epoch == 0:
@@ -162,13 +166,15 @@ def test_left_and_entered_again() -> None:
             found.append(batch)
             if len(found) % 2 == 0:
                 break
-    assert found == want
+    assert found == expected
 
 
 def test_randomness_depends_on_the_sample_alone() -> None:
-    """Not on workers, ranks, or where a run began; and the loop's own generators are as they were."""
-    want = [x for batch in itertools.islice(loader(dataset=Shaken(10)).forever(), 5) for x in batch]
-    assert len({x[1] for x in want}) == len({x[3] for x in want}) == len(want), "the second epoch is shaken anew"
+    """It does not depend on workers, ranks, or the start of a run; the random generators of the loop are unchanged."""
+    expected = [x for batch in itertools.islice(loader(dataset=Shaken(10)).forever(), 5) for x in batch]
+    assert len({x[1] for x in expected}) == len({x[3] for x in expected}) == len(expected), (
+        "the second epoch has other random numbers"
+    )
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     free = [(random.random(), np.random.rand(), float(torch.rand(()))) for _ in range(5)]
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
@@ -177,11 +183,11 @@ def test_randomness_depends_on_the_sample_alone() -> None:
     for _ in range(5):
         found += [x for batches in many for x in next(batches)]
         drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
-    assert found == want
+    assert found == expected
     assert drawn == free
 
 
-def test_a_dataset_that_gives_several(tmp_path: Path) -> None:
+def test_a_dataset_may_return_several_samples_at_once(tmp_path: Path) -> None:
     class Several(Numbers):
         def __getitems__(self, indices: list[int]) -> list[Any]:
             return [(i, random.random()) for i in indices]
@@ -198,12 +204,12 @@ def test_tensors_are_collated() -> None:
     assert torch.equal(batch[0], torch.arange(4.0))
 
 
-def test_batches_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_in_the_variable_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(data_position.SKIP_VARIABLE, "1,4-6")
-    want = uninterrupted(20, 4, 3, 2)
+    expected = uninterrupted(20, 4, 3, 2)
     made = loader()
     found = [(made.batch, batch) for batch in itertools.islice(made.forever(), 6)]
-    assert found == [(n, want[n]) for n in (0, 2, 3, 7, 8, 9)]
+    assert found == [(n, expected[n]) for n in (0, 2, 3, 7, 8, 9)]
 
 
 @pytest.mark.parametrize(
@@ -219,12 +225,12 @@ def test_batches_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         ({"dataset": iter([1])}, "use ckpt.data.Stream"),
     ],
 )
-def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_of_a_loader_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         loader(**options)
 
 
-def test_another_dataset() -> None:
+def test_a_position_of_another_dataset_is_refused() -> None:
     state = loader(20).state_dict()
     with pytest.raises(InvalidArgument, match="has 24 samples, and had 20"):
         loader(24).load_state_dict(state)
@@ -238,12 +244,14 @@ def test_another_dataset() -> None:
         ({"make": lambda epoch: range(97), "last": "pad"}, "use 'short' or 'drop'"),
     ],
 )
-def test_what_is_no_stream(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_of_a_stream_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         data.Stream(**options, global_batch=12)
 
 
 def stream(size: int = 10, rank: int = 0, world_size: int = 1, **options: Any) -> data.Stream:
+    """Return a stream whose items are numbers that show their epoch."""
+
     def items(epoch: int) -> Iterator[int]:
         yield from range(1000 * epoch, 1000 * epoch + size)
 
@@ -252,32 +260,32 @@ def stream(size: int = 10, rank: int = 0, world_size: int = 1, **options: Any) -
 
 @pytest.mark.parametrize("last", ["short", "drop"])
 @pytest.mark.parametrize("seek", [None, lambda epoch, n: range(1000 * epoch + n, 1000 * epoch + 10)])
-def test_a_stream(last: Any, seek: Any) -> None:
+def test_a_stream_continues_after_any_restarts(last: Any, seek: Any) -> None:
     tail = [[8, 9]] if last == "short" else []
     epoch = [[0, 1, 2, 3], [4, 5, 6, 7], *tail]
-    want = [[1000 * e + i for i in batch] for e in range(4) for batch in epoch]
+    expected = [[1000 * e + i for i in batch] for e in range(4) for batch in epoch]
     for ends in itertools.combinations(range(1, 8), 2):
         state: Any = None
         found = []
-        for until in (*ends, 8):
+        for end in (*ends, 8):
             ranks = [stream(rank=r, world_size=3, last=last, seek=seek) for r in range(3)]
-            for one in ranks:
+            for each in ranks:
                 if state is not None:
-                    one.load_state_dict(state)
-            batches = [one.forever() for one in ranks]
-            while len(found) < until:
+                    each.load_state_dict(state)
+            batches = [each.forever() for each in ranks]
+            while len(found) < end:
                 found.append([item for b in batches for item in next(b)])
-            assert len({str(one.state_dict()) for one in ranks}) == 1
+            assert len({str(each.state_dict()) for each in ranks}) == 1
             state = ranks[0].state_dict()
-        assert found == want[:8]
+        assert found == expected[:8]
 
 
-def test_a_stream_passes_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_skips_batches_in_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(data_position.SKIP_VARIABLE, "0,2")
     assert list(itertools.islice(stream().forever(), 3)) == [[4, 5, 6, 7], [1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007]]
 
 
-def test_a_stream_restored_while_it_is_iterated() -> None:
+def test_an_iterator_of_a_stream_continues_from_a_restored_position() -> None:
     made = stream()
     batches = made.forever()
     next(batches)
@@ -287,6 +295,6 @@ def test_a_stream_restored_while_it_is_iterated() -> None:
     assert next(batches) == [4, 5, 6, 7]
 
 
-def test_an_empty_stream() -> None:
+def test_an_empty_stream_raises_an_error() -> None:
     with pytest.raises(ckpt.CkptError, match="epoch 0 has no batch"):
         next(stream(0).forever())

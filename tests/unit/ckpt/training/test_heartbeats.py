@@ -1,4 +1,4 @@
-"""What a loop reports on its heartbeat page, and when it saves."""
+"""What a training loop publishes on its heartbeat page, and when it saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckpt.training.heartbeat_page import HeartbeatPage
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatPage]:
-    """That of this process."""
+    """Yield the heartbeat page of this process."""
     page = HeartbeatPage(tmp_path / "page", new=True)
     monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
     pulses.reset_after_fork()
@@ -30,8 +30,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatP
     pulses.reset_after_fork()
 
 
-def test_damage_that_a_program_finds_a_way_around(tmp_path: Path, page: HeartbeatPage) -> None:
-    """It is told where nothing can be restored, and no more once something was."""
+def test_damage_is_published_until_a_step_is_restored(tmp_path: Path, page: HeartbeatPage) -> None:
+    """The page reports it while no step can be restored, and no longer once one is."""
     for step in (3, 4):
         ckpt.save({"x": np.arange(5000.0)}, tmp_path / "repo", step, group=None)
     good = {path: path.read_bytes() for path in (tmp_path / "repo/steps").rglob("commit.json")}
@@ -47,24 +47,26 @@ def test_damage_that_a_program_finds_a_way_around(tmp_path: Path, page: Heartbea
         assert page.read().trouble == ""
 
 
-def test_a_device_that_is_away_is_no_damage(tmp_path: Path, page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives EIO as a bad sector does; but for all steps, and for as long as it is away."""
+def test_a_missing_device_is_not_published_as_damage(
+    tmp_path: Path, page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raises EIO like a bad sector, but for all steps and for as long as it is missing."""
 
-    def away(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     ckpt.save({"x": np.arange(5000.0)}, tmp_path / "repo", 3, group=None)
     with ckpt.Checkpointer(tmp_path / "repo", every=7, group=None) as ck:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", away)
+            patch.setattr(os, "preadv", fail)
             with pytest.raises(ckpt.CkptError):
                 ck.restore({"x": np.zeros(5000)})
         assert page.read().trouble == ""
         assert ck.restore({"x": np.zeros(5000)})[1] == 4
 
 
-def test_a_second_checkpointer_of_a_rank_hides_nothing(tmp_path: Path, page: HeartbeatPage) -> None:
-    """What a job went on from is what the one with the newest step went on from."""
+def test_a_second_checkpointer_does_not_hide_the_restored_step(tmp_path: Path, page: HeartbeatPage) -> None:
+    """The page shows the restored step of the Checkpointer with the newest step."""
     ckpt.save({"x": np.zeros(3)}, tmp_path / "repo", 7, group=None)
     with ckpt.Checkpointer(tmp_path / "repo", group=None) as main, ckpt.Checkpointer(tmp_path / "ema", group=None) as other:
         assert main.restore({"x": np.ones(3)})[1] == 8
@@ -72,7 +74,7 @@ def test_a_second_checkpointer_of_a_rank_hides_nothing(tmp_path: Path, page: Hea
     assert (page.read().restored, page.read().committed) == (7, 7)
 
 
-def test_each_step_beats_whether_or_not_something_is_due(tmp_path: Path, page: HeartbeatPage) -> None:
+def test_each_step_publishes_a_heartbeat_whether_or_not_a_save_is_due(tmp_path: Path, page: HeartbeatPage) -> None:
     state, beats = {"x": np.zeros(3)}, 0
     with ckpt.Checkpointer(tmp_path / "repo", every=7, group=None) as ck:
         for step in range(60):
@@ -83,7 +85,7 @@ def test_each_step_beats_whether_or_not_something_is_due(tmp_path: Path, page: H
             beats = beat.beats
             if step % 7 == 6:
                 ck.wait()
-        assert ck._idle_window is not None, "nothing was left out"
+        assert ck._idle_window is not None, "most steps used the short path"
         page.request_stop(60)
         page.confirm_stop(60)
         with pytest.raises(SystemExit):
@@ -91,18 +93,18 @@ def test_each_step_beats_whether_or_not_something_is_due(tmp_path: Path, page: H
     assert ckpt.open(tmp_path / "repo").steps() == [*range(6, 60, 7), 60]
 
 
-def test_what_is_seen_between_two_saves(tmp_path: Path, page: HeartbeatPage) -> None:
+def test_events_between_two_saves_are_published(tmp_path: Path, page: HeartbeatPage) -> None:
     state = {"x": np.zeros(3)}
     with ckpt.Checkpointer(tmp_path / "repo", every=100, group=None) as ck:
         for step in (0, 1, 2):
             ck.step(step, state, loss=1.0)
         assert ck._idle_window is not None
-        ck.step(1, state, loss=2.0)  # a step before: the loop went back
+        ck.step(1, state, loss=2.0)  # a lower number: the loop went back
         assert page.read().step == 1
         for step in (2, 3):
             ck.step(step, state)
         assert ck._idle_window is not None
-        ck.save(3, state)  # without waiting
+        ck.save(3, state)  # in the background
         assert ck._idle_window is None
         ck.wait()
         for step in (4, 5, 6):
@@ -118,7 +120,7 @@ def test_what_is_seen_between_two_saves(tmp_path: Path, page: HeartbeatPage) -> 
         ck.step(8, state)
 
 
-def test_a_save_that_is_due_by_time(tmp_path: Path, page: HeartbeatPage) -> None:
+def test_a_save_is_due_after_its_interval(tmp_path: Path, page: HeartbeatPage) -> None:
     step, began = 0, time.monotonic()
     with ckpt.Checkpointer(tmp_path / "repo", every=timedelta(seconds=0.2), group=None) as ck:
         while ck.step(step, {"x": np.zeros(3)}) is None:

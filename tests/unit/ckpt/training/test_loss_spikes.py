@@ -24,29 +24,29 @@ from ckpt.training.save_interval import (
 
 
 @given(st.lists(st.floats(-1e3, 1e3), max_size=200), st.floats(2, 30))
-def test_spikes_by_the_definition(losses: list[float], factor: float) -> None:
-    """The incremental window is the plain one."""
-    watched, window = SpikeDetector(factor), []
+def test_spikes_agree_with_their_definition(losses: list[float], factor: float) -> None:
+    """The reference computes the limit from the whole window at each step."""
+    detector, window = SpikeDetector(factor), []
     for loss in losses:
         limit = math.inf
         if len(window) >= 16:
             found = sorted(window)
             middle, low, high = (found[len(found) * part // 4] for part in (2, 1, 3))
             limit = middle + factor * max((high - low) / 1.349, 0.01 * abs(middle))
-        assert watched.limit() == limit
-        assert watched.observe(loss) == (loss > limit)
+        assert detector.limit() == limit
+        assert detector.observe(loss) == (loss > limit)
         if loss <= limit:
             window = [*window, loss][-64:]
 
 
-def test_spikes_of_a_usual_training() -> None:
-    """Noise of 5 % on a falling curve is none; four times the loss is one, and stays one however long it lasts."""
+def test_noise_is_no_spike_and_a_multiple_of_the_loss_is() -> None:
+    """Noise of 5 % on a falling curve is no spike; four times the loss is one, however long it lasts."""
     noise = np.random.default_rng(0)
-    watched = SpikeDetector(10)
+    detector = SpikeDetector(10)
     for step in range(5000):
-        assert not watched.observe(8 / (1 + step / 100) ** 0.5 * (1 + 0.05 * noise.standard_normal()))
-    assert all(watched.observe(4.0 + 0.01 * step) for step in range(200))
-    assert not watched.observe(1.1)
+        assert not detector.observe(8 / (1 + step / 100) ** 0.5 * (1 + 0.05 * noise.standard_normal()))
+    assert all(detector.observe(4.0 + 0.01 * step) for step in range(200))
+    assert not detector.observe(1.1)
 
 
 @pytest.mark.parametrize(
@@ -57,17 +57,17 @@ def test_spikes_of_a_usual_training() -> None:
         {loss_spikes.FACTOR_VARIABLE: "9", loss_spikes.LIMIT_VARIABLE: "y"},
     ],
 )
-def test_spikes_asked_for_wrongly(environ: dict[str, str]) -> None:
+def test_malformed_spike_variables_are_refused(environ: dict[str, str]) -> None:
     with pytest.raises(InvalidArgument):
         loss_spikes.spike_detector_from_env(environ)
 
 
-def test_spikes_are_not_looked_for_unasked() -> None:
+def test_spikes_are_detected_only_on_request() -> None:
     assert loss_spikes.spike_detector_from_env({}) is None
 
 
 @given(st.floats(0, 1e7), st.integers(0, 1000))
-def test_mean_time_to_failure(uptime: float, failures: int) -> None:
+def test_the_estimated_mtbf_follows_uptime_and_failures(uptime: float, failures: int) -> None:
     found = posterior_mtbf_seconds(uptime, failures)
     assert posterior_mtbf_seconds(uptime, failures + 1) < found
     assert posterior_mtbf_seconds(uptime + 1, failures) > found
@@ -76,7 +76,7 @@ def test_mean_time_to_failure(uptime: float, failures: int) -> None:
         assert found == pytest.approx(uptime / failures, rel=0.02, abs=DEFAULT_MTBF_SECONDS / failures)
 
 
-def test_the_mean_time_that_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mtbf_variable_sets_the_automatic_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mtbf_seconds_from_env({}) == DEFAULT_MTBF_SECONDS
     assert mtbf_seconds_from_env({MTBF_VARIABLE: "60"}) == 60
     for text in ("x", "-1", "nan", "inf", "0"):

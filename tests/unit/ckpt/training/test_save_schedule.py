@@ -10,7 +10,7 @@ import ckpt
 from ckpt.training.save_interval import daly_interval_seconds
 
 
-def test_keep_last_and_every(tmp_path):
+def test_keep_last_and_every_combine(tmp_path):
     with ckpt.Checkpointer(tmp_path / "r", every=1, keep=ckpt.Keep(last=2, every=5)) as ck:
         for step in range(13):
             ck.step(step, {"x": np.full(10, step)})
@@ -27,7 +27,7 @@ def test_a_step_is_replaced_only_on_request(tmp_path):
     assert len(list((tmp_path / "r/steps/5/pack").iterdir())) == 1
 
 
-def test_the_loop(tmp_path):
+def test_a_restarted_loop_saves_every_third_step_and_goes_on(tmp_path):
     for begin in (0, 7, 14):
         with ckpt.Checkpointer(tmp_path / "r", every=3, keep=3) as ck:
             state, start = ck.restore({"w": np.zeros(5), "step": -1})
@@ -45,14 +45,14 @@ def test_the_loop(tmp_path):
     assert ckpt.open(tmp_path / "r").steps()[-1] == 31
 
 
-def test_when_a_save_is_due(tmp_path):
+def test_a_save_is_due_by_time_by_default_or_never(tmp_path):
     state = {"x": np.zeros(1)}
     with ckpt.Checkpointer(tmp_path / "r", every=timedelta(seconds=0)) as ck:
         assert ck.step(0, state) is not None
     with ckpt.Checkpointer(tmp_path / "r", every=timedelta(hours=1)) as ck:
         assert ck.step(1, state) is None
     with ckpt.Checkpointer(tmp_path / "r") as ck:
-        assert ck.step(2, state) is None  # "auto": minutes, for a save that costs so little
+        assert ck.step(2, state) is None  # "auto" means minutes for a save that costs so little
     with ckpt.Checkpointer(tmp_path / "r", every=None) as ck:
         assert ck.step(3, state) is None
         assert ck.save(3, state).result().step == 3
@@ -63,7 +63,7 @@ def test_when_a_save_is_due(tmp_path):
             ckpt.Checkpointer(tmp_path / "r", **wrong)
 
 
-def test_interval_of_daly():
+def test_the_interval_agrees_with_daly():
     assert daly_interval_seconds(1, 7200) == pytest.approx(120, rel=0.02)
     assert daly_interval_seconds(60, 7200) == pytest.approx(889, rel=0.02)
     assert daly_interval_seconds(1e9, 60) == 60
