@@ -1,4 +1,4 @@
-"""A small file that decodes to very much is refused, or is decoded with bounded memory."""
+"""A small file that decodes to very many bytes is refused, or is decoded with bounded memory."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _BOMB = 1 << 29
 
 
 _ALLOWED = 200 << 20
-"""More than imports and the decoder's own window take, and a fraction of what each bomb decodes to."""
+"""More memory than imports and the window of the decoder take, and a fraction of the decoded size of each bomb."""
 
 
 def _stream(name: str) -> bytes:
-    """Zeros of `_BOMB` bytes, encoded piece by piece."""
-    pieces = [bytes(16 << 20)] * (_BOMB >> 24)
+    """Return zeros of `_BOMB` bytes, encoded chunk by chunk."""
+    chunks = [bytes(16 << 20)] * (_BOMB >> 24)
     if name == "zstd":
         import pyarrow as pa
 
         sink = pa.BufferOutputStream()
         with pa.CompressedOutputStream(sink, "zstd") as stream:
-            for piece in pieces:
-                stream.write(piece)
+            for chunk in chunks:
+                stream.write(chunk)
         return bytes(sink.getvalue())
     encoder: Any = {
         "zlib": lambda: zlib.compressobj(9),
@@ -41,7 +41,7 @@ def _stream(name: str) -> bytes:
         "bz2": bz2.BZ2Compressor,
         "lzma": lambda: lzma.LZMACompressor(preset=0),
     }[name]()
-    return b"".join(encoder.compress(piece) for piece in pieces) + encoder.flush()
+    return b"".join(encoder.compress(chunk) for chunk in chunks) + encoder.flush()
 
 
 _CHILD = """
@@ -62,7 +62,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before << 10)
 
 
 @pytest.mark.parametrize("name", ["zlib", "gzip", "bz2", "lzma", "zstd"])
-def test_a_bomb_takes_no_memory(name: str, tmp_path: Path) -> None:
+def test_decoding_a_bomb_takes_little_memory(name: str, tmp_path: Path) -> None:
     path = tmp_path / "bomb"
     path.write_bytes(_stream(name))
     done = subprocess.run(
@@ -104,7 +104,7 @@ def test_a_manifest_that_decodes_to_far_more_than_its_length_is_refused() -> Non
 
 
 @pytest.mark.parametrize("dictionary", [False, True])
-def test_an_honest_manifest_is_read(dictionary: bool) -> None:
+def test_a_long_valid_manifest_is_read(dictionary: bool) -> None:
     data = _parquet(50_000, cells=b"12345678", dictionary=dictionary)
     assert manifest_parquet.read_table(data, "x").num_rows == 50_000
     groups, _ = manifest_parquet.read_row_groups(data, "x")
@@ -112,7 +112,7 @@ def test_an_honest_manifest_is_read(dictionary: bool) -> None:
 
 
 def test_any_changed_byte_of_a_manifest_is_refused_or_read() -> None:
-    """A wrong header of a page ends in IntegrityError, and in no other error and no endless loop."""
+    """A wrong page header raises IntegrityError, no other error, and causes no endless loop."""
     data = _parquet(40, cells=b"12345678")
     for at in range(4, len(data) - 8, 3):
         changed = bytearray(data)

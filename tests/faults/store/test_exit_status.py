@@ -1,4 +1,4 @@
-"""The exit status of a program whose last save failed: non-zero, unless the program already fails for another reason."""
+"""The exit status of a program whose last save failed: non-zero, and unchanged where the program fails for another reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ckpt
 state = {"weight": np.arange(4_000_000)}
 saver = ckpt.Checkpointer(sys.argv[1], every=None)
 saver.save(1, state, blocking=True)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))  # from now on each pack fails with EFBIG
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))  # from here each pack fails with EFBIG
 state["weight"] = state["weight"] + 1
 """
 
@@ -28,7 +28,7 @@ EXIT_IN_A_BLOCK = "with saver:\n    saver.save(2, state)\n    sys.exit()"
 EXIT_3_IN_A_BLOCK = "with saver:\n    saver.save(2, state)\n    sys.exit(3)"
 EXIT_0 = "saver.save(2, state)\nsys.exit(0)"
 HANDLE = "saver.close()\nhandle = ckpt.save(state, sys.argv[1], step=2, blocking=False)"
-HANDLE_ASKED = """
+HANDLE_READ = """
 saver.close()
 try:
     ckpt.save(state, sys.argv[1], step=2, blocking=False).result()
@@ -46,7 +46,7 @@ with saver:
 """
 
 TIERS_NOT_CLOSED = TIERS.replace("with saver:\n    saver.save(2, state)\n    sys.exit(0)", "saver.save(2, state)")
-TIERS_MADE_UP_FOR = TIERS.replace(
+TIERS_THEN_SAVED = TIERS.replace(
     "sys.exit(0)",
     """saver.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -55,6 +55,7 @@ TIERS_MADE_UP_FOR = TIERS.replace(
 
 
 def run(code: str, url: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program whose first save works and whose next saves fail, followed by this code."""
     return subprocess.run(
         [sys.executable, "-c", BEFORE + code, str(url)], capture_output=True, text=True, timeout=100, check=False
     )
@@ -74,7 +75,7 @@ FAILED = {
 
 
 @pytest.mark.parametrize("code", FAILED.values(), ids=FAILED)
-def test_a_failed_last_save_ends_in_a_non_zero_status(tmp_path: Path, code: str) -> None:
+def test_a_program_whose_last_save_failed_ends_with_a_non_zero_status(tmp_path: Path, code: str) -> None:
     done = run(code, tmp_path / "run")
     assert done.returncode != 0, done.stderr
     assert "step 2" in done.stderr
@@ -86,27 +87,27 @@ def test_a_failed_last_save_ends_in_a_non_zero_status(tmp_path: Path, code: str)
     ("code", "status"), [(EXIT_3_IN_A_BLOCK, 3), (RAISES, 1), (RAISES_IN_A_BLOCK, 1)],
     ids=["exit(3) in a block", "an exception", "an exception in a block"],
 )  # fmt: skip
-def test_the_status_of_an_exception_stays(tmp_path: Path, code: str, status: int) -> None:
+def test_the_exit_status_of_an_exception_is_kept(tmp_path: Path, code: str, status: int) -> None:
     done = run(code, tmp_path / "run")
     assert done.returncode == status, done.stderr
     assert "step 2" in done.stderr
     assert ("the user sees this" in done.stderr) == (status == 1)
 
 
-def test_an_error_that_the_program_has_seen_does_not_change_the_status(tmp_path: Path) -> None:
-    done = run(HANDLE_ASKED, tmp_path / "run")
+def test_an_error_that_the_program_has_caught_does_not_change_the_status(tmp_path: Path) -> None:
+    done = run(HANDLE_READ, tmp_path / "run")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_later_save_makes_up_for_a_tier_that_failed(tmp_path: Path) -> None:
-    done = run(TIERS_MADE_UP_FOR, tmp_path / "run")
+def test_a_later_save_to_a_failed_tier_ends_with_status_zero(tmp_path: Path) -> None:
+    done = run(TIERS_THEN_SAVED, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "step 2 could not be saved to the tier" in done.stderr
     assert ckpt_steps(tmp_path / "run") == [1, 3]
 
 
-def test_what_runs_at_exit_still_runs(tmp_path: Path) -> None:
-    """Functions that were registered before ckpt was imported run after its own report."""
+def test_exit_handlers_registered_before_the_import_still_run(tmp_path: Path) -> None:
+    """They run after the report of ckpt."""
     first = "import atexit\natexit.register(print, 'registered before the import', flush=True)\n"
     code = first + BEFORE + NOT_CLOSED
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A local directory on a disk that fails: full, forbidden, without O_DIRECT, without hard links."""
+"""A local directory on a disk that fails: full, without permission, without O_DIRECT, without hard links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckpt.storage.testing import object_lengths, random_bytes, write_object
 
 
 @pytest.mark.parametrize("point", ["local.append=kill@2", "local.fsync=kill@2", "local.rename=kill@1"])
-def test_killed_writer_leaves_only_what_the_sweep_removes(store: LocalStore, point: str) -> None:
+def test_a_killed_writer_leaves_only_temporary_files(store: LocalStore, point: str) -> None:
     program = (
         "import sys; from ckpt.storage.local.directory import LocalStore\n"
         "with LocalStore(sys.argv[1]).create('a/killed', 1 << 20) as writer:\n"
@@ -42,56 +42,60 @@ def test_killed_writer_leaves_only_what_the_sweep_removes(store: LocalStore, poi
     assert files_below(store) == {"a/kept"}
 
 
-def test_order_of_a_publish(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes are durable before the name is, and the name before the call returns."""
-    done: list[str] = []
+def test_a_publish_syncs_the_file_then_renames_it_then_syncs_the_folder(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are durable before the name, and the name before the call returns."""
+    calls: list[str] = []
     fsync, replace = os.fsync, os.replace
 
     def spy_fsync(fd: int) -> None:
-        done.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "fsync file")
+        calls.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "fsync file")
         fsync(fd)
 
     def spy_replace(source: str, target: str) -> None:
-        done.append("rename")
+        calls.append("rename")
         replace(source, target)
 
     monkeypatch.setattr(os, "fsync", spy_fsync)
     monkeypatch.setattr(os, "replace", spy_replace)
     write_object(store, "a/w", b"x")
-    assert done == ["fsync file", "rename", "fsync folder"]
-    done.clear()
+    assert calls == ["fsync file", "rename", "fsync folder"]
+    calls.clear()
     store.put("a/p", b"x")
-    assert done == ["fsync file", "rename", "fsync folder"]
-    done.clear()
+    assert calls == ["fsync file", "rename", "fsync folder"]
+    calls.clear()
     store.put("new/folder/p", b"x")
-    assert done == ["fsync folder"] * 2 + ["fsync file", "rename", "fsync folder"]
+    assert calls == ["fsync folder"] * 2 + ["fsync file", "rename", "fsync folder"]
 
 
-def test_a_folder_that_another_process_has_made_is_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one may not have come to its fsync yet, and may end before it does. Once for each folder."""
+def test_a_folder_created_by_another_process_is_made_durable_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process may end before its fsync. Each folder is synced only once."""
     subprocess.run([sys.executable, "-c", "import os, sys; os.makedirs(sys.argv[1])", tmp_path / "above/store/a/b"], check=True)
-    done: list[str] = []
+    synced: list[str] = []
     fsync = os.fsync
 
     def spy_fsync(fd: int) -> None:
-        done.append(os.readlink(f"/proc/self/fd/{fd}"))
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", spy_fsync)
     store = LocalStore(tmp_path / "above/store")
     store.put("a/b/c", b"x")
     parents = [tmp_path, tmp_path / "above", tmp_path / "above/store", tmp_path / "above/store/a"]
-    assert [found for found in done if found in map(str, parents)] == list(map(str, parents))
-    done.clear()
+    assert [path for path in synced if path in map(str, parents)] == list(map(str, parents))
+    synced.clear()
     LocalStore(tmp_path / "above/store").put("a/b/d", b"x")
-    assert done[:2] == [str(tmp_path / "above/store"), str(tmp_path / "above/store/a")], "what is above only once"
-    done.clear()
+    assert synced[:2] == [str(tmp_path / "above/store"), str(tmp_path / "above/store/a")], (
+        "a folder above the store was synced twice"
+    )
+    synced.clear()
     store.put("a/b/e", b"x")
-    assert len(done) == 2, "the file and its folder"
+    assert len(synced) == 2, "only the file and its folder are synced"
 
 
-def test_a_root_whose_parents_cannot_be_opened(tmp_path: Path) -> None:
-    """As below a /home that this user may pass, and not list."""
+def test_a_store_below_unreadable_folders_is_written(tmp_path: Path) -> None:
+    """A user may enter /home, but not list it."""
     (tmp_path / "home/user").mkdir(parents=True)
     code = """
 import os, sys
@@ -117,7 +121,7 @@ WRITES: dict[str, Callable[[LocalStore, bytes], Any]] = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_failed_fsync_publishes_nothing(store: LocalStore, failpoints: Callable[[str], None], how: str) -> None:
+def test_a_failed_fsync_publishes_nothing(store: LocalStore, failpoints: Callable[[str], None], how: str) -> None:
     failpoints("local.fsync=error@1")
     with pytest.raises(StoreError, match="I/O error") as failure:
         WRITES[how](store, b"x")
@@ -129,15 +133,15 @@ def test_failed_fsync_publishes_nothing(store: LocalStore, failpoints: Callable[
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_failed_fsync_of_the_folder_is_told(store: LocalStore, failpoints: Callable[[str], None], how: str) -> None:
-    """The object is whole, but its name may be lost with the power: the caller must not believe in it."""
+def test_a_failed_fsync_of_the_folder_is_reported(store: LocalStore, failpoints: Callable[[str], None], how: str) -> None:
+    """The object is whole, but its name may be lost with the power: the caller must not rely on it."""
     failpoints("local.fsync=error@2")
     with pytest.raises(StoreError, match="making durable"):
         WRITES[how](store, b"x")
 
 
 @pytest.mark.parametrize("point", ["local.append=full", "local.rename=error", "local.append=error"])
-def test_failed_writer_leaves_nothing(store: LocalStore, failpoints: Callable[[str], None], point: str) -> None:
+def test_a_failed_writer_leaves_no_file(store: LocalStore, failpoints: Callable[[str], None], point: str) -> None:
     failpoints(point)
     with pytest.raises(StoreError, match="full" if "full" in point else "I/O error"):
         write_object(store, "a/b", b"x")
@@ -145,16 +149,16 @@ def test_failed_writer_leaves_nothing(store: LocalStore, failpoints: Callable[[s
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_full_disk(small_disk: Path, how: str) -> None:
+def test_a_write_to_a_full_disk_fails_and_frees_its_space(small_disk: Path, how: str) -> None:
     store = LocalStore(small_disk)
     store.put("a/kept", b"kept")
     with pytest.raises(StoreError, match="disk is full: free space"):
         WRITES[how](store, bytes(2 << 20))
     assert files_below(store) == {"a/kept"}
-    WRITES[how](store, bytes(1 << 19))  # what the failure took is free again
+    WRITES[how](store, bytes(1 << 19))  # the space of the failed write is free again
 
 
-def test_full_disk_is_found_when_space_is_reserved(small_disk: Path) -> None:
+def test_a_full_disk_is_detected_when_space_is_reserved(small_disk: Path) -> None:
     store = LocalStore(small_disk)
     with pytest.raises(StoreError, match="disk is full"):
         store.create("a/b", size_hint=2 << 20)
@@ -167,14 +171,14 @@ def test_full_disk_is_found_when_space_is_reserved(small_disk: Path) -> None:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user can reach; pytest's own are closed to others."""
+    """Yield a folder that every user can enter; the folders of pytest are closed to other users."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
 
 
-def test_permission_denied(open_folder: Path) -> None:
-    """In a child that is not root, for root may do everything."""
+def test_each_call_without_permission_is_reported(open_folder: Path) -> None:
+    """The calls run in a child that is not root, as root may do everything."""
     store = LocalStore(open_folder)
     store.put("closed/a", b"x")
     closed = Path(store.root, "closed")
@@ -190,7 +194,7 @@ def test_permission_denied(open_folder: Path) -> None:
     ]
     child = os.fork()
     if not child:
-        told = 0
+        reported = 0
         try:
             if os.getuid() == 0:
                 os.setgid(65534)
@@ -201,17 +205,17 @@ def test_permission_denied(open_folder: Path) -> None:
                 except NotFound:
                     pass
                 except StoreError as error:
-                    told += "Permission denied; check the owner" in str(error)
+                    reported += "Permission denied; check the owner" in str(error)
         finally:
-            os._exit(told)
-    told = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            os._exit(reported)
+    reported = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     closed.chmod(0o755)
-    assert told == len(calls)
+    assert reported == len(calls)
 
 
 @pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
-def test_refused_o_direct_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some file systems open with O_DIRECT and refuse the write."""
+def test_a_refused_direct_write_falls_back_to_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems open a file with O_DIRECT and refuse the write."""
     store = LocalStore(tmp_path / "store")
     refused = []
     pwrite = os.pwrite
@@ -230,13 +234,13 @@ def test_refused_o_direct_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert writer.commit() == 3 * 8192
     assert positions == [0, 8192, 16384]
     assert store.get("a") == random_bytes(8192) * 3
-    assert refused in ([0], []), "one refusal is enough"  # none where O_DIRECT cannot even be opened
+    assert refused in ([0], []), "more than one write was refused"  # none where open() refuses O_DIRECT already
 
 
 @pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
 @pytest.mark.parametrize("short", [512, 4096])
-def test_short_direct_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int) -> None:
-    """A device may take a part only, and leave a position that O_DIRECT does not take."""
+def test_a_short_direct_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int) -> None:
+    """A device may write only a part, and leave a position that O_DIRECT does not accept."""
     store = LocalStore(tmp_path / "store")
     pwrite = os.pwrite
     calls = []
@@ -255,7 +259,7 @@ def test_short_direct_write_is_completed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP])
-def test_put_new_without_hard_links(store: LocalStore, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+def test_put_new_works_without_hard_links(store: LocalStore, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     def no_link(source: str, target: str) -> None:
         raise OSError(error, "no hard links")
 
@@ -267,7 +271,7 @@ def test_put_new_without_hard_links(store: LocalStore, monkeypatch: pytest.Monke
     assert files_below(store) == {"a/kept", "a/b"}
 
 
-def test_failed_rename_of_a_put_leaves_nothing(store: LocalStore) -> None:
+def test_a_failed_rename_of_a_put_leaves_no_file(store: LocalStore) -> None:
     Path(store.root, "a/folder").mkdir()
     with pytest.raises(StoreError):
         store.put("a/folder", b"x")

@@ -24,30 +24,30 @@ from ckpt.storage.testing import random_bytes
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("redundancy", "count"), [("4+2", 6), ("3x", 3)])
-def test_writing_goes_on_with_fewer(
+def test_files_are_written_with_fewer_members_while_a_loss_is_tolerated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, redundancy: str, count: int, number: int
 ) -> None:
-    """One node is lost where each is needed: files are written without it, as one more may be lost. Without that one, too,
-    nothing is written any more, and all is read. When both are back, a repair makes all whole."""
+    """One of the nodes that a file needs is lost: files are written without it while one more loss is tolerated. When that one
+    is lost too, no file is written, and all files are read. When both are back, a repair makes all files whole."""
     nodes = [Process(tmp_path / f"n{i}") for i in range(count)]
     namespace = quick(nodes_config(nodes, redundancy=redundancy, deadline_seconds=2.0))
-    known = {path: random_bytes(20_000_000, i) for i, path in enumerate("abc")}
+    contents = {path: random_bytes(20_000_000, i) for i, path in enumerate("abc")}
     full, code = count, parse_redundancy(redundancy)
     try:
-        namespace.put("a", known["a"])
+        namespace.put("a", contents["a"])
         nodes[0].signal(number)
-        namespace.put("b", known["b"])
-        namespace.put("c", known["c"])
+        namespace.put("b", contents["b"])
+        namespace.put("c", contents["c"])
         assert there(namespace, "a") == {full}
         assert there(namespace, "c") == {full - 1}
         assert f"of {namespace.url} is on {full - 1} members where {redundancy} needs {full}" in caplog.text
         for node in nodes[1 : full - code.min_write_fragments + 1]:
             node.signal(number)
         with pytest.raises(Unavailable) as refused:
-            namespace.put("d", known["a"])
-        if code.data_fragments > 1:  # else too few know what there is
+            namespace.put("d", contents["a"])
+        if code.data_fragments > 1:  # with whole copies too few members have the records
             assert f"needs {code.min_write_fragments} members for {redundancy}" in str(refused.value)
-            for path, data in known.items():
+            for path, data in contents.items():
                 assert namespace.get(path) == data
         namespace.close()
         for node in nodes:
@@ -56,7 +56,7 @@ def test_writing_goes_on_with_fewer(
         fresh = quick(nodes_config(nodes, redundancy=redundancy))
         assert {f.path for f in surveys.scrub_namespace(fresh).damaged_files} >= {"c"}
         assert not repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh)).failed
-        for path, data in known.items():
+        for path, data in contents.items():
             assert there(fresh, path) == {full}
             assert fresh.get(path) == data
         fresh.close()
@@ -67,8 +67,9 @@ def test_writing_goes_on_with_fewer(
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_nodes_are_lost_before_a_file_is_durable(tmp_path: Path, lost: int) -> None:
-    """One of six: the file is there without it. Two: it can't be made, and that is said."""
+def test_a_file_survives_one_of_six_nodes_lost_before_its_commit(tmp_path: Path, lost: int) -> None:
+    """When one node is lost, the file exists without it. When two are lost, it can't be written, and the commit raises an
+    error."""
     nodes = [Process(tmp_path / f"n{i}", "--no-near") for i in range(6)]
     namespace = quick(nodes_config(nodes, redundancy="4+2"))
     data = random_bytes(3_000_000, 1)
@@ -93,43 +94,47 @@ def test_nodes_are_lost_before_a_file_is_durable(tmp_path: Path, lost: int) -> N
             node.close()
 
 
-def failing(namespace: Namespace, monkeypatch: pytest.MonkeyPatch, writer: FileWriter, member: str) -> None:
-    """Let a member make nothing durable any more, and take nothing new."""
+def fail_member(namespace: Namespace, monkeypatch: pytest.MonkeyPatch, writer: FileWriter, member: str) -> None:
+    """Let a member make nothing durable any more, and accept no new object."""
 
-    def no(*_: object) -> NoReturn:
+    def refuse(*_: object) -> NoReturn:
         raise Unavailable("a test")
 
-    (mine,) = [w for h, w in zip(writer._objects, writer._writers, strict=True) if h.member == member and w is not None]
-    monkeypatch.setattr(mine, "commit", no)
-    monkeypatch.setattr(namespace.open_members[member].store, "create", no)
+    (object_writer,) = [
+        w for h, w in zip(writer._objects, writer._writers, strict=True) if h.member == member and w is not None
+    ]
+    monkeypatch.setattr(object_writer, "commit", refuse)
+    monkeypatch.setattr(namespace.open_members[member].store, "create", refuse)
 
 
 @pytest.mark.parametrize(("redundancy", "count"), [("4+2", 7), ("3x", 4)])
-def test_members_fail_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redundancy: str, count: int) -> None:
-    """Two make nothing durable, and with a spare as many are left as a write settles for."""
+def test_a_commit_succeeds_with_the_fewest_fragments_it_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redundancy: str, count: int
+) -> None:
+    """Two members make nothing durable; with one spare member, the remaining fragments are the fewest that a write accepts."""
     namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
     data = random_bytes(3_000_000, 1)
     namespace.put("first", b"1")
     with namespace.create("a", aligned=False) as writer:
         writer.append(memoryview(data))
         for member in list(writer._object_by_member)[:2]:
-            failing(namespace, monkeypatch, writer, member)
+            fail_member(namespace, monkeypatch, writer, member)
         writer.commit()
     assert there(namespace, "a") == {parse_redundancy(redundancy).min_write_fragments}
-    assert not list(tmp_path.rglob("*.ckpt-tmp")), "what could not be made durable is given up"
+    assert not list(tmp_path.rglob("*.ckpt-tmp")), "a temporary file of a failed member is left"
     assert namespace.get("a") == data
     namespace.close()
 
 
-def test_an_append_leaves_what_it_was_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member that can't make the new part durable still has the old one."""
+def test_an_append_that_a_member_misses_keeps_its_earlier_fragments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that can't make the appended stripe durable still has the earlier one."""
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     data = random_bytes(3_000_000, 1)
     namespace.put("a", data)
     for times, member in enumerate(["disk3", "disk1"], 1):
         with namespace.create("a", aligned=False, base=namespace.stat("a")) as writer, monkeypatch.context() as patch:
             writer.append(memoryview(data))
-            failing(namespace, patch, writer, member)
+            fail_member(namespace, patch, writer, member)
             writer.commit()
         file = namespace.stat("a")
         assert file is not None
@@ -140,8 +145,8 @@ def test_an_append_leaves_what_it_was_written_on(tmp_path: Path, monkeypatch: py
     namespace.close()
 
 
-def test_a_member_that_answers_again_has_its_part(tmp_path: Path) -> None:
-    """It was left alone while the pieces were written, and not any more when they are made durable."""
+def test_a_member_that_answers_before_the_commit_gets_all_fragments(tmp_path: Path) -> None:
+    """The writer skips it for the first stripe, and uses it again before the commit."""
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     data = random_bytes(3_000_000, 1)
     namespace.put("first", b"1")
@@ -157,8 +162,8 @@ def test_a_member_that_answers_again_has_its_part(tmp_path: Path) -> None:
     namespace.close()
 
 
-def test_a_full_node(tmp_path: Path) -> None:
-    """In the middle of a file: the rest goes elsewhere, as redundant as before."""
+def test_a_file_continues_on_other_members_when_a_node_is_full(tmp_path: Path) -> None:
+    """The node gets full in the middle of a file: the rest goes to other members with the same redundancy."""
     nodes = [Here(tmp_path / f"n{i}", capacity=6_000_000 if i == 0 else None) for i in range(4)]
     namespace = Namespace(nodes_config(nodes))
     data = random_bytes(64_000_000)
@@ -181,12 +186,12 @@ def test_a_full_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_files_are_written_beside_a_member_with_a_full_disk(tmp_path: Path) -> None:
     small = tmp_path / "disk0"
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
+        pytest.skip("no file system can be mounted on this host")
     try:
         namespace = Namespace(directories(tmp_path, 4))
         for i in range(12):
@@ -199,8 +204,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
-def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Years ahead and back: which content is the newest does not depend on it, nor is anything alive deleted."""
+def test_a_jumping_clock_changes_neither_order_nor_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock jumps years ahead and back: the newest content does not depend on it, and no live object is deleted."""
     namespace = Namespace(directories(tmp_path, 4))
     now = time.time()
     for i, shift in enumerate([0, 3e8, -3e8, 1e9, 0]):

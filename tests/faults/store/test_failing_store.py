@@ -1,4 +1,4 @@
-"""A store that fails: full, forbidden, failing to make durable, failing at any call."""
+"""A store that fails: full, without permission, failing to make data durable, failing at any call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METHODS = (
 
 
 def save(url: Any, step: int, mode: str, **options: Any) -> None:
-    """Save `state_of(step)` and wait for it. `small` stages in pieces, with back-pressure."""
+    """Save `state_of(step)` and wait for it. Mode `small` stages the state in parts, with back-pressure."""
     memory = 64 << 10 if mode == "small" else None
     saved = ckpt.save(state_of(step), url, step, keep=2, memory=memory, blocking=mode == "blocking", **options)
     if mode != "blocking":
@@ -35,7 +35,7 @@ def save(url: Any, step: int, mode: str, **options: Any) -> None:
 
 
 def try_save(url: Any, step: int, mode: str) -> ckpt.CkptError | None:
-    """Save; the CkptError if that failed. Any other exception is a failure of the test."""
+    """Save, and return the CkptError if that failed. Any other exception fails the test."""
     try:
         save(url, step, mode)
     except ckpt.CkptError as error:
@@ -44,7 +44,7 @@ def try_save(url: Any, step: int, mode: str) -> ckpt.CkptError | None:
 
 
 def check_failed(root: Path, before: list[int], step: int, error: ckpt.CkptError | None) -> bool:
-    """What must hold after a save of `step` that may have failed; returns whether the step is there after all."""
+    """Check all conditions after a save of `step` that may have failed; return whether the step exists after all."""
     steps = assert_all_load(root)
     assert steps in (before, before[-1:] + [step], [*before, step][-2:], [*before, step]), steps
     if error is not None:
@@ -55,11 +55,11 @@ def check_failed(root: Path, before: list[int], step: int, error: ckpt.CkptError
 
 
 def retry(root: Path, step: int, mode: str) -> None:
-    """The next save works: of the same step, or of the one after it where only the answer got lost."""
+    """Check that the next save works: of the same step, or of the one after it where only the reply was lost."""
     if step in ckpt.open(root).steps():
-        with pytest.raises(ckpt.AlreadyExists) as told:
+        with pytest.raises(ckpt.AlreadyExists) as error:
             save(root, step, mode)
-        one_line(told, str(step), "overwrite")
+        one_line(error, str(step), "overwrite")
         step += 1
     save(root, step, mode)
     assert_all_load(root, step)
@@ -74,8 +74,8 @@ def fast(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "small"])
 @pytest.mark.parametrize("method", METHODS)
-def test_any_call_fails(fast: Path, method: str, mode: str) -> None:
-    """The first call of a method fails, in the next try the second, … until a save meets no failure."""
+def test_a_save_survives_a_failure_of_any_call(fast: Path, method: str, mode: str) -> None:
+    """The first call of a method fails, in the next try the second, and so on, until a save meets no failure."""
     step = 2
     for after in (False, True):
         for at in range(1, 100):
@@ -84,18 +84,18 @@ def test_any_call_fails(fast: Path, method: str, mode: str) -> None:
             before = [step - 2, step - 1]
             store = FailingStore(LocalStore(fast), method, at, after)
             error = try_save(store, step, mode)
-            there = check_failed(fast, before, step, error)
+            exists = check_failed(fast, before, step, error)
             step += 3
             if not store.failed:
                 assert error is None
                 break
-            assert error is not None or there
+            assert error is not None or exists
             retry(fast, step - 3, mode)
-        assert at > 1 or store.calls.get(method, 0) == 0, f"{method} is called and never failed"
+        assert at > 1 or store.calls.get(method, 0) == 0, f"{method} is called and has never failed"
 
 
-def test_every_method_is_called(tmp_path: Path) -> None:
-    """Else the test above proves nothing of it."""
+def test_a_save_and_a_load_call_every_method(tmp_path: Path) -> None:
+    """Otherwise the test above proves nothing about a method."""
     store = FailingStore(LocalStore(tmp_path))
     for step in range(4):
         save(store, step, "blocking")
@@ -103,8 +103,8 @@ def test_every_method_is_called(tmp_path: Path) -> None:
     assert {m for m in METHODS if not store.calls.get(m)} <= {"exists"}
 
 
-def test_a_new_repository_on_a_failing_store(tmp_path: Path) -> None:
-    """Also where nothing is there yet; a Checkpointer tells as it opens."""
+def test_a_failure_while_a_repository_is_created_is_reported(tmp_path: Path) -> None:
+    """A Checkpointer on a new repository raises the error when it opens."""
     for method in ("get", "list", "put_new", "create", "put"):
         for at in range(1, 20):
             root = tmp_path / f"{method}{at}"
@@ -125,7 +125,7 @@ def test_a_new_repository_on_a_failing_store(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["blocking", "async"])
 @pytest.mark.parametrize("point", ["local.fsync=error", "local.rename=error", "local.append=full", "save.manifest=full"])
-def test_injected_system_errors(fast: Path, point: str, mode: str) -> None:
+def test_a_system_error_fails_the_save_and_the_next_one_works(fast: Path, point: str, mode: str) -> None:
     """EIO from fsync is never retried: the file fails, and the save with it."""
     step = 2
     name, _, kind = point.partition("=")
@@ -134,19 +134,19 @@ def test_injected_system_errors(fast: Path, point: str, mode: str) -> None:
         save(fast, step - 1, mode, overwrite=True)
         with failing(f"{point}@{at}"):
             error = try_save(fast, step, mode)
-        there = check_failed(fast, [step - 2, step - 1], step, error)
+        exists = check_failed(fast, [step - 2, step - 1], step, error)
         if error is not None:
             advice = "full" if kind == "full" and name.startswith("local") else "fail"
             one_line(error, advice)
             assert isinstance(error, ckpt.StoreError)
         else:
-            assert there
+            assert exists
         retry(fast, step, mode)
         step += 3
 
 
-def test_a_failed_save_takes_nothing_from_the_others(tmp_path: Path) -> None:
-    """In a Checkpointer the error comes with the next call, and the loop can go on."""
+def test_a_failed_save_changes_no_other_step(tmp_path: Path) -> None:
+    """A Checkpointer raises the error in its next call, and the loop can continue."""
     with ckpt.Checkpointer(tmp_path, every=1, keep=2) as saver:
         state = state_of(0)
         for step in range(3):
@@ -154,10 +154,10 @@ def test_a_failed_save_takes_nothing_from_the_others(tmp_path: Path) -> None:
             saver.wait()
         with failing("local.append=full@1"):
             saver.step(3, write_into(state, state_of(3)))
-            with pytest.raises(ckpt.SaveFailed) as told:
+            with pytest.raises(ckpt.SaveFailed) as error:
                 saver.wait()
-        one_line(told, "step 3", "full")
-        assert isinstance(told.value.__cause__, ckpt.StoreError)
+        one_line(error, "step 3", "full")
+        assert isinstance(error.value.__cause__, ckpt.StoreError)
         assert assert_all_load(tmp_path) == [1, 2]
         saver.step(3, state)
     assert assert_all_load(tmp_path) == [2, 3]
@@ -166,27 +166,27 @@ def test_a_failed_save_takes_nothing_from_the_others(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 6 MiB."""
+    """Yield a tmpfs of 6 MiB."""
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root on Linux")
-    place = tmp_path / "disk"
-    place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "ckpt-test", place], capture_output=True, text=True)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "ckpt-test", disk], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+        pytest.skip(f"no tmpfs can be mounted on this host: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.mark.parametrize("mode", ["blocking", "async", "small"])
-def test_disk_full(small_disk: Path, mode: str) -> None:
+def test_a_save_to_a_full_disk_fails_and_the_next_one_works(small_disk: Path, mode: str) -> None:
     root = small_disk / "run"
     save(root, 0, mode)
     save(root, 1, mode)
     filler = small_disk / "filler"
     for step in range(2, 12):
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
-        # From no room at all to nearly enough: it gets full at the claim, the pack, the manifest or the record.
+        # From no room to nearly enough: the disk gets full at the writer lease, the pack, the manifest or the commit record.
         room = (0, 4096, 8192, 16384, 20480, 32768, 36864, 40960, 45056, 49152)[step - 2]
         filler.write_bytes(bytes(max(0, free - room)))
         before = ckpt.open(root).steps()
@@ -201,17 +201,17 @@ def test_disk_full(small_disk: Path, mode: str) -> None:
     assert_clean(root)
 
 
-def test_disk_too_small_for_the_state(small_disk: Path) -> None:
-    """Space is reserved first, so that a large state fails before its first byte is written."""
+def test_a_state_larger_than_the_disk_fails_before_its_first_byte(small_disk: Path) -> None:
+    """Space is reserved first, so no byte of a large state is written."""
     root = small_disk / "run"
     save(root, 0, "blocking")
     before = files(root)
     big = {"w": state_of(1, 4_000_000)}
     for blocking in (True, False):
-        with pytest.raises(ckpt.StoreError) as told:
+        with pytest.raises(ckpt.StoreError) as error:
             handle = ckpt.save(big, root, 1, blocking=blocking)
             handle.result()
-        one_line(told, "full", "free space or keep fewer steps")
+        one_line(error, "full", "free space or keep fewer steps")
         assert {n for n in files(root) if n.startswith("steps")} == {n for n in before if n.startswith("steps")}
     retry(root, 1, "blocking")
 
@@ -219,7 +219,7 @@ def test_disk_too_small_for_the_state(small_disk: Path) -> None:
 AS_NOBODY = """
 import os, sys, tempfile, ckpt
 from helpers.states import state_of
-with tempfile.TemporaryDirectory() as warm:  # imports everything: nobody may not read the library
+with tempfile.TemporaryDirectory() as warm:  # imports everything, as the user nobody may not read the library
     ckpt.load(ckpt.save(state_of(1), warm).store)
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 url, how = sys.argv[1:]
@@ -235,12 +235,14 @@ except ckpt.CkptError as error:
 """
 
 
-@pytest.mark.parametrize("where", ["", "generations", "steps"])
+@pytest.mark.parametrize("forbidden_folder", ["", "generations", "steps"])
 @pytest.mark.parametrize("how", ["blocking", "async", "load"])
-def test_permission_denied(tmp_path_factory: pytest.TempPathFactory, how: str, where: str) -> None:
+def test_a_save_or_load_without_permission_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, how: str, forbidden_folder: str
+) -> None:
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("only root can become nobody")
-    # Not below pytest's own folder, which nobody may enter.
+    # Not below the folder of pytest, which the user nobody may not enter.
     base = Path(subprocess.check_output(["mktemp", "-d", "/tmp/ckpt-test-XXXXXX"], text=True).strip())
     try:
         base.chmod(0o755)
@@ -251,11 +253,11 @@ def test_permission_denied(tmp_path_factory: pytest.TempPathFactory, how: str, w
             for name in names:
                 os.chown(Path(folder, name), 65534, 65534)
         before = files(root)
-        forbidden = root / where
+        forbidden = root / forbidden_folder
         os.chown(forbidden, 0, 0)
         forbidden.chmod(0o700)
         out = finish(python(AS_NOBODY, root, how))
-        if (how, where) == ("load", "generations"):
+        if (how, forbidden_folder) == ("load", "generations"):
             assert out == "done\n"
         else:
             assert out.startswith("Refused ")
@@ -270,8 +272,8 @@ def test_permission_denied(tmp_path_factory: pytest.TempPathFactory, how: str, w
 
 
 @pytest.mark.parametrize("limit", [20_000, 60_000])
-def test_file_size_limit(tmp_path: Path, limit: int) -> None:
-    """EFBIG, and SIGXFSZ ignored as Python does: an error like any other."""
+def test_a_file_size_limit_fails_the_save_and_the_next_one_works(tmp_path: Path, limit: int) -> None:
+    """Python ignores SIGXFSZ, so the write fails with EFBIG: an error like any other."""
     code = """
 import resource, sys, ckpt
 from helpers.states import state_of
@@ -280,13 +282,13 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFIN
 try:
     ckpt.save(state_of(1), sys.argv[1], 1)
 except ckpt.StoreError as error:
-    print("told", error)
+    print("raised", error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 ckpt.save(state_of(2), sys.argv[1], 2, keep=2)
 """
     if sys.platform != "linux":
         pytest.skip("limits of file sizes are set as on Linux")
     out = finish(python(code, tmp_path, limit))
-    assert out.startswith("told"), out
+    assert out.startswith("raised"), out
     assert assert_all_load(tmp_path) == [0, 2]
     assert_clean(tmp_path)

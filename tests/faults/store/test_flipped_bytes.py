@@ -31,13 +31,13 @@ EXAMPLES = settings(
     max_examples=1500 if SOAK else 70,
     deadline=None,
     print_blob=True,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking bytes of files tells nothing
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrunk bytes of files explain nothing
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
 def saved(step: int) -> dict[str, Any]:
-    """What is saved: 300 KB in one block, so that uncompressed blocks have two cells, and it compresses."""
+    """Return the saved state: 300 KB in one block, so that uncompressed blocks have two cells; it is compressible."""
     state = state_of(step, size=2000)
     state["wide"] = np.repeat(np.arange(step, step + 20_000, dtype=np.int64), 2).reshape(100, 400)
     return state
@@ -45,7 +45,7 @@ def saved(step: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, repr=False)
 class Sample:
-    """A repository, its bytes, and which places of its packs each step needs."""
+    """A repository, its bytes, and the byte ranges of its packs that each step needs."""
 
     root: Path
     data: dict[str, bytes]
@@ -53,7 +53,7 @@ class Sample:
     """By step: pack, first byte, end, leaf."""
 
     def needs(self, step: int, name: str) -> bool:
-        """Whether a step refers to a file."""
+        """Return whether a step refers to a file."""
         commit = ckpt.open(self.root).commit(step)
         return name in {f.name for f in (*commit.manifests, *commit.trees, *commit.packs)}
 
@@ -76,7 +76,7 @@ def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @dataclass(frozen=True)
 class Damage:
-    """What was done to which file: all its bytes from `at` on, or one."""
+    """What was done to which file: the bytes of [at, end) are changed."""
 
     name: str
     kind: str
@@ -84,12 +84,12 @@ class Damage:
     end: int
 
     def touches(self, begin: int, end: int) -> bool:
-        """Whether any byte of [begin, end) is changed."""
+        """Return whether any byte of [begin, end) is changed."""
         return self.at < end and begin < self.end
 
 
-def harm(data: st.DataObject, sample: Sample, names: list[str]) -> Damage:
-    """Let hypothesis damage one file."""
+def damage_one_file(data: st.DataObject, sample: Sample, names: list[str]) -> Damage:
+    """Let hypothesis damage one file, and return the damage."""
     name = data.draw(st.sampled_from(names), "file")
     whole = sample.data[name]
     path = sample.root / name
@@ -123,7 +123,7 @@ def harm(data: st.DataObject, sample: Sample, names: list[str]) -> Damage:
 
 @pytest.fixture
 def repaired(sample: Sample) -> Iterator[Callable[[], None]]:
-    """A function that makes the sample whole again; also called at the end."""
+    """Yield a function that makes the sample whole again; it is also called at the end."""
 
     def repair() -> None:
         for name in snapshot(sample.root).keys() - sample.data.keys():
@@ -140,7 +140,7 @@ def repaired(sample: Sample) -> Iterator[Callable[[], None]]:
 
 
 def try_load(*args: Any, **options: Any) -> tuple[Any, ckpt.CkptError | None]:
-    """What a load gives, or its CkptError. Any other exception is a failure of the test."""
+    """Return what a load returns, or its CkptError. Any other exception fails the test."""
     try:
         return ckpt.load(*args, **options), None
     except ckpt.CkptError as error:
@@ -150,7 +150,7 @@ def try_load(*args: Any, **options: Any) -> tuple[Any, ckpt.CkptError | None]:
 
 
 def is_hit(sample: Sample, damage: Damage, step: int) -> bool:
-    """Whether a load of all of `step` must fail."""
+    """Return whether a load of all of `step` must fail."""
     if damage.name.endswith(".pack"):
         return any(p == damage.name and damage.touches(b, e) for p, b, e, _ in sample.extents[step])
     if damage.name == "ckpt.json":
@@ -164,11 +164,13 @@ def is_hit(sample: Sample, damage: Damage, step: int) -> bool:
 @pytest.mark.soak
 @EXAMPLES
 @given(data=st.data())
-def test_damage_is_found(sample: Sample, repaired: Callable[[], None], data: st.DataObject) -> None:
+def test_a_load_finds_any_damage_of_the_bytes_it_reads(
+    sample: Sample, repaired: Callable[[], None], data: st.DataObject
+) -> None:
     repaired()
-    damage = harm(data, sample, sorted(sample.data))
+    damage = damage_one_file(data, sample, sorted(sample.data))
     changed = (sample.root / damage.name).exists() and (sample.root / damage.name).read_bytes() == sample.data[damage.name]
-    if changed:  # dropping one of two equal bytes at the end of nothing: no damage
+    if changed:  # the file is unchanged: one of two equal bytes was dropped
         return
     hit = {}
     for step in STEPS:
@@ -179,9 +181,9 @@ def test_damage_is_found(sample: Sample, repaired: Callable[[], None], data: st.
         if hit[step]:
             assert error is not None, f"{damage} was not found by step {step}"
             assert error_like is not None
-            gone = damage.name.endswith("commit.json") and damage.kind == "missing"
-            assert gone or damage.name in str(error), error
-            if gone:
+            deleted = damage.name.endswith("commit.json") and damage.kind == "missing"
+            assert deleted or damage.name in str(error), error
+            if deleted:
                 assert isinstance(error, ckpt.StepNotFound)
             if damage.name.endswith(".pack"):
                 leaves = {leaf for p, b, e, leaf in sample.extents[step] if p == damage.name and damage.touches(b, e)}
@@ -195,7 +197,7 @@ def test_damage_is_found(sample: Sample, repaired: Callable[[], None], data: st.
 
 
 def check_listing(sample: Sample, damage: Damage, hit: dict[int, bool]) -> None:
-    """repo.steps() and verify()."""
+    """Check repo.steps() and verify()."""
     if damage.name == "ckpt.json":
         with pytest.raises(ckpt.CkptError):
             ckpt.open(sample.root)
@@ -211,9 +213,9 @@ def check_listing(sample: Sample, damage: Damage, hit: dict[int, bool]) -> None:
 
 
 def check_newest(sample: Sample, damage: Damage, hit: dict[int, bool]) -> None:
-    """load() without a step: the newest whole one, with a warning where one was passed over."""
+    """Check that load() without a step takes the newest whole one, with a warning where it skips one."""
     whole = [s for s in STEPS if not hit[s]]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         got, error = try_load(sample.root)
     if not whole:
@@ -221,11 +223,11 @@ def check_newest(sample: Sample, damage: Damage, hit: dict[int, bool]) -> None:
         return
     assert error is None, error
     assert_same(got, saved(whole[-1]))
-    gone = damage.kind == "missing" and damage.name.endswith("commit.json")  # indistinguishable from a deleted step
-    passed_over = hit[STEPS[-1]] and not gone
-    assert bool(told) == passed_over, [str(w.message) for w in told]
+    deleted = damage.kind == "missing" and damage.name.endswith("commit.json")  # indistinguishable from a deleted step
+    skipped = hit[STEPS[-1]] and not deleted
+    assert bool(warned) == skipped, [str(w.message) for w in warned]
     got, error = try_load(sample.root, strict=True)
-    assert (error is not None) == passed_over
+    assert (error is not None) == skipped
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with ckpt.Checkpointer(sample.root) as saver:
@@ -237,10 +239,10 @@ def check_newest(sample: Sample, damage: Damage, hit: dict[int, bool]) -> None:
 @pytest.mark.soak
 @EXAMPLES
 @given(data=st.data())
-def test_damage_is_found_by_lazy_reads(sample: Sample, repaired: Callable[[], None], data: st.DataObject) -> None:
-    """A part of a leaf, read alone, is right or refused."""
+def test_a_lazy_read_is_correct_or_refused(sample: Sample, repaired: Callable[[], None], data: st.DataObject) -> None:
+    """A part of a leaf is read alone."""
     repaired()
-    damage = harm(data, sample, sorted(n for n in sample.data if n.startswith("steps/")))
+    damage = damage_one_file(data, sample, sorted(n for n in sample.data if n.startswith("steps/")))
     step = data.draw(st.sampled_from(STEPS), "step")
     first = data.draw(st.integers(0, 99), "first")
     count = data.draw(st.integers(1, 100), "count")
@@ -256,13 +258,15 @@ def test_damage_is_found_by_lazy_reads(sample: Sample, repaired: Callable[[], No
 @pytest.mark.soak
 @settings(EXAMPLES, max_examples=300 if SOAK else 25)
 @given(data=st.data())
-def test_a_run_goes_on_after_damage(sample: Sample, repaired: Callable[[], None], data: st.DataObject) -> None:
-    """Falls back, comes by the damaged step again with the very same state, and saves it whole.
+def test_a_run_continues_after_damage_and_saves_whole_steps(
+    sample: Sample, repaired: Callable[[], None], data: st.DataObject
+) -> None:
+    """The run falls back, reaches the damaged step again with the same state, and saves it whole.
 
-    The blocks of the damaged step are equal to those that are saved: none of them may be referred to.
+    The blocks of the damaged step equal those of the new save: none of them may be deduplicated.
     """
     repaired()
-    damage = harm(data, sample, sorted(n for n in sample.data if n.startswith("steps/")))
+    damage = damage_one_file(data, sample, sorted(n for n in sample.data if n.startswith("steps/")))
     keep = data.draw(st.sampled_from([None, 1, 2]), "keep")
     hit = {step: is_hit(sample, damage, step) for step in STEPS}
     with warnings.catch_warnings():
@@ -283,8 +287,8 @@ def test_a_run_goes_on_after_damage(sample: Sample, repaired: Callable[[], None]
         assert_clean(sample.root)
 
 
-def test_a_truncated_pack_is_not_referred_to(tmp_path: Path) -> None:
-    """Also by a process that never tried to load it."""
+def test_a_save_does_not_refer_to_a_truncated_pack(tmp_path: Path) -> None:
+    """The process that saves has never loaded the pack."""
     ckpt.save(state_of(1), tmp_path, 1)
     (pack,) = tmp_path.glob("steps/1/pack/*.pack")
     pack.write_bytes(pack.read_bytes()[:1])
@@ -292,8 +296,8 @@ def test_a_truncated_pack_is_not_referred_to(tmp_path: Path) -> None:
     assert_same(ckpt.load(tmp_path, step=2), state_of(2))
 
 
-def test_the_last_good_step_outlives_a_rotten_newer_one(tmp_path: Path) -> None:
-    """keep=1 after a fall-back must not delete the new step in favour of the rotten one of a higher number."""
+def test_keep_deletes_a_damaged_newer_step_and_not_the_good_one(tmp_path: Path) -> None:
+    """With keep=1 after a fall-back, the new step must not be deleted in favour of the damaged one with a higher number."""
     for step in (1, 5):
         ckpt.save(state_of(step), tmp_path, step)
     (pack,) = tmp_path.glob("steps/5/pack/*.pack")
@@ -301,27 +305,27 @@ def test_the_last_good_step_outlives_a_rotten_newer_one(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="step 1 because a newer one is damaged"):
         assert_same(ckpt.load(tmp_path), state_of(1))
     ckpt.save(state_of(2), tmp_path, 2, keep=1)
-    assert ckpt.open(tmp_path).steps() == [2], "the rotten one was passed over, and is abandoned"
+    assert ckpt.open(tmp_path).steps() == [2], "the damaged step was skipped, so it is abandoned"
     assert_same(ckpt.load(tmp_path, step=2), state_of(2))
     ckpt.save(state_of(6), tmp_path, 6, keep=1)
     assert ckpt.open(tmp_path).steps() == [6]
     assert_clean(tmp_path)
 
 
-def test_a_rotten_commit_record_does_not_fill_the_disk(tmp_path: Path) -> None:
-    """It blocks deletion of what it may refer to, until `keep` lets go of it."""
+def test_a_damaged_commit_record_does_not_fill_the_disk(tmp_path: Path) -> None:
+    """It blocks deletion of the files that it may refer to, until `keep` no longer includes its step."""
     for step in range(3):
         ckpt.save(state_of(step), tmp_path, step)
     record = tmp_path / "steps/1/commit.json"
     record.write_bytes(record.read_bytes().replace(b"1", b"2", 1))
     ckpt.save(state_of(3), tmp_path, 3, keep=3)
-    assert (tmp_path / "steps/0/commit.json").exists()  # 0, 2, 3 are the good ones
+    assert (tmp_path / "steps/0/commit.json").exists()  # 0, 2 and 3 are the whole steps
     ckpt.save(state_of(4), tmp_path, 4, keep=2)
     assert ckpt.open(tmp_path).steps() == [3, 4]
     assert_clean(tmp_path)
 
 
-def test_damage_in_a_claim_stops_nobody(tmp_path: Path) -> None:
+def test_a_damaged_lease_record_does_not_stop_the_next_writer(tmp_path: Path) -> None:
     ckpt.save(state_of(1), tmp_path, 1)
     for record in tmp_path.glob("generations/*.json"):
         record.write_bytes(b"rot")

@@ -1,4 +1,4 @@
-"""Repositories of a newer version, forged ones, those of a missing framework: refused in one line, and no code is run."""
+"""Repositories of a newer version, forged ones, and those of a missing framework are refused in one line, and run no code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckpt.storage.base.errors import Refused, StoreError, Unavailable
 from ckpt.storage.local.directory import LocalStore
 
 
-def test_a_repository_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_of_a_newer_format_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_records, "FORMAT_VERSION", 2)
     data = json_records.encode("repository", {"id": "x", "new": [1]})
     monkeypatch.undo()
@@ -38,8 +38,8 @@ def test_a_repository_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch)
             call()
 
 
-def test_a_step_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not passed over in favour of an older step, as a damaged one is."""
+def test_a_step_of_a_newer_format_is_refused_and_not_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load does not fall back to an older step, as for a damaged one."""
     path = root / "steps/4/commit.json"
     body = json.loads(path.read_bytes())
     monkeypatch.setattr(json_records, "FORMAT_VERSION", 2)
@@ -49,13 +49,13 @@ def test_a_step_of_the_future(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
         with refused(ckpt.FormatError, "steps/4/commit.json", "version 2", "install a newer", root=root):
             call()
     assert_same(ckpt.load(root, step=3), state_of(3))
-    # And it is never deleted by software that does not understand it.
+    # A version that cannot read the step never deletes it.
     ckpt.save(state_of(5), root, 5, keep=1)
     assert path.exists()
 
 
-def forge(root: Path, step: int, change: Callable[[Any], Any], suffix: str) -> None:
-    """Replace the manifest or the tree of a step by a changed one whose digests are right."""
+def replace_file(root: Path, step: int, change: Callable[[Any], Any], suffix: str) -> None:
+    """Replace the manifest or the tree of a step by a changed one, and update its digests."""
     path = root / f"steps/{step}/commit.json"
     commit = json_records.decode_commit(path.read_bytes(), "")
     group = commit.manifests if suffix == ".parquet" else commit.trees
@@ -68,7 +68,7 @@ def forge(root: Path, step: int, change: Callable[[Any], Any], suffix: str) -> N
 
 
 def change_column(name: str, value: Any) -> Callable[[bytes], bytes]:
-    """Set a column of the manifest to one value in all rows that have bytes."""
+    """Return a function that sets a column of the manifest to one value in all rows that have bytes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -77,7 +77,7 @@ def change_column(name: str, value: Any) -> Callable[[bytes], bytes]:
         at = table.schema.get_field_index(name)
         old = table.column(name).to_pylist()
         packs = table.column("pack").to_pylist()
-        new = [value if pack is not None else was for was, pack in zip(old, packs, strict=True)]
+        new = [value if pack is not None else before for before, pack in zip(old, packs, strict=True)]
         column = pa.array(new, table.schema.field(name).type.value_type).cast(table.schema.field(name).type) if (
             pa.types.is_dictionary(table.schema.field(name).type)
         ) else pa.array(new, table.schema.field(name).type)  # fmt: skip
@@ -102,10 +102,10 @@ def change_column(name: str, value: Any) -> Callable[[bytes], bytes]:
         ("dtype", "object", ("object",)),
     ],
 )
-def test_a_forged_manifest(root: Path, column: str, value: Any, words: tuple[str, ...]) -> None:
-    """Digests prove that nothing was changed by accident; whoever forges them as well still runs no code here."""
+def test_a_forged_manifest_is_refused_and_runs_no_code(root: Path, column: str, value: Any, words: tuple[str, ...]) -> None:
+    """Digests prove that nothing was changed by accident; an attacker who forges the digests, too, still runs no code."""
     ckpt.save({"w": np.zeros(50_000)}, root, 4, codec={"id": "zlib", "level": 1}, overwrite=True)
-    forge(root, 4, change_column(column, value), ".parquet")
+    replace_file(root, 4, change_column(column, value), ".parquet")
     with refused(ckpt.CkptError, *words, root=root):
         ckpt.load(root, step=4)
     with refused(ckpt.CkptError, *words, root=root):
@@ -120,8 +120,8 @@ def test_a_forged_manifest(root: Path, column: str, value: Any, words: tuple[str
         '{"format": 1, "tree": {"array": "embed", "kind": "nonsense"}}', '{"format": 1, "tree": ' + "[" * 5000,
     ],
 )  # fmt: skip
-def test_a_forged_tree(root: Path, tree: str) -> None:
-    forge(root, 4, lambda _: tree.encode(), ".json")
+def test_a_forged_state_tree_is_refused(root: Path, tree: str) -> None:
+    replace_file(root, 4, lambda _: tree.encode(), ".json")
     with refused(ckpt.CkptError, root=root):
         ckpt.load(root, step=4)
     with refused(ckpt.CkptError, root=root):
@@ -130,7 +130,8 @@ def test_a_forged_tree(root: Path, tree: str) -> None:
         ckpt.load(root, state_of(0), step=4)
 
 
-def a_newer_manifest(data: bytes) -> bytes:
+def as_newer_manifest(data: bytes) -> bytes:
+    """Return the manifest with a newer format version."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -140,12 +141,13 @@ def a_newer_manifest(data: bytes) -> bytes:
     return sink.getvalue()
 
 
-def a_newer_tree(data: bytes) -> bytes:
+def as_newer_tree(data: bytes) -> bytes:
+    """Return the state tree with a newer format version."""
     return json.dumps({**json.loads(data), "format": 2}).encode()
 
 
-def test_no_step_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All are named, and what is wrong with each."""
+def test_a_load_without_a_whole_step_names_all_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The error names all steps, and the log the damage of each."""
     root = tmp_path / "r"
     for step in (3, 5, 9):
         ckpt.save(state_of(step), root, step)
@@ -158,10 +160,12 @@ def test_no_step_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         saver.restore(state_of(0))
 
 
-@pytest.mark.parametrize(("change", "suffix"), [(a_newer_manifest, ".parquet"), (a_newer_tree, ".json")])
-def test_a_file_of_a_step_of_the_future(root: Path, change: Callable[[bytes], bytes], suffix: str) -> None:
-    """Neither guessed at nor passed over, and never replaced."""
-    forge(root, 4, change, suffix)
+@pytest.mark.parametrize(("change", "suffix"), [(as_newer_manifest, ".parquet"), (as_newer_tree, ".json")])
+def test_a_step_with_a_file_of_a_newer_format_is_refused_and_kept(
+    root: Path, change: Callable[[bytes], bytes], suffix: str
+) -> None:
+    """The file is neither guessed at nor skipped, and the step is never replaced."""
+    replace_file(root, 4, change, suffix)
     for call in (lambda: ckpt.load(root), lambda: ckpt.load(root, state_of(0), step=4)):
         with refused(ckpt.FormatError, "steps/4/", suffix, "version 2", "install a newer", root=root):
             call()
@@ -172,10 +176,10 @@ def test_a_file_of_a_step_of_the_future(root: Path, change: Callable[[bytes], by
 
 
 @pytest.mark.parametrize("kind", [Refused, Unavailable])
-def test_a_step_that_can_not_be_read_now_is_not_replaced(
+def test_a_step_that_is_unreadable_for_now_is_not_replaced(
     root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[StoreError]
 ) -> None:
-    """It may be whole: only what is known to be damaged gives way without overwrite=True."""
+    """It may be whole: without overwrite=True only a step that is certainly damaged is replaced."""
     get_up_to = LocalStore.get_up_to
 
     def failing(store: LocalStore, name: str, limit: int) -> bytes:
@@ -190,8 +194,8 @@ def test_a_step_that_can_not_be_read_now_is_not_replaced(
     assert_same(ckpt.load(root, step=4), state_of(4))
 
 
-def test_a_tree_that_names_code_runs_none(root: Path) -> None:
-    """A class is used only if its fields are those saved; a function never is."""
+def test_a_state_tree_that_names_code_runs_none(root: Path) -> None:
+    """A class is used only if its fields equal the saved ones; a function is never used."""
     tree = {
         "dict": [
             ["a", {"namedtuple": ["exit 1"], "class": "os:system", "fields": ["command"]}],
@@ -199,7 +203,7 @@ def test_a_tree_that_names_code_runs_none(root: Path) -> None:
             ["c", {"object": {"dict": []}, "class": "antigravity:anything"}],
         ]
     }
-    forge(root, 4, lambda _: json.dumps({"format": 1, "tree": tree}).encode(), ".json")
+    replace_file(root, 4, lambda _: json.dumps({"format": 1, "tree": tree}).encode(), ".json")
     got = ckpt.load(root, step=4)
     assert got["a"].command == "exit 1"
     assert got["b"].args == "x"
@@ -207,12 +211,12 @@ def test_a_tree_that_names_code_runs_none(root: Path) -> None:
     assert "antigravity" not in sys.modules
 
 
-def test_pickle_is_refused_by_name() -> None:
+def test_the_pickle_codec_is_refused_by_name() -> None:
     with refused(ckpt.FormatError, "pickle"):
         codec.decode('{"id": "pickle"}', memoryview(b"cos\nsystem\n(S'false'\ntR."), np.empty(8, np.uint8))
 
 
-def test_a_checkpoint_of_a_framework_that_is_not_here(tmp_path: Path) -> None:
+def test_a_step_of_a_missing_framework_loads_only_into_targets(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     ckpt.save({"w": torch.arange(3.0)}, tmp_path / "run", 0)
     code = """
@@ -226,6 +230,6 @@ try:
 except ckpt.CkptError as error:
     print(error)
 """
-    filled, told = finish(python(code, tmp_path / "run")).splitlines()
+    filled, message = finish(python(code, tmp_path / "run")).splitlines()
     assert filled == "[0.0, 1.0, 2.0]"
-    one_line(RuntimeError(told), "torch", "w", "like")
+    one_line(RuntimeError(message), "torch", "w", "like")

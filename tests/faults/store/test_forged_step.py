@@ -1,4 +1,4 @@
-"""Somebody who may write to the repository changes a step, and all digests with it. With a key the change is found."""
+"""An attacker with write access changes a step and all its digests: a load with a key finds the change."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ OTHER_KEY = bytes(range(1, 33))
 
 
 def state() -> dict[str, Any]:
-    """One leaf in one block of its own, of five cells."""
+    """Return a state with one leaf in a block of its own, of five cells."""
     return {"weight": np.arange(300_000, dtype=np.float32), "step": 5}
 
 
-save = partial(ckpt.save, codec="none")  # else the choice of a codec depends on the speed of the disk
+save = partial(ckpt.save, codec="none")  # otherwise the choice of a codec depends on the speed of the disk
 
 
 def forge(root: Path, step: int, change: Callable[[bytearray], None], *, block_digests: bool = True) -> None:
     """Change the bytes of the first block of a step, and every digest that depends on them, as ckpt itself would write it.
 
-    block_digests: False leaves the digest of the block as it was, and changes only the sums of its cells.
+    block_digests: False keeps the digest of the block, and changes only the checksums of its cells.
     """
     commit = json_records.decode_commit((root / f"steps/{step}/commit.json").read_bytes(), "commit")
     manifest = root / commit.manifests[0].name
@@ -58,10 +58,10 @@ def forge(root: Path, step: int, change: Callable[[bytearray], None], *, block_d
     change(block)
     data[row.position : row.position + row.stored] = block
     pack.write_bytes(data)
-    summed, cells = digest_and_cells(algorithm, memoryview(block))
+    block_digest, cells = digest_and_cells(algorithm, memoryview(block))
     if not block_digests:
-        summed = row.digest
-    for name, value in (("digest", summed), ("cells", cells)):
+        block_digest = row.digest
+    for name, value in (("digest", block_digest), ("cells", cells)):
         values = [value, *table.column(name).to_pylist()[1:]]
         at = table.column_names.index(name)
         table = table.set_column(at, name, pa.array(values, pa.binary()))
@@ -71,46 +71,46 @@ def forge(root: Path, step: int, change: Callable[[bytearray], None], *, block_d
 
 
 def rewrite_commit(root: Path, step: int, **changes: Any) -> None:
-    """Give the commit record the digests that its files have now."""
+    """Write the commit record again with the present digests of its files."""
     path = root / f"steps/{step}/commit.json"
     commit = json_records.decode_commit(path.read_bytes(), "commit")
 
-    def as_it_is(file: json_records.FileRecord) -> json_records.FileRecord:
+    def present_record(file: json_records.FileRecord) -> json_records.FileRecord:
         data = (root / file.name).read_bytes()
         algorithm = "blake3" if file.digest is not None and len(file.digest) == 64 else "xxh3-128"
         return json_records.FileRecord(file.name, len(data), digest(algorithm, data).hex())
 
-    manifests, trees = (tuple(map(as_it_is, files)) for files in (commit.manifests, commit.trees))
+    manifests, trees = (tuple(map(present_record, files)) for files in (commit.manifests, commit.trees))
     commit = dataclasses.replace(commit, manifests=manifests, trees=trees, **changes)
     path.write_bytes(json_records.encode_commit(commit))
 
 
-def spoil(block: bytearray) -> None:
-    """Another first element."""
+def change_first_element(block: bytearray) -> None:
+    """Write another first element."""
     block[:4] = np.float32(1e30).tobytes()
 
 
 def test_a_forged_step_is_refused_with_the_key(tmp_path: Path) -> None:
     save(state(), tmp_path / "run", 5, key=KEY)
-    forge(tmp_path / "run", 5, spoil)
+    forge(tmp_path / "run", 5, change_first_element)
     loaded = ckpt.load(tmp_path / "run", step=5, strict=True)
-    assert loaded["weight"][0] == np.float32(1e30), "the forgery is consistent: digests alone do not find it"
+    assert loaded["weight"][0] == np.float32(1e30), "the forged step is inconsistent: digests alone find it"
     with pytest.raises(ckpt.SignatureError, match="changed after"):
         ckpt.load(tmp_path / "run", step=5, strict=True, key=KEY)
     with pytest.raises(ckpt.IntegrityError, match="step 5|steps/5"):
         ckpt.load(tmp_path / "run", key=KEY)
 
 
-def test_an_older_signed_step_is_loaded_in_place_of_a_forged_one(tmp_path: Path) -> None:
+def test_an_older_signed_step_is_loaded_instead_of_a_forged_one(tmp_path: Path) -> None:
     for step in (4, 5):
         save({"weight": np.full(300_000, step, np.float32)}, tmp_path, step, key=KEY)
-    forge(tmp_path, 5, spoil)
+    forge(tmp_path, 5, change_first_element)
     with pytest.warns(UserWarning, match="older step 4"):
         loaded = ckpt.load(tmp_path, key=KEY)
     assert loaded["weight"][0] == 4
 
 
-def test_the_signature_cannot_be_removed(tmp_path: Path) -> None:
+def test_a_step_without_its_signature_is_refused_with_the_key(tmp_path: Path) -> None:
     save(state(), tmp_path, 5, key=KEY)
     rewrite_commit(tmp_path, 5, signature=None)
     ckpt.load(tmp_path, step=5)
@@ -121,8 +121,8 @@ def test_the_signature_cannot_be_removed(tmp_path: Path) -> None:
 def test_a_signature_of_another_step_is_refused(tmp_path: Path) -> None:
     for step in (4, 5):
         save({"weight": np.full(300_000, step, np.float32)}, tmp_path, step, key=KEY)
-    four = json_records.decode_commit((tmp_path / "steps/4/commit.json").read_bytes(), "commit")
-    (tmp_path / "steps/5/commit.json").write_bytes(json_records.encode_commit(dataclasses.replace(four, step=5)))
+    commit_of_4 = json_records.decode_commit((tmp_path / "steps/4/commit.json").read_bytes(), "commit")
+    (tmp_path / "steps/5/commit.json").write_bytes(json_records.encode_commit(dataclasses.replace(commit_of_4, step=5)))
     with pytest.raises(ckpt.SignatureError):
         ckpt.load(tmp_path, step=5, key=KEY)
 
@@ -144,10 +144,10 @@ def test_a_changed_byte_of_any_file_of_a_signed_step_is_found(tmp_path: Path) ->
     assert np.array_equal(ckpt.load(root, step=5, key=KEY)["weight"], state()["weight"])
 
 
-def test_a_part_of_a_block_is_checked_by_the_digest_of_the_whole_block(tmp_path: Path) -> None:
-    """The sums of cells are xxh3, of which anybody can make two alike: with blake3 they decide nothing."""
+def test_a_partial_read_is_checked_by_the_digest_of_the_whole_block(tmp_path: Path) -> None:
+    """The checksums of cells are xxh3, for which collisions are easy to make: with blake3 they prove nothing."""
     save(state(), tmp_path, 5, digest="blake3")
-    forge(tmp_path, 5, spoil, block_digests=False)
+    forge(tmp_path, 5, change_first_element, block_digests=False)
     with pytest.raises(ckpt.IntegrityError, match="digest"):
         ckpt.open(tmp_path)[5]["weight"][:8]
     with pytest.raises(ckpt.IntegrityError, match="digest"):
@@ -160,15 +160,15 @@ def test_manifest_and_tree_of_a_step_with_blake3_have_blake3_digests(tmp_path: P
         assert digest("blake3", (tmp_path / file.name).read_bytes()).hex() == file.digest
 
 
-def test_what_an_attacker_put_there_is_not_referred_to(tmp_path: Path) -> None:
-    """A forged step must not give its blocks to the next one that is signed, in the process that saves and in another one."""
+def test_a_signed_save_does_not_refer_to_forged_blocks(tmp_path: Path) -> None:
+    """A forged step must not give its blocks to the next signed step, in the same process and in another one."""
     program = (
         "import sys, numpy, ckpt\n"
         "ckpt.save({'weight': numpy.arange(300_000, dtype=numpy.float32), 'step': int(sys.argv[2])}, sys.argv[1], "
         "int(sys.argv[2]), key=bytes(range(32)), codec='none')\n"
     )
     finish(python(program, tmp_path / "run", 5))
-    forge(tmp_path / "run", 5, spoil)
+    forge(tmp_path / "run", 5, change_first_element)
     finish(python(program, tmp_path / "run", 6))
     assert np.array_equal(ckpt.load(tmp_path / "run", step=6, key=KEY)["weight"], state()["weight"])
     packs = {file.name for file in ckpt.open(tmp_path / "run", key=KEY).commit(6).packs}
@@ -176,7 +176,7 @@ def test_what_an_attacker_put_there_is_not_referred_to(tmp_path: Path) -> None:
     assert all(name.startswith("steps/6/") for name in packs)
 
 
-def test_a_step_without_a_signature_is_never_replaced_unasked(tmp_path: Path) -> None:
+def test_an_unsigned_step_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     save(state(), tmp_path, 5)
     before = snapshot(tmp_path / "steps")
     with pytest.raises(ckpt.SignatureError, match="without a key"):
@@ -186,7 +186,7 @@ def test_a_step_without_a_signature_is_never_replaced_unasked(tmp_path: Path) ->
     ckpt.load(tmp_path, step=5, key=KEY)
 
 
-def test_steps_without_a_signature_count_as_no_good_ones_for_keep(tmp_path: Path) -> None:
+def test_keep_does_not_count_unsigned_steps_of_a_signed_run(tmp_path: Path) -> None:
     for step in (1, 2):
         save({"weight": np.full(300_000, step, np.float32)}, tmp_path, step)
     save({"weight": np.full(300_000, 3, np.float32)}, tmp_path, 3, key=KEY, keep=2)
@@ -195,9 +195,9 @@ def test_steps_without_a_signature_count_as_no_good_ones_for_keep(tmp_path: Path
     assert ckpt.open(tmp_path).steps() == [3, 4]
 
 
-def test_a_key_that_was_replaced_is_still_accepted_for_reading(tmp_path: Path) -> None:
+def test_a_key_file_with_an_older_key_reads_its_steps(tmp_path: Path) -> None:
     (tmp_path / "old.key").write_text(KEY.hex() + "\n")
-    (tmp_path / "new.key").write_text(f"# of today\n{OTHER_KEY.hex()}\n\n{KEY.hex()}\n")
+    (tmp_path / "new.key").write_text(f"# the present key\n{OTHER_KEY.hex()}\n\n{KEY.hex()}\n")
     save(state(), tmp_path / "run", 5, key=tmp_path / "old.key")
     save(state(), tmp_path / "run", 6, key=tmp_path / "new.key")
     ckpt.load(tmp_path / "run", step=5, key=tmp_path / "new.key")
@@ -207,21 +207,21 @@ def test_a_key_that_was_replaced_is_still_accepted_for_reading(tmp_path: Path) -
     assert "steps/6" in str(refused.value)
 
 
-def test_the_environment_names_the_key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_names_the_key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text(KEY.hex())
     monkeypatch.setenv("CKPT_KEY_FILE", str(tmp_path / "key"))
     with ckpt.Checkpointer(tmp_path / "run", every=None, codec="none") as ck:
         ck.save(5, state())
     monkeypatch.delenv("CKPT_KEY_FILE")
     assert ckpt.open(tmp_path / "run").commit(5).signature is not None
-    forge(tmp_path / "run", 5, spoil)
+    forge(tmp_path / "run", 5, change_first_element)
     monkeypatch.setenv("CKPT_KEY_FILE", str(tmp_path / "key"))
     with ckpt.Checkpointer(tmp_path / "run", every=None, codec="none") as ck, pytest.raises(ckpt.SignatureError):
         ck.restore(state())
 
 
-def test_a_signed_run_that_goes_back_to_an_older_step_stays_signed(tmp_path: Path) -> None:
-    """The line of training is a part of what is signed. A forged record can't make signed steps count as abandoned."""
+def test_a_forged_record_does_not_abandon_signed_steps(tmp_path: Path) -> None:
+    """The line of training is a part of the signed data. A forged record can't make signed steps count as abandoned."""
     for begin, steps in ((None, range(4)), (1, range(2, 5))):
         with ckpt.Checkpointer(tmp_path, every=None, codec="none", key=KEY) as ck:
             if begin is not None:
@@ -242,14 +242,14 @@ def test_a_signed_run_that_goes_back_to_an_older_step_stays_signed(tmp_path: Pat
     assert ckpt.load(tmp_path, key=KEY, strict=True)["weight"][0] == 5
 
 
-def test_a_signed_step_goes_through_tiers(tmp_path: Path) -> None:
+def test_a_signed_step_is_copied_between_tiers_and_checked(tmp_path: Path) -> None:
     near = ckpt.Tier(tmp_path / "near", every=1, keep=2)
     with ckpt.Checkpointer(tmp_path / "run", every=2, tiers=[near], key=KEY, codec="none") as ck:
         for step in range(4):
             ck.step(step, {"weight": np.full(300_000, step, np.float32)})
     assert ckpt.load(tmp_path / "run", key=KEY)["weight"][0] == 3
     shutil.rmtree(tmp_path / "run/steps")
-    forge(tmp_path / "near", 3, spoil)
+    forge(tmp_path / "near", 3, change_first_element)
     with (
         pytest.warns(UserWarning, match="older step 2"),
         ckpt.Checkpointer(tmp_path / "run", every=None, tiers=[near], key=KEY, codec="none") as ck,
@@ -260,7 +260,7 @@ def test_a_signed_step_goes_through_tiers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", [{"id": "zlib", "level": 1}, None])
 def test_a_copy_to_another_tier_is_checked_by_the_digest(tmp_path: Path, codec: dict[str, Any] | None) -> None:
-    """A stored block whose xxh3 checksum fits, and whose content does not, is not copied."""
+    """A stored block whose xxh3 checksum matches but whose digest does not is not copied."""
     from ckpt.block_io.block_check import is_good_block
 
     checkpoint = save(state(), tmp_path, 5, digest="blake3", codec=codec or "none")
@@ -270,14 +270,14 @@ def test_a_copy_to_another_tier_is_checked_by_the_digest(tmp_path: Path, codec: 
     assert not is_good_block("blake3", row._replace(digest=bytes(32)), memoryview(stored))
 
 
-def test_the_log_and_inspect_say_by_what_the_bytes_were_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_and_inspect_name_the_digest_and_the_signature_check(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "key").write_text(KEY.hex())
     save(state(), tmp_path / "plain", 5)
     save(state(), tmp_path / "signed", 5, key=KEY)
     identity = ckpt.open(tmp_path / "signed").commit(5).signature
     assert identity is not None
 
-    def said(*command: object) -> str:
+    def inspect(*command: object) -> str:
         program = "from ckpt.tools.inspect import main; main()"
         return finish(python(program, *command))
 
@@ -288,37 +288,37 @@ def test_the_log_and_inspect_say_by_what_the_bytes_were_checked(tmp_path: Path, 
     assert f"blake3 digests; signed with key {identity.key}, signature not checked" in caplog.text
     ckpt.load(tmp_path / "signed", key=KEY)
     assert f"blake3 digests; signed with key {identity.key}, signature checked" in caplog.text
-    assert "signature not checked" in said(tmp_path / "signed", "--verify")
-    assert "signature checked" in said(tmp_path / "signed", "--verify", "--key-file", tmp_path / "key")
-    facts = json.loads(said(tmp_path / "signed", "--json", "--key-file", tmp_path / "key"))
+    assert "signature not checked" in inspect(tmp_path / "signed", "--verify")
+    assert "signature checked" in inspect(tmp_path / "signed", "--verify", "--key-file", tmp_path / "key")
+    facts = json.loads(inspect(tmp_path / "signed", "--json", "--key-file", tmp_path / "key"))
     assert facts["steps"][0]["signature"] == {"key": identity.key, "checked": True}
 
 
 def test_ranks_with_different_keys_save_nothing(tmp_path: Path) -> None:
-    """Parts that ranks hand in through the store are signed too: rank 0 signs nothing that another could have put there."""
+    """Rank parts in the store are signed, too: rank 0 signs nothing that another process could have put there."""
 
-    def ranks(keys: list[bytes | None], step: int) -> list[BaseException | None]:
-        found: list[BaseException | None] = [None] * len(keys)
+    def save_as_ranks(keys: list[bytes | None], step: int) -> list[BaseException | None]:
+        errors: list[BaseException | None] = [None] * len(keys)
 
         def run(group: Any, rank: int) -> None:
             try:
                 save(state(), tmp_path / "run", step, group=group, key=keys[rank])
             except BaseException as error:
-                found[rank] = error
+                errors[rank] = error
 
         threads = [Thread(target=run, args=(group, rank)) for rank, group in enumerate(ThreadGroup.make(len(keys)))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return found
+        return errors
 
-    assert ranks([KEY, KEY], 1) == [None, None]
+    assert save_as_ranks([KEY, KEY], 1) == [None, None]
     ckpt.load(tmp_path / "run", step=1, key=KEY)
     for step, keys in enumerate(([KEY, OTHER_KEY], [KEY, None], [None, KEY]), 2):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            errors = ranks([*keys], step)
+            errors = save_as_ranks([*keys], step)
         assert all(isinstance(error, ckpt.CkptError) and "key" in str(error) for error in errors), errors
         assert step not in ckpt.open(tmp_path / "run").steps()
 
@@ -327,7 +327,7 @@ def test_ranks_with_different_keys_save_nothing(tmp_path: Path) -> None:
     ("text", "match"),
     [("", "no key"), ("abcd", "at least 32 bytes"), ("not hexadecimal", "line 1"), (None, "can't be read")],
 )
-def test_a_key_file_that_is_of_no_use_is_refused(tmp_path: Path, text: str | None, match: str) -> None:
+def test_an_unusable_key_file_is_refused(tmp_path: Path, text: str | None, match: str) -> None:
     if text is not None:
         (tmp_path / "key").write_text(text)
     with pytest.raises(ckpt.InvalidArgument, match=match):

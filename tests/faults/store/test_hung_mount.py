@@ -28,10 +28,10 @@ state = {"weight": np.arange(4_000_000)}
 
 def hang():
     os.kill(server, signal.SIGSTOP)
-    print("hangs", flush=True)
+    print("mount hangs", flush=True)
 """
 
-SAVES_ON = """
+CONTINUES_TO_SAVE = """
 saver = ckpt.Checkpointer(url, every=None)
 saver.save(1, state, blocking=True)
 hang()
@@ -61,14 +61,14 @@ OPENS = """
 hang()
 ckpt.Checkpointer(url, every=None)
 """
-ASKS = """
+READS_THE_RESULT = """
 saver = ckpt.Checkpointer(url, every=None)
 saver.save(1, state, blocking=True)
 hang()
 state["weight"] = state["weight"] + 1
 saver.save(2, state).result()
 """
-REFUSES = """
+SAVES_IN_BACKGROUND = """
 handle = ckpt.save(state, url, step=1)
 hang()
 ckpt.save(state, url, step=2, blocking=False)
@@ -83,27 +83,28 @@ with saver:
     saver.save(2, state)
 """
 JOBS = {
-    "saves on": SAVES_ON,
+    "continues to save": CONTINUES_TO_SAVE,
     "closes": CLOSES,
     "ends": ENDS,
     "opens": OPENS,
-    "asks": ASKS,
-    "refuses": REFUSES,
+    "reads the result": READS_THE_RESULT,
+    "saves in the background": SAVES_IN_BACKGROUND,
     "tiers": TIERS,
 }
 
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """Yield a mounted folder and the process that serves it."""
     below, folder = tmp_path / "below", tmp_path / "mount"
     below.mkdir()
     folder.mkdir()
     server = subprocess.Popen([sys.executable, str(PROGRAMS / "passthrough_mount.py"), str(below), str(folder)])
     try:
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not os.path.ismount(folder):
             assert server.poll() is None
-            assert time.monotonic() < until, "not mounted"
+            assert time.monotonic() < deadline, "the mount does not appear"
             time.sleep(0.05)
         yield folder, server
     finally:
@@ -112,36 +113,46 @@ def mount(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
         subprocess.run([shutil.which("fusermount3") or "fusermount", "-uz", str(folder)], check=False)
 
 
-def start(code: str, mount: tuple[Path, subprocess.Popen[bytes]], tmp_path: Path, seconds: float) -> subprocess.Popen[str]:
+def start_program(
+    code: str, mount: tuple[Path, subprocess.Popen[bytes]], tmp_path: Path, seconds: float
+) -> subprocess.Popen[str]:
+    """Start a program on the mount, with this timeout of the store, and wait until its mount hangs."""
     folder, server = mount
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM + code, str(folder / "run"), str(server.pid), str(tmp_path / "near")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "CKPT_STORE_TIMEOUT": str(seconds)},
     )  # fmt: skip
     assert process.stdout is not None
-    assert process.stdout.readline() == "hangs\n"
+    assert process.stdout.readline() == "mount hangs\n"
     return process
 
 
 @pytest.mark.parametrize("code", JOBS.values(), ids=JOBS)
-def test_the_program_ends_with_an_error(mount: tuple[Path, subprocess.Popen[bytes]], tmp_path: Path, code: str) -> None:
-    process = start(code, mount, tmp_path, 1.5)
+def test_a_program_on_a_hung_mount_ends_with_an_error(
+    mount: tuple[Path, subprocess.Popen[bytes]], tmp_path: Path, code: str
+) -> None:
+    process = start_program(code, mount, tmp_path, 1.5)
     try:
         out, err = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert process.returncode == (1 if code in (CLOSES, OPENS, ASKS, REFUSES, TIERS) else 120), (out, err)
+    assert process.returncode == (1 if code in (CLOSES, OPENS, READS_THE_RESULT, SAVES_IN_BACKGROUND, TIERS) else 120), (
+        out,
+        err,
+    )
     assert "CKPT_STORE_TIMEOUT" in out + err
     assert "1.5 s" in out + err
 
 
-@pytest.mark.parametrize("code", [OPENS, SAVES_ON, TIERS], ids=["opens", "saves on", "tiers"])
-def test_an_interrupt_ends_the_program(mount: tuple[Path, subprocess.Popen[bytes]], tmp_path: Path, code: str) -> None:
-    process = start(code, mount, tmp_path, 600)
+@pytest.mark.parametrize("code", [OPENS, CONTINUES_TO_SAVE, TIERS], ids=["opens", "continues to save", "tiers"])
+def test_an_interrupt_ends_a_program_on_a_hung_mount(
+    mount: tuple[Path, subprocess.Popen[bytes]], tmp_path: Path, code: str
+) -> None:
+    process = start_program(code, mount, tmp_path, 600)
     try:
-        time.sleep(0.5)  # the program waits by now; where it does not yet, the interrupt ends it all the same
-        until = time.monotonic() + 100
-        while process.poll() is None and time.monotonic() < until:  # at its exit it waits once more
+        time.sleep(0.5)  # the program waits by then; where it does not yet, the interrupt ends it, too
+        deadline = time.monotonic() + 100
+        while process.poll() is None and time.monotonic() < deadline:  # the program waits once more at its exit
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
         assert process.poll() is not None
@@ -155,7 +166,7 @@ def test_a_mount_that_answers_again_loses_no_step(mount: tuple[Path, subprocess.
     import ckpt
 
     folder, server = mount
-    process = start(CLOSES, mount, tmp_path, 600)
+    process = start_program(CLOSES, mount, tmp_path, 600)
     try:
         time.sleep(0.5)
         server.send_signal(signal.SIGCONT)

@@ -1,7 +1,6 @@
-"""Records that a newer version, a mistake or somebody else wrote: readers ignore what they do not know, report what is
-malformed, and go on. No record ends an agent, a node or a training with a raw error.
+"""Records written by a newer version, by mistake or by an attacker: readers ignore unknown fields and report malformed ones.
 
-Each test prints its seed; CKPT_SEED=… repeats it.
+No record ends an agent, a node or a training with a raw error. Each test prints its seed; CKPT_SEED=… repeats it.
 """
 
 from __future__ import annotations
@@ -54,22 +53,22 @@ STRANGE: Sequence[Any] = (
 )  # fmt: skip
 
 
-def _places(data: Any) -> Iterator[tuple[Any, Any]]:
-    """Each container in a value with each key or index that it has."""
+def _keys_of_containers(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each container in a value with each key or index that it has."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         yield data, key
-        yield from _places(value)
+        yield from _keys_of_containers(value)
 
 
 def _mutated(data: Any, rng: random.Random) -> Any:
-    """Some fields are of another type, missing, or new."""
+    """Return a copy in which some fields have another type, are missing, or are new."""
     data = copy.deepcopy(data)
     for _ in range(rng.randint(1, 3)):
-        places = list(_places(data))
-        if not places or rng.random() < 0.03:
+        keys = list(_keys_of_containers(data))
+        if not keys or rng.random() < 0.03:
             return rng.choice(STRANGE)
-        container, key = rng.choice(places)
+        container, key = rng.choice(keys)
         what = rng.randrange(3)
         if what == 0:
             container[key] = copy.deepcopy(rng.choice(STRANGE))
@@ -83,14 +82,14 @@ def _mutated(data: Any, rng: random.Random) -> Any:
 
 
 def _with_new_fields(data: Any) -> Any:
-    """As a newer version writes it: every mapping has a field more."""
+    """Return the data as a newer version writes it: every mapping has one more field."""
     if isinstance(data, dict):
         return {**{key: _with_new_fields(value) for key, value in data.items()}, "added_later": [1, {"a": None}]}
     return [_with_new_fields(item) for item in data] if isinstance(data, list) else data
 
 
 def _bytes(data: Any, rng: random.Random) -> bytes:
-    """JSON, which may be cut, have a byte of another value, or be none at all."""
+    """Return the data as JSON, which may be cut, have a changed byte, or be no JSON at all."""
     encoded = json.dumps(data).encode()
     how = rng.randrange(12)
     if how == 0:
@@ -130,14 +129,14 @@ REPORT = _agent(
 
 
 def _log() -> list[Any]:
-    """The rows of a run with an entry of each kind."""
+    """Return the rows of a run with an entry of each kind."""
     living = {name: _agent(name) for name in "ab"}
     drafts = [entry_drafts.draft_run(0, "r", SPEC), Draft(0, "lead", "a coordinates", {"name": "a"})]
 
-    def course() -> RunState:
+    def run_state() -> RunState:
         return RunState().apply_entries([read_entry(i + 1, json.dumps(row).encode()) for i, row in enumerate(_rows(drafts))])
 
-    drafts += draft_next_entries(DecisionInput(course(), living, living, 1e9))
+    drafts += draft_next_entries(DecisionInput(run_state(), living, living, 1e9))
     note = {"straggler": 1, "host": "a", "times": 2.5, "seconds": 0.1}
     drafts.append(Draft(0, "note", "rank 1 is slow", note))
     drafts.append(Draft(0, "note", "spares", {"spares": 1, "came": 2, "restored": 3, "left_out": ""}))
@@ -145,9 +144,9 @@ def _log() -> list[Any]:
     drafts.append(
         entry_drafts.draft_failure(0, Failure("diverged", (1,), "NaN", 7, 5, 30.0, "a", BadLoss(7, "spike", 9.0, 3.0, 5)))
     )
-    drafts += draft_next_entries(DecisionInput(course(), living, living, 0.0))
-    drafts.append(entry_drafts.draft_memory(course(), course().memory[:1], "not needed any more"))
-    drafts += draft_next_entries(DecisionInput(course(), living, living, 1e9))
+    drafts += draft_next_entries(DecisionInput(run_state(), living, living, 0.0))
+    drafts.append(entry_drafts.draft_memory(run_state(), run_state().memory[:1], "not needed any more"))
+    drafts += draft_next_entries(DecisionInput(run_state(), living, living, 1e9))
     drafts.append(Draft(1, "request", "drain", {}))
     drafts.append(Draft(1, "end", "all ranks have ended well", {"status": 0, "final": True}))
     assert [draft.kind for draft in drafts].count("start") == 2
@@ -160,22 +159,22 @@ def _rows(drafts: Sequence[Draft]) -> list[Any]:
 
 
 def _follow(rows: Sequence[Any], rng: random.Random | None = None) -> RunState:
-    """What an agent does with a log, up to each of its entries."""
+    """Read a log as an agent does, up to each of its entries, and return the final state of the run."""
     entries = []
     for i, row in enumerate(rows):
         encoded = json.dumps(row).encode() if rng is None or rng.random() < 0.9 else _bytes(row, rng)
         entries.append(read_entry(i + 1, encoded))
         assert entries[-1].number == i + 1
-        course = RunState().apply_entries(entries)
-        assert course.number == i + 1
-        if course.last is not None and course.spec is not None:
+        run_state = RunState().apply_entries(entries)
+        assert run_state.number == i + 1
+        if run_state.last is not None and run_state.spec is not None:
             for living in ({"a": REPORT, "b": _agent("b", attempt=0, doing="over")}, {"b": _agent("b")}):
-                draft_next_entries(DecisionInput(course, living, living, 1e9, 1e9))
+                draft_next_entries(DecisionInput(run_state, living, living, 1e9, 1e9))
     render_metrics(entries, {}, True)
-    return course
+    return run_state
 
 
-def test_any_entry_of_a_log_may_be_malformed(rng: random.Random) -> None:
+def test_a_malformed_entry_of_a_run_log_raises_no_raw_error(rng: random.Random) -> None:
     rows = _log()
     for _ in range(TIMES // 2):
         changed = list(rows)
@@ -185,51 +184,51 @@ def test_any_entry_of_a_log_may_be_malformed(rng: random.Random) -> None:
         _follow(changed, rng)
 
 
-def test_rows_of_a_database_may_be_malformed(rng: random.Random) -> None:
+def test_a_malformed_row_of_a_run_database_raises_no_raw_error(rng: random.Random) -> None:
     for _ in range(TIMES):
-        at, attempt, kind, said, facts = rng.choice(_log())
-        row = [at, attempt, kind, said, json.dumps(facts)]
-        where = rng.randrange(len(row))
-        row[where] = rng.choice([*STRANGE, b"", b"[" * 100_000, _bytes(_mutated(facts, rng), rng)])
+        at, attempt, kind, text, facts = rng.choice(_log())
+        row = [at, attempt, kind, text, json.dumps(facts)]
+        column = rng.randrange(len(row))
+        row[column] = rng.choice([*STRANGE, b"", b"[" * 100_000, _bytes(_mutated(facts, rng), rng)])
         read_row(1, *row)
 
 
-def test_fields_that_a_newer_version_adds_to_entries_change_nothing() -> None:
-    def known(course: RunState) -> dict[str, Any]:
-        return {k: v for k, v in asdict(course).items() if k != "last"}
+def test_new_fields_of_run_log_entries_are_ignored() -> None:
+    def fields_but_last(run_state: RunState) -> dict[str, Any]:
+        return {k: v for k, v in asdict(run_state).items() if k != "last"}
 
     rows = _log()
     newer = [[*row[:4], _with_new_fields(row[4]), "added later"] for row in rows]
     for i in range(1, len(rows) + 1):
-        assert known(_follow(newer[:i])) == known(_follow(rows[:i])), rows[i - 1]
+        assert fields_but_last(_follow(newer[:i])) == fields_but_last(_follow(rows[:i])), rows[i - 1]
 
 
-def test_an_entry_of_an_unknown_kind_is_passed_over_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_of_an_unknown_kind_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     rows = _log()
     at = next(i for i, row in enumerate(rows) if row[2] == "start") + 1
     with caplog.at_level(logging.WARNING):
-        course = _follow([*rows[:at], [1e9, 0, "pause", "from the future", {"seconds": 3}]])
-    assert course.last is not None
-    assert course.last.kind == "start"
+        run_state = _follow([*rows[:at], [1e9, 0, "pause", "from the future", {"seconds": 3}]])
+    assert run_state.last is not None
+    assert run_state.last.kind == "start"
     assert f"entry {at + 1} of the log of the run is passed over: its kind 'pause' is unknown" in caplog.text
 
 
-def test_reports_of_agents_may_be_malformed(rng: random.Random, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_malformed_agent_report_does_not_affect_the_others(rng: random.Random, caplog: pytest.LogCaptureFixture) -> None:
     facts = json.loads(json.dumps(REPORT.to_facts()))
     assert decode_reports({"a": facts, "b": _agent("b").to_facts()}) == {"a": REPORT, "b": _agent("b")}
     assert decode_reports({"a": _with_new_fields(facts)}) == {"a": REPORT}
-    course = _follow(_log()[:3])
+    run_state = _follow(_log()[:3])
     for _ in range(TIMES):
-        told = decode_reports({"a": _mutated(facts, rng), "b": _agent("b").to_facts()})
-        assert told["b"] == _agent("b"), "the others are read all the same"
-        draft_next_entries(DecisionInput(course, told, told, 1e9, 1e9))
+        reports = decode_reports({"a": _mutated(facts, rng), "b": _agent("b").to_facts()})
+        assert reports["b"] == _agent("b"), "a valid report was not read"
+        draft_next_entries(DecisionInput(run_state, reports, reports, 1e9, 1e9))
     with caplog.at_level(logging.WARNING):
         assert decode_reports({"c": {**facts, "name": "a"}, "d": {**facts, "name": "d", "port": "x"}}) == {}
     assert "agent c" in caplog.text
     assert "Report.port is 'x'" in caplog.text
 
 
-def test_lines_of_a_ledger_may_be_malformed(rng: random.Random, tmp_path: Path) -> None:
+def test_a_malformed_line_of_a_goodput_ledger_is_skipped(rng: random.Random, tmp_path: Path) -> None:
     line = {"at": 1e9, "name": "useful", "seconds": 2.0, "attempt": 0, "step": 3, "committed": 1, "since": 1.0}
     path = tmp_path / LEDGER_FILE
     for _ in range(TIMES):
@@ -243,7 +242,7 @@ def test_lines_of_a_ledger_may_be_malformed(rng: random.Random, tmp_path: Path) 
 # --- a namespace -----------------------------------------------------------------------------------------------
 
 
-def test_announcements_may_be_malformed(rng: random.Random) -> None:
+def test_a_malformed_node_announcement_raises_no_raw_error(rng: random.Random) -> None:
     facts = {"address": "h:7070", "domain": "r1/h1", "weight": 2, "device": "d"}
     key = "/ckpt/lab/known/h:7070"
     whole = etcd.AnnouncedNode("h:7070", "r1/h1", 2.0, "d")
@@ -260,9 +259,9 @@ def _packed(data: Any, rng: random.Random) -> bytes:
     return encoded if rng.random() < 0.8 else encoded[: rng.randrange(len(encoded) + 1)] + rng.randbytes(rng.randrange(3))
 
 
-def test_records_of_a_namespace_may_be_malformed(rng: random.Random) -> None:
-    spots = tuple(MemberLocation(name, ("r", name)) for name in "abc")
-    members = msgpack.unpackb(record_ring.encode_ring(record_ring.RecordRing(1, spots, 1, "n")).head)
+def test_a_malformed_record_of_a_namespace_is_read_or_refused(rng: random.Random) -> None:
+    locations = tuple(MemberLocation(name, ("r", name)) for name in "abc")
+    members = msgpack.unpackb(record_ring.encode_ring(record_ring.RecordRing(1, locations, 1, "n")).head)
     stored = file_record.encode_record(PathRecord(RecordHead("file", 3, 1.0, 1.0, "v", ()), inline_data=b"abc"))
     head, body = msgpack.unpackb(stored.head), msgpack.unpackb(stored.body)
     for _ in range(TIMES):
@@ -272,11 +271,11 @@ def test_records_of_a_namespace_may_be_malformed(rng: random.Random) -> None:
             partial(file_record.decode_record, "/a", RegisterValue(_packed(_mutated(head, rng), rng), stored.body)),
             partial(file_record.decode_record, "/a", RegisterValue(stored.head, _packed(_mutated(body, rng), rng))),
         ):
-            _reads_or_refuses(read)
+            _read_or_refuse(read)
     assert leader_election._decode_leader(msgpack.packb(["me", 3, "added later"])) == leader_election._Leader("me", 3)
 
 
-def _reads_or_refuses(read: Callable[[], object]) -> None:
+def _read_or_refuse(read: Callable[[], object]) -> None:
     try:
         read()
     except CkptError:
@@ -288,7 +287,7 @@ def _reads_or_refuses(read: Callable[[], object]) -> None:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a save has written: the content of its records."""
+    """The content of the records that a save has written."""
 
     commit: Mapping[str, Any]
     generation: Mapping[str, Any]
@@ -305,22 +304,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> _Saved:
     return _Saved(*({k: v for k, v in each.items() if k not in ("digest", "kind", "format")} for each in (commit, generation)))
 
 
-def test_commit_records_may_be_malformed(rng: random.Random, saved: _Saved) -> None:
+def test_a_malformed_commit_record_is_read_or_refused(rng: random.Random, saved: _Saved) -> None:
     whole = json_records.decode_commit(json_records.encode("commit", dict(saved.commit)), "here")
     assert json_records.decode_commit(json_records.encode("commit", _with_new_fields(saved.commit)), "here") == whole
     for _ in range(TIMES):
         changed = _mutated(saved.commit, rng)
         for data in (_record("commit", changed), _bytes(changed, rng)):
-            _reads_or_refuses(partial(json_records.decode_commit, data, "here"))
+            _read_or_refuse(partial(json_records.decode_commit, data, "here"))
 
 
-def test_who_writes_a_repository_may_be_malformed(rng: random.Random, saved: _Saved, tmp_path: Path) -> None:
+def test_a_malformed_lease_or_hello_raises_no_raw_error(rng: random.Random, saved: _Saved, tmp_path: Path) -> None:
     repo = open_repository(tmp_path)
     repo.ensure()
     name = "generations/00000001.json"
     repo.store.put(name, json_records.encode("generation", _with_new_fields(saved.generation)))
     owner = lease_records.lease_holder(repo, 1)
-    assert owner == ProcessIdentity(**saved.generation["owner"]), "else a newer version's process would count as gone"
+    assert owner == ProcessIdentity(**saved.generation["owner"]), "the process of a newer version counts as gone"
     for _ in range(TIMES):
         changed = _mutated(saved.generation, rng)
         if isinstance(changed, dict):
@@ -331,14 +330,14 @@ def test_who_writes_a_repository_may_be_malformed(rng: random.Random, saved: _Sa
     assert hello.decode_hello(json.dumps(newer).encode()) == hello.Hello(owner, 1, "2")
 
 
-def test_the_marker_of_a_repository_and_the_note_of_a_tier_may_be_malformed(rng: random.Random, tmp_path: Path) -> None:
+def test_a_malformed_repository_marker_or_tier_note_is_read_or_refused(rng: random.Random, tmp_path: Path) -> None:
     repo = open_repository(tmp_path)
     repo.ensure()
     identity = repo.identity()
     note = {"id": identity, "places": ["/a", "/b"]}
     for _ in range(TIMES // 3):
         repo.store.put(MARKER, _record("repository", _mutated({"id": identity}, rng)))
-        _reads_or_refuses(repo.identity)
+        _read_or_refuse(repo.identity)
         repo.store.put(tier_spec.TIER_NOTE_NAME, _record("tier", _mutated(note, rng)))
         try:
             found = tier_spec.read_tier_note(repo)
@@ -354,7 +353,7 @@ def _record(kind: str, body: Any) -> bytes:
     return json_records.encode(kind, body) if isinstance(body, dict) else b"[]"
 
 
-def test_what_a_node_says_of_itself_may_have_more() -> None:
+def test_new_fields_of_member_information_are_ignored() -> None:
     from ckpt.storage.base.checked_decode import decode
 
     facts = {"identity": "i", "used_bytes": None, "free_bytes": 3, "state": "serving", "labels": [["rack", "r1"]], "uploads": 0}

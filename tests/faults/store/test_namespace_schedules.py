@@ -1,4 +1,4 @@
-"""Random schedules of faults: whatever the redundancy can bear, no file is lost."""
+"""Random schedules of faults: no acknowledged file is lost while the redundancy tolerates the faults."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ckpt.storage.base.errors import StoreError
 
 
 @pytest.mark.parametrize("point", ["repair.piece", "repair.commit", "ledger.change", "ledger.changed"])
-def test_killed_in_a_repair(tmp_path: Path, point: str) -> None:
+def test_the_next_repair_completes_a_killed_one(tmp_path: Path, point: str) -> None:
     filled(tmp_path, "2x", 4).close()
-    shutil.rmtree(next(tmp_path.glob("disk*/objects")))  # not every disk holds something
+    shutil.rmtree(next(tmp_path.glob("disk*/objects")))  # not every disk has objects
     program = (
         "import sys; from pathlib import Path; from helpers.nodes import directories\n"
         "from ckpt.aggregator.file_io.namespace import Namespace\n"
@@ -50,61 +50,61 @@ SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(1
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
-def test_fault_schedules(tmp_path: Path, seed: int) -> None:
-    """Random writes, deletions, losses, rot, repairs and changes of the members that keep records: every acknowledged file is
-    readable and equal, after each step."""
+def test_acknowledged_files_survive_random_fault_schedules(tmp_path: Path, seed: int) -> None:
+    """Random writes, deletions, losses, damage, repairs and changes of the record ring: after each step, every acknowledged
+    file is readable and equal."""
     draw = random.Random(seed)
     redundancy, count = draw.choice([("2x", 4), ("3x", 5), ("2+1", 5), ("4+2", 7)])
     code = parse_redundancy(redundancy)
-    known: dict[str, bytes] = {"first": b"1"}
+    acknowledged: dict[str, bytes] = {"first": b"1"}
     numbers = itertools.count()
-    hurt: set[str] = set()
+    damaged: set[str] = set()
     namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
     namespace.put("first", b"1")
     actions = ["put", "put", "put", "replace", "delete", "lose", "rot", "wipe", "away", "change", "repair", "open"]
     for _ in range(draw.randint(10, 25)):
         action = draw.choice(actions)
         if action in ("put", "replace"):
-            path = draw.choice(list(known)) if action == "replace" and known else f"f{next(numbers)}"
+            path = draw.choice(list(acknowledged)) if action == "replace" and acknowledged else f"f{next(numbers)}"
             data = draw.randbytes(draw.choice([0, 10, 33_000, 70_000, 600_000]))
             namespace.put(path, data)
-            known[path] = data
-        elif action == "delete" and known:
-            path = draw.choice(list(known))
+            acknowledged[path] = data
+        elif action == "delete" and acknowledged:
+            path = draw.choice(list(acknowledged))
             namespace.delete([path])
-            del known[path]
+            del acknowledged[path]
         elif action == "change":
             ring = draw.sample(namespace.locations, draw.randint(2 * code.tolerated_losses + 1, count))
-            if hurt & ({s.name for s in ring} | set(namespace.ring.all_members)):
-                continue  # the records of those may be lost, too
+            if damaged & ({s.name for s in ring} | set(namespace.ring.all_members)):
+                continue  # the records of these members may be lost, too
             change_ring(namespace, ring)
-        elif action == "away":  # and what is changed meanwhile, it does not know when it is back
+        elif action == "away":  # the member misses all changes until it is back
             member = f"disk{draw.randrange(count)}"
-            if hurt - {member} or not (tmp_path / member).exists():
+            if damaged - {member} or not (tmp_path / member).exists():
                 continue
             (tmp_path / member).rename(tmp_path / "away")
-            (tmp_path / member).write_text("not here")
+            (tmp_path / member).write_text("not a folder")
             data = draw.randbytes(draw.choice([10, 70_000]))
-            path = draw.choice([*known, f"f{next(numbers)}"])
+            path = draw.choice([*acknowledged, f"f{next(numbers)}"])
             namespace.put(path, data)
-            known[path] = data
+            acknowledged[path] = data
             (tmp_path / member).unlink()
             (tmp_path / "away").rename(tmp_path / member)
             namespace.close()
             namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
-        elif action == "wipe":  # an empty disk in its place
+        elif action == "wipe":  # an empty disk replaces it
             member = f"disk{draw.randrange(count)}"
-            if len(hurt | {member}) > code.tolerated_losses:
+            if len(damaged | {member}) > code.tolerated_losses:
                 continue
-            hurt.add(member)
+            damaged.add(member)
             namespace.close()
             shutil.rmtree(tmp_path / member, ignore_errors=True)
             namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
         elif action in ("lose", "rot"):
             member = f"disk{draw.randrange(count)}"
-            if len(hurt | {member}) > code.tolerated_losses:
+            if len(damaged | {member}) > code.tolerated_losses:
                 continue
-            hurt.add(member)
+            damaged.add(member)
             objects = [p for p in (tmp_path / member / "objects").rglob("*") if p.is_file()]
             for victim in draw.sample(objects, draw.randint(0, len(objects))):
                 if action == "lose":
@@ -116,12 +116,12 @@ def test_fault_schedules(tmp_path: Path, seed: int) -> None:
         elif action == "repair":
             done = repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
             assert not done.failed, (seed, done.failed)
-            hurt.clear()
+            damaged.clear()
         elif action == "open":
             namespace.close()
             namespace = Namespace(directories(tmp_path, count, redundancy=redundancy))
-        assert list(namespace.list()) == sorted(known), seed
-        for path, data in known.items():
+        assert list(namespace.list()) == sorted(acknowledged), seed
+        for path, data in acknowledged.items():
             try:
                 assert namespace.get(path) == data, (seed, path)
             except StoreError as error:

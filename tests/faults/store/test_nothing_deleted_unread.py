@@ -1,4 +1,4 @@
-"""Nothing is deleted because of a record that was damaged, missing, or could not be read."""
+"""Nothing is deleted because of a record that was damaged or missing, or that could not be read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ckpt.tools.restore import _atomic_destination
 __all__ = ["places"]
 
 
-def saved_in_memory(places: Places, steps: range = range(3)) -> None:
+def save_in_memory(places: Places, steps: range = range(3)) -> None:
     ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, steps)
     ck.wait()
@@ -46,31 +46,31 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(path.read_bytes()[:20])
     elif how == "missing":
         path.unlink()
-    else:  # reading it fails, whoever reads: a folder in its place
+    else:  # reading a folder as a file fails for every user
         path.unlink()
         path.mkdir()
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "missing", "unreadable"])
-def test_memory_whose_note_is_damaged_counts_as_not_drained(places: Places, how: str) -> None:
-    saved_in_memory(places)
+def test_memory_with_a_damaged_tier_note_counts_as_not_drained(places: Places, how: str) -> None:
+    save_in_memory(places)
     damage(places.memory / "tier.json", how)
-    said = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
-    assert NOT_DRAINED in said
-    assert "tier.json" in said
+    report = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    assert NOT_DRAINED in report
+    assert "tier.json" in report
     assert_same(ckpt.load(places.memory, step=2), state_of(2))
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate"])
-def test_memory_whose_newest_record_is_damaged_counts_as_not_drained(places: Places, how: str) -> None:
-    saved_in_memory(places)
+def test_memory_with_a_damaged_newest_record_counts_as_not_drained(places: Places, how: str) -> None:
+    save_in_memory(places)
     damage(places.memory / "steps/2/commit.json", how)
     assert NOT_DRAINED in local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert (places.memory / "steps/2").is_dir()
 
 
-def test_files_of_an_attempt_that_never_committed_do_not_replace_an_older_memory(places: Places) -> None:
-    saved_in_memory(places)
+def test_files_of_an_uncommitted_attempt_do_not_replace_an_older_memory(places: Places) -> None:
+    save_in_memory(places)
     newer = Path(f"{os.environ['CKPT_MEMORY']}-newer")
     unfinished = newer / places.memory.name / "steps" / "3" / "pack"
     unfinished.mkdir(parents=True)
@@ -78,8 +78,8 @@ def test_files_of_an_attempt_that_never_committed_do_not_replace_an_older_memory
     assert "step 2 was brought" in drain(str(newer), os.environ["CKPT_MEMORY"])
 
 
-def test_a_tier_on_disk_with_a_damaged_note_is_taken_only_with_proof(places: Places) -> None:
-    """Else the `keep` of this job would delete steps of another repository."""
+def test_a_disk_tier_with_a_damaged_note_is_refused(places: Places) -> None:
+    """Otherwise the `keep` of this job would delete steps of another repository."""
     ck = ckpt.Checkpointer(places.base / "other", every=100, tiers=[ckpt.Tier(places.nvme, keep=5)], group=None)
     train(ck, range(3))
     ck.wait()
@@ -90,9 +90,9 @@ def test_a_tier_on_disk_with_a_damaged_note_is_taken_only_with_proof(places: Pla
     assert ckpt.open(places.nvme).steps() == [0, 1, 2]
 
 
-def test_a_step_that_could_not_be_read_is_not_taken_for_missing(places: Places) -> None:
-    """Else its copy would count as done, and the memory would be given free."""
-    saved_in_memory(places)
+def test_an_unreadable_step_is_not_taken_for_missing(places: Places) -> None:
+    """Otherwise its copy would count as done, and the memory would be freed."""
+    save_in_memory(places)
     store = FailingStore(LocalStore(places.memory), "get", 1)
     empty = LocalStore(places.base / "empty")
     repo = TieredRepository([ckpt.repository.repository.Repository(store), ckpt.repository.repository.Repository(empty)])
@@ -100,7 +100,7 @@ def test_a_step_that_could_not_be_read_is_not_taken_for_missing(places: Places) 
         repo.record(2)
 
 
-def test_memory_stays_where_the_repository_of_record_lost_the_newest_step(places: Places) -> None:
+def test_memory_stays_while_the_newest_step_of_record_is_damaged(places: Places) -> None:
     ck = ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(3))
     ck.wait()
@@ -110,9 +110,9 @@ def test_memory_stays_where_the_repository_of_record_lost_the_newest_step(places
     leave(ck)
 
 
-def test_memory_stays_where_the_newer_step_of_record_lacks_a_pack(places: Places) -> None:
-    """Its record alone does not prove that it can be loaded."""
-    saved_in_memory(places)
+def test_memory_stays_while_the_newer_step_of_record_lacks_a_pack(places: Places) -> None:
+    """The commit record alone does not prove that the step can be loaded."""
+    save_in_memory(places)
     ckpt.save(state_of(7), places.run, step=7)
     next(iter(places.run.glob("steps/7/pack/*.pack"))).unlink()
     local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
@@ -120,12 +120,12 @@ def test_memory_stays_where_the_newer_step_of_record_lacks_a_pack(places: Places
 
 
 def test_a_later_save_without_its_packs_does_not_count_as_a_copy(places: Places) -> None:
-    saved_in_memory(places)
+    save_in_memory(places)
     ckpt.save(state_of(5), places.run, step=2, overwrite=True)
     next(iter(places.run.glob("steps/2/pack/*.pack"))).unlink()
-    said = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
-    assert NOT_DRAINED in said
-    assert "without" in said
+    report = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    assert NOT_DRAINED in report
+    assert "without" in report
     assert_same(ckpt.load(places.memory, step=2), state_of(2))
 
 
@@ -142,11 +142,11 @@ def test_the_only_readable_record_of_a_step_stays_in_memory(places: Places) -> N
     assert (places.memory / "steps/0/commit.json").exists()
 
 
-# --- what is listed and then not found ---------------------------------------------------------------------------
+# --- records that are listed and missing ---------------------------------------------------------------------------
 
 
 class _Forgetful(LocalStore):
-    """A store that lists a record and then does not find it, as behind a cached listing or a file handle that is stale."""
+    """A store that lists a record and then does not find it, like a cached listing or a stale file handle."""
 
     def get(self, name: str) -> bytes:
         if name == "steps/0/commit.json":
@@ -154,20 +154,20 @@ class _Forgetful(LocalStore):
         return super().get(name)
 
 
-def test_a_step_whose_record_is_listed_and_not_found_keeps_its_files(tmp_path: Path) -> None:
+def test_a_step_whose_record_is_listed_but_missing_keeps_its_files(tmp_path: Path) -> None:
     ckpt.save(state_of(0), tmp_path, step=0)
     ckpt.save(state_of(1), tmp_path, step=1)
     repo = ckpt.Repository(_Forgetful(tmp_path))
-    mine = acquire_lease(repo)
-    sweep(repo, mine)
-    mine.release()
+    lease = acquire_lease(repo)
+    sweep(repo, lease)
+    lease.release()
     assert_same(ckpt.load(tmp_path, step=0), state_of(0))
 
 
-# --- a folder that is to be replaced -----------------------------------------------------------------------------
+# --- a folder that a restore replaces -----------------------------------------------------------------------------
 
 
-def test_the_folder_that_a_restore_replaces_comes_back_where_it_fails(tmp_path: Path) -> None:
+def test_a_failed_restore_puts_the_replaced_folder_back(tmp_path: Path) -> None:
     dest = tmp_path / "out"
     dest.mkdir()
     (dest / ".zgroup").write_text("{}")
@@ -185,28 +185,28 @@ def test_the_folder_that_a_restore_replaces_comes_back_where_it_fails(tmp_path: 
 # --- a copy that was not read ------------------------------------------------------------------------------------
 
 
-def test_a_bad_near_copy_stays_where_the_further_one_is_rotten_elsewhere(places: Places) -> None:
-    """Each copy has blocks that the other has not."""
+def test_a_damaged_near_copy_stays_while_the_farther_one_is_damaged_elsewhere(places: Places) -> None:
+    """Each copy has blocks that the other does not have."""
     ck = ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(1))
     ck.wait()
     leave(ck)
-    near, far = (next(iter(place.glob("steps/0/pack/*.pack"))) for place in (places.memory, places.run))
+    near, far = (next(iter(tier.glob("steps/0/pack/*.pack"))) for tier in (places.memory, places.run))
     flip(near, 0)
     flip(far, far.stat().st_size - 4096)
     with ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
         assert_same(ck.restore(state_of(0))[0], state_of(0))
-        assert near.exists(), "the further copy was never read as a whole"
+        assert near.exists(), "the near copy was deleted, although the farther one was never read whole"
         assert bad_files(places.memory.as_uri())
         leave(ck)
     assert_same(ckpt.Checkpointer(places.run, tiers=[ckpt.Tier("memory")], group=None).restore(state_of(0))[0], state_of(0))
 
 
-# --- listings that leave out what could not be read --------------------------------------------------------------
+# --- listings that leave out unreadable folders --------------------------------------------------------------
 
 
 class _Closed(LocalFileSystem):  # type: ignore[misc]
-    """A file system in which one folder can't be listed, whoever asks."""
+    """A file system in which no user can list one folder."""
 
     protocol = "closed"
 
@@ -216,8 +216,8 @@ class _Closed(LocalFileSystem):  # type: ignore[misc]
         return super().ls(path, detail=detail, **options)
 
 
-def test_a_listing_through_fsspec_fails_where_a_folder_cannot_be_read(tmp_path: Path) -> None:
-    """fsspec's own walk leaves it out: a sweep would delete the packs that the records in there refer to."""
+def test_a_listing_through_fsspec_fails_at_an_unreadable_folder(tmp_path: Path) -> None:
+    """The walk of fsspec leaves the folder out: a sweep would delete the packs to which its records refer."""
     (tmp_path / "steps/secret").mkdir(parents=True)
     (tmp_path / "steps/secret/commit.json").write_bytes(b"{}")
     (tmp_path / "steps/seen").mkdir()
@@ -230,19 +230,19 @@ def test_a_listing_through_fsspec_fails_where_a_folder_cannot_be_read(tmp_path: 
     assert [entry.name for entry in store.list("steps")] == ["steps/seen/a"]
 
 
-def test_a_meeting_whose_record_is_damaged_is_left_alone(tmp_path: Path) -> None:
+def test_a_rendezvous_with_a_damaged_record_is_not_deleted(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put(f"{RENDEZVOUS_FOLDER}/other-2-aa/open", own_hello().encode()[:-5])
     store.put(f"{RENDEZVOUS_FOLDER}/left-2-bb/hello-1-cc", own_hello().encode())
-    meeting = StoreRendezvous.__new__(StoreRendezvous)
-    meeting._store, meeting._own_hello = store, own_hello()
-    meeting._job_id = type("Job", (), {"is_named": False, "digest": "mine"})()
-    meeting._remove_stale(f"{RENDEZVOUS_FOLDER}/mine")
+    rendezvous = StoreRendezvous.__new__(StoreRendezvous)
+    rendezvous._store, rendezvous._own_hello = store, own_hello()
+    rendezvous._job_id = type("Job", (), {"is_named": False, "digest": "mine"})()
+    rendezvous._remove_stale(f"{RENDEZVOUS_FOLDER}/mine")
     assert set(store.list_folders(RENDEZVOUS_FOLDER)) == {"other-2-aa"}
 
 
-def test_nodes_that_hold_steps_are_found(tmp_path: Path) -> None:
-    """An empty log of the run does not prove that nobody needs them."""
+def test_nodes_with_objects_are_found_without_a_run_log(tmp_path: Path) -> None:
+    """An empty run log does not prove that no run needs them."""
     from ckpt.recovery.memory_tier.memory_nodes import nodes_with_objects
 
     assert nodes_with_objects(tmp_path / "none") == []
