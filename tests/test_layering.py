@@ -31,13 +31,13 @@ FRAMEWORK_FILES = {
     "storage/node/client.py": "pyarrow",
     "storage/node/server.py": "pyarrow",
 }
-"""Imported only where the framework is there already."""
+"""Files that are imported only where the framework is imported already."""
 
 MODULES = sorted(str(file.relative_to(ROOT)) for layer in LAYERS for file in (ROOT / layer).rglob("*.py"))
 
 
 def installed_name(module: str) -> str:
-    """`storage/base/store.py` is `ckpt.storage.base.store` once it is installed."""
+    """Return the name of a module once it is installed: of `storage/base/store.py` it is `ckpt.storage.base.store`."""
     parts = list(Path(module).with_suffix("").parts)
     if parts[0] != "ckpt":
         parts.insert(0, "ckpt")
@@ -45,7 +45,7 @@ def installed_name(module: str) -> str:
 
 
 def imported(statement: ast.stmt, module: str) -> Iterator[str]:
-    """The full names that a statement imports; of `from a import b` it is a.b, for b may be a module."""
+    """Yield the full names that a statement imports; for `from a import b` it is a.b, as b may be a module."""
     if isinstance(statement, ast.Import):
         yield from (alias.name for alias in statement.names)
     elif isinstance(statement, ast.ImportFrom):
@@ -58,7 +58,7 @@ def imported(statement: ast.stmt, module: str) -> Iterator[str]:
 
 
 def layer_of(name: str) -> str | None:
-    """The layer of an imported name, None where it is not ours."""
+    """Return the layer of an imported name, or None if it is not a module of ckpt."""
     top, _, rest = name.partition(".")
     if top != "ckpt":
         return None
@@ -67,7 +67,7 @@ def layer_of(name: str) -> str | None:
 
 
 def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when a module is imported: those in functions and under TYPE_CHECKING do not."""
+    """Yield the statements that run when a module is imported; not those in functions or under TYPE_CHECKING."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -81,7 +81,7 @@ def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from at_import(handler.body)
 
 
-def test_every_layer_is_looked_at():
+def test_every_layer_has_modules():
     assert {Path(module).parts[0] for module in MODULES} == set(LAYERS)
 
 
@@ -97,16 +97,16 @@ def test_imports_go_downwards_only(module: str):
 
 
 @pytest.mark.parametrize("module", sorted(rooms.modules()))
-def test_a_file_imports_only_the_rooms_that_its_own_may_import(module: str):
-    """The table is docs/design/rooms.toml. A file that no room contains fails here, too."""
+def test_a_file_imports_only_folders_that_the_table_allows(module: str):
+    """The table is docs/design/rooms.toml. A file that no entry of it contains fails here, too."""
     assert rooms.forbidden(module) == []
 
 
-def test_rooms_import_each_other_without_a_cycle():
+def test_folders_import_each_other_without_a_cycle():
     assert code_map.cycles(code_map.room_edges()) == []
 
 
-def test_few_rooms_of_ckpt_import_each_other():
+def test_imports_between_folders_of_ckpt_are_few():
     edges = code_map.room_edges("ckpt")
     assert code_map.cycles(edges) == []
     assert sum(map(len, edges.values())) <= 110
@@ -117,8 +117,8 @@ def test_the_map_in_the_documentation_names_every_file():
     assert code_map.PAGE.read_text() == code_map.page_with_rooms(), "run make map-docs"
 
 
-def test_every_room_says_what_it_is_for():
-    """What it is for, what it promises, who may use it, where to start reading."""
+def test_every_package_has_a_docstring_of_three_to_ten_lines():
+    """The docstring describes its purpose, its promises, its users, and where to start reading."""
     for name in rooms.rooms():
         path = rooms.modules()[name]
         if path.name == "__init__.py":
@@ -176,7 +176,7 @@ def test_names_are_imported_from_where_type_checkers_find_them():
 
 
 def test_saving_and_loading_import_only_what_they_need(tmp_path: Path):
-    """Arrow imports pandas for many of its calls, where it is installed."""
+    """Arrow imports pandas for many of its calls if it is installed."""
     code = """
 import sys, ckpt, numpy as np
 state = {"weight": np.arange(1 << 22), "flags": [np.zeros(3), None], "empty": np.zeros((0, 4)), "step": 3}
@@ -194,7 +194,7 @@ print(*sys.modules)
 
 
 def test_ranks_import_only_what_they_need(tmp_path: Path):
-    """Parts, their merging with a copy stored by both, and a load into another layout."""
+    """The code covers parts, their merge with a replica stored by both ranks, and a load into another layout."""
     code = """
 import sys, ckpt, numpy as np
 from concurrent.futures import ThreadPoolExecutor

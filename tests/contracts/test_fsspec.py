@@ -1,4 +1,4 @@
-"""fsspec's own suites, on the namespace."""
+"""The test suites of fsspec, on a namespace."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from ckpt.aggregator.interfaces.fsspec_filesystem import CkptFileSystem
 
 
 class Fixtures(AbstractFixtures):
+    """The file system under test, and a folder of it that is emptied after each test."""
+
     @pytest.fixture(scope="class")
     def fs(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CkptFileSystem]:
         with fast_folder(tmp_path_factory.mktemp("disks")) as folder, pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The contract of stores, on a namespace over directories and nodes."""
+"""The contract of stores, on a namespace over directories and over nodes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckpt.aggregator.interfaces.store import NamespaceStore
 from ckpt.storage.testing import StoreContract
 
 
-def on(namespace: Namespace, root: str = "run") -> NamespaceStore:
-    """A store on a namespace that was made for a test."""
+def store_on(namespace: Namespace, root: str = "run") -> NamespaceStore:
+    """Return a store on a namespace that a test has made."""
     store = NamespaceStore.__new__(NamespaceStore)
     store._namespace, store._root, store.url = namespace, root, f"{namespace.url}/{root}"
     return store
@@ -24,7 +24,7 @@ class TestOnDirectories(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[NamespaceStore]:
         namespace = Namespace(directories(tmp_path, 4))
-        yield on(namespace)
+        yield store_on(namespace)
         namespace.close()
 
 
@@ -32,7 +32,7 @@ class TestOnErasureCode(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[NamespaceStore]:
         namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
-        yield on(namespace)
+        yield store_on(namespace)
         namespace.close()
 
 
@@ -41,7 +41,7 @@ class TestOnNodes(StoreContract):
     def store(self, tmp_path: Path) -> Iterator[NamespaceStore]:
         nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
         namespace = Namespace(nodes_config(nodes))
-        yield on(namespace)
+        yield store_on(namespace)
         namespace.close()
         for node in nodes:
             node.close()

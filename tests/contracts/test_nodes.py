@@ -1,4 +1,4 @@
-"""The contract of stores, behind the wire of a node."""
+"""The contract of stores, on a node over its wire protocol."""
 
 from __future__ import annotations
 

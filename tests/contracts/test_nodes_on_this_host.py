@@ -1,4 +1,4 @@
-"""The contract of stores, between a client and a node of one host."""
+"""The contract of stores, between a client and a node on one host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abst
 
 
 class TestOverTheWire(StoreContract):
-    """The contract with near off; contracts/test_nodes.py has it with near on."""
+    """The contract without descriptor passing; contracts/test_nodes.py has it with descriptor passing."""
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[NodeStore]:

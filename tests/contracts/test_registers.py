@@ -1,4 +1,4 @@
-"""Registers in memory, in files and on nodes keep one contract."""
+"""The contract of registers, run in memory, in files and on nodes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ckpt.storage.registers.sqlite import SqliteRegisters
 
 
 @given(BALLOTS)
-def test_ballots_are_kept(ballot: Ballot) -> None:
+def test_a_ballot_is_decoded_as_it_was_encoded(ballot: Ballot) -> None:
     assert decode_ballot(encode_ballot(ballot)) == ballot
 
 
-def test_the_order_of_ballots() -> None:
+def test_ballots_are_ordered_by_round_writer_and_step() -> None:
     first = Ballot(1, "a")
     direct = first.next_step("x")
     assert NO_BALLOT < NO_BALLOT.next_step("x") < first < direct < direct.next_step("w") < Ballot(1, "b") < Ballot(2, "")
 
 
-def test_an_empty_register(registers: SqliteRegisters) -> None:
+def test_a_register_without_a_value_is_empty(registers: SqliteRegisters) -> None:
     assert registers.read(["a", "b"]) == [Record(), Record()]
     assert registers.scan("") == []
 
@@ -47,35 +47,35 @@ def test_an_empty_disk_does_not_vote(tmp_path: Path) -> None:
     registers = SqliteRegisters(str(tmp_path / "r" / "new.sqlite"))
     assert isinstance(registers.read(["a"])[0], DamagedRecord)
     assert registers.scan("") == []
-    assert not (tmp_path / "r").exists(), "reading makes nothing"
+    assert not (tmp_path / "r").exists(), "a read creates no file"
     assert isinstance(registers.prepare(["a"], Ballot(1, "x"))[0], DamagedRecord)
     assert registers.change([DirectChange("a", NO_BALLOT, RegisterValue(b"1"))], "w") == [False]
     registers.mark_complete()
     assert registers.read(["a"]) == [Record()]
 
 
-def test_promises(registers: SqliteRegisters) -> None:
+def test_a_register_keeps_its_promises(registers: SqliteRegisters) -> None:
     low, high = Ballot(1, "a"), Ballot(2, "a")
     assert registers.prepare(["x"], high) == [Record(high, NO_BALLOT, None)]
-    assert registers.prepare(["x"], low) == [Record(high, NO_BALLOT, None)], "a lower one is told of the higher"
+    assert registers.prepare(["x"], low) == [Record(high, NO_BALLOT, None)], "a lower ballot gets the higher one as answer"
     assert registers.accept([("x", RegisterValue(b"h", b"b"))], low) == [False]
     assert registers.accept([("x", RegisterValue(b"h", b"b"))], high) == [True]
     assert record(registers, "x") == Record(high, high, RegisterValue(b"h", b"b"))
     assert registers.prepare(["x"], Ballot(3, "")) == [Record(Ballot(3, ""), high, RegisterValue(b"h", b"b"))]
 
 
-def test_what_is_final(registers: SqliteRegisters) -> None:
+def test_a_final_value_does_not_change(registers: SqliteRegisters) -> None:
     check_final(registers)
 
 
-def test_eras(registers: SqliteRegisters) -> None:
+def test_calls_of_earlier_eras_are_refused(registers: SqliteRegisters) -> None:
     check_eras(registers)
 
 
-def test_direct_changes(registers: SqliteRegisters) -> None:
+def test_a_direct_change_needs_the_present_ballot(registers: SqliteRegisters) -> None:
     first = DirectChange("x", NO_BALLOT, RegisterValue(b"1"))
     assert registers.change([first, DirectChange("y", NO_BALLOT, RegisterValue(b"2"))], "w") == [True, True]
-    assert registers.change([first], "v") == [False], "it is not empty any more"
+    assert registers.change([first], "v") == [False], "the register is not empty any more"
     at = record(registers, "x").accepted
     assert at == NO_BALLOT.next_step("w")
     assert registers.change([DirectChange("x", at, RegisterValue(b"3"))], "v") == [True]
@@ -85,7 +85,7 @@ def test_direct_changes(registers: SqliteRegisters) -> None:
     assert now.value == RegisterValue(b"3")
 
 
-def test_listing(registers: SqliteRegisters) -> None:
+def test_a_scan_lists_names_by_prefix_in_order(registers: SqliteRegisters) -> None:
     names = ["a", "a/1", "a/2", "a0", "b", "ä/1", "a/\U0001f600"]
     registers.change([DirectChange(n, NO_BALLOT, RegisterValue(n.encode(), b"body")) for n in names], "w")
     assert [n for n, _ in registers.scan("")] == sorted(names)
@@ -93,11 +93,11 @@ def test_listing(registers: SqliteRegisters) -> None:
     assert [n for n, _ in registers.scan("a/", "a/1", 1)] == ["a/2"]
     found = dict(registers.scan_all(""))["b"]
     assert isinstance(found, Record)
-    assert found.value == RegisterValue(b"b"), "the body is left out"
+    assert found.value == RegisterValue(b"b"), "a scan omits the body"
 
 
 @pytest.mark.parametrize("column", ["promised", "accepted", "head", "body"])
-def test_rot_does_not_vote(registers: SqliteRegisters, column: str) -> None:
+def test_a_damaged_record_does_not_vote(registers: SqliteRegisters, column: str) -> None:
     registers.change([DirectChange("x", NO_BALLOT, RegisterValue(b"head", b"body"))], "w")
     registers.close()
     with sqlite3.connect(registers._path) as db:
@@ -112,7 +112,7 @@ def test_rot_does_not_vote(registers: SqliteRegisters, column: str) -> None:
     assert record(registers, "x").value == RegisterValue(b"1")
 
 
-def test_a_damaged_file(registers: SqliteRegisters) -> None:
+def test_a_damaged_file_is_reset_and_kept_aside(registers: SqliteRegisters) -> None:
     registers.change([DirectChange(f"x{i}", NO_BALLOT, RegisterValue(os.urandom(500))) for i in range(100)], "w")
     registers.close()
     with open(registers._path, "r+b") as file:
@@ -120,15 +120,15 @@ def test_a_damaged_file(registers: SqliteRegisters) -> None:
     with pytest.raises(StoreError, match="damaged: run `ckpt-node admin repair`"):
         registers.read(["x1"])
     registers.reset()
-    assert isinstance(registers.read(["x1"])[0], DamagedRecord), "lost is not empty"
+    assert isinstance(registers.read(["x1"])[0], DamagedRecord), "a lost record is not an empty one"
     assert registers.accept([("x1", RegisterValue(b"1"))], Ballot(1, "a"), repair_damaged=True) == [True]
     registers.mark_complete()
     assert record(registers, "x1").value == RegisterValue(b"1")
     assert registers.read(["x2"]) == [Record()]
-    assert [*Path(registers._path).parent.glob("*.damaged-*")], "what there was is kept"
+    assert [*Path(registers._path).parent.glob("*.damaged-*")], "the damaged file is kept"
 
 
-def test_a_value_that_is_too_long(registers: SqliteRegisters) -> None:
+def test_a_value_that_is_too_long_refuses_the_whole_batch(registers: SqliteRegisters) -> None:
     with pytest.raises(StoreError, match="a register takes"):
         registers.change(
             [
@@ -137,11 +137,11 @@ def test_a_value_that_is_too_long(registers: SqliteRegisters) -> None:
             ],
             "w",
         )
-    assert registers.read(["x", "y"]) == [Record(), Record()], "all of a batch or nothing"
+    assert registers.read(["x", "y"]) == [Record(), Record()], "a batch is written whole or not at all"
 
 
 @pytest.mark.parametrize("point", ["registers.commit", "registers.committed"])
-def test_killed_in_a_batch(tmp_path: Path, point: str) -> None:
+def test_a_batch_is_atomic_when_its_process_is_killed(tmp_path: Path, point: str) -> None:
     program = (
         "import sys; from ckpt.storage.registers.sqlite import SqliteRegisters; from ckpt.storage.registers.base import *\n"
         "SqliteRegisters(sys.argv[1]).change([DirectChange(f'x{i}', NO_BALLOT, RegisterValue(b'v')) for i in range(50)], 'w')\n"
@@ -151,5 +151,5 @@ def test_killed_in_a_batch(tmp_path: Path, point: str) -> None:
     environment = os.environ | {"CKPT_FAILPOINTS": f"{point}=kill"}
     done = subprocess.run([sys.executable, "-c", program, path], env=environment, check=False)
     assert done.returncode == -9
-    there = SqliteRegisters(path).scan("")
-    assert len(there) == (50 if point == "registers.committed" else 0)
+    names = SqliteRegisters(path).scan("")
+    assert len(names) == (50 if point == "registers.committed" else 0)

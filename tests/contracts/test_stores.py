@@ -31,7 +31,7 @@ class TestLocalBuffered(StoreContract):
 
 
 class TestLocalTmpfs(StoreContract):
-    """No device below, and before Linux 6.6 no O_DIRECT."""
+    """A file system without a device and, before Linux 6.6, without O_DIRECT."""
 
     @pytest.fixture
     def store(self) -> Iterator[LocalStore]:
@@ -67,7 +67,7 @@ class TestFsspecMemory(StoreContract):
 
 
 class TestFsspecLocal(StoreContract):
-    """A file system with a rename, through fsspec."""
+    """A file system that supports renames, through fsspec."""
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> FsspecStore:
@@ -97,7 +97,7 @@ class TestFsspecMemoryRoot(TestFsspecMemory):
         ("s3://bucket/run", "ObjectStore"),
     ],
 )
-def test_url_to_store(url: str, kind: str, request: pytest.FixtureRequest) -> None:
+def test_a_url_selects_its_kind_of_store(url: str, kind: str, request: pytest.FixtureRequest) -> None:
     if kind == "ObjectStore":
         request.getfixturevalue("s3_endpoint")
     assert type(open_store(url)).__name__ == kind

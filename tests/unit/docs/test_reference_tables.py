@@ -1,4 +1,4 @@
-"""The tables of the reference name what the code has: no more, and no less."""
+"""The tables of the reference list exactly the names that the code has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCES = [file for folder in ("ckpt", "storage", "aggregator", "recovery", "too
 
 @cache
 def constants() -> frozenset[str]:
-    """Every text in the code, without docstrings and comments."""
+    """Return every string in the code, without docstrings and comments."""
     return frozenset(text for file in SOURCES for text in _constants(file))
 
 
@@ -34,7 +34,7 @@ def _constants(file: Path) -> Iterator[str]:
 
 
 def first_cells(page: str) -> set[str]:
-    """What the first column of each table names in code."""
+    """Return the names in code style in the first column of each table."""
     rows = [line for line in (PAGES / page).read_text().splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
 
@@ -53,7 +53,7 @@ def test_each_metric_is_described() -> None:
     assert used | {f"ckpt_node_{kind}_total" for kind in kinds} == described
 
 
-def test_alerts_are_on_metrics_that_exist() -> None:
+def test_alerts_use_existing_metrics() -> None:
     described = {name.partition("{")[0] for name in first_cells("metrics.md")}
     used = set(re.findall(r"ckpt_(?:run|node)_[a-z_]+", (ROOT / "docs/operations/monitoring.md").read_text()))
     assert len(used) > 6
@@ -81,12 +81,12 @@ def test_each_verb_of_the_wire_is_described() -> None:
     assert verbs == {name for name in first_cells("wire.md") if re.fullmatch(r"[a-z.]+", name)}
 
 
-def test_the_picture_is_the_one_that_its_program_draws() -> None:
+def test_the_picture_is_up_to_date() -> None:
     draw = runpy.run_path(str(ROOT / ".ci/site/picture.py"))
     assert draw["FILE"].read_text() == draw["picture"](), "run python .ci/site/picture.py"
 
 
-def test_files_of_the_code_that_pages_name_exist() -> None:
+def test_source_files_that_pages_name_exist() -> None:
     folders = "ckpt|storage|aggregator|recovery|tools|tests|examples|benchmarks"
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]
     named = {name for page in pages for name in re.findall(rf"\b(?:{folders})/[\w/]+\.py\b", page.read_text())}

@@ -1,4 +1,4 @@
-"""The glossary names files that exist, and each word once."""
+"""The glossary names files that exist, and each term once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_each_term_has_one_sentence_and_a_file() -> None:
         assert (ROOT / lives_in.strip("`")).is_file(), f"{term}: {lives_in} does not exist"
 
 
-def test_a_word_means_one_thing() -> None:
+def test_each_term_occurs_once_and_is_not_avoided_elsewhere() -> None:
     terms = [row[0] for row in ROWS]
     assert len(set(terms)) == len(terms)
     avoided = {word.strip() for row in ROWS for word in row[3].split(",")}

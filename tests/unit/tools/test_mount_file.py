@@ -1,4 +1,4 @@
-"""Files that are written through a mount, without a mount: over directories."""
+"""Files that are written through the operations of a mount, without a mount, in a namespace on directories."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ def tree(namespace: Namespace) -> MountOperations:
 
 
 def written(tree: MountOperations, path: str, data: bytes, flags: int = 0) -> int:
-    """A handle, with this written at its end."""
+    """Return an open handle of the file after the data is written at its end."""
     handle = tree.open(path, os.O_WRONLY) if flags else tree.create(path, 0o644)
     tree.write(path, data, tree.getattr(path)["st_size"], handle)
     return handle
 
 
 def close(tree: MountOperations, path: str, handle: int) -> None:
+    """Flush and release a handle."""
     try:
         tree.flush(path, handle)
     finally:
         tree.release(path, handle)
 
 
-def test_a_renamed_file_is_written_on(tree: MountOperations, namespace: Namespace) -> None:
+def test_a_file_that_is_renamed_while_open_is_written_on(tree: MountOperations, namespace: Namespace) -> None:
     data = random_bytes(20 * _MIB + 5)
     for first, second in ((0, 10), (10, 50_000), (50_000, 50_001), (9 * _MIB, len(data))):
         handle = written(tree, "/a", data[:first])
@@ -61,7 +62,7 @@ def test_a_renamed_file_is_written_on(tree: MountOperations, namespace: Namespac
         assert not tree._files_in_writing
 
 
-def test_out_of_order_until_it_is_visible(tree: MountOperations, namespace: Namespace) -> None:
+def test_writes_out_of_order_are_accepted_until_the_file_is_visible(tree: MountOperations, namespace: Namespace) -> None:
     handle = written(tree, "/a", b"")
     tree.write("/a", b"2", 10, handle)
     tree.write("/a", b"1", 0, handle)
@@ -76,7 +77,7 @@ def test_out_of_order_until_it_is_visible(tree: MountOperations, namespace: Name
     assert namespace.get("a") == b"anew"
 
 
-def test_what_was_cut_does_not_come_back(tree: MountOperations, namespace: Namespace) -> None:
+def test_truncated_bytes_do_not_return(tree: MountOperations, namespace: Namespace) -> None:
     for length, cut in ((100, 10), (9 * _MIB, 9 * _MIB - 5), (17 * _MIB, 3 * _MIB)):
         handle = written(tree, "/a", b"x" * length)
         tree.truncate("/a", cut)
@@ -86,8 +87,8 @@ def test_what_was_cut_does_not_come_back(tree: MountOperations, namespace: Names
         tree.unlink("/a")
 
 
-def test_what_others_did_meanwhile(tree: MountOperations, namespace: Namespace) -> None:
-    other = MountOperations(namespace, "")  # as another host
+def test_changes_by_other_clients_refuse_a_late_close(tree: MountOperations, namespace: Namespace) -> None:
+    other = MountOperations(namespace, "")  # stands for another host
     for size in (5, 50_000):
         close(tree, "/log", written(tree, "/log", b"0" * size))
         first, second = written(tree, "/log", b"1", os.O_APPEND), written(other, "/log", b"2", os.O_APPEND)
@@ -102,16 +103,16 @@ def test_what_others_did_meanwhile(tree: MountOperations, namespace: Namespace) 
         assert namespace.stat("log") is None
     lost = written(tree, "/log", b"old")
     other.unlink("/log")
-    new = written(tree, "/log", b"new")  # the name is free again, and another file's
+    new = written(tree, "/log", b"new")  # the name is free again, and now that of another file
     close(tree, "/log", lost)
     close(tree, "/log", new)
     assert namespace.get("log") == b"new"
 
 
-def test_what_others_wrote_into_an_empty_file(tree: MountOperations, namespace: Namespace) -> None:
+def test_writes_of_others_into_an_empty_file_are_kept(tree: MountOperations, namespace: Namespace) -> None:
     other = MountOperations(namespace, "")
     for size in (5, 50_000):
-        for flags in (0, os.O_APPEND):  # made here, and found here
+        for flags in (0, os.O_APPEND):  # created by this client, or by another
             if flags:
                 namespace.put("log", b"")
             first = written(tree, "/log", b"1" * size, flags)
@@ -130,7 +131,7 @@ def test_what_others_wrote_into_an_empty_file(tree: MountOperations, namespace: 
 
 
 @pytest.mark.parametrize("size", [5, 50_000])
-def test_emptied_while_another_writes(tree: MountOperations, namespace: Namespace, size: int) -> None:
+def test_truncation_does_not_delete_the_writes_of_others(tree: MountOperations, namespace: Namespace, size: int) -> None:
     namespace.put("a", b"0" * size)
     handle = tree.open("/a", os.O_WRONLY)
     namespace.put("a", b"precious" * size)
@@ -153,7 +154,7 @@ def test_emptied_while_another_writes(tree: MountOperations, namespace: Namespac
     tree.write("/a", b"3" * size, 0, handle)
     close(tree, "/a", handle)
     assert namespace.get("a") == b"3" * size
-    assert not any(place.info().uploads for place in namespace.open_members.values())
+    assert not any(member.info().uploads for member in namespace.open_members.values())
     gone = written(tree, "/a", b"1", os.O_APPEND)
     tree.unlink("/a")
     tree.truncate("/a", 0, gone)
@@ -161,7 +162,7 @@ def test_emptied_while_another_writes(tree: MountOperations, namespace: Namespac
     assert namespace.stat("a") is None
 
 
-def test_a_part_that_failed_is_not_forgotten(tree: MountOperations, namespace: Namespace, tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_again_at_the_close(tree: MountOperations, namespace: Namespace, tmp_path: Path) -> None:
     handle = written(tree, "/a", b"1" * 100_000)
     tree.fsync("/a", 0, handle)
     tree.write("/a", b"2" * 100_000, 100_000, handle)
@@ -177,7 +178,7 @@ def test_a_part_that_failed_is_not_forgotten(tree: MountOperations, namespace: N
         close(tree, "/a", handle)
 
 
-def test_folders(tree: MountOperations, namespace: Namespace) -> None:
+def test_folders_are_created_renamed_and_removed(tree: MountOperations, namespace: Namespace) -> None:
     tree.mkdir("/a", 0)
     tree.mkdir("/a/e", 0)
     tree.mkdir("/b", 0)
@@ -201,8 +202,10 @@ def test_folders(tree: MountOperations, namespace: Namespace) -> None:
     assert stat.S_ISDIR(tree.getattr("/c")["st_mode"])
 
 
-def test_removed_while_it_is_written(tree: MountOperations, namespace: Namespace, tmp_path: Path) -> None:
-    """As libfuse removes a file that is open: under a hidden name, until it is closed."""
+def test_a_file_that_is_removed_while_written_leaves_no_object(
+    tree: MountOperations, namespace: Namespace, tmp_path: Path
+) -> None:
+    """libfuse renames a file that is removed while open to a hidden name, and removes that name after the close."""
     handle = written(tree, "/a", b"1" * 20 * _MIB)
     tree.rename("/a", "/.fuse_hidden01")
     tree.fsync("/.fuse_hidden01", 0, handle)
@@ -217,8 +220,8 @@ def test_removed_while_it_is_written(tree: MountOperations, namespace: Namespace
     assert not [p for p in tmp_path.glob("disk*/objects/**/*") if p.is_file()]
 
 
-def test_a_rename_that_was_cut_off(tree: MountOperations, namespace: Namespace) -> None:
-    """Both names may be there then, of the same objects: what is done to one takes nothing from the other."""
+def test_an_interrupted_rename_leaves_two_independent_names(tree: MountOperations, namespace: Namespace) -> None:
+    """Both names may have the same objects then: a change to one does not affect the other."""
     close(tree, "/a", written(tree, "/a", b"1" * 100_000))
     set_failpoints("namespace.renamed=error")
     with pytest.raises(OSError, match="injected"):

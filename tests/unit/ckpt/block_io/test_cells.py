@@ -1,4 +1,4 @@
-"""Parts of blocks: only their cells are read, each cell is verified, whatever is asked for and in whatever order."""
+"""Parts of blocks: only their cells are read, and each cell is verified, for any parts in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARRAYS = {n: np.random.default_rng(i).integers(0, 255, length, dtype=np.uint8) f
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[ckpt.Checkpoint, Path, dict[str, int]]:
-    """A step, its pack, and where in that each array begins."""
+    """Return a step, its pack, and the position in the pack at which each array begins."""
     checkpoint = ckpt.save(ARRAYS, tmp_path_factory.mktemp("cells"), 0, codec="none")
     (name,) = [pack.name for pack in checkpoint.commit.packs]
     pack = Path(checkpoint.store.root) / name  # type: ignore[attr-defined]
@@ -32,28 +32,30 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[ckpt.Checkpoint, Pa
 
 @st.composite
 def ranges(draw: st.DrawFn) -> tuple[str, int, int]:
+    """Draw the name of an array and a range of its bytes."""
     name = draw(st.sampled_from(sorted(LENGTHS)))
     first = draw(st.integers(0, LENGTHS[name] - 1))
     return name, first, min(LENGTHS[name], first + draw(st.integers(1, 3 * CELL_BYTES)))
 
 
-def read(checkpoint: ckpt.Checkpoint, wanted: list[tuple[str, int, int]]) -> list[np.ndarray]:
-    found = [np.zeros(last - first, np.uint8) for _, first, last in wanted]
-    boxes = [Box((first,), (last - first,)) for _, first, last in wanted]
-    targets = [Target(name, as_leaf(out), box) for (name, _, _), out, box in zip(wanted, found, boxes, strict=True)]
+def read(checkpoint: ckpt.Checkpoint, parts: list[tuple[str, int, int]]) -> list[np.ndarray]:
+    """Return the bytes of these ranges."""
+    found = [np.zeros(last - first, np.uint8) for _, first, last in parts]
+    boxes = [Box((first,), (last - first,)) for _, first, last in parts]
+    targets = [Target(name, as_leaf(out), box) for (name, _, _), out, box in zip(parts, found, boxes, strict=True)]
     read_leaves(checkpoint.store, checkpoint.manifest(), targets, "here")
     return found
 
 
 @pytest.mark.soak
 @settings(max_examples=2000 if SOAK else 150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(wanted=st.lists(ranges(), min_size=1, max_size=6), damage=st.none() | ranges())
-def test_any_parts_in_any_order(
-    saved: tuple[ckpt.Checkpoint, Path, dict[str, int]], wanted: list[tuple[str, int, int]], damage: tuple[str, int, int] | None
+@given(parts=st.lists(ranges(), min_size=1, max_size=6), damage=st.none() | ranges())
+def test_any_parts_in_any_order_are_right_or_refused(
+    saved: tuple[ckpt.Checkpoint, Path, dict[str, int]], parts: list[tuple[str, int, int]], damage: tuple[str, int, int] | None
 ) -> None:
-    """They are what was saved, or refused where a byte of them is not: never given out."""
+    """The bytes are those that were saved, or an error is raised; damaged bytes are never returned."""
     checkpoint, pack, begins = saved
-    hit = damage is not None and any(n == damage[0] and a <= damage[1] < b for n, a, b in wanted)
+    hit = damage is not None and any(n == damage[0] and a <= damage[1] < b for n, a, b in parts)
     data = pack.read_bytes()
     if damage is not None:
         changed = bytearray(data)
@@ -62,19 +64,19 @@ def test_any_parts_in_any_order(
     try:
         if hit:
             with pytest.raises(ckpt.IntegrityError):
-                read(checkpoint, wanted)
+                read(checkpoint, parts)
             return
         try:
-            found = read(checkpoint, wanted)
+            found = read(checkpoint, parts)
         except ckpt.IntegrityError:
-            assert damage is not None  # beside what is wanted, in a cell of it
+            assert damage is not None  # in the same cell as a part, but not in the part
             return
-        assert all(np.array_equal(got, ARRAYS[n][a:b]) for got, (n, a, b) in zip(found, wanted, strict=True))
+        assert all(np.array_equal(array, ARRAYS[n][a:b]) for array, (n, a, b) in zip(found, parts, strict=True))
     finally:
         pack.write_bytes(data)
 
 
-def test_the_later_part_first(saved: tuple[ckpt.Checkpoint, Path, dict[str, int]]) -> None:
+def test_damage_is_found_whichever_part_is_read_first(saved: tuple[ckpt.Checkpoint, Path, dict[str, int]]) -> None:
     checkpoint, pack, begins = saved
     data = pack.read_bytes()
     changed = bytearray(data)

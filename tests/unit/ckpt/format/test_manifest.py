@@ -1,4 +1,4 @@
-"""The manifest keeps every column, and the plan puts every byte into one block."""
+"""The manifest keeps every column, and the write plan puts every byte into one block."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ from ckpt.state.leaves.numpy import NumpyLeaf
 @given(
     leaves=st.lists(st.tuples(st.sampled_from(["u1", "i2", "f4", "f8"]), st.integers(0, 3000), st.booleans()), max_size=30),
 )
-def test_plan_places_every_byte_once(leaves):
+def test_the_write_plan_puts_every_byte_into_one_block(leaves):
     made = {}
     for i, (dtype, n, strided) in enumerate(leaves):
         array = np.random.default_rng(i).integers(0, 200, 2 * n).astype(dtype)
@@ -58,17 +58,17 @@ def test_the_manifest_keeps_every_column(data, blocks):
     indices = st.none() if not blocks else st.none() | st.integers(0, len(blocks) - 1)
     numbers = st.integers(0, 10**7)
     columns = st.tuples(texts, texts, shape, st.builds(Box, shape, shape), numbers, numbers, indices)
-    pieces = data.draw(st.lists(columns, max_size=8))
+    columns_of_rows = data.draw(st.lists(columns, max_size=8))
     layout = (
-        manifest_encoding.PlannedColumns(*map(list, zip(*pieces, strict=True)))
-        if pieces
+        manifest_encoding.PlannedColumns(*map(list, zip(*columns_of_rows, strict=True)))
+        if columns_of_rows
         else manifest_encoding.PlannedColumns(*([] for _ in range(7)))
     )
-    for _ in range(2):  # the second time from what was kept
+    for _ in range(2):  # the second time from the cache
         encoded = manifest_encoding.encode(layout, blocks, {"format": "1", "digest": "xxh3-128"})
     rows = manifest.decode(encoded, "x").rows
-    assert len(rows) == len(pieces)
-    for row, piece in zip(rows, pieces, strict=True):
+    assert len(rows) == len(columns_of_rows)
+    for row, piece in zip(rows, columns_of_rows, strict=True):
         assert row[:4] == piece[:4]
         start, nbytes, index = piece[4:]
         assert (row.start, row.nbytes) == (start, nbytes)

@@ -1,4 +1,4 @@
-"""The group that the environment describes."""
+"""The group that environment variables describe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "run"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "found"),
+    ("environ", "expected"),
     [
         ({}, None),
         ({"RANK": "1"}, None),
@@ -36,25 +36,25 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "run"}
         ({"RANK": "0", "WORLD_SIZE": "2", "CKPT_RUN_ID": "mine"}, (0, 2, "environment (RANK, WORLD_SIZE)", True)),
     ],
 )
-def test_the_environment(environ: dict[str, str], found: Any) -> None:
-    here = rank_from_env(environ)
-    assert (here and (here.rank, here.size, here.name, here.job_id.is_named)) == found
+def test_variables_of_launchers_give_rank_size_and_job(environ: dict[str, str], expected: Any) -> None:
+    rank = rank_from_env(environ)
+    assert (rank and (rank.rank, rank.size, rank.name, rank.job_id.is_named)) == expected
 
 
 @pytest.mark.parametrize(("rank", "size"), [("4", "4"), ("-1", "4"), ("one", "4"), ("0", ""), ("0", "0")])
-def test_an_environment_that_makes_no_sense(rank: str, size: str) -> None:
-    with pytest.raises(GroupError) as told:
+def test_malformed_variables_are_refused(rank: str, size: str) -> None:
+    with pytest.raises(GroupError) as raised:
         rank_from_env({"RANK": rank, "WORLD_SIZE": size})
-    one_line(told, f"RANK={rank} and WORLD_SIZE={size}", "group=None")
+    one_line(raised, f"RANK={rank} and WORLD_SIZE={size}", "group=None")
 
 
-def test_the_name_of_a_job() -> None:
-    """The same for all its ranks, on any node, and another for each other job and restart."""
+def test_the_job_id_is_the_same_on_all_ranks_and_differs_between_jobs() -> None:
+    """It is the same on any node, and another for each other job and restart."""
 
     def job(environ: dict[str, str], **more: str) -> str:
-        here = rank_from_env(environ | more)
-        assert here is not None
-        return here.job_id.digest
+        rank = rank_from_env(environ | more)
+        assert rank is not None
+        return rank.job_id.digest
 
     slurm = job(SLURM)
     assert job(SLURM, SLURM_PROCID="4", SLURM_NODEID="1") == slurm
@@ -66,18 +66,18 @@ def test_the_name_of_a_job() -> None:
     assert job(TORCHRUN, CKPT_RUN_ID="mine") == job(SLURM, CKPT_RUN_ID="mine") != job(TORCHRUN)
 
 
-def test_no_job() -> None:
+def test_without_variables_the_group_is_one_process() -> None:
     assert isinstance(detect(), SingleProcessGroup)
     assert isinstance(as_group(), SingleProcessGroup)
 
 
-def test_a_job_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_one_rank_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert isinstance(detect(), SingleProcessGroup)
 
 
-def test_a_job_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_many_ranks_has_an_environment_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.groups._env_groups", {})
     monkeypatch.setattr("atexit.register", lambda call: None)
     monkeypatch.setenv("RANK", "2")
@@ -91,7 +91,7 @@ def test_a_job_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert as_group("auto").rank == 1
 
 
-def test_torch_of_one_process_knows_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_group_takes_precedence_over_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dist = pytest.importorskip("torch.distributed")
     from ckpt.groups.torch import TorchGroup
 
@@ -112,6 +112,6 @@ def test_torch_of_one_process_knows_better(tmp_path: Path, monkeypatch: pytest.M
         dist.destroy_process_group()
 
 
-def test_no_environment_group_without_an_environment() -> None:
+def test_an_environment_group_needs_its_variables() -> None:
     with pytest.raises(GroupError, match="set RANK and WORLD_SIZE"):
         EnvGroup()

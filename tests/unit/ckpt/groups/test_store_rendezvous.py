@@ -1,4 +1,4 @@
-"""Ranks meet at a store: late, missing, killed, from other starts, two jobs at once."""
+"""Ranks meet at a store: late, missing, killed, restarted, and two jobs at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckpt.storage.urls import open_store
 
 
 @pytest.mark.parametrize("url", ["memory://meet/{id}", "{folder}"])
-def test_any_store_is_a_meeting_place(folder: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def test_ranks_meet_at_any_store(folder: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     store = open_store(url.format(folder=folder, id=os.getpid()))
     groups = env_groups(4, monkeypatch)
 
@@ -44,7 +44,7 @@ def test_any_store_is_a_meeting_place(folder: Path, monkeypatch: pytest.MonkeyPa
     assert not [*store.list()]
 
 
-def test_what_was_gathered_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_gather_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = env_groups(3, monkeypatch)
     meet(groups, LocalStore(folder))
     for number in range(5):
@@ -53,8 +53,8 @@ def test_what_was_gathered_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyP
         assert [p.name for p in meeting.glob("[0-9]*-*")] == [f"{number}-all"]
 
 
-def test_several_stores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One meeting for each, whatever was gathered at the others."""
+def test_ranks_meet_once_at_each_of_several_stores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rendezvous at one store does not depend on gathers at another."""
     stores = [LocalStore(folder / name) for name in "ab"]
     groups = env_groups(2, monkeypatch)
     for number, store in enumerate((stores[0], stores[1], stores[0], LocalStore(folder / "b"))):
@@ -65,8 +65,8 @@ def test_several_stores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not files(folder)
 
 
-def test_two_meetings_of_one_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At one place, one after the other, and used by turns."""
+def test_two_groups_of_one_job_gather_in_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They meet at one store, one after the other."""
     store = LocalStore(folder)
     first, second = (env_groups(3, monkeypatch, run_id="job") for _ in range(2))
     for groups in (first, second):
@@ -76,8 +76,8 @@ def test_two_meetings_of_one_job(folder: Path, monkeypatch: pytest.MonkeyPatch) 
             assert gather(groups, f"{word} {number}") == [words(f"{word} {number}", 3)] * 3
 
 
-def test_two_jobs_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At one place, and each with ranks of the same numbers."""
+def test_two_jobs_at_one_store_do_not_mix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both jobs have ranks of the same numbers."""
     jobs = {name: env_groups(3, monkeypatch, run_id=name) for name in ("one", "two")}
     store = LocalStore(folder)
 
@@ -87,40 +87,40 @@ def test_two_jobs_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     # Rank by rank, so that ranks of both jobs wait for each other at every moment.
     pairs = [(name, jobs[name][rank]) for rank in (2, 1, 0) for name in jobs]
-    for (name, _), got in zip(pairs, together(*(lambda p=p: run(*p) for p in pairs)), strict=True):
-        assert got == [words(f"{name} {number}", 3) for number in range(5)]
+    for (name, _), received in zip(pairs, together(*(lambda p=p: run(*p) for p in pairs)), strict=True):
+        assert received == [words(f"{name} {number}", 3) for number in range(5)]
 
 
-def test_ranks_that_do_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(folder)
     groups = env_groups(4, monkeypatch, timeout=0.5)
-    groups[2]._timeout = 2  # it waits longer than rank 0, which else may find it gone too
-    told = meet([groups[0], groups[2]], store)
-    for rank, error in zip((0, 2), told, strict=True):
+    groups[2]._timeout = 2  # longer than rank 0, which could otherwise miss rank 2, too
+    errors = meet([groups[0], groups[2]], store)
+    for rank, error in zip((0, 2), errors, strict=True):
         assert isinstance(error, GroupError)
         one_line(
             error, f"environment (RANK, WORLD_SIZE), rank {rank} of 4", f"the rendezvous at {store.url}",
             "every rank must make the same call", "group=None",
         )  # fmt: skip
-    one_line(told[0], "ranks 1, 3 did not join the rendezvous at ", " within 0.5 s")
-    assert not [*folder.glob("meet/*/open")], "rank 0 has closed it"
+    one_line(errors[0], "ranks 1, 3 did not join the rendezvous at ", " within 0.5 s")
+    assert not [*folder.glob("meet/*/open")], "rank 0 has closed the rendezvous"
 
 
-def test_rank_0_does_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_0_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = env_groups(3, monkeypatch, timeout=0.2)
     for error in meet(groups[1:], LocalStore(folder / "new")):
         assert isinstance(error, GroupError)
         one_line(error, "rank 0 did not join")
-    assert not (folder / "new").exists(), "to wait leaves nothing"
-    # One that opened a meeting once, and answers no more.
+    assert not (folder / "new").exists(), "waiting creates no files"
+    # A rank 0 that opened a rendezvous and does not answer any more.
     (_, group) = env_groups(2, monkeypatch, timeout=0.2)
     LocalStore(folder).put(f"meet/{group._job_id.digest}-2-{'0' * 16}/open", b"")
     with pytest.raises(GroupError, match="rank 0 did not join"):
         group.meet_at(LocalStore(folder))
 
 
-def test_a_rank_gives_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says who is missing while rank 0 still waits, and nobody counts on it until it comes again."""
+def test_a_rank_that_gives_up_may_join_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the missing rank while rank 0 still waits, and does not count as present until it joins again."""
     groups = env_groups(4, monkeypatch)
     rest = [threading.Thread(target=lambda g=g: meet([g], LocalStore(folder))) for g in groups]
     for rank in (0, 1):
@@ -138,7 +138,7 @@ def test_a_rank_gives_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gather(groups, "all") == [words("all", 4)] * 4
 
 
-def test_a_rank_that_does_not_gather(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_misses_a_gather_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = env_groups(3, monkeypatch, timeout=0.5)
     meet(groups, LocalStore(folder))
     gather(groups, "all")
@@ -155,8 +155,8 @@ def test_a_rank_that_does_not_gather(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("members", ["never", "before", "after"])
-def test_a_meeting_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, members: str) -> None:
-    """Of the same job, and of another incarnation, whose end can't be seen from here."""
+def test_a_rendezvous_of_another_incarnation_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch, members: str) -> None:
+    """It belongs to the same job on another host, so that its end can't be detected."""
     groups = env_groups(2, monkeypatch, timeout=10)
     old = folder / "meet" / f"{groups[0]._job_id.digest}-2-{'0' * 16}"
     old.mkdir(parents=True)
@@ -164,7 +164,7 @@ def test_a_meeting_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, memb
     (old / "open").write_bytes(dataclasses.replace(own_hello(), owner=owner).encode())
     if members == "before":
         (old / "members.json").write_text('["0", "1"]')
-        # none is said to it
+        # Rank 1 does not withdraw its hello there.
         monkeypatch.setattr("ckpt.groups.store_rendezvous.StoreRendezvous._withdraw_hellos", lambda *a: None)
     early = threading.Thread(target=lambda: groups[1].meet_at(LocalStore(folder)))
     early.start()
@@ -172,30 +172,31 @@ def test_a_meeting_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch, memb
         until(lambda: [*old.glob("hello-1-*")])
     if members == "after":
         LocalStore(folder).put(f"meet/{old.name}/members.json", b'["0", "1"]')
-        time.sleep(0.5)  # in which rank 1 looks at it
+        time.sleep(0.5)  # so that rank 1 reads it
     groups[0].meet_at(LocalStore(folder))
     early.join()
     assert gather(groups, "new") == [words("new", 2)] * 2
-    assert not [*old.glob("hello-*")], "taken back"
+    assert not [*old.glob("hello-*")], "the hello is withdrawn"
     assert not [*old.glob("0-*")]
 
 
-def test_a_rank_that_was_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first process has said hello, and died; rank 0 waits for the second."""
+def test_a_restarted_rank_joins_in_place_of_its_dead_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first process has written a hello and died; rank 0 waits for the second."""
     groups = env_groups(2, monkeypatch)
     zero = threading.Thread(target=lambda: groups[0].meet_at(LocalStore(folder)))
     with monkeypatch.context() as patch:
-        # In time: rank 0 looks only once the dead one has said hello.
-        said = threading.Event()
+        # Rank 0 looks for markers only after the dead process has written its hello.
+        hello_written = threading.Event()
         patch.setattr(
-            "ckpt.groups.store_rendezvous.list_markers", lambda *a, real=by_meeting.list_markers: said.wait() and real(*a)
+            "ckpt.groups.store_rendezvous.list_markers",
+            lambda *a, real=by_meeting.list_markers: hello_written.wait() and real(*a),
         )
         zero.start()
         until(lambda: [*folder.glob("meet/*/open")])
         (meeting,) = (folder / "meet").iterdir()
         dead = dataclasses.replace(this_process(), started="1")
         (meeting / "hello-1-0123456789abcdef").write_bytes(dataclasses.replace(own_hello(), owner=dead).encode())
-        said.set()
+        hello_written.set()
         time.sleep(0.1)
         assert zero.is_alive()
         groups[1].meet_at(LocalStore(folder))
@@ -203,18 +204,18 @@ def test_a_rank_that_was_started_again(folder: Path, monkeypatch: pytest.MonkeyP
     assert gather(groups, "both") == [words("both", 2)] * 2
 
 
-def test_who_has_waited_long_enough_is_not_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 1 and 2 have come, and given up before rank 0 does: it names the one that nobody has seen."""
+def test_ranks_that_gave_up_do_not_count_as_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 1 and 2 joined, and gave up before rank 0 does: it names the rank that never joined."""
     groups = env_groups(4, monkeypatch, timeout=1)
     groups[0]._timeout = 4
-    told = together(*(lambda g=g: g.meet_at(LocalStore(folder)) for g in groups[:3]))
-    for error in told:
+    errors = together(*(lambda g=g: g.meet_at(LocalStore(folder)) for g in groups[:3]))
+    for error in errors:
         assert isinstance(error, GroupError)
         one_line(error, ": rank 3 did not join")
 
 
-def test_two_processes_of_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both alive: rank 0 can't tell which is the right one, and says so."""
+def test_two_processes_of_one_rank_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both live: rank 0 can't decide which one is right, and raises an error with both."""
     groups = env_groups(3, monkeypatch)
     ones = [env_groups(3, monkeypatch, timeout=2)[1] for _ in range(2)]
     store = LocalStore(folder)
@@ -225,24 +226,24 @@ def test_two_processes_of_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch
         groups[2].meet_at(store)
 
     calls = [lambda: groups[0].meet_at(store), rank_2, *(lambda g=g: g.meet_at(store) for g in ones)]
-    told = together(*calls)
-    assert [type(error) for error in told] == [GroupError] * 4
-    here = f"process {os.getpid()} on {socket.gethostname()}"
-    one_line(told[0], f"{here} and {here} both claim to be rank 1", "CKPT_RUN_ID")
+    errors = together(*calls)
+    assert [type(error) for error in errors] == [GroupError] * 4
+    process = f"process {os.getpid()} on {socket.gethostname()}"
+    one_line(errors[0], f"{process} and {process} both claim to be rank 1", "CKPT_RUN_ID")
     assert not files(folder)
 
 
 @pytest.mark.parametrize(
     ("change", "named", "left"),
     [
-        ({}, False, True),  # alive: the same process
+        ({}, False, True),  # this living process
         ({"started": "1"}, False, False),  # dead
         ({"host": "elsewhere"}, False, True),
-        ({"host": "elsewhere"}, True, False),  # the job has its name back
+        ({"host": "elsewhere"}, True, False),  # a job with this name was started again
         ({"host": "elsewhere", "since": "2020-02-02T02:02:02Z"}, False, False),
     ],
 )
-def test_which_meetings_are_removed(
+def test_a_new_rendezvous_removes_those_of_dead_processes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], named: bool, left: bool
 ) -> None:
     store = LocalStore(folder)
@@ -256,8 +257,8 @@ def test_which_meetings_are_removed(
     assert len([*folder.glob("meet/*")]) == 1 + left
 
 
-def test_the_end_does_not_wait_for_the_dead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And leaves what the others may still need."""
+def test_closing_does_not_wait_for_dead_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the files that the others may still need."""
     monkeypatch.setattr("ckpt.groups.store_rendezvous._LEAVE_SECONDS", 0.1)
     groups = env_groups(3, monkeypatch)
     meet(groups, LocalStore(folder))
@@ -267,8 +268,8 @@ def test_the_end_does_not_wait_for_the_dead(folder: Path, monkeypatch: pytest.Mo
     together(groups[0].close, groups[2].close)  # closed twice
 
 
-def test_who_leaves_late_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next start of the job has removed the meeting; also what a rank put there just afterwards."""
+def test_a_rank_that_leaves_late_leaves_no_object(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start of the job has removed the rendezvous, and also removes objects that a rank writes there afterwards."""
     groups, store = env_groups(3, monkeypatch, run_id="job"), LocalStore(folder)
     meet(groups, store)
     (old,) = folder.glob("meet/*")
@@ -283,7 +284,7 @@ def test_who_leaves_late_leaves_nothing(folder: Path, monkeypatch: pytest.Monkey
     assert not old.exists()
 
 
-def test_a_forked_child_ends_no_meeting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_does_not_end_the_rendezvous(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = env_groups(1, monkeypatch)
     meet(groups, LocalStore(folder))
     with monkeypatch.context() as patch:
@@ -292,48 +293,48 @@ def test_a_forked_child_ends_no_meeting(folder: Path, monkeypatch: pytest.Monkey
     assert [*folder.glob("meet/*/members.json")]
 
 
-def test_a_store_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_store_is_raised_as_a_group_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in ("put", "list_folders", "get"):
         groups = env_groups(1, monkeypatch)
-        with pytest.raises(GroupError) as told:
+        with pytest.raises(GroupError) as raised:
             groups[0].meet_at(FailingStore(LocalStore(folder), call, 1))
-        assert isinstance(told.value.__cause__, Injected)
-        one_line(told, "rank 0 of 1", f"meeting at {LocalStore(folder).url} failed", "injected")
-        LocalStore(folder).put("meet/litter/hello-1-0", b"")  # for the next to read
+        assert isinstance(raised.value.__cause__, Injected)
+        one_line(raised, "rank 0 of 1", f"meeting at {LocalStore(folder).url} failed", "injected")
+        LocalStore(folder).put("meet/litter/hello-1-0", b"")  # an object that the next rendezvous reads
 
 
-def test_a_rank_that_could_not_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 could not open its meeting there, and tells nobody; this rank does not wait for it in vain."""
+def test_a_rank_that_can_not_write_its_hello_does_not_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may have failed in the same way without a marker; this rank does not wait for it in vain."""
     group = env_groups(2, monkeypatch)[1]
-    with pytest.raises(GroupError) as told:
+    with pytest.raises(GroupError) as raised:
         group.meet_at(FailingStore(LocalStore(folder), "put", 1))
-    one_line(told, "rank 1 of 2", f"meeting at {LocalStore(folder).url} failed", "injected")
+    one_line(raised, "rank 1 of 2", f"meeting at {LocalStore(folder).url} failed", "injected")
     assert not files(folder)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_rank_that_died_is_not_gathered_from(folder: Path, dead: int) -> None:
-    """It has met the other, and comes to no gather: that is seen, where both are on one host."""
+def test_a_rank_that_died_ends_the_gather_of_the_others(folder: Path, dead: int) -> None:
+    """It has joined the rendezvous and died before a gather: on one host this is detected."""
     ranks = [rank_process(folder, rank, 2, TIMEOUT=600, **({"AFTER": "stay"} if rank == dead else {})) for rank in (0, 1)]
     for rank in ranks:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "met\n"
     ranks[dead].kill()
     ranks[dead].communicate()
-    _, said = ranks[1 - dead].communicate(timeout=60)
+    _, errors = ranks[1 - dead].communicate(timeout=60)
     assert ranks[1 - dead].returncode == 1
-    assert f"rank {dead} (process {ranks[dead].pid} on {socket.gethostname()}) is dead" in said
+    assert f"rank {dead} (process {ranks[dead].pid} on {socket.gethostname()}) is dead" in errors
 
 
-def test_temporary_files_that_are_swept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 prepares the repository while the others are putting: their puts are repeated."""
+def test_puts_are_repeated_when_their_temporary_files_are_swept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 prepares the repository, and so sweeps temporary files, while the others write."""
     groups = env_groups(3, monkeypatch)
     over = threading.Event()
 
     def sweep() -> None:
         while not over.is_set():
-            with suppress(NotFound):  # published since it was listed
+            with suppress(NotFound):  # renamed since the listing
                 LocalStore(folder).sweep_temporaries("")
 
     sweeping = threading.Thread(target=sweep)
@@ -347,7 +348,7 @@ def test_temporary_files_that_are_swept(folder: Path, monkeypatch: pytest.Monkey
         sweeping.join()
 
 
-def test_a_gather_needs_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gather_needs_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     (group,) = env_groups(1, monkeypatch)
     with pytest.raises(GroupError, match="meet_at"):
         group.all_gather(b"")

@@ -1,4 +1,4 @@
-"""Retention: which steps are deleted, and that no block goes which another step needs."""
+"""Retention: which steps are deleted, and that no block is deleted which another step needs."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ KEEPS = st.builds(Keep, st.integers(1, 5), st.none() | st.integers(1, 12))
 
 
 @given(STEPS, st.data(), KEEPS)
-def test_what_expires(steps: set[int], data: st.DataObject, keep: Keep) -> None:
+def test_retention_deletes_exactly_the_steps_that_it_may(steps: set[int], data: st.DataObject, keep: Keep) -> None:
     good = data.draw(st.sets(st.sampled_from(sorted(steps)))) if steps else set()
-    gone = set(expired_steps(list(steps), list(good), keep))
+    expired = set(expired_steps(list(steps), list(good), keep))
     newest = set(sorted(good)[-keep.last :])
-    assert gone <= steps
-    assert not gone & newest, "one of the newest good steps"
-    assert not (keep.every and any(s % keep.every == 0 for s in gone)), "a step that is kept for ever"
-    assert not good or max(good) not in gone, "the last good step"
-    assert len(good) >= keep.last or not gone, "too few are known to be good"
-    assert not any(s > min(newest) for s in gone), "a newer step than one that is kept"
-    # Nothing stays that may go.
-    for step in steps - gone:
+    assert expired <= steps
+    assert not expired & newest, "one of the newest good steps is deleted"
+    assert not (keep.every and any(s % keep.every == 0 for s in expired)), "a step is deleted that is kept for ever"
+    assert not good or max(good) not in expired, "the last good step is deleted"
+    assert len(good) >= keep.last or not expired, "a step is deleted though too few are known to be good"
+    assert not any(s > min(newest) for s in expired), "a newer step is deleted than one that is kept"
+    # Every step that may be deleted is deleted.
+    for step in steps - expired:
         assert len(good) < keep.last or step >= min(newest) or (keep.every and step % keep.every == 0)
 
 
 @given(STEPS, KEEPS)
-def test_expiry_is_settled_after_one_round(steps: set[int], keep: Keep) -> None:
+def test_a_second_round_of_retention_deletes_nothing(steps: set[int], keep: Keep) -> None:
     left = steps - set(expired_steps(steps, steps, keep))
     assert expired_steps(left, left, keep) == []
     assert len(left) >= min(keep.last, len(steps))
 
 
 @given(STEPS, KEEPS)
-def test_damage_deletes_no_more(steps: set[int], keep: Keep) -> None:
-    """With fewer good steps, what is kept reaches further back."""
+def test_damage_deletes_no_additional_step(steps: set[int], keep: Keep) -> None:
+    """With fewer good steps, older steps are kept."""
     all_good = set(expired_steps(steps, steps, keep))
     for bad in steps:
         assert set(expired_steps(steps, steps - {bad}, keep)) <= all_good
 
 
-def test_what_keep_means() -> None:
+def test_keep_is_a_number_or_a_rule() -> None:
     assert as_keep(None) is None
     assert as_keep(3) == Keep(3)
     assert as_keep(Keep(2, every=10)) == Keep(2, 10)
@@ -65,7 +65,8 @@ def test_what_keep_means() -> None:
 
 
 @contextmanager
-def model(tmp_path: Path) -> Iterator[Path]:
+def fast_repository(tmp_path: Path) -> Iterator[Path]:
+    """Yield the path of a new repository in a fast folder."""
     with fast_folder(tmp_path) as folder:
         yield folder / "run"
 
@@ -84,54 +85,54 @@ ACTIONS = st.one_of(
 @settings(max_examples=300 if SOAK else 25, deadline=None, print_blob=True)
 @given(actions=st.lists(ACTIONS, max_size=10))
 def test_every_listed_step_stays_whole(tmp_path_factory: pytest.TempPathFactory, actions: list[Any]) -> None:
-    """Whatever is saved, replaced, given up and deleted: all that is listed loads, and nothing else is there.
+    """Whatever is saved, replaced, given up and deleted: every listed step loads, and no other file exists.
 
-    States are few, so that many steps share blocks; a step's state is known from the last save of it.
+    There are few states, so that many steps share blocks; the state of a step is that of its last save.
     """
-    with model(tmp_path_factory.mktemp("model")) as root:
+    with fast_repository(tmp_path_factory.mktemp("model")) as root:
         ckpt.save(state_of(0), root, 0)
-        known = {0: 0}
-        for i, (action, state, how) in enumerate(actions, 1):
+        states = {0: 0}
+        for i, (action, state, option) in enumerate(actions, 1):
             step = i
             if action == "overwrite":
                 step = state % i
-                ckpt.save(state_of(state), root, step, keep=how, overwrite=True)
+                ckpt.save(state_of(state), root, step, keep=option, overwrite=True)
             elif action == "fail":
-                with failing(f"{how}=error"), pytest.raises(ckpt.StoreError):
+                with failing(f"{option}=error"), pytest.raises(ckpt.StoreError):
                     ckpt.save(state_of(state), root, step)
-            elif action == "stop":  # the deletion is given up in its middle; the save has been committed
-                with failing(f"{how}=error"):
+            elif action == "stop":  # the deletion is interrupted after the commit of the save
+                with failing(f"{option}=error"):
                     ckpt.save(state_of(state), root, step, keep=1)
-            elif action == "two":  # two in flight; the later one may commit and delete first
+            elif action == "two":  # two saves in flight; the later one may commit and delete first
                 with failing("save.stage=sleep:0.02@1"):
-                    first = ckpt.save(state_of(state + 1), root, i + 100, keep=how, blocking=False)
-                    ckpt.save(state_of(state), root, step, keep=how)
+                    first = ckpt.save(state_of(state + 1), root, i + 100, keep=option, blocking=False)
+                    ckpt.save(state_of(state), root, step, keep=option)
                     first.result()
-                known[i + 100] = state + 1
+                states[i + 100] = state + 1
             else:
-                ckpt.save(state_of(state), root, step, keep=how)
+                ckpt.save(state_of(state), root, step, keep=option)
             if action != "fail":
-                known[step] = state
+                states[step] = state
                 if action != "two":
                     assert step in ckpt.open(root).steps(), "the step just saved was deleted"
             for listed in ckpt.open(root).steps():
-                assert_same(ckpt.load(root, step=listed), state_of(known[listed]))
+                assert_same(ckpt.load(root, step=listed), state_of(states[listed]))
         ckpt.save(state_of(5), root, 500, keep=2)
         assert ckpt.open(root).steps()[-1] == 500
         assert_clean(root)
 
 
 @pytest.mark.parametrize(("slow", "fast"), [(1, 2), (2, 1)])
-def test_a_save_in_flight_keeps_what_it_refers_to(tmp_path: Path, slow: int, fast: int) -> None:
-    """Two saves: one refers to the blocks of step 0, the other commits first and deletes step 0."""
+def test_a_save_in_flight_keeps_the_packs_that_it_references(tmp_path: Path, slow: int, fast: int) -> None:
+    """One save references the blocks of step 0; the other commits first and deletes step 0."""
     ckpt.save(state_of(0), tmp_path, 0)
     other = state_of(50)
-    other["embed"] ^= 1  # else it would hold the pack of step 0, too
+    other["embed"] ^= 1  # otherwise it would reference the pack of step 0, too
     states = {slow: state_of(0) | {"n": slow}, fast: other}
     with ckpt.Checkpointer(tmp_path, in_flight=2, keep=1) as saver:
         with failing("save.manifest=sleep:1@1"):
             handle = saver.save(slow, states[slow])
-            time.sleep(0.3)  # it has chosen what to refer to by now
+            time.sleep(0.3)  # by now it has chosen the blocks to reference
             saver.save(fast, states[fast]).result()
             handle.result()
         steps = saver.repository.steps()
@@ -143,8 +144,8 @@ def test_a_save_in_flight_keeps_what_it_refers_to(tmp_path: Path, slow: int, fas
     assert_clean(tmp_path, folders=False)
 
 
-def test_many_savers_of_one_process(tmp_path: Path) -> None:
-    """Committing and deleting at once never takes a file of a step that has just been committed."""
+def test_concurrent_saves_and_deletions_keep_committed_steps(tmp_path: Path) -> None:
+    """Commits and deletions at the same time never delete a file of a step that was just committed."""
     with ckpt.Checkpointer(tmp_path, in_flight=4, keep=3) as saver:
         for step in range(40):
             saver.save(step, state_of(step))
@@ -171,8 +172,8 @@ def test_every_kth_step_is_kept_for_ever(tmp_path: Path) -> None:
     assert_clean(tmp_path)
 
 
-def test_a_step_that_lost_a_file_is_not_counted(tmp_path: Path) -> None:
-    """keep=2 with a step that is not whole: the one before stays, until there are two good ones that are newer."""
+def test_a_step_without_its_manifest_does_not_count(tmp_path: Path) -> None:
+    """keep=2 with a damaged step: the step before it stays until two newer good ones exist."""
     for step in range(3):
         ckpt.save(state_of(step), tmp_path, step)
     shutil.rmtree(tmp_path / "steps/2/manifest")
@@ -185,8 +186,8 @@ def test_a_step_that_lost_a_file_is_not_counted(tmp_path: Path) -> None:
     assert_clean(tmp_path)
 
 
-def test_a_roll_back_keeps_what_it_saves(tmp_path: Path) -> None:
-    """Steps of higher numbers are there from before; the new ones must not be deleted as the oldest."""
+def test_steps_saved_after_a_roll_back_are_kept(tmp_path: Path) -> None:
+    """Older steps have higher numbers; the new steps must not be deleted as the oldest."""
     for step in (10, 20, 30):
         ckpt.save(state_of(step), tmp_path, step)
     with ckpt.Checkpointer(tmp_path, keep=2) as saver:

@@ -50,7 +50,7 @@ def test_blocks_are_even_and_within_bounds():
         assert min(sizes) >= 0.4 * max(sizes)
 
 
-def test_whole_is_the_identity():
+def test_the_whole_box_starts_at_zero_and_is_contiguous():
     assert whole_box((3, 4)) == Box((0, 0), (3, 4))
     assert contiguous_start(whole_box((3, 4)), (3, 4)) == 0
     assert contiguous_start(whole_box(()), ()) == 0

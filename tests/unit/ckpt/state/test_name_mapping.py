@@ -1,4 +1,4 @@
-"""Loading under other names."""
+"""Loads that rename leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 
 def made(*names: str, trained: bool = False, lr: float = 9.0) -> tuple[Any, Any]:
-    """Layers by name and an optimizer with a group for each of them."""
+    """Return a model of layers with these names, and an optimizer with a group for each layer."""
     model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
     optimizer = torch.optim.AdamW([{"params": layer.parameters(), "lr": lr + i} for i, layer in enumerate(model.values())])
     if trained:
@@ -26,16 +26,16 @@ def made(*names: str, trained: bool = False, lr: float = 9.0) -> tuple[Any, Any]
     return model, optimizer
 
 
-def same_layer(mine: tuple[Any, Any], name: str, saved: tuple[Any, Any], old: str) -> None:
-    """The weights, moments and options of one layer are those of another."""
-    for parameter, other in zip(mine[0][name].parameters(), saved[0][old].parameters(), strict=True):
+def assert_same_layer(loaded: tuple[Any, Any], name: str, saved: tuple[Any, Any], old: str) -> None:
+    """Check that weights, moments and options of a layer equal those of a saved layer of another name."""
+    for parameter, other in zip(loaded[0][name].parameters(), saved[0][old].parameters(), strict=True):
         assert torch.equal(parameter, other)
-        have, then = mine[1].state[parameter], saved[1].state[other]
-        assert have.keys() == then.keys() == {"step", "exp_avg", "exp_avg_sq"}
-        assert all(torch.equal(have[key], then[key]) for key in then)
+        moments, saved_moments = loaded[1].state[parameter], saved[1].state[other]
+        assert moments.keys() == saved_moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(moments[key], saved_moments[key]) for key in saved_moments)
     mine_group, group = (
         next(g for g in o.param_groups if any(p is m[n].weight for p in g["params"]))
-        for (m, o), n in ((mine, name), (saved, old))
+        for (m, o), n in ((loaded, name), (saved, old))
     )
     assert mine_group["lr"] == group["lr"]
 
@@ -55,48 +55,49 @@ RENAMES: dict[str, Any] = {
 def test_moments_and_options_follow_renamed_parameters(tmp_path: Path, rename: Any, trained: bool) -> None:
     saved = made("layer0", "layer1", "layer2", trained=True, lr=1.0)
     ckpt.save({"train": ModelState(*saved)}, tmp_path)
-    mine = made("layer9", "layer8", trained=trained)  # the order of the groups does not matter
-    ckpt.load(tmp_path, {"train": ModelState(*mine)}, rename=rename)
-    same_layer(mine, "layer8", saved, "layer0")
-    same_layer(mine, "layer9", saved, "layer1")
+    loaded = made("layer9", "layer8", trained=trained)  # the order of the groups does not matter
+    ckpt.load(tmp_path, {"train": ModelState(*loaded)}, rename=rename)
+    assert_same_layer(loaded, "layer8", saved, "layer0")
+    assert_same_layer(loaded, "layer9", saved, "layer1")
 
 
-def test_a_layer_that_did_not_lead_its_group(tmp_path: Path) -> None:
-    """A group is called by its first parameter, which another stage may have."""
+def test_a_layer_that_was_not_first_in_its_group_is_loaded(tmp_path: Path) -> None:
+    """The name of a group is that of its first parameter, which another stage may have."""
     model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("layer0", "layer1")})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     sum((layer(torch.ones(1, 2)) ** 2).sum() for layer in model.values()).backward()
     optimizer.step()
     ckpt.save({"train": ModelState(model, optimizer)}, tmp_path)
-    mine = made("only")
-    ckpt.load(tmp_path, {"train": ModelState(*mine)}, rename={"only": "layer1"})
-    same_layer(mine, "only", (model, optimizer), "layer1")
+    loaded = made("only")
+    ckpt.load(tmp_path, {"train": ModelState(*loaded)}, rename={"only": "layer1"})
+    assert_same_layer(loaded, "only", (model, optimizer), "layer1")
 
 
-def test_a_state_that_moved_as_a_whole(tmp_path: Path) -> None:
-    """A fresh optimizer has no names for its moments; with its object they come all the same, a plain one's too."""
+def test_a_renamed_subtree_loads_with_its_optimizers(tmp_path: Path) -> None:
+    """A fresh optimizer has no names for its moments; they are loaded all the same, also into a plain optimizer."""
     saved = made("a", trained=True, lr=1.0)
     ckpt.save({"old": {"train": ModelState(*saved), "optimizer": saved[1]}, "model": saved[0]}, tmp_path)
-    mine, plain = made("a"), made("a")
-    like = {"new": {"train": ModelState(*mine), "optimizer": plain[1]}, "net": plain[0]}
+    loaded, plain = made("a"), made("a")
+    like = {"new": {"train": ModelState(*loaded), "optimizer": plain[1]}, "net": plain[0]}
     ckpt.load(tmp_path, like, rename={"^new": "old", "^net": "model"})
-    same_layer(mine, "a", saved, "a")
-    same_layer(plain, "a", saved, "a")
+    assert_same_layer(loaded, "a", saved, "a")
+    assert_same_layer(plain, "a", saved, "a")
 
 
-def test_moments_that_nobody_saved_are_missed(tmp_path: Path) -> None:
-    saved, mine = made("a", trained=True), made("b")
-    before = mine[0]["b"].weight.detach().clone()
+def test_missing_moments_are_an_error(tmp_path: Path) -> None:
+    saved, loaded = made("a", trained=True), made("b")
+    before = loaded[0]["b"].weight.detach().clone()
     ckpt.save({"model": saved[0]}, tmp_path)
-    with pytest.raises(ckpt.LeafNotFound) as told:
-        ckpt.load(tmp_path, {"train": ModelState(*mine)}, rename={r"^train\.model\.b": "model.a"})
-    one_line(told, "train.optimizer", "not in step 0")
-    assert torch.equal(mine[0]["b"].weight, before)
-    ckpt.load(tmp_path, {"train": ModelState(*mine)}, rename={r"^train\.model\.b": "model.a"}, only="train.model.*")
-    assert torch.equal(mine[0]["b"].weight, saved[0]["a"].weight)
+    with pytest.raises(ckpt.LeafNotFound) as raised:
+        ckpt.load(tmp_path, {"train": ModelState(*loaded)}, rename={r"^train\.model\.b": "model.a"})
+    one_line(raised, "train.optimizer", "not in step 0")
+    assert torch.equal(loaded[0]["b"].weight, before)
+    ckpt.load(tmp_path, {"train": ModelState(*loaded)}, rename={r"^train\.model\.b": "model.a"}, only="train.model.*")
+    assert torch.equal(loaded[0]["b"].weight, saved[0]["a"].weight)
 
 
 def state(value: int) -> dict[str, Any]:
+    """Return a state of many kinds of leaves and keys with this value."""
     return {
         "stage1": {"w": np.full(3, value)},
         "reader": ckpt.PerRank({"buffer": np.full(2, value), "seed": value}),
@@ -106,7 +107,7 @@ def state(value: int) -> dict[str, Any]:
     }
 
 
-def test_what_is_of_one_rank_and_keys_of_any_kind(tmp_path: Path) -> None:
+def test_values_of_one_rank_and_keys_of_any_kind_survive_a_rename(tmp_path: Path) -> None:
     np.random.seed(3)
     ckpt.save(state(7), tmp_path)
     drawn = np.random.random()
@@ -120,14 +121,14 @@ def test_what_is_of_one_rank_and_keys_of_any_kind(tmp_path: Path) -> None:
     assert (loaded["pair"][0], loaded["pair"][1].tolist()) == (7, [7, 7])
 
 
-def test_a_function_that_gives_no_name(tmp_path: Path) -> None:
+def test_a_rename_function_that_returns_none_is_refused(tmp_path: Path) -> None:
     ckpt.save(state(7), tmp_path)
-    with pytest.raises(ckpt.InvalidArgument) as told:
+    with pytest.raises(ckpt.InvalidArgument) as raised:
         ckpt.load(tmp_path, state(0), rename={"stage1.w": "stage1.w"}.get)
-    one_line(told, "rename=", "None", "a function must return a name")
+    one_line(raised, "rename=", "None", "a function must return a name")
 
 
-def test_a_part_is_named_as_like_names_it(tmp_path: Path) -> None:
+def test_only_uses_the_names_of_like(tmp_path: Path) -> None:
     ckpt.save(state(7), tmp_path)
     rename = {r"^layers\.": "stage1."}
 
@@ -137,6 +138,6 @@ def test_a_part_is_named_as_like_names_it(tmp_path: Path) -> None:
     loaded = ckpt.load(tmp_path, like(), rename=rename, only="layers.*")
     assert loaded["layers"]["w"].tolist() == [7, 7, 7]
     assert (loaded["pair"][0], loaded["pair"][1].tolist(), loaded["new"].tolist()) == (0, [0, 0], [0])
-    with pytest.raises(ckpt.LeafNotFound) as told:  # the saved name, under which nothing would be loaded
+    with pytest.raises(ckpt.LeafNotFound) as raised:  # the saved name, which would match nothing
         ckpt.load(tmp_path, like(), rename=rename, only="stage1.*")
-    one_line(told, "`like`", "stage1.*")
+    one_line(raised, "`like`", "stage1.*")

@@ -1,4 +1,4 @@
-"""Leaves that cannot be stored: one line that says which leaf and what to do, and nothing is changed."""
+"""Leaves that can't be stored raise an error of one line with the leaf and the advice, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ BAD_LEAVES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("kind", BAD_LEAVES)
-def test_leaves_that_cannot_be_stored(root: Path, tmp_path: Path, kind: str, blocking: bool) -> None:
+def test_a_leaf_that_cannot_be_stored_is_refused(root: Path, tmp_path: Path, kind: str, blocking: bool) -> None:
     bad = BAD_LEAVES[kind]()
     state = {"good": np.ones(3), "opt": [{"x": 1, "bad": bad}]}
     with refused(ckpt.UnsupportedLeaf, "leaf opt.0.bad", root=root):
         ckpt.save(state, root, 5, blocking=blocking)
     with refused(ckpt.UnsupportedLeaf, "leaf opt.0.bad"):
         ckpt.save(state, tmp_path / "new", blocking=blocking)
-    assert not (tmp_path / "new").exists(), "a refused state has made a repository"
+    assert not (tmp_path / "new").exists(), "a refused state has created a repository"
     if hasattr(bad, "close") and kind != "generator":
         bad.close()
 
 
 @pytest.mark.parametrize(("shape", "start"), [((5, 0), 0), ((5,), -1), ((5,), 3), ((), 0)])
-def test_a_flat_shard_outside_its_array(root: Path, shape: tuple[int, ...], start: int) -> None:
+def test_a_flat_shard_outside_its_array_is_refused(root: Path, shape: tuple[int, ...], start: int) -> None:
     with refused(ckpt.UnsupportedLeaf, "leaf w", "does not lie in an array", root=root):
         ckpt.save({"w": ckpt.Shard(np.ones(3), shape, flat=start)}, root)
 
@@ -89,12 +89,12 @@ def test_several_local_arrays_need_several_offsets(offset: object) -> None:
         ckpt.Shard([np.zeros((2, 3)), np.zeros((2, 3))], (6, 3), offset)  # type: ignore[arg-type]
 
 
-def test_an_offset_of_too_few_numbers(root: Path) -> None:
+def test_an_offset_of_too_few_numbers_is_refused(root: Path) -> None:
     with refused(ckpt.UnsupportedLeaf, "leaf w", "at [0]", "each must have 2 numbers", root=root):
         ckpt.save({"w": ckpt.Shard(np.zeros((2, 10)), (6, 10), (0,))}, root)
 
 
-def test_the_state_itself_cannot_be_stored(root: Path) -> None:
+def test_a_state_that_is_itself_no_leaf_is_refused(root: Path) -> None:
     with refused(ckpt.UnsupportedLeaf, "(root)", "function", root=root):
         ckpt.save(lambda: 1, root, 5)
 
@@ -115,7 +115,7 @@ def test_the_state_itself_cannot_be_stored(root: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_tensors_that_are_not_plain_memory(root: Path, make: Callable[[Any], Any], word: str) -> None:
+def test_tensors_without_plain_memory_are_refused(root: Path, make: Callable[[Any], Any], word: str) -> None:
     torch = pytest.importorskip("torch")
     bad = make(torch)
     with refused(ckpt.UnsupportedLeaf, "leaf m.w", word, root=root):
@@ -124,14 +124,14 @@ def test_tensors_that_are_not_plain_memory(root: Path, make: Callable[[Any], Any
         ckpt.load(root, {"embed": bad})
 
 
-def test_a_lazy_module(root: Path) -> None:
+def test_a_lazy_module_is_refused(root: Path) -> None:
     torch = pytest.importorskip("torch")
     with refused(ckpt.UnsupportedLeaf, "leaf model.weight", "lazy module", "run", root=root):
         ckpt.save({"model": torch.nn.LazyLinear(3)}, root, 5)
 
 
 def wrapped(torch: Any) -> Any:
-    """A tensor that has no memory of its own."""
+    """Return a tensor that has no memory of its own."""
 
     class Wrapper(torch.Tensor):
         @staticmethod
@@ -146,6 +146,7 @@ def wrapped(torch: Any) -> Any:
 
 
 def fake(torch: Any) -> Any:
+    """Return a tensor that only has a shape and a type."""
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():
@@ -158,24 +159,24 @@ def masked_tensor(torch: Any) -> Any:
     return masked_tensor(torch.arange(3.0), torch.tensor([True, False, True]))
 
 
-def test_a_traced_jax_value(root: Path) -> None:
+def test_a_traced_jax_value_is_refused(root: Path) -> None:
     jax = pytest.importorskip("jax")
     with refused(ckpt.UnsupportedLeaf, "leaf w", "outside of jit", root=root):
         jax.jit(lambda x: ckpt.save({"w": x}, root, 5))(jax.numpy.ones(3))
 
 
-def test_keys_that_cannot_be_stored(root: Path) -> None:
+def test_a_key_that_cannot_be_stored_is_refused(root: Path) -> None:
     for key in (object(), Colour.RED, frozenset([1]), np.float32(1)):
         with refused(ckpt.UnsupportedLeaf, "leaf m", "key", root=root):
             ckpt.save({"m": {key: 1}}, root, 5)
     for state in ({1 << 20_000: 1}, {(1, 1 << 20_000): 1}, {1 << 20_000, "a"}):
         with refused(ckpt.UnsupportedLeaf, "leaf m", "integer", root=root):
             ckpt.save({"m": state}, root, 5)
-    with refused(ckpt.UnsupportedLeaf, "UTF-8", root=root):  # half of a pair: no such text can be written
+    with refused(ckpt.UnsupportedLeaf, "UTF-8", root=root):  # half of a surrogate pair has no encoding
         ckpt.save({"m\ud800": np.ones(3)}, root, 5)
 
 
-def test_a_state_that_contains_itself(root: Path) -> None:
+def test_a_state_that_contains_itself_is_refused(root: Path) -> None:
     for inner in ([], {}, collections.OrderedDict()):
         state: Any = {"a": {"b": inner}}
         if isinstance(inner, list):
@@ -186,7 +187,7 @@ def test_a_state_that_contains_itself(root: Path) -> None:
             ckpt.save(state, root, 5)
 
 
-def test_a_state_that_is_nested_too_deeply(root: Path) -> None:
+def test_a_state_that_is_nested_too_deeply_is_refused(root: Path) -> None:
     state: Any = 1
     for _ in range(5000):
         state = [state]
@@ -194,8 +195,8 @@ def test_a_state_that_is_nested_too_deeply(root: Path) -> None:
         ckpt.save(state, root, 5)
 
 
-def test_a_save_while_another_thread_imports_masked_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numpy.ma", types.ModuleType("numpy.ma"))  # as it is in the middle of it
+def test_a_save_succeeds_while_another_thread_imports_masked_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy.ma", types.ModuleType("numpy.ma"))  # as in the middle of the import
     ckpt.save({"a": np.arange(3)}, tmp_path, step=0)
     monkeypatch.undo()
     assert ckpt.load(tmp_path)["a"].tolist() == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Columns of Arrow made and read without pandas: the same as Arrow's own way."""
+"""Arrow columns that are made and read without pandas equal those that Arrow makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 
 
 @given(st.lists(st.one_of(st.none(), INT64)))
-def test_numbers(values: list[int | None]):
+def test_columns_of_numbers_equal_those_of_arrow(values: list[int | None]):
     made = arrow_columns.number_array(values)
     made.validate(full=True)
     assert made.to_pylist() == values
@@ -24,7 +24,7 @@ def test_numbers(values: list[int | None]):
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64", "uint64"])
-def test_numbers_of_numpy(kind: str):
+def test_columns_of_numpy_numbers_equal_those_of_arrow(kind: str):
     values = np.arange(20, dtype=kind)[::3]
     made = arrow_columns.number_array(values, kind)
     assert made.equals(pa.array(values))
@@ -34,7 +34,7 @@ def test_numbers_of_numpy(kind: str):
 
 
 @given(st.lists(st.one_of(st.none(), TEXT)), st.data())
-def test_texts(values: list[str | None], data: st.DataObject):
+def test_columns_of_text_equal_those_of_arrow(values: list[str | None], data: st.DataObject):
     made = arrow_columns.text_array(values)
     made.validate(full=True)
     assert made.equals(pa.array(values, pa.string()))
@@ -45,7 +45,7 @@ def test_texts(values: list[str | None], data: st.DataObject):
 
 
 @given(st.lists(st.binary(max_size=9)))
-def test_blobs(values: list[bytes]):
+def test_columns_of_bytes_equal_those_of_arrow(values: list[bytes]):
     assert arrow_columns.binary_array(values).equals(pa.array(values, pa.binary()))
 
 
@@ -57,7 +57,7 @@ def test_a_column_that_arrow_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @given(st.lists(st.lists(INT64, max_size=3), min_size=1), st.data())
-def test_lists(values: list[list[int]], data: st.DataObject):
+def test_columns_of_lists_equal_those_of_arrow(values: list[list[int]], data: st.DataObject):
     made = arrow_columns.list_array(values)
     assert made.equals(pa.array(values, pa.list_(pa.int64())))
     rows = data.draw(st.lists(st.integers(0, len(values) - 1)))

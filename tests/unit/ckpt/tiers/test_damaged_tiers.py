@@ -1,4 +1,4 @@
-"""Damage in a tier: another tier's good copy is read, and damage is not copied."""
+"""Damage in a tier: the good copy of another tier is read, and damaged files are not copied."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from ckpt.storage.base.store import ALIGNMENT
 
 @pytest.mark.parametrize("kind", ["pack", "manifest/*.parquet", "manifest/*.json", "commit"])
 @pytest.mark.parametrize("which", ["memory", "nvme", "run", "memory nvme", "nvme run"])
-def test_a_flipped_byte_in_a_tier(places: Places, which: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The step comes from the next one, and the bad copy is not used again."""
+def test_a_flipped_byte_in_a_tier_is_avoided_and_its_copy_removed(
+    places: Places, which: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is loaded from the next tier, and the damaged copy is not used again."""
     saved_everywhere(places)
     pattern = {"pack": "steps/*/pack/*.pack", "commit": "steps/7/commit.json"}.get(kind, f"steps/7/{kind}")
     for name in which.split():
@@ -26,14 +28,14 @@ def test_a_flipped_byte_in_a_tier(places: Places, which: str, kind: str, caplog:
             flip(path)
     for again in (False, True):
         caplog.clear()
-        with warnings.catch_warnings(record=True) as told, places.open() as ck:
+        with warnings.catch_warnings(record=True) as raised, places.open() as ck:
             warnings.simplefilter("always")
             state, start = ck.restore(state_of(0))
             assert start == 8
             assert_same(state, state_of(7))
-            met = not again and which.startswith("memory")
-            assert ("bad copy in the tier" in caplog.text) == (met or kind == "commit")
-            assert any("is removed" in str(each.message) for each in told) == (met and kind != "commit")
+            found = not again and which.startswith("memory")
+            assert ("bad copy in the tier" in caplog.text) == (found or kind == "commit")
+            assert any("is removed" in str(each.message) for each in raised) == (found and kind != "commit")
             leave(ck)
     with places.open() as ck:
         train(ck, range(8, 10))
@@ -43,12 +45,12 @@ def test_a_flipped_byte_in_a_tier(places: Places, which: str, kind: str, caplog:
         leave(ck)
 
 
-def test_a_flipped_byte_in_the_small_files(places: Places) -> None:
-    """Of a near place: what is in its steps does not depend on them."""
+def test_flipped_bytes_in_the_small_files_of_a_tier_do_no_harm(places: Places) -> None:
+    """The steps of a near tier do not depend on these files."""
     saved_everywhere(places)
-    for place in (places.memory, places.nvme):
+    for tier in (places.memory, places.nvme):
         for name in ("ckpt.json", "tier.json", "generations/*.json"):
-            for path in place.glob(name):
+            for path in tier.glob(name):
                 flip(path, 20)
     with places.open() as ck:
         state, start = ck.restore(state_of(0))
@@ -58,10 +60,10 @@ def test_a_flipped_byte_in_the_small_files(places: Places) -> None:
     places.check()
 
 
-def test_rot_at_the_same_place_everywhere_falls_back(places: Places) -> None:
+def test_rot_at_the_same_position_in_all_tiers_falls_back(places: Places) -> None:
     saved_everywhere(places)
-    for place in places.all():
-        for path in place.glob("steps/7/pack/*.pack"):
+    for tier in places.all():
+        for path in tier.glob("steps/7/pack/*.pack"):
             flip(path, 0)
     with places.open() as ck:
         with pytest.warns(UserWarning, match="loaded the older step 3"):
@@ -70,14 +72,14 @@ def test_rot_at_the_same_place_everywhere_falls_back(places: Places) -> None:
         assert_same(state, state_of(3))
         with pytest.raises(ckpt.IntegrityError):
             ck.restore(state_of(0), step=7)
-        train(ck, range(4, 8))  # bit for bit the same blocks: they are written anew
+        train(ck, range(4, 8))  # the same blocks bit for bit: they are written again
     assert_all_load(places.run, 7)
 
 
 def test_each_block_comes_from_a_good_copy(places: Places) -> None:
-    """No tier has a whole step any more, all together have."""
+    """No tier has a whole step any more, but together they have all blocks."""
     saved_everywhere(places)
-    packs = [sorted(place.glob("steps/7/pack/*.pack")) for place in places.all()]
+    packs = [sorted(tier.glob("steps/7/pack/*.pack")) for tier in places.all()]
     size = packs[0][0].stat().st_size
     for number, (path,) in enumerate(packs):
         flip(path, (0, ALIGNMENT, size - ALIGNMENT)[number])
@@ -104,11 +106,11 @@ def test_rot_is_not_promoted(places: Places, caplog: pytest.LogCaptureFixture) -
     assert_all_load(places.run, 3)
 
 
-def test_a_bad_pack_in_the_repository_of_record_is_written_anew(places: Places) -> None:
-    """It was found by a load; the next step that needs it brings a good one."""
+def test_a_damaged_pack_in_the_repository_of_record_is_replaced(places: Places) -> None:
+    """A load found the damage; the next step that needs the block writes it again."""
     saved_everywhere(places)
-    for place in (places.memory, places.nvme):
-        shutil.rmtree(place)
+    for tier in (places.memory, places.nvme):
+        shutil.rmtree(tier)
     bad = [*places.run.glob("steps/*/pack/*.pack")]
     for path in bad:
         flip(path, 0)

@@ -19,8 +19,8 @@ import ckpt
 from ckpt.storage.local.directory import LocalStore
 
 
-def test_a_full_repository_of_record(places: Places, caplog: pytest.LogCaptureFixture) -> None:
-    """Training goes on in the nearer tiers; it is told once, and at the end."""
+def test_a_full_repository_of_record_does_not_stop_training(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    """Training goes on in the nearer tiers; the failure is reported once, and again at the end."""
     store = FullStore(LocalStore(places.run))
     ck = places.open(store)
     for step in range(8):
@@ -29,9 +29,9 @@ def test_a_full_repository_of_record(places: Places, caplog: pytest.LogCaptureFi
         ck.wait()
     assert caplog.text.count("could not be promoted") == 1
     ck.step(8, state_of(8))
-    with pytest.raises(ckpt.SaveFailed) as told:
+    with pytest.raises(ckpt.SaveFailed) as raised:
         ck.close()
-    one_line(told, "promoting to", "the disk is full")
+    one_line(raised, "promoting to", "the disk is full")
     assert places.steps()[2] == []
     assert places.steps()[0][-1] == 8, "the nearer copy stays"
     store.full = False
@@ -42,7 +42,7 @@ def test_a_full_repository_of_record(places: Places, caplog: pytest.LogCaptureFi
     assert_all_load(places.run, 8)
 
 
-def test_a_full_tier_between_keeps_nothing_from_the_last(places: Places) -> None:
+def test_a_full_middle_tier_does_not_block_the_last(places: Places) -> None:
     ck = places.open(near=FullStore(LocalStore(places.nvme)))
     train(ck, range(7))
     with pytest.raises(ckpt.SaveFailed, match=r"promoting to .*nvme.*the disk is full"):
@@ -71,8 +71,8 @@ def test_a_promotion_that_fails_once_is_tried_again(places: Places, method: str)
     places.check()
 
 
-def test_the_newest_wins(places: Places) -> None:
-    """Steps come faster than they can be promoted: those between are skipped, and what is copied is not deleted."""
+def test_steps_that_are_too_fast_for_promotion_are_skipped(places: Places) -> None:
+    """The newest step is promoted next, and a step that is being copied is not deleted."""
     store = FullStore(LocalStore(places.run))
     store.full = False
     store.gate.clear()
@@ -83,15 +83,15 @@ def test_the_newest_wins(places: Places) -> None:
         for step in range(1, 9):
             ck.step(step, state_of(step)).result()
         assert {0, 7, 8} <= set(places.steps()[0]), "step 0 is being copied, step 8 waits"
-        assert not {1, 3, 5} & set(places.steps()[0]), "those between, but for an even one that still comes to the disk"
+        assert not {1, 3, 5} & set(places.steps()[0]), "the steps between, except an even one that still goes to the disk"
         store.gate.set()
         ck.wait()
         assert places.steps()[2] == [0, 8]
     places.check()
 
 
-def test_a_near_place_that_is_full(places: Places, caplog: pytest.LogCaptureFixture) -> None:
-    """In the background that step is lost, and the next one goes further; with `blocking` none is."""
+def test_a_save_to_a_full_near_tier_goes_to_the_next(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    """In the background that step is lost and the next one goes to the next tier; with `blocking` no step is lost."""
     store = FullStore(LocalStore(places.base / "near"))
     with ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier(store)], group=None) as ck:
         ck.save(0, state_of(0), blocking=True)
@@ -107,13 +107,13 @@ def test_a_near_place_that_is_full(places: Places, caplog: pytest.LogCaptureFixt
     assert assert_all_load(places.run, 3) == [0, 1, 3]
 
 
-def test_a_small_tmpfs(places: Places, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Really full."""
+def test_saves_beyond_a_really_full_tmpfs_succeed(places: Places, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The tier is on a file system that is really full."""
     small = tmp_path / "small"
     small.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], capture_output=True, check=False)
     if mount.returncode:
-        pytest.skip("mounting takes root")
+        pytest.skip("mounting needs root")
     try:
         with ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier(small / "t", keep=5)], group=None) as ck:
             for step in range(12):
@@ -125,14 +125,14 @@ def test_a_small_tmpfs(places: Places, tmp_path: Path, caplog: pytest.LogCapture
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_the_limit_of_a_tier(places: Places, caplog: pytest.LogCaptureFixture) -> None:
-    """No step is lost where it does not fit, and it is said."""
+def test_a_tier_keeps_to_its_limit(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps that do not fit go to the next tier, and a warning says so."""
     tiers = [ckpt.Tier("memory", limit=300_000), ckpt.Tier(places.nvme, every=100)]
     with ckpt.Checkpointer(places.run, every=None, tiers=tiers, group=None) as ck:
         for step in range(9):
             ck.step(step, state_of(step)).result()
-            held = sum(path.stat().st_size for path in places.memory.glob("steps/**/*.*"))
-            assert held <= 300_000
+            stored = sum(path.stat().st_size for path in places.memory.glob("steps/**/*.*"))
+            assert stored <= 300_000
         assert set(ck.repository.steps()) >= {7, 8}
         assert set(places.steps()[1]), "some went on to the next"
         assert "of at most 0.000 GB" in caplog.text
@@ -140,8 +140,8 @@ def test_the_limit_of_a_tier(places: Places, caplog: pytest.LogCaptureFixture) -
     assert_all_load(places.run, 8)
 
 
-def test_a_tier_that_cannot_be_used_is_left_out(places: Places) -> None:
-    """A broken disk must not keep a job from training."""
+def test_an_unusable_tier_is_not_used(places: Places) -> None:
+    """A broken disk must not stop the training."""
     places.nvme.write_text("no folder")
     with pytest.warns(UserWarning, match="the tier .*nvme is not used"):
         ck = places.open()
@@ -157,11 +157,11 @@ def test_a_tier_that_cannot_be_used_is_left_out(places: Places) -> None:
     with ck:
         assert ck.restore(state_of(0))[1] == 5
         train(ck, range(5, 9))
-    assert assert_all_load(places.run, 7) == [4, 7], "its own rhythm holds where nothing is nearer"
+    assert assert_all_load(places.run, 7) == [4, 7], "the interval of the repository of record, as no tier is nearer"
 
 
-def test_a_tier_that_can_only_be_read(places: Places) -> None:
-    """As where it is two nodes, and one of them is lost. What is only there is found."""
+def test_a_read_only_tier_is_restored_from(places: Places) -> None:
+    """A tier of two nodes is read-only if one is lost. A step that only it has is found."""
     ck = places.open()
     train(ck, range(6))
     ck._require_open().wait()

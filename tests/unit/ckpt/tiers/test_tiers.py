@@ -1,4 +1,4 @@
-"""Tiers: saves land in the nearest tier, are copied whole, and load from the nearest good copy."""
+"""Tiers: saves go to the nearest tier, are copied whole, and are loaded from the nearest good copy."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ import ckpt
 from ckpt.tiers.tier_spec import memory_folder_name
 
 
-def test_each_place_has_its_own_steps(places: Places) -> None:
+def test_each_tier_keeps_its_own_steps(places: Places) -> None:
     with places.open() as ck:
         for step in range(10):
             ck.step(step, state_of(step))
             ck.wait()
         assert places.steps() == [[8, 9], [7, 9], [3, 7]]
         assert ck.repository.steps() == [3, 7, 8, 9]
-        places.check()  # packs of earlier steps that are referred to came along
+        places.check()  # referenced packs of earlier steps were copied, too
     assert places.steps() == [[], [7, 9], [7, 9]], "the newest step is in the repository of record, and the memory is free"
     assert {name.split("/")[0] for name in files(places.memory)} == {"ckpt.json", "tier.json", "generations"}
     places.check()
-    for place in (places.nvme, places.run):
-        assert {name for name in files(place) if name.startswith("steps/")} == reachable(place)
+    for tier in (places.nvme, places.run):
+        assert {name for name in files(tier) if name.startswith("steps/")} == reachable(tier)
 
 
-def test_a_save_that_was_asked_for_comes_everywhere(places: Places) -> None:
+def test_an_explicit_save_is_copied_to_all_tiers(places: Places) -> None:
     with places.open(every=None) as ck:
         assert ck.save(4, state_of(4)).result().step == 4
         ck.wait()
         assert places.steps() == [[4], [4], [4]]
 
 
-def test_places_that_go_by_time(places: Places) -> None:
-    """They take the next step that a nearer one has; the newest comes to the last one in any case."""
+def test_tiers_with_an_interval_of_time_copy_the_next_step(places: Places) -> None:
+    """They copy the next step of a nearer tier; the newest step reaches the repository of record in any case."""
     hour, now = timedelta(hours=1), timedelta(0)
     tiers = [ckpt.Tier("memory", keep=3), ckpt.Tier(places.nvme, every=now, keep=None)]
     with ckpt.Checkpointer(places.run, every=hour, tiers=tiers, group=None) as ck:
@@ -56,12 +56,12 @@ def test_places_that_go_by_time(places: Places) -> None:
     with ckpt.Checkpointer(places.run, every=4, tiers=tiers, group=None) as ck:
         train(ck, range(3, 7))
         ck.wait()
-        assert places.steps() == [[3], [0, 1, 2], [2, 3]], "the near one is due because the last one is"
+        assert places.steps() == [[3], [0, 1, 2], [2, 3]], "the near tier is due because the last one is"
         ck.save(6, state_of(6))
     assert_all_load(places.run, 6)
 
 
-def test_a_restart_finds_what_is_only_in_memory_and_promotes_it(places: Places) -> None:
+def test_a_restart_restores_a_step_from_memory_and_promotes_it(places: Places) -> None:
     ck = places.open()
     for step in range(7):
         ck.step(step, state_of(step))
@@ -74,12 +74,12 @@ def test_a_restart_finds_what_is_only_in_memory_and_promotes_it(places: Places) 
         assert start == 7
         assert_same(state, state_of(6))
         ck.wait()
-        assert places.steps() == [[5, 6], [3, 5], [3]], "what is due there by its number"
+        assert places.steps() == [[5, 6], [3, 5], [3]], "the step that is due there by its number"
     assert places.steps()[2] == [3, 6]
     places.check()
 
 
-def test_a_new_machine_has_no_memory(places: Places) -> None:
+def test_a_restart_without_memory_uses_the_other_tiers(places: Places) -> None:
     with places.open() as ck:
         train(ck, range(6))
     shutil.rmtree(places.memory)
@@ -92,11 +92,11 @@ def test_a_new_machine_has_no_memory(places: Places) -> None:
     places.check()
 
 
-def test_after_a_roll_back_the_later_save_of_a_step_wins(places: Places) -> None:
+def test_the_later_save_of_a_step_wins_after_a_roll_back(places: Places) -> None:
     with places.open(every=1) as ck:
         for step in range(4):
             train(ck, range(step, step + 1))
-            ck.wait()  # else a step may be left out where copying is slower
+            ck.wait()  # otherwise a slow copy may skip a step
     with places.open(every=8) as ck:
         ck.restore(state_of(0), step=2)
         changed = {**state_of(3), "name": "again"}
@@ -112,9 +112,9 @@ def test_steps_of_another_repository_are_refused(places: Places) -> None:
     train(ck, range(1))
     leave(ck)
     shutil.rmtree(places.run)
-    with pytest.raises(ckpt.InvalidArgument) as told:
+    with pytest.raises(ckpt.InvalidArgument) as raised:
         places.open()
-    one_line(told, str(places.memory), "not of the one at", "delete the folder")
+    one_line(raised, str(places.memory), "not of the one at", "delete the folder")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_steps_of_another_repository_are_refused(places: Places) -> None:
         (lambda p: [ckpt.Tier("memory"), ckpt.Tier("memory")], "have the same URL"),
     ],
 )
-def test_a_place_twice(places: Places, tiers: Any, word: str) -> None:
+def test_two_tiers_of_one_url_are_refused(places: Places, tiers: Any, word: str) -> None:
     with pytest.raises(ckpt.InvalidArgument, match=word):
         ckpt.Checkpointer(places.run, tiers=tiers(places), group=None)
 
@@ -137,18 +137,18 @@ def test_a_place_twice(places: Places, tiers: Any, word: str) -> None:
         *(("limit", value) for value in (0, -1, True, 1e9, "1GB")),
     ],
 )
-def test_a_tier_that_makes_no_sense(argument: str, value: Any) -> None:
+def test_wrong_options_of_a_tier_are_refused(argument: str, value: Any) -> None:
     say = "use a number of steps" if argument == "keep" else "use a positive number of"
     with pytest.raises(ckpt.InvalidArgument, match=re.escape(f"{argument}={value!r}: {say}")):
         ckpt.Tier("memory", **{argument: value})
 
 
-def test_a_tier_that_keeps_nothing() -> None:
+def test_a_tier_must_keep_at_least_one_step() -> None:
     with pytest.raises(ckpt.InvalidArgument, match="at least the last step must be kept"):
         ckpt.Tier("memory", keep=0)
 
 
-def test_a_tier_that_makes_sense() -> None:
+def test_right_options_of_a_tier_are_accepted() -> None:
     for every in (1, timedelta(0), timedelta(seconds=1), "auto", None):
         ckpt.Tier("memory", every=every, keep=None, limit=1)  # type: ignore[arg-type]
     assert ckpt.Tier("memory", keep=ckpt.Keep(2, every=10)).keep == ckpt.Keep(2, every=10)

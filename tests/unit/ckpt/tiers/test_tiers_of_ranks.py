@@ -22,7 +22,7 @@ from ckpt.storage.local.directory import LocalStore
 from ckpt.tiers.copy_step import _copy_ranges
 
 
-def test_ranks_that_go_by_time(places: Places) -> None:
+def test_ranks_with_an_automatic_interval_save_the_same_steps(places: Places) -> None:
     def work(group: Group) -> list[int]:
         tiers = [ckpt.Tier("memory", every="auto")]
         with ckpt.Checkpointer(places.run, every=5, tiers=tiers, group=group, timeout=30) as ck:
@@ -35,7 +35,7 @@ def test_ranks_that_go_by_time(places: Places) -> None:
     assert ckpt.open(places.run).steps()[-1] == saved[0][-1]
 
 
-def test_ranks_save_near_and_load_into_other_layouts(places: Places) -> None:
+def test_ranks_restore_from_memory_into_other_layouts(places: Places) -> None:
     def work(group: Group) -> None:
         ck = places.open(group=group)
         for step in range(6):
@@ -62,8 +62,8 @@ def test_ranks_save_near_and_load_into_other_layouts(places: Places) -> None:
     assert np.array_equal(ckpt.load(places.run, step=6)["w"], np.arange(6400.0).reshape(64, 100) * 7)
 
 
-def test_what_ranks_have_freed_is_no_damage_to_the_next(places: Places, caplog: pytest.LogCaptureFixture) -> None:
-    """The record of the last step stays, as a rank may still wait for it, and goes with the next start."""
+def test_memory_freed_by_ranks_is_no_damage_to_the_next_start(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    """The record of the last step stays, as a rank may still wait for it, and the next start deletes it."""
 
     def work(group: Group) -> int:
         with ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=group) as ck:
@@ -78,8 +78,8 @@ def test_what_ranks_have_freed_is_no_damage_to_the_next(places: Places, caplog: 
     assert [path.parent.name for path in places.memory.rglob("commit.json")] == ["3"]
 
 
-def test_ranks_agree_where_to_save_when_a_tier_is_full(places: Places) -> None:
-    """One rank meets the full disk; the step is lost there for all, and all go further with the next."""
+def test_ranks_agree_on_the_tier_when_one_is_full(places: Places) -> None:
+    """The disk of one rank is full; all ranks lose the step in this tier, and save the next one to the next tier."""
     stores = [FullStore(LocalStore(places.base / "near")) for _ in range(4)]
     for store in stores[:2] + stores[3:]:
         store.full = False
@@ -99,7 +99,7 @@ def test_ranks_agree_where_to_save_when_a_tier_is_full(places: Places) -> None:
         assert np.array_equal(ckpt.load(places.run, step=step)["w"], np.arange(6400.0).reshape(64, 100) * (step + 1))
 
 
-def test_ranks_and_the_limit(places: Places) -> None:
+def test_ranks_save_beyond_the_limit_of_a_tier(places: Places) -> None:
     def work(group: Group) -> None:
         tiers = [ckpt.Tier("memory", limit=100_000)]
         ck = ckpt.Checkpointer(places.run, every=100, tiers=tiers, group=group, timeout=30)
@@ -112,7 +112,7 @@ def test_ranks_and_the_limit(places: Places) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20_000_000)), max_size=8), st.integers(0, 40_000_000))
-def test_the_pieces_of_a_pack_make_it_whole(blocks: list[tuple[int, int]], rest: int) -> None:
+def test_copy_ranges_cover_a_pack(blocks: list[tuple[int, int]], rest: int) -> None:
     rows, at = [], 0
     for gap, stored in blocks:
         at += gap * ALIGNMENT
