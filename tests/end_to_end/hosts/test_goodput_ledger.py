@@ -15,17 +15,18 @@ from helpers.host_runs import job as job
 from ckpt.recovery.goodput.ledger import read_ledgers, total_seconds_by_category
 
 
-def is_accounted(job: Job) -> dict[str, float]:
-    """The time by its names: from the start of the run to its end, without a gap, and no second twice."""
-    found, log = read_ledgers(job.folder / "run"), job.log()
-    for one, other in pairwise(found):
+def assert_accounted(job: Job) -> dict[str, float]:
+    """Check that the ledgers cover the run from its start to its end without a gap or an overlap; return the seconds by
+    category."""
+    rows, log = read_ledgers(job.folder / "run"), job.log()
+    for one, other in pairwise(rows):
         assert abs(other.began - one.at) < 1e-3, (one, other)
-    assert found[0].began < log[0].at < log[-1].at < found[-1].at
+    assert rows[0].began < log[0].at < log[-1].at < rows[-1].at
     return dict(total_seconds_by_category(job.folder / "run"))
 
 
-def test_every_second_is_accounted_where_the_leader_stands_still(job: Callable[..., Job]) -> None:
-    """It comes back while another leads, and does not know it yet."""
+def test_every_second_is_accounted_when_the_leader_is_stopped(job: Callable[..., Job]) -> None:
+    """The old leader continues while another agent leads, and does not know of it yet."""
     run = job("--spares", "1", hosts=2, steps=100_000)
     for name in "abc":
         run.start(name)
@@ -33,17 +34,17 @@ def test_every_second_is_accounted_where_the_leader_stands_still(job: Callable[.
     leader = leader_of(run.log())
     os.kill(run.agents[leader].pid, signal.SIGSTOP)
     run.until(lambda log: leader_of(log) != leader, "led by another")
-    time.sleep(1)  # the other one writes lines, too
+    time.sleep(1)  # the new leader writes lines, too
     os.kill(run.agents[leader].pid, signal.SIGCONT)
     assert run.ask("drain").returncode == 0
     assert set(run.ends(*"abc").values()) == {0}
     leaders = {e.facts["name"] for e in run.log() if e.kind == "lead"}
     assert len(list((run.folder / "run").glob("ledger-*.jsonl"))) == len(leaders) > 1
-    assert is_accounted(run).get("detect", 0.0) >= (2.0 if leader in starts(run.log())[0] else 0.0)
+    assert assert_accounted(run).get("detect", 0.0) >= (2.0 if leader in starts(run.log())[0] else 0.0)
 
 
 @ENGINES
-def test_who_leads_is_not_passed_over_before_it_has_said_anything(job: Callable[..., Job]) -> None:
+def test_a_leader_without_a_report_yet_keeps_the_lead(job: Callable[..., Job]) -> None:
     run = job()
     run.start("a", failpoints="agent.begun=sleep:2")
     run.until(lambda log: any(e.kind == "lead" for e in log), "led")
@@ -53,12 +54,12 @@ def test_who_leads_is_not_passed_over_before_it_has_said_anything(job: Callable[
     assert [e.facts["name"] for e in run.log() if e.kind == "lead"] == ["a"]
 
 
-def test_one_that_took_the_lead_and_was_killed_leaves_no_gap(job: Callable[..., Job]) -> None:
+def test_a_leader_killed_at_its_takeover_leaves_no_gap_in_the_ledger(job: Callable[..., Job]) -> None:
     run = job("--min", "2", hosts=4, steps=100_000)
     run.start("a")
     run.until(lambda log: any(e.kind == "lead" for e in log), "led")
     run.start("b", failpoints="coordinator.lead.written=kill")
-    run.until(lambda log: (run.folder / "run" / "b.lock").exists(), "b is there")
+    run.until(lambda log: (run.folder / "run" / "b.lock").exists(), "b has its lock file")
     for name in "cd":
         run.start(name)
     run.until_step(5)
@@ -67,10 +68,10 @@ def test_one_that_took_the_lead_and_was_killed_leaves_no_gap(job: Callable[..., 
     run.until(lambda log: leader_of(log) in "cd" and len(starts(log)) > 1, "gone on without b")
     assert run.ask("drain").returncode == 0
     assert set(run.ends(*"cd").values()) == {0}
-    is_accounted(run)
+    assert_accounted(run)
 
 
-def test_a_lost_host_is_in_the_ledger(job: Callable[..., Job]) -> None:
+def test_the_time_to_detect_a_lost_host_is_in_the_ledger(job: Callable[..., Job]) -> None:
     run = job("--spares", "1", hosts=2, steps=100_000)
     for name in "abc":
         run.start(name)
@@ -82,24 +83,24 @@ def test_a_lost_host_is_in_the_ledger(job: Callable[..., Job]) -> None:
     run.until(lambda log: len(starts(log)) == 2, "gone on")
     assert run.ask("drain").returncode == 0
     assert set(run.ends(*(set("abc") - {lost})).values()) == {0}
-    took, log = is_accounted(run), run.log()
+    seconds, log = assert_accounted(run), run.log()
     cause = next(e.facts["cause"] for e in log if e.kind == "failure")
-    assert cause == "lost", "though a rank may miss those of the other host in a save before the agent does"
-    handed_over = sum(e.kind == "lead" for e in log) > 1  # a slow machine: who leads now found the failure written
+    assert cause == "lost", "a rank may miss the other host in a save before the agent does"
+    handed_over = sum(e.kind == "lead" for e in log) > 1  # on a slow machine the new leader finds the failure already written
     least = 0.0 if handed_over else 2.5
-    assert took.get("detect", 0.0) >= least, (took, [(e.kind, e.text) for e in log])
+    assert seconds.get("detect", 0.0) >= least, (seconds, [(e.kind, e.text) for e in log])
 
 
-def test_what_a_spare_does_again_is_no_useful_time(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has rank 0 now, whose time is that of the run, and has not seen the steps that were done before."""
-    monkeypatch.setenv("CKPT_TEST_EVERY", "1000000")  # nothing is saved by then: all is done again
+def test_steps_that_a_spare_repeats_are_no_useful_time(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spare has rank 0 now, whose time counts for the run, and has not seen the earlier steps."""
+    monkeypatch.setenv("CKPT_TEST_EVERY", "1000000")  # nothing is saved, so all steps are repeated
     run = job("--spares", "1", hosts=2, steps=100_000)
     run.start("a")
     run.until(lambda log: any(e.kind == "lead" for e in log), "led")
     run.start("b")
     run.until_step(5)
     run.start("c")
-    run.until(lambda log: (run.folder / "run" / "c.lock").exists(), "c is there")
+    run.until(lambda log: (run.folder / "run" / "c.lock").exists(), "c has its lock file")
     first = starts(run.log())[0][0]
     run.agents[first].kill()
     run.until(lambda log: len(starts(log)) == 2, "gone on")
@@ -107,4 +108,4 @@ def test_what_a_spare_does_again_is_no_useful_time(job: Callable[..., Job], monk
     assert run.ask("drain").returncode == 0
     assert set(run.ends(*(set("abc") - {first})).values()) == {0}
     assert starts(run.log())[1][0] == "c"
-    assert is_accounted(run).get("redo", 0.0) > 0.0
+    assert assert_accounted(run).get("redo", 0.0) > 0.0

@@ -1,4 +1,4 @@
-"""etcd is lost for a while, and for good."""
+"""etcd is lost for a while, or for good."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ckpt.recovery.ranks import processes
 
 
 @needs_etcd
-def test_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
-    """The ranks go on; what happens to them meanwhile is dealt with afterwards, and nobody is taken for lost."""
+def test_a_run_survives_etcd_being_away_for_a_while(tmp_path: Path) -> None:
+    """The ranks continue; failures meanwhile are handled afterwards, and no host is taken for lost."""
     server = EtcdProcess(tmp_path / "etcd")
     server.start()
     run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", steps=600)
@@ -46,8 +46,8 @@ def test_etcd_goes_away_for_a_while(tmp_path: Path) -> None:
 
 
 @needs_etcd
-def test_etcd_goes_away_for_good(tmp_path: Path) -> None:
-    """Each host says how it stands there, and ends when it is asked to."""
+def test_hosts_without_etcd_report_it_and_end_when_asked(tmp_path: Path) -> None:
+    """Each host reports its state, and ends when it is asked to."""
     server = EtcdProcess(tmp_path / "etcd")
     server.start()
     run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", "--grace", "1", hosts=2, steps=300)
@@ -58,7 +58,7 @@ def test_etcd_goes_away_for_good(tmp_path: Path) -> None:
         server.kill()
         ended = "all ranks of this host have ended well; the run ends when the state answers, or by another signal"
         until(lambda: all((run.folder / f"end-{rank}.npy").exists() for rank in range(4)))
-        time.sleep(4)  # the ranks have yet to end, and their agents to see it
+        time.sleep(4)  # the ranks end first, and then their agents detect it
         for agent in run.agents.values():
             agent.send_signal(signal.SIGTERM)
         assert run.ends(*"ab") == dict.fromkeys("ab", 128 + signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Ranks, agents and hosts are killed, cut off and stopped; the job goes on with spares or with fewer hosts."""
+"""Ranks, agents and hosts are killed, cut off and stopped; the job continues with spares or with fewer hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_job_without_a_fault_ends_well(job: Callable[..., Job]) -> None:
 
 
 @ENGINES
-def test_a_rank_is_killed(job: Callable[..., Job]) -> None:
+def test_all_ranks_start_again_after_one_is_killed(job: Callable[..., Job]) -> None:
     run = job()
     for name in "abc":
         run.start(name)
@@ -42,8 +42,8 @@ def test_a_rank_is_killed(job: Callable[..., Job]) -> None:
 
 
 @pytest.mark.parametrize("which", ["leader", "other"])
-def test_a_host_is_lost_and_a_spare_takes_its_place(job: Callable[..., Job], which: str) -> None:
-    run = job(steps=500)  # more than are done while the log is read
+def test_a_spare_replaces_a_lost_host(job: Callable[..., Job], which: str) -> None:
+    run = job(steps=500)  # more steps than the job makes while the test reads the log
     for name in "abcd":
         run.start(name)
     run.until_step(12)
@@ -58,11 +58,11 @@ def test_a_host_is_lost_and_a_spare_takes_its_place(job: Callable[..., Job], whi
     if lost != spare:
         assert [sorted(hosts) for hosts in starts(log)][-1] == others
         places = starts(log)
-        assert [b if b != lost else spare for b in places[0]] == places[-1], "the others keep their ranks"
+        assert [b if b != lost else spare for b in places[0]] == places[-1], "another host has a new place"
     is_right(run, 6)
 
 
-def test_a_host_is_lost_and_it_goes_on_with_fewer(job: Callable[..., Job]) -> None:
+def test_a_job_without_spares_continues_with_fewer_hosts(job: Callable[..., Job]) -> None:
     run = job("--min", "2")
     for name in "abc":
         run.start(name)
@@ -75,7 +75,7 @@ def test_a_host_is_lost_and_it_goes_on_with_fewer(job: Callable[..., Job]) -> No
     is_right(run, 4)
 
 
-def test_too_few_hosts(job: Callable[..., Job]) -> None:
+def test_a_job_with_too_few_hosts_gives_up(job: Callable[..., Job]) -> None:
     run = job("--give-up", "1")
     run.start("a")
     assert run.ends("a") == {"a": 1}
@@ -84,8 +84,8 @@ def test_too_few_hosts(job: Callable[..., Job]) -> None:
 
 @pytest.mark.parametrize("place", [0, 2])
 @ETCD
-def test_a_stopped_agent_that_comes_back(job: Callable[..., Job], place: int) -> None:
-    """Others went on without it. What it still ran has been ended, and it is a spare."""
+def test_a_stopped_agent_that_continues_becomes_a_spare(job: Callable[..., Job], place: int) -> None:
+    """The other hosts continued without it. Its ranks have been ended."""
     run = job("--min", "2", steps=400)
     for name in "abc":
         run.start(name)
@@ -100,8 +100,8 @@ def test_a_stopped_agent_that_comes_back(job: Callable[..., Job], place: int) ->
     is_right(run, 4)
 
 
-def test_a_lost_agent_is_started_again(job: Callable[..., Job]) -> None:
-    """At once, under its name: its ranks are no more, so all start again, with it."""
+def test_a_killed_agent_that_starts_again_rejoins_the_run(job: Callable[..., Job]) -> None:
+    """It starts at once, under the same name: its ranks are gone, so all ranks start again with it."""
     run = job()
     for name in "abc":
         run.start(name)
@@ -124,8 +124,8 @@ if SOAK:
 @pytest.mark.soak
 @ETCD
 @pytest.mark.parametrize(("kind", "written"), KILLED_AT)
-def test_the_coordinator_is_killed(job: Callable[..., Job], kind: str, written: str) -> None:
-    """At each point of deciding. Another one goes on from the log, and nothing is done twice."""
+def test_another_agent_continues_from_the_log_of_a_killed_coordinator(job: Callable[..., Job], kind: str, written: str) -> None:
+    """The coordinator is killed at each point of a decision; no decision is made twice."""
     run = job("--min", "2", "--give-up", "8")
     run.start("a", failpoints=f"coordinator.{kind}{written}=kill")
     run.until(lambda log: any(e.kind == "lead" for e in log), "led")
@@ -144,7 +144,7 @@ def test_the_coordinator_is_killed(job: Callable[..., Job], kind: str, written: 
 
 
 @pytest.mark.parametrize("point", ["agent.start", "agent.started", "agent.stop"])
-def test_an_agent_is_killed(job: Callable[..., Job], point: str) -> None:
+def test_a_job_survives_an_agent_killed_at_any_point(job: Callable[..., Job], point: str) -> None:
     run = job("--min", "2")
     run.start("a")
     run.until(lambda log: any(e.kind == "lead" for e in log), "led")
@@ -158,7 +158,7 @@ def test_an_agent_is_killed(job: Callable[..., Job], point: str) -> None:
     is_right(run, 4)
 
 
-def test_nothing_is_left(job: Callable[..., Job]) -> None:
+def test_killed_agents_leave_no_process(job: Callable[..., Job]) -> None:
     run = job(steps=10_000)
     for name in "abc":
         run.start(name)
@@ -170,8 +170,8 @@ def test_nothing_is_left(job: Callable[..., Job]) -> None:
 
 
 @needs_etcd
-def test_a_host_is_cut_off(tmp_path: Path) -> None:
-    """The others notice and go on without it. What its ranks still save counts for nothing; when it is back it is a spare."""
+def test_a_host_cut_off_from_the_others_becomes_a_spare(tmp_path: Path) -> None:
+    """The other hosts detect it and continue without it. The saves of its ranks do not count; when it is back it is a spare."""
     with hosts_on_a_wire(4) as hosts:
         hosts.run_etcd(3, tmp_path / "etcd")
         until(lambda: answers(f"http://{hosts.etcd_at(3)}"))

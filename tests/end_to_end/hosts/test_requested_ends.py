@@ -1,4 +1,4 @@
-"""Hosts of a run are asked to leave or to end, come late, or name themselves wrongly."""
+"""Hosts of a run are asked to leave or to end, arrive late, or have a wrong name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from helpers.host_runs import job as job
 
 
 @ETCD
-def test_one_host_is_asked_to_leave(job: Callable[..., Job]) -> None:
-    """All save after the same step, and the others go on from there."""
+def test_all_ranks_save_before_a_host_leaves(job: Callable[..., Job]) -> None:
+    """All save after the same step, and the other hosts continue from it."""
     run = job("--min", "2")
     for name in "abc":
         run.start(name)
@@ -24,12 +24,12 @@ def test_one_host_is_asked_to_leave(job: Callable[..., Job]) -> None:
     log = run.log()
     (failure,) = [e for e in log if e.kind == "failure"]
     assert failure.facts["cause"] == "preempted"
-    assert failure.facts["step"] == failure.facts["committed"], "nothing is done twice"
+    assert failure.facts["step"] == failure.facts["committed"], "a step is repeated"
     assert sorted(starts(log)[-1]) == ["a", "c"]
     is_right(run, 4)
 
 
-def test_all_are_asked_to_end(job: Callable[..., Job]) -> None:
+def test_a_run_ends_when_all_hosts_are_asked_to_end(job: Callable[..., Job]) -> None:
     run = job()
     for name in "abc":
         run.start(name)
@@ -43,8 +43,8 @@ def test_all_are_asked_to_end(job: Callable[..., Job]) -> None:
     is_right(run, 6)
 
 
-def test_who_comes_after_the_end(job: Callable[..., Job]) -> None:
-    """Is told how it was; to begin anew must be asked for."""
+def test_a_host_that_arrives_after_the_end_begins_no_run(job: Callable[..., Job]) -> None:
+    """The host reports how the run ended; a new run needs --again."""
     run = job("--give-up", "60", hosts=2, steps=30)
     for name in "ab":
         run.start(name)
@@ -60,7 +60,7 @@ def test_who_comes_after_the_end(job: Callable[..., Job]) -> None:
     assert len([e for e in run.log() if e.kind == "run"]) == 2
 
 
-def test_drain(job: Callable[..., Job]) -> None:
+def test_drain_ends_a_run_after_an_agreed_step(job: Callable[..., Job]) -> None:
     run = job(steps=10_000)
     for name in "abc":
         run.start(name)
@@ -74,7 +74,7 @@ def test_drain(job: Callable[..., Job]) -> None:
     assert "have saved and ended, as drain asked" in log[-1].text
 
 
-def test_status_and_plan(job: Callable[..., Job]) -> None:
+def test_status_and_plan_describe_the_run_and_change_nothing(job: Callable[..., Job]) -> None:
     run = job("--min", "2", "--spares", "2", steps=10_000)
     for name in "abcd":
         run.start(name)
@@ -99,10 +99,10 @@ def test_status_and_plan(job: Callable[..., Job]) -> None:
     assert "without any host nothing is decided" in run.ask("plan", *everyone).stderr
     assert run.ask("plan", "--lose", "nobody").returncode == 1
     assert "there is no rank 6: the run has 6 ranks, numbered from 0" in run.ask("plan", "--fail", "6").stderr
-    assert [e.kind for e in run.log()] == [e.kind for e in log], "nothing was done"
+    assert [e.kind for e in run.log()] == [e.kind for e in log], "plan has written an entry"
 
 
-def test_another_command(job: Callable[..., Job]) -> None:
+def test_a_host_with_another_command_is_refused(job: Callable[..., Job]) -> None:
     run = job(steps=10_000)
     run.start("a")
     run.until(lambda log: bool(log), "begun")
@@ -112,18 +112,20 @@ def test_another_command(job: Callable[..., Job]) -> None:
 
 
 @ETCD
-def test_hosts_without_their_number(job: Callable[..., Job]) -> None:
-    """Each is a job on one host: they can't share a state."""
+def test_hosts_without_nnodes_are_refused(job: Callable[..., Job]) -> None:
+    """Each would be a job on one host: they can't share a run log."""
     run = job(hosts=1)
     run.start("a", program=("sleep", "60"))
     run.until(lambda log: bool(log), "begun")
     run.start("b", program=("sleep", "60"))
     assert run.ends("b") == {"b": 1}
-    said = "another run is under way there (1 host with 2 ranks: sleep 60); for one job on several hosts give --nnodes on each"
-    assert said in run.said("b")
+    message = (
+        "another run is under way there (1 host with 2 ranks: sleep 60); for one job on several hosts give --nnodes on each"
+    )
+    assert message in run.said("b")
 
 
-def test_a_run_on_one_host_in_the_same_place(job: Callable[..., Job]) -> None:
+def test_a_one_host_run_in_the_folder_of_another_run_is_refused(job: Callable[..., Job]) -> None:
     run = job(steps=10_000)
     for name in "abc":
         run.start(name)
@@ -136,7 +138,7 @@ def test_a_run_on_one_host_in_the_same_place(job: Callable[..., Job]) -> None:
 
 
 @ETCD
-def test_two_hosts_of_one_name(job: Callable[..., Job]) -> None:
+def test_a_second_host_of_the_same_name_is_refused(job: Callable[..., Job]) -> None:
     run = job(steps=10_000)
     run.start("a")
     run.until(lambda log: bool(log), "begun")

@@ -33,8 +33,8 @@ def noted(files: Path) -> list[dict]:  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("words", [(), ("together", "marked")])
-def test_a_rank_of_four(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Noticed and said, everywhere; and nothing is done about it, on one host."""
+def test_a_straggler_on_one_host_is_reported_and_kept(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """It is detected and reported in the log, in status, in the report and in the metrics; no host is replaced."""
     files, port = tmp_path / "run", free_port()
     command = [*RUN, "-n", "4", "--run-dir", str(files), "--straggler-after", "1", "--cold", "--straggler", "2"]
     command += ["--metrics", f"127.0.0.1:{port}", "--dir", str(tmp_path / "repo")]
@@ -49,13 +49,13 @@ def test_a_rank_of_four(tmp_path: Path, words: tuple[str, ...]) -> None:
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
     finally:
         run.send_signal(signal.SIGTERM)
-        _, said = run.communicate(timeout=60)
+        _, output = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM
     (note,) = noted(files)
     assert note["facts"]["straggler"] == 2
     assert note["facts"]["times"] > 2
     assert ("without what it waits for" in note["text"]) == bool(words)
-    assert f"ckpt-run: {note['text']}" in said.splitlines()
+    assert f"ckpt-run: {note['text']}" in output.splitlines()
     assert note["text"] in status
     assert f"checkpoints in {tmp_path / 'repo'}" in status
     assert 'ckpt_run_straggler_ratio{rank="2"' in metrics
@@ -65,11 +65,11 @@ def test_a_rank_of_four(tmp_path: Path, words: tuple[str, ...]) -> None:
     assert [entry["kind"] for entry in log(files) if entry["kind"] in ("failure", "start")] == ["start", "failure"]
 
 
-def test_a_slow_host_is_left_out(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A spare takes its place, and nothing is done twice."""
+def test_a_spare_replaces_a_slow_host(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is repeated."""
     run = job("--straggler", "2", "--straggler-after", "1", "--spares", "1", hosts=2, steps=200)
     run.start("a")
-    monkeypatch.setenv("CKPT_TEST_SLOW", "6")  # b alone
+    monkeypatch.setenv("CKPT_TEST_SLOW", "6")  # only host b is slow
     run.start("b")
     monkeypatch.delenv("CKPT_TEST_SLOW")
     record, until = SqliteRunLog(run.folder / "run"), time.monotonic() + 60
@@ -80,12 +80,12 @@ def test_a_slow_host_is_left_out(job: Callable[..., Job], monkeypatch: pytest.Mo
     run.start("c")
     assert run.ends(*"abc") == {"a": 0, "b": 0, "c": 0}
     entries = run.log()
-    said = [(e.kind, e.text) for e in entries]
+    kinds_and_texts = [(e.kind, e.text) for e in entries]
     assert sorted(starts(entries)[0]) == ["a", "b"]
-    assert sorted(starts(entries)[-1]) == ["a", "c"], said
-    assert {e.facts["host"] for e in entries if e.kind == "note" and "straggler" in e.facts} == {"b"}, said
+    assert sorted(starts(entries)[-1]) == ["a", "c"], kinds_and_texts
+    assert {e.facts["host"] for e in entries if e.kind == "note" and "straggler" in e.facts} == {"b"}, kinds_and_texts
     moved = [e.facts for e in entries if e.kind == "failure" and e.facts["cause"] == "straggler"]
-    assert {facts["host"] for facts in moved} == {"b"}, said
-    assert all(facts["step"] == facts["committed"] for facts in moved), "nothing is done twice"
+    assert {facts["host"] for facts in moved} == {"b"}, kinds_and_texts
+    assert all(facts["step"] == facts["committed"] for facts in moved), "a step is repeated"
     assert "b is left out, as rank" in run.said("a")
     is_right(run, 4)

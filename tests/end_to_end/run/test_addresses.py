@@ -22,8 +22,8 @@ from ckpt.recovery.ranks.launch import stop as stop_ranks
 from ckpt.storage.base.http_pages import HttpPage, HttpPages
 
 
-def test_a_rank_keeps_its_number_until_its_session_is_ended(tmp_path: Path) -> None:
-    """Else another process might have it, and be ended for it."""
+def test_an_ended_rank_is_not_reaped_before_its_session_has_ended(tmp_path: Path) -> None:
+    """Otherwise another process might get its number, and be killed in its place."""
     share = LaunchSpec("r", 0, 0, 1, 1, 0, "127.0.0.1", 1, {})
     command = ["sh", "-c", "sleep 1000 & echo $! > $0; exit 3", str(tmp_path / "child")]
     (rank,) = start_ranks(command, share, tmp_path, tmp_path / "logs")
@@ -40,8 +40,8 @@ def test_a_rank_keeps_its_number_until_its_session_is_ended(tmp_path: Path) -> N
     assert none_left([child])
 
 
-def test_the_port_of_a_job_is_none_that_a_connection_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel gives those of its own range to who connects, at any moment before rank 0 listens."""
+def test_a_free_port_is_below_the_range_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives ports of its own range to connections, at any moment before rank 0 listens."""
     least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found = {free_port("127.0.0.1") for _ in range(50)}
     assert len(found) > 40
@@ -55,7 +55,7 @@ def test_the_port_of_a_job_is_none_that_a_connection_takes(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
-def test_addresses_of_version_6() -> None:
+def test_ipv6_addresses_are_listened_on_and_written_in_brackets() -> None:
     assert host_address("etcd://[::1]:2379/lab") == "::1"
     with socket.socket(socket.AF_INET6) as free:
         free.bind(("::1", free_port("::1")))
@@ -66,7 +66,7 @@ def test_addresses_of_version_6() -> None:
         web.close()
 
 
-def test_spares_are_among_the_hosts_of_a_launcher(tmp_path: Path) -> None:
+def test_spares_are_counted_among_the_hosts_of_a_launcher(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--spares", "1"]
     environ = os.environ | {"SLURM_STEP_NUM_NODES": "3"}
     command += ["--launcher", "slurm", "true"]

@@ -1,4 +1,4 @@
-"""The training of the demo, small: killed in the middle of saves, it goes on with the same losses, bit for bit."""
+"""The training of the demo, small: killed during saves, it continues with the same losses, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def train(folder: Path, failpoints: str = "") -> tuple[int, list[dict[str, objec
     return done.returncode, [json.loads(line) for line in log.read_text().splitlines()[logged:]]
 
 
-def test_a_killed_training_goes_on_with_the_same_losses(tmp_path):
+def test_a_killed_training_continues_with_the_same_losses(tmp_path):
     ended, reference = train(tmp_path / "undisturbed")
     assert ended == 0
     assert [line["step"] for line in reference] == list(range(15))
 
     killed = tmp_path / "killed"
     runs = [
-        train(killed, "save.pack=kill@3"),  # step 8, its pack still a temporary file
-        train(killed, "save.commit=kill@2"),  # step 8 succeeds now; step 11 has all but its commit record
+        train(killed, "save.pack=kill@3"),  # killed in step 8, whose pack is still a temporary file
+        train(killed, "save.commit=kill@2"),  # step 8 succeeds; killed in step 11, which has all but its commit record
         train(killed),
     ]
     assert [ended for ended, _ in runs] == [-signal.SIGKILL, -signal.SIGKILL, 0]
@@ -51,7 +51,7 @@ def test_a_killed_training_goes_on_with_the_same_losses(tmp_path):
     assert ckpt.open(killed).steps() == [8, 11, 14]
 
 
-def test_the_example_shows_how_little_is_needed():
+def test_the_training_script_of_the_demo_uses_few_lines_of_ckpt():
     code = TRAIN.read_text().partition('"""\n\n')[2]
     lines = [line for line in code.splitlines() if "ckpt" in line.split("#")[0] or "ck." in line]
     assert len(lines) < 10

@@ -1,4 +1,4 @@
-"""The examples under ckpt-run: killed and hung, they end with the bits of a run that nothing disturbed."""
+"""The examples under ckpt-run: killed and hung, they end with the same bits as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ def ckpt_run(folder: Path, ranks: int, *command: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*job, *command], stderr=subprocess.PIPE, text=True)
 
 
-def end(process: subprocess.Popen[str]) -> str:
+def wait_for_end(process: subprocess.Popen[str]) -> str:
+    """Check that the process ends with status 0, and return its standard error."""
     try:
-        _, said = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 0, said
-    return said
+    assert process.returncode == 0, stderr
+    return stderr
 
 
-def until_saved(url: Path) -> None:
+def wait_until_saved(url: Path) -> None:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         try:
@@ -45,7 +46,7 @@ def until_saved(url: Path) -> None:
 
 
 def child_of(process: subprocess.Popen[str], words: str) -> int:
-    """A process below ckpt-run whose command line has these words."""
+    """Return the number of a process below ckpt-run whose command line contains these words."""
     below = {process.pid}
     found = []
     for path in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
@@ -72,40 +73,40 @@ def arrays(url: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ["train.py", "run_numpy.py", "run_mpi.py"])
-def test_how_little_is_needed(name: str) -> None:
-    """Fewer than ten lines mention ckpt, those of words counted, too."""
+def test_an_example_uses_fewer_than_ten_lines_of_ckpt(name: str) -> None:
+    """Comments and docstrings that mention ckpt count, too."""
     lines = [line for line in (EXAMPLES / name).read_text().splitlines() if "ckpt" in line or "ck." in line]
     assert len(lines) < 10, lines
 
 
-def test_numpy(tmp_path: Path) -> None:
+def test_the_numpy_example_survives_a_kill(tmp_path: Path) -> None:
     program = [sys.executable, str(EXAMPLES / "run_numpy.py")]
     options = ["--steps", "120", "--every", "10"]
-    end(ckpt_run(tmp_path / "a", 2, *program, str(tmp_path / "quiet"), *options, "--seconds", "0"))
+    wait_for_end(ckpt_run(tmp_path / "a", 2, *program, str(tmp_path / "quiet"), *options, "--seconds", "0"))
     job = ckpt_run(tmp_path / "b", 2, *program, str(tmp_path / "rough"), *options, "--seconds", "0.02")
-    until_saved(tmp_path / "rough")
+    wait_until_saved(tmp_path / "rough")
     os.kill(child_of(job, "run_numpy.py"), signal.SIGKILL)
-    assert "was killed by SIGKILL" in end(job)
+    assert "was killed by SIGKILL" in wait_for_end(job)
     assert ckpt.open(tmp_path / "rough").steps()[-1] == 119
     assert arrays(tmp_path / "rough") == arrays(tmp_path / "quiet")
 
 
-def test_mpi(tmp_path: Path) -> None:
-    """mpiexec is what ckpt-run starts; a rank that dies takes it along. The field is that of one process alone."""
+def test_the_mpi_example_survives_a_killed_rank(tmp_path: Path) -> None:
+    """ckpt-run starts mpiexec, which ends with a rank that dies. The result equals that of one process."""
     pytest.importorskip("mpi4py")
     mpiexec = shutil.which("mpiexec", path=os.path.dirname(sys.executable)) or shutil.which("mpiexec")
     assert mpiexec, "no mpiexec: install the wheel mpich"
     program, options = [sys.executable, str(EXAMPLES / "run_mpi.py")], ["--steps", "150", "--every", "10"]
     subprocess.run([*program, str(tmp_path / "alone"), *options, "--seconds", "0"], check=True, timeout=120)
     job = ckpt_run(tmp_path / "run", 1, mpiexec, "-n", "3", *program, str(tmp_path / "rough"), *options, "--seconds", "0.02")
-    until_saved(tmp_path / "rough")
+    wait_until_saved(tmp_path / "rough")
     os.kill(child_of(job, "run_mpi.py"), signal.SIGKILL)
-    assert "exited with status" in end(job)
+    assert "exited with status" in wait_for_end(job)
     assert arrays(tmp_path / "rough") == arrays(tmp_path / "alone")
 
 
-def test_comeback(tmp_path: Path) -> None:
-    """The demo, small: a rank falls into a busy loop."""
+def test_the_comeback_demo_recovers_from_a_busy_loop(tmp_path: Path) -> None:
+    """The demo is made small: a rank falls into a busy loop."""
     pytest.importorskip("torch")
     small = ["--ranks", "2", "--steps", "70", "--every", "5", "--faults", "busy", "--seconds", "0.2"]
     command = [sys.executable, str(EXAMPLES / "comeback.py"), "--dir", str(tmp_path / "run"), *small]

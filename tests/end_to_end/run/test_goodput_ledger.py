@@ -37,7 +37,7 @@ from ckpt.training.rank_heartbeat import RankHeartbeat
 
 
 class Watched(Run):
-    """A run whose record is read in this process: fast enough to strike between two steps."""
+    """A run whose log is read in this process: fast enough to kill a rank between two steps."""
 
     def record(self) -> list[dict]:  # type: ignore[type-arg]
         return [asdict(entry) for entry in SqliteRunLog(self.files).entries()] if (self.files / RECORD).exists() else []
@@ -49,8 +49,8 @@ def report(run: Run, *options: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
-    """A run with three failures that has ended well, and its wall time."""
+def ended_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
+    """Return a run with three failures that has ended well, and its wall time."""
     began = time.monotonic()
     run = Watched(tmp_path_factory.mktemp("run") / "job", steps=80, seconds=0.05)
     try:
@@ -63,41 +63,41 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
     return run, time.monotonic() - began
 
 
-def test_every_second_has_a_name(done: tuple[Run, float]) -> None:
-    run, wall = done
-    found = read_ledgers(run.files)
-    assert_no_gap(found)
+def test_every_second_of_a_run_has_a_category(ended_run: tuple[Run, float]) -> None:
+    run, wall = ended_run
+    rows = read_ledgers(run.files)
+    assert_no_gap(rows)
     seconds = total_seconds_by_category(run.files)
     entries = SqliteRunLog(run.files).entries()
-    assert abs(sum(seconds.values()) - (found[-1].at - found[0].began)) < ROUNDING * len(found)
-    assert found[0].began < entries[0].at, "it begins with the process, not with the first attempt"
-    assert found[-1].at > entries[-1].at, "it ends after the last word"
+    assert abs(sum(seconds.values()) - (rows[-1].at - rows[0].began)) < ROUNDING * len(rows)
+    assert rows[0].began < entries[0].at, "the ledger does not begin with the process"
+    assert rows[-1].at > entries[-1].at, "the ledger ends before the last log entry"
     assert sum(seconds.values()) < wall
-    assert {line.attempt for line in found} == {0, 1, 2, 3}
+    assert {line.attempt for line in rows} == {0, 1, 2, 3}
     assert {entry.attempt for entry in entries if entry.kind == "failure"} == {0, 1, 2}
 
 
-def test_a_second_run_in_the_same_folder_goes_on(done: tuple[Run, float]) -> None:
-    run, _ = done
+def test_a_second_run_in_the_same_folder_continues_the_ledger(ended_run: tuple[Run, float]) -> None:
+    run, _ = ended_run
     before = read_ledgers(run.files)
     again = Run(run.folder, steps=82)
     try:
         assert again.end() == 0, again.said
     finally:
         again.close()
-    found = read_ledgers(run.files)
-    assert found[: len(before)] == before
-    assert_no_gap(found[len(before) :])
-    assert found[len(before)].began > before[-1].at
+    rows = read_ledgers(run.files)
+    assert rows[: len(before)] == before
+    assert_no_gap(rows[len(before) :])
+    assert rows[len(before)].began > before[-1].at
 
 
-def test_killed_it_is_right_up_to_a_moment_before(tmp_path: Path) -> None:
-    """What is under way is written again and again, in its place, also where nothing happens."""
+def test_the_ledger_of_a_killed_run_is_right_up_to_the_kill(tmp_path: Path) -> None:
+    """The line of the present activity is written again and again in the same position, even if nothing happens."""
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path), "--", "sleep", "1000"]
     process = subprocess.Popen(command)
     try:
-        until = time.monotonic() + 60
-        while sum(total_seconds_by_category(tmp_path).values()) < 3 and time.monotonic() < until:
+        deadline = time.monotonic() + 60
+        while sum(total_seconds_by_category(tmp_path).values()) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert len(read_ledgers(tmp_path)) == 1
     finally:
@@ -107,10 +107,10 @@ def test_killed_it_is_right_up_to_a_moment_before(tmp_path: Path) -> None:
     assert total_seconds_by_category(tmp_path)["spawn"] >= 3
 
 
-def test_the_report_in_prometheus_format(done: tuple[Run, float]) -> None:
+def test_the_report_is_written_in_prometheus_format(ended_run: tuple[Run, float]) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    run, _ = done
+    run, _ = ended_run
     families = {family.name: family for family in text_string_to_metric_families(report(run, "--prometheus"))}
     seconds = {sample.labels["name"]: sample.value for sample in families["ckpt_run_seconds"].samples}
     assert set(seconds) == set(TIME_CATEGORIES)
@@ -123,10 +123,10 @@ def test_the_report_in_prometheus_format(done: tuple[Run, float]) -> None:
     assert families["ckpt_run_seconds"].type == "counter"
 
 
-def test_the_report_as_a_picture(done: tuple[Run, float], tmp_path: Path) -> None:
+def test_the_report_is_drawn_as_a_picture(ended_run: tuple[Run, float], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    run, _ = done
-    file = tmp_path / "run.of-today"  # whatever its name is
+    run, _ = ended_run
+    file = tmp_path / "run.of-today"  # a file name without a known suffix
     assert "3 failures" in report(run, "--png", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(CkptError, match=f"the folder {tmp_path}/none does not exist; create it, or name another file"):
@@ -134,8 +134,8 @@ def test_the_report_as_a_picture(done: tuple[Run, float], tmp_path: Path) -> Non
     json.loads(report(run, "--json"))
 
 
-def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A limit on the size of files is what a disk that has no more room looks like, short writes included."""
+def test_a_full_disk_neither_stops_a_run_nor_loses_ledger_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A limit on the file size behaves like a full disk, short writes included."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 100)
@@ -155,7 +155,7 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path: Path, caplog: pyt
     assert_no_gap(read_ledgers(tmp_path))
 
 
-def test_metrics_of_a_run_under_way() -> None:
+def test_metrics_of_a_running_job_count_only_reporting_ranks() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     entries = [
@@ -177,27 +177,27 @@ def test_metrics_of_a_run_under_way() -> None:
     assert [key for key in samples if key[0] == "ckpt_run_failures_total"] == [("ckpt_run_failures_total", 'a "bad"\nday\\')]
     assert samples["ckpt_run_decisions_total", "restart"] == 1
     assert samples["ckpt_run_goodput_ratio",] == 0.75
-    assert samples["ckpt_run_step",] == 6, "the rank that has said nothing yet does not count"
+    assert samples["ckpt_run_step",] == 6, "a rank without a heartbeat counts"
     assert samples["ckpt_run_committed_step",] == 4
     assert samples["ckpt_run_loss",] == 0.25
     assert samples["ckpt_run_rank_silent_seconds", "0"] == 10
     assert "ckpt_run_up 0\n" in metrics.render_metrics([], {}, False)
 
 
-def test_metrics_are_served(tmp_path: Path) -> None:
+def test_metrics_are_served_on_a_port_or_skipped_if_it_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "ckpt.tools.run", "--metrics", f"127.0.0.1:{port}", "--run-dir"]
         first = [*command, str(tmp_path / "first"), "--", "true"]
         done = subprocess.run(first, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, "a port that is taken ends no run"
+        assert done.returncode == 0, "a port in use ends the run"
         assert f"127.0.0.1:{port} can't be listened on: Address already in use; give another --metrics" in done.stderr
     process = subprocess.Popen([*command, str(tmp_path / "second"), "--", "sleep", "1000"])
     try:
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         text = ""
         while 'ckpt_run_seconds_total{name="spawn"}' not in text or "ckpt_run_attempt 0" not in text:
-            assert time.monotonic() < until, text
+            assert time.monotonic() < deadline, text
             time.sleep(0.1)
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
                 text = page.read().decode()

@@ -1,4 +1,4 @@
-"""ckpt-run is killed and stopped at its fail points, and signals come at any moment."""
+"""ckpt-run is killed and stopped at its fail points, and signals arrive at any moment."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ POINTS = ALL_POINTS if SOAK else SOME_POINTS
 
 @pytest.mark.soak
 @pytest.mark.parametrize("point", POINTS)
-def test_ckpt_run_is_killed_at_each_point(start: Starter, point: str) -> None:
-    """Alone on its host nobody takes over: started again, it goes on from what was saved."""
+def test_ckpt_run_killed_at_any_point_continues_when_started_again(start: Starter, point: str) -> None:
+    """On a single host no other agent takes over: started again, it continues from the last saved step."""
     run = start("--cold", failpoints=f"{point}=kill", steps=20, seconds=0.03)
     if "failure" in point or "coordinator.stop" in point:
         until(lambda: run.newest() >= 4, "something is saved")
@@ -54,7 +54,7 @@ def test_ckpt_run_is_killed_at_each_point(start: Starter, point: str) -> None:
 
 
 @pytest.mark.parametrize("point", ["promote.pack", "promote.committed"])
-def test_ckpt_run_is_killed_while_it_brings_steps_home(start: Starter, point: str) -> None:
+def test_ckpt_run_killed_while_it_drains_memory_loses_no_step(start: Starter, point: str) -> None:
     run = start("--restarts", "0", tiers=("memory",), seconds=0.05, failpoints=f"{point}=kill", quiet_ranks=True)
     in_memory(run)
     run.until_step(12)
@@ -66,8 +66,8 @@ def test_ckpt_run_is_killed_while_it_brings_steps_home(start: Starter, point: st
     assert not [path for path in in_memory(run).rglob("*") if path.is_file()]
 
 
-def test_ckpt_run_is_stopped_for_a_while(start: Starter) -> None:
-    """The ranks go on without it."""
+def test_ranks_continue_while_ckpt_run_is_stopped(start: Starter) -> None:
+    """The run ends well after ckpt-run continues."""
     run = start("--hang", "1", steps=80)
     run.until_step(5)
     run.process.send_signal(signal.SIGSTOP)
@@ -78,8 +78,8 @@ def test_ckpt_run_is_stopped_for_a_while(start: Starter) -> None:
 
 
 @pytest.mark.parametrize("whom", ["ckpt-run", "ranks", "all"])
-def test_a_storm_of_sigterm_during_a_save(start: Starter, whom: str) -> None:
-    """As where a scheduler signals all processes of a job, again and again."""
+def test_many_sigterms_during_a_save_leave_whole_steps(start: Starter, whom: str) -> None:
+    """A scheduler may signal all processes of a job, again and again."""
     run = start(fault="points:0:save.append=sleep:2@2")
     repo = run.folder / "repo" / "steps"
     until(lambda: any(not (step / "commit.json").exists() for step in repo.glob("*") if int(step.name) > 4), "it saves")
@@ -100,8 +100,8 @@ def test_a_storm_of_sigterm_during_a_save(start: Starter, whom: str) -> None:
     assert saved >= 4
 
 
-def test_sigterm_to_each_process_of_a_job(start: Starter) -> None:
-    """As systemd ends a service: once to each. The job is saved at the step under way, and not lost since the last save."""
+def test_a_sigterm_to_each_process_saves_the_present_step(start: Starter) -> None:
+    """systemd ends a service with one signal to each process. No step since the last save is lost."""
     run = start(steps=200)
     run.until_step(11)
     for pid in (*(run.pid(rank) for rank in range(RANKS)), run.process.pid):
@@ -114,8 +114,8 @@ def test_sigterm_to_each_process_of_a_job(start: Starter) -> None:
     assert again.restored() == [saved + 1] * RANKS
 
 
-def test_sigterm_to_one_rank(start: Starter) -> None:
-    """Nobody wants the job to end: it comes back."""
+def test_a_sigterm_to_one_rank_restarts_the_job(start: Starter) -> None:
+    """The signal to one rank does not ask the job to end: it starts again."""
     run = start(steps=200)
     run.until_step(11)
     os.kill(run.pid(1), signal.SIGTERM)
@@ -124,8 +124,8 @@ def test_sigterm_to_one_rank(start: Starter) -> None:
     assert "rank 1 was asked to end by SIGTERM after step" in run.said
 
 
-def test_what_a_rank_starts_does_not_hold_sigterm(tmp_path: Path) -> None:
-    """A loader's worker is ended by it. Neither is a handler of the program's own replaced."""
+def test_children_of_a_rank_are_ended_by_sigterm(tmp_path: Path) -> None:
+    """A worker of a data loader ends by the signal. A handler of the program itself is not replaced, either."""
     program = (
         "import ckpt, os, signal, time\n"
         "ck = ckpt.Checkpointer('a'); assert callable(signal.getsignal(signal.SIGTERM))\n"
@@ -135,11 +135,11 @@ def test_what_a_rank_starts_does_not_hold_sigterm(tmp_path: Path) -> None:
         "ckpt.Checkpointer('b').close(); assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN\n"
     )
     HeartbeatPage(tmp_path / "page", new=True).close()
-    told = os.environ | {"CKPT_PULSE": str(tmp_path / "page")}
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=told, check=True, timeout=60)
+    environment = os.environ | {"CKPT_PULSE": str(tmp_path / "page")}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, timeout=60)
 
 
-def test_a_host_is_lost_together_with_the_coordinator(job: Callable[..., Job]) -> None:
+def test_a_job_survives_the_loss_of_a_host_and_the_coordinator(job: Callable[..., Job]) -> None:
     run = job("--min", "2", hosts=4, steps=200)
     for name in "abcd":
         run.start(name)
@@ -150,19 +150,19 @@ def test_a_host_is_lost_together_with_the_coordinator(job: Callable[..., Job]) -
     for name in (leader, other):
         run.agents[name].kill()
         run.agents[name].wait()
-    so_far = len(run.log())  # on a slow machine others may have led before
+    earlier_entries = len(run.log())  # on a slow machine other agents may have led before
     left = sorted(set("abcd") - {leader, other})
     assert set(run.ends(*left).values()) == {0}
     log = run.log()
     assert sorted(starts(log)[-1]) == left
-    assert {entry.facts["name"] for entry in log[so_far:] if entry.kind == "lead"} <= set(left)
+    assert {entry.facts["name"] for entry in log[earlier_entries:] if entry.kind == "lead"} <= set(left)
     assert leader_of(log) in left
     rows_are_right(run, 4)
 
 
 @contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """A control group whose processes get no more memory than that together."""
+    """Yield a control group whose processes together get no more memory than this limit."""
     old = Path("/sys/fs/cgroup/memory")
     group = (old if old.is_dir() else Path("/sys/fs/cgroup")) / f"ckpt-test-{os.getpid()}"
     try:
@@ -181,8 +181,8 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def test_out_of_memory(start: Starter) -> None:
-    """A real kill by the kernel."""
+def test_a_rank_killed_for_lack_of_memory_is_reported(start: Starter) -> None:
+    """The kernel really kills the rank."""
     with memory_group(800 << 20) as group:
         run = start(fault="memory:2:17", group=group)
         ends_well(run)
@@ -214,7 +214,7 @@ np.save(folder / f"end-{rank}.npy", state["w"].numpy())
 """
 
 
-def test_an_exception_while_others_wait_in_a_collective(tmp_path: Path) -> None:
+def test_an_exception_restarts_ranks_that_wait_in_a_collective(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is missing")
     program = tmp_path / "train.py"
     program.write_text(TOGETHER)

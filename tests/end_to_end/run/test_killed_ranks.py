@@ -1,4 +1,4 @@
-"""ckpt-run brings a job back whose ranks are killed, stopped, hung or end with an error."""
+"""ckpt-run restarts a job whose ranks are killed, stopped, hung or end with an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KILLS = list(product(range(RANKS), [signal.SIGKILL, signal.SIGSEGV])) if SOAK el
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("rank", "number"), KILLS)
-def test_a_rank_is_killed(start: Callable[..., Run], rank: int, number: signal.Signals) -> None:
+def test_a_job_is_restarted_after_a_killed_rank(start: Callable[..., Run], rank: int, number: signal.Signals) -> None:
     run = start(steps=100)
     run.until_step(12)
     os.kill(run.pid(rank), number)
@@ -45,13 +45,13 @@ def test_a_rank_is_killed(start: Callable[..., Run], rank: int, number: signal.S
     assert re.search(rf"{killed}; all ranks start again from step \d+, or a newer one", run.said)
 
 
-def test_a_warm_start(start: Callable[..., Run]) -> None:
-    """The ranks are forked from a process that has imported what they import."""
+def test_a_warm_start_forks_the_ranks(start: Callable[..., Run]) -> None:
+    """The ranks are forked from the fork server, which has imported what they import."""
     run = start("--warm", steps=600)
     command = [sys.executable, "-m", "ckpt.tools.run", "status", "--run-dir", str(run.files)]
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while "the next start is warm" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout:
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
     os.kill(run.pid(1), signal.SIGKILL)
     run.until_step(1, attempt=1)
     assert b"fork_server.py" in Path(f"/proc/{run.pid(1)}/cmdline").read_bytes()
@@ -60,7 +60,7 @@ def test_a_warm_start(start: Callable[..., Run]) -> None:
     assert run.failures() == [("signal", [1])]
 
 
-def test_all_ranks_are_killed_twice(start: Callable[..., Run]) -> None:
+def test_a_job_is_restarted_after_all_ranks_are_killed_twice(start: Callable[..., Run]) -> None:
     run = start(seconds=0.05)
     for attempt, step in enumerate([12, 22]):
         run.until_step(step, attempt)
@@ -70,7 +70,7 @@ def test_all_ranks_are_killed_twice(start: Callable[..., Run]) -> None:
     assert len(run.failures()) == 2
 
 
-def test_a_rank_is_stopped(start: Callable[..., Run]) -> None:
+def test_a_job_is_restarted_after_a_stopped_rank(start: Callable[..., Run]) -> None:
     run = start(seconds=0.03)
     run.until_step(12)
     os.kill(run.pid(1), signal.SIGSTOP)
@@ -82,7 +82,7 @@ def test_a_rank_is_stopped(start: Callable[..., Run]) -> None:
 @pytest.mark.parametrize(
     ("fault", "detail"), [("raise", r"exited with status 1 \(RuntimeError: a bad batch\)"), ("exit", "status 7")]
 )
-def test_a_rank_fails(start: Callable[..., Run], fault: str, detail: str) -> None:
+def test_a_job_is_restarted_after_a_failed_rank(start: Callable[..., Run], fault: str, detail: str) -> None:
     run = start(fault=(fault, 17, 1))
     assert run.end() == 0, run.said
     is_right(run)
@@ -90,8 +90,8 @@ def test_a_rank_fails(start: Callable[..., Run], fault: str, detail: str) -> Non
     assert re.search(detail, run.said)
 
 
-def test_a_rank_leaves_the_others(start: Callable[..., Run]) -> None:
-    """With status 0, which is no failure by itself. Those that wait for its part of a save are told at once, and say it."""
+def test_a_rank_that_ends_early_fails_the_save_of_the_others(start: Callable[..., Run]) -> None:
+    """Status 0 is no failure by itself. Ranks that wait for its part of a save learn of its end at once, and report it."""
     run = start(fault=("leave", 17, 1))
     assert run.end() == 0, run.said
     is_right(run)
@@ -99,8 +99,8 @@ def test_a_rank_leaves_the_others(start: Callable[..., Run]) -> None:
     assert len(run.failures()) == 1
 
 
-def test_a_loss_that_is_not_finite_once(start: Callable[..., Run]) -> None:
-    """It may have been the hardware: the same is tried again, and comes out right."""
+def test_a_loss_that_is_not_finite_once_is_tried_again(start: Callable[..., Run]) -> None:
+    """The hardware may be the cause: the same batches are tried again, with a correct result."""
     run = start(fault=("nan", 17, 1))
     assert run.end() == 0, run.said
     is_right(run)
@@ -108,18 +108,18 @@ def test_a_loss_that_is_not_finite_once(start: Callable[..., Run]) -> None:
     assert "the loss of step 17 was nan; the same batches are tried again" in run.said
 
 
-def test_a_loss_that_is_never_finite(start: Callable[..., Run]) -> None:
-    """At the second time the batch is passed over, and an older step taken."""
+def test_a_batch_whose_loss_is_never_finite_is_skipped(start: Callable[..., Run]) -> None:
+    """The second time the batch is skipped, and an older step is loaded."""
     run = start(fault=("poison", 17, 1))
     assert run.end() == 0, run.said
     assert run.failures() == [("diverged", [1])] * 2
     assert "the loss of step 17 was nan; the 2nd time there: batches 16 to 17 are passed over" in run.said
-    told = [e["facts"]["environment"] for e in run.record() if e["kind"] == "start"]
-    assert [each.get("CKPT_SKIP") for each in told] == [None, None, "16-17"]
+    environments = [e["facts"]["environment"] for e in run.record() if e["kind"] == "start"]
+    assert [each.get("CKPT_SKIP") for each in environments] == [None, None, "16-17"]
 
 
-def test_a_job_that_always_fails(start: Callable[..., Run]) -> None:
-    """It is given up, with the reason, and does not go on for ever."""
+def test_a_job_that_always_fails_is_given_up(start: Callable[..., Run]) -> None:
+    """It ends with the reason, and is not restarted forever."""
     run = start(fault=("always", 0, 0))
     assert run.end() == 1
     assert len(run.failures()) == MAX_REPEATED_FAILURES
@@ -153,9 +153,11 @@ np.save("end.npy", state["a"])
 @pytest.mark.parametrize(("spoiled", "place", "varies", "restored"), [
     (9, 10, 4, "-1 9 9 4"), (22, 31, 3, "-1 29 29 24 24 19"), (22, 31, 1, "-1 29 29 24 19"),
 ])  # fmt: skip
-def test_steps_that_are_whole_and_rotten(tmp_path: Path, spoiled: int, place: int, varies: int, restored: str) -> None:
-    """They make the job fail a few steps later, always there or each time elsewhere: after two of these an older one is taken,
-    and one before that, where that was rotten, too."""
+def test_an_older_step_is_loaded_where_newer_whole_ones_fail_the_job(
+    tmp_path: Path, spoiled: int, place: int, varies: int, restored: str
+) -> None:
+    """The state in these steps makes the job fail a few steps later, always at the same step or at varying ones: after two
+    failures an older step is loaded, and an even older one where that one is bad, too."""
     rotten = ROTTEN.replace("SPOILED", str(spoiled)).replace("PLACE", f"{place} + attempt % {varies}")
     command = [sys.executable, "-m", "ckpt.tools.run", "--cold", "--run-dir", "run", "--", sys.executable, "-c", rotten]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,5 @@
-"""ckpt-run --launcher mpiexec: a program with MPI's own world, killed and brought back, with the mpiexec of MPICH's wheel."""
+"""ckpt-run --launcher mpiexec: a program with its own MPI world is killed and restarted, with mpiexec from the wheel of
+MPICH."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ np.save(folder / f"end-{rank}.npy", state["w"].local)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_of_mpi(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_mpi_job_is_restarted_after_a_killed_or_stopped_rank(tmp_path: Path, number: signal.Signals) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "ckpt.tools.run", "-n", "3", "--launcher", "mpiexec", "--run-dir", str(tmp_path / "run")]
@@ -55,10 +56,10 @@ def test_a_rank_of_mpi(tmp_path: Path, number: signal.Signals) -> None:
         time.sleep(0.02)
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
     os.kill(pids[1], number)
-    _, said = run.communicate(timeout=120)
-    assert run.returncode == 0, said
+    _, stderr = run.communicate(timeout=120)
+    assert run.returncode == 0, stderr
     kinds = [e.kind for e in SqliteRunLog(tmp_path / "run").entries() if e.kind != "lead"]
-    assert kinds == ["run", "start", "failure", "decision", "start", "end"], said
+    assert kinds == ["run", "start", "failure", "decision", "start", "end"], stderr
     assert none_left(pids)
     want = np.zeros(100)
     for step in range(120):
@@ -68,7 +69,7 @@ def test_a_rank_of_mpi(tmp_path: Path, number: signal.Signals) -> None:
         assert f"I am {rank} of 3" in (tmp_path / "run" / "logs" / "1" / f"rank-{rank}.log").read_text()
 
 
-def test_a_wrong_command(tmp_path: Path) -> None:
+def test_an_mpi_program_that_cannot_start_is_reported_in_the_logs(tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_bytes(b"\x7fELF of nothing")
     program.chmod(0o755)
@@ -79,7 +80,7 @@ def test_a_wrong_command(tmp_path: Path) -> None:
     assert f"{program} can't be started: Exec format error" in logs
 
 
-def test_which_rank_it_is() -> None:
+def test_the_mpi_rank_is_read_from_the_environment() -> None:
     assert mpi.mpi_rank({"PMI_RANK": "2"}) == 2
     assert mpi.mpi_rank({"OMPI_COMM_WORLD_RANK": "1"}) == 1
     with pytest.raises(CkptError, match="this mpiexec sets none of PMI_RANK"):

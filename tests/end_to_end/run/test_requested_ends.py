@@ -20,12 +20,12 @@ from ckpt.recovery.ranks import processes
 
 
 @pytest.mark.parametrize("storm", [1, 3])
-def test_it_is_asked_to_end(start: Callable[..., Run], storm: int) -> None:
-    """Saved at a step that was under way; started again it goes on from there, and no step was lost."""
+def test_a_run_asked_to_end_saves_its_present_step(start: Callable[..., Run], storm: int) -> None:
+    """Started again it continues from that step, and no step is lost."""
     run = start()
     run.until_step(13)
     run.process.send_signal(signal.SIGTERM)
-    if storm > 1:  # whoever asks again does not wait
+    if storm > 1:  # after a second signal ckpt-run does not wait for a save
         for _ in range(storm):
             time.sleep(0.01)
             run.process.send_signal(signal.SIGTERM)
@@ -39,22 +39,22 @@ def test_it_is_asked_to_end(start: Callable[..., Run], storm: int) -> None:
     assert [e["attempt"] for e in again.record() if e["kind"] == "start"] == [0, 1]
 
 
-def test_it_was_all_that_stood_still(start: Callable[..., Run]) -> None:
-    """A host that is frozen and thawed, ckpt-run and ranks together: nobody has hung."""
+def test_a_frozen_and_thawed_host_has_no_hang(start: Callable[..., Run]) -> None:
+    """ckpt-run and all ranks are stopped together, as on a host that is frozen and thawed."""
     run = start("--hang", "2", "--cold")
     run.until_step(12)
     pids = [run.process.pid, *(run.pid(rank) for rank in range(RANKS))]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(4)
-    for pid in pids:  # ckpt-run first: it looks before they have said anything
+    for pid in pids:  # ckpt-run first, so that it polls the ranks before their next heartbeat
         os.kill(pid, signal.SIGCONT)
     assert run.end() == 0, run.said
     is_right(run)
     assert run.failures() == []
 
 
-def test_ranks_that_do_not_use_ckpt_are_asked_too(tmp_path: Path) -> None:
+def test_ranks_that_do_not_use_ckpt_get_sigterm_too(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import pathlib, signal, sys, time\n"
@@ -65,33 +65,33 @@ def test_ranks_that_do_not_use_ckpt_are_asked_too(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--", sys.executable, str(program)]
     run = subprocess.Popen([*command, str(tmp_path)], stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not (tmp_path / "ready").exists():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     run.send_signal(signal.SIGTERM)
-    _, said = run.communicate(timeout=60)
+    _, stderr = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM
     assert (tmp_path / "saved").read_text() == "yes"
-    assert "rank 0 was ended by SIGTERM, with no Checkpointer opened, before the first step" in said
+    assert "rank 0 was ended by SIGTERM, with no Checkpointer opened, before the first step" in stderr
 
 
-def test_a_console_that_is_full_and_nohup(tmp_path: Path) -> None:
+def test_a_run_survives_a_full_console_and_a_hangup(tmp_path: Path) -> None:
     command = ["nohup", sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--"]
     program = ["sh", "-c", "echo much; sleep 1; touch $0", str(tmp_path / "done")]
     with open("/dev/full", "wb") as full:
         run = subprocess.Popen([*command, *program], stdout=full, stderr=full)
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not list(tmp_path.glob("run/logs/0/rank-0.log")):
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     run.send_signal(signal.SIGHUP)
     assert run.wait(60) == 0
     assert (tmp_path / "done").exists()
 
 
-def test_nothing_is_left_running(start: Callable[..., Run]) -> None:
-    """Not even where ckpt-run itself is killed, and a rank has children of its own."""
+def test_a_killed_ckpt_run_leaves_no_process(start: Callable[..., Run]) -> None:
+    """This holds for the children of a rank, too."""
     run = start(steps=10_000, fault=("child", 0, 1))
     run.until_step(3)
     pids = [run.pid(rank) for rank in range(RANKS)] + [int((run.folder / "child").read_text())]
@@ -104,33 +104,33 @@ def test_nothing_is_left_running(start: Callable[..., Run]) -> None:
     assert sum(processes.process_state(pid) not in ("", "Z") for pid in pids) == 0
 
 
-def test_the_guardian_is_killed_and_then_ckpt_run(start: Callable[..., Run]) -> None:
-    """Another has taken its place, and ends what the ranks have started."""
+def test_a_killed_orphan_guard_is_replaced(start: Callable[..., Run]) -> None:
+    """When ckpt-run is killed afterwards, the new guard ends the processes that the ranks have started."""
     run = start(steps=10_000, fault=("child", 0, 1))
     run.until_step(12)
     (pages,) = [Path(e["facts"]["pages"]) for e in run.record() if e["kind"] == "start"]
 
-    def guardians() -> list[int]:
+    def orphan_guards() -> list[int]:
         words = [b"ckpt.recovery.ranks.orphan_guard", os.fsencode(pages)]
-        found = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if has(p, words)]
+        found = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if has_words(p, words)]
         return [pid for pid in found if processes.process_state(pid) not in ("", "Z")]
 
-    (first,) = guardians()
+    (first,) = orphan_guards()
     os.kill(first, signal.SIGKILL)
-    until = time.monotonic() + 60
-    while first in guardians() or not guardians():
-        assert time.monotonic() < until
+    deadline = time.monotonic() + 60
+    while first in orphan_guards() or not orphan_guards():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     pids = [*(run.pid(rank) for rank in range(RANKS)), int((run.folder / "child").read_text())]
     run.close()
     assert none_left(pids)
     while pages.exists():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def has(file: Path, words: list[bytes]) -> bool:
-    """Whether a command line names all of them."""
+def has_words(file: Path, words: list[bytes]) -> bool:
+    """Return whether a command line contains all of these words."""
     with contextlib.suppress(OSError):
         return set(words) <= set(file.read_bytes().split(b"\0"))
     return False

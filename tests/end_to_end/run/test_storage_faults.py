@@ -23,8 +23,8 @@ import ckpt
 from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
 
 
-def test_a_storage_node_is_killed_while_the_job_runs(start: Starter, tmp_path: Path) -> None:
-    """Nothing of the job needs to start again."""
+def test_a_job_continues_after_a_storage_node_is_killed(start: Starter, tmp_path: Path) -> None:
+    """No rank needs to start again."""
     with nodes(tmp_path, 3) as storage:
         run = start(url=url_of(storage), seconds=0.05)
         run.until_step(12)
@@ -34,7 +34,7 @@ def test_a_storage_node_is_killed_while_the_job_runs(start: Starter, tmp_path: P
         assert ckpt.open(url_of(storage)).steps()[-1] == 39
 
 
-def test_a_storage_node_is_killed_while_the_job_restarts(start: Starter, tmp_path: Path) -> None:
+def test_a_job_restarts_although_a_storage_node_is_killed(start: Starter, tmp_path: Path) -> None:
     with nodes(tmp_path, 3) as storage:
         run = start(url=url_of(storage), seconds=0.05, failpoints="namespace.read=sleep:0.3@*")
         run.until_step(12)
@@ -45,8 +45,8 @@ def test_a_storage_node_is_killed_while_the_job_restarts(start: Starter, tmp_pat
         assert [cause for cause, _ in run.failures()] == ["signal"]
 
 
-def test_all_storage_nodes_are_away_for_a_while(start: Starter, tmp_path: Path) -> None:
-    """Longer than it takes to fail some times in a row."""
+def test_a_job_survives_all_storage_nodes_being_away_for_a_while(start: Starter, tmp_path: Path) -> None:
+    """They are away for longer than several failures in a row take."""
     with nodes(tmp_path, 2) as storage:
         run = start(url=url_of(storage), seconds=0.05)
         run.until_step(12)
@@ -59,8 +59,8 @@ def test_all_storage_nodes_are_away_for_a_while(start: Starter, tmp_path: Path) 
         assert min(run.restored()) >= 5
 
 
-def test_what_began_before_is_not_given_up_at_once() -> None:
-    """Where it does not come to a step any more it waits, longer and longer, and not for ever."""
+def test_a_job_that_has_trained_is_given_up_late() -> None:
+    """Where it does not reach a step any more, it waits longer and longer, but not forever."""
     failures = [Failure("exit", (1,), "exited with status 1", 12, 9, 10.0)]
     budget = Budget()
     waits = []
@@ -74,8 +74,8 @@ def test_what_began_before_is_not_given_up_at_once() -> None:
     assert decision.reason.endswith("before the first step; 10 restarts without a newer step: look at the log")
 
 
-def test_damage_is_no_storage_that_is_away() -> None:
-    """It stays as it is: after three tries that is the end, with what to do."""
+def test_a_job_without_a_whole_step_is_given_up_after_three_tries() -> None:
+    """Damage does not go away: the reason names what to do."""
     failures, budget = [Failure("exit", (1,), "exited with status 1", 12, 9, 10.0, restored=5)], Budget()
     while (decision := decide(failures, budget)).action == "restart":
         budget = decision.budget
@@ -84,8 +84,8 @@ def test_damage_is_no_storage_that_is_away() -> None:
     assert "3 times in a row, as no saved step is whole; bring back the files of one, or remove all of them" in decision.reason
 
 
-def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Starter, tmp_path: Path) -> None:
-    """As where a host is lost with its part of the memory tier. Every step is in the other one, but for a save under way."""
+def test_memory_on_two_nodes_survives_the_loss_of_one_with_a_rank(start: Starter, tmp_path: Path) -> None:
+    """A lost host takes its part of the memory tier with it. The other node has every step but that of a save under way."""
     with fast_folder(tmp_path) as folder, nodes(folder, 2) as memory:
         run = start(tiers=(url_of(memory, "near"),), seconds=0.1)
         run.until_step(12)
@@ -99,7 +99,7 @@ def test_memory_on_two_nodes_and_one_is_killed_together_with_a_rank(start: Start
 
 
 @pytest.mark.parametrize("point", ["save.append=full@2", "local.fsync=error@3", "save.commit=full@2"])
-def test_a_save_in_the_background_fails(start: Starter, point: str) -> None:
+def test_a_failed_background_save_restarts_the_job(start: Starter, point: str) -> None:
     run = start(fault=f"points:0:{point}")
     ends_well(run)
     assert [cause for cause, _ in run.failures()] == ["exit"], run.said
@@ -107,8 +107,8 @@ def test_a_save_in_the_background_fails(start: Starter, point: str) -> None:
     assert ckpt.open(run.folder / "repo").steps()[-1] == 39
 
 
-def test_a_disk_that_is_full_for_a_while(start: Starter, tmp_path: Path) -> None:
-    """Really full; somebody makes room."""
+def test_a_job_survives_a_disk_that_is_full_for_a_while(start: Starter, tmp_path: Path) -> None:
+    """The disk is really full; then another process frees space."""
     small = tmp_path / "small"
     small.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], capture_output=True).returncode:
@@ -128,8 +128,9 @@ def test_a_disk_that_is_full_for_a_while(start: Starter, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("where", ["memory", "nvme", "repo", "memory nvme"])
-def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Path, where: str) -> None:
-    """In each file of the newest step there: it comes from the next place, or is an older one."""
+def test_a_flipped_byte_in_a_tier_is_read_from_the_next_one(start: Starter, tmp_path: Path, where: str) -> None:
+    """A byte of each file of the newest step in the tier is flipped: the step comes from the next tier, or an older step is
+    loaded."""
     nvme = str(tmp_path / "nvme")
     run = start(tiers=("memory", nvme), seconds=0.06, steps=24)
     places = {"memory": in_memory(run), "nvme": Path(nvme), "repo": run.folder / "repo"}
@@ -153,8 +154,8 @@ def test_a_byte_is_flipped_between_kill_and_restart(start: Starter, tmp_path: Pa
     assert ckpt.load(run.folder / "repo", group=None)["w"].shape == (4 * RANKS, 100)
 
 
-def test_the_memory_tier_is_cleared(start: Starter) -> None:
-    """By somebody who cleans up /dev/shm, beneath the ranks that save there."""
+def test_a_job_survives_a_cleared_memory_tier(start: Starter) -> None:
+    """Another user may clean up /dev/shm while the ranks save to it."""
     run = start(tiers=("memory",), seconds=0.06, steps=40)
     memory = in_memory(run)
     run.until_step(13)
@@ -163,8 +164,8 @@ def test_the_memory_tier_is_cleared(start: Starter) -> None:
     assert len(run.failures()) == 1
 
 
-def test_all_steps_are_damaged(start: Starter) -> None:
-    """In all places. It is given up with the reason, and nothing is begun anew over them, or removed."""
+def test_a_job_whose_steps_are_all_damaged_is_given_up(start: Starter) -> None:
+    """All tiers are damaged. The job is given up with the reason; the damaged steps are neither overwritten nor removed."""
     run = start(tiers=("memory",), seconds=0.06, steps=10_000)
     places = [in_memory(run), run.folder / "repo"]
     run.until_step(7)

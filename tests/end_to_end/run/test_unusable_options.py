@@ -19,13 +19,13 @@ from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES
 @pytest.mark.parametrize(
     ("url", "words", "times"),
     [
-        ("ckpt://127.0.0.1:1/run", "127.0.0.1:1", MAX_REPEATED_FAILURES),  # it may be about to start
+        ("ckpt://127.0.0.1:1/run", "127.0.0.1:1", MAX_REPEATED_FAILURES),  # a node at this address may be about to start
         ("{}/file/repo", "Not a directory", 1),
         ("/proc/nowhere", "has no directories", 1),
     ],
 )
-def test_a_url_that_cannot_be_used(start: Starter, tmp_path: Path, url: str, words: str, times: int) -> None:
-    """The job is given up, with what the ranks have said of it; at once where waiting does not help."""
+def test_a_job_with_an_unusable_url_is_given_up(start: Starter, tmp_path: Path, url: str, words: str, times: int) -> None:
+    """The reason has the error of the ranks; the job ends at once where waiting does not help."""
     (tmp_path / "file").touch()
     run = start("--cold", url=url.format(tmp_path))
     assert run.end() == 1
@@ -38,7 +38,7 @@ def test_a_url_that_cannot_be_used(start: Starter, tmp_path: Path, url: str, wor
     assert "Traceback" not in run.said
 
 
-def test_a_metrics_port_that_is_taken_ends_no_run(start: Starter) -> None:
+def test_a_metrics_port_in_use_does_not_end_a_run(start: Starter) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         run = start("--metrics", where)
@@ -58,7 +58,7 @@ def test_a_metrics_port_that_is_taken_ends_no_run(start: Starter) -> None:
         (["--nnodes", "2", "--state", "nosuch://127.0.0.1:1/lab"], 1, "write etcd://HOST:PORT/NAME"),
     ],
 )
-def test_options_that_cannot_be_used(tmp_path: Path, options: list[str], status: int, words: str) -> None:
+def test_unusable_options_are_refused_in_one_line(tmp_path: Path, options: list[str], status: int, words: str) -> None:
     (tmp_path / "file").touch()
     command = [*RUN, "--run-dir", str(tmp_path / "run"), *(option.format(tmp_path) for option in options), "--", "true"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -68,16 +68,16 @@ def test_options_that_cannot_be_used(tmp_path: Path, options: list[str], status:
     no_memory_is_left(tmp_path / "run", socket.gethostname())
 
 
-def test_a_file_that_is_no_program(tmp_path: Path) -> None:
+def test_a_command_that_is_no_program_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("1 2 3")
     command = [*RUN, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path / "data")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    said = f"ckpt-run: {tmp_path}/data can't be started: Permission denied; give a command that runs by itself\n"
-    assert done.stderr == said
+    message = f"ckpt-run: {tmp_path}/data can't be started: Permission denied; give a command that runs by itself\n"
+    assert done.stderr == message
 
 
 def one_line(run: Faulty) -> str:
-    """What it said, where that is but one line."""
+    """Return the output of a run, which must be a single line."""
     (line,) = run.said.splitlines()
     return line.removeprefix("ckpt-run: ")

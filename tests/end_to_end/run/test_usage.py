@@ -40,7 +40,7 @@ from ckpt.tools.simulate import command as simulate
 from ckpt.training.heartbeat_page import HeartbeatPage
 
 
-def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
+def test_the_report_accounts_for_the_time_of_a_run(start: Callable[..., Run]) -> None:
     began = time.monotonic()
     run = start()
     run.until_step(12)
@@ -51,7 +51,7 @@ def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
     assert 0 < sum(seconds.values()) <= wall
     assert seconds["useful"] > 0
     assert seconds["spawn"] > 0
-    assert {"restore", "stop"} <= set(seconds)  # and redo, unless the last step was just saved
+    assert {"restore", "stop"} <= set(seconds)  # and redo, unless the last step had just been saved
     command = [sys.executable, "-m", "ckpt.tools.run", "report", "--run-dir", str(run.files)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "1 failure" in done.stdout
@@ -84,7 +84,7 @@ def test_the_time_is_accounted_for(start: Callable[..., Run]) -> None:
         (["--state", "sqlite:///x", "--", "true"], 1, "--state sqlite:///x: write etcd://HOST:PORT,…/NAME"),
     ],
 )
-def test_wrong_usage(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
+def test_wrong_usage_is_refused_with_advice(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), *arguments]
     environ = os.environ | {"GROUP_RANK": "x"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
@@ -96,13 +96,13 @@ def test_wrong_usage(tmp_path: Path, arguments: list[str], status: int, message:
     no_memory_is_left(tmp_path / "run")
 
 
-def test_what_is_no_number() -> None:
+def test_nan_is_refused_for_each_number_option() -> None:
     for option in ("grace", "patience", "give-up", "hang", "first-hang", "spike", "straggler", "straggler-after"):
         with pytest.raises(click.BadParameter, match="nan can't be used here"):
             run_command.main([f"--{option}", "nan", "--", "true"], standalone_mode=False)
 
 
-def test_numbers_of_options() -> None:
+def test_number_options_accept_only_valid_numbers() -> None:
     for text in ("nan", "inf", "-1", "x", ""):
         with pytest.raises(click.BadParameter):
             Number(0).convert(text, None, None)
@@ -112,7 +112,7 @@ def test_numbers_of_options() -> None:
         simulate.main(["--days", "nan"], standalone_mode=False)
 
 
-def test_an_address_of_another_host_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_another_host_is_refused_without_a_file_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "_shared_memory_folder", lambda: str(tmp_path))
     with contextlib.closing(SqliteRunLog(tmp_path)) as record:
         with pytest.raises(CkptError, match="give one of this host as --address"):
@@ -120,18 +120,18 @@ def test_an_address_of_another_host_leaves_nothing(tmp_path: Path, monkeypatch: 
         assert not list(tmp_path.glob("ckpt-run-*"))
 
 
-def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_script_is_refused_before_a_run_begins(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckpt.tools.run", "-n", "2", "--run-dir", str(tmp_path / "run"), "--"]
     done = subprocess.run([*command, "python", "-u", "nosuch.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 1
-    said = "ckpt-run: python -u nosuch.py can't be started: there is no nosuch.py here; give the path of the script\n"
-    assert done.stderr == said
-    assert not (tmp_path / "run").exists(), "no run was begun"
+    message = "ckpt-run: python -u nosuch.py can't be started: there is no nosuch.py here; give the path of the script\n"
+    assert done.stderr == message
+    assert not (tmp_path / "run").exists(), "a run was begun"
 
 
 @pytest.mark.parametrize("url", ["nowhere://x", "of-others"])
-def test_a_program_with_a_url_that_cannot_be_used(tmp_path: Path, url: str) -> None:
-    """It is told once: another start would come to the same."""
+def test_a_program_with_an_unusable_url_is_not_restarted(tmp_path: Path, url: str) -> None:
+    """The error is reported once, as another start would have the same result."""
     (tmp_path / "of-others").mkdir()
     (tmp_path / "of-others" / "file").touch()
     program = [sys.executable, "-c", f"import ckpt; ckpt.Checkpointer({url!r})"]
@@ -145,8 +145,8 @@ def test_a_program_with_a_url_that_cannot_be_used(tmp_path: Path, url: str) -> N
     assert url in Path(log).read_text()
 
 
-def test_a_program_that_names_no_url(tmp_path: Path) -> None:
-    """--dir names it; without, that is said."""
+def test_a_program_without_a_url_uses_the_dir_option(tmp_path: Path) -> None:
+    """Without --dir the program is refused."""
     program = "import ckpt; ckpt.save({'a': 1}, step=3); ckpt.Checkpointer().close(); assert ckpt.load() == {'a': 1}"
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", "run"]
     for more, status in ((["--dir", "kept"], 0), ([], 1)):
@@ -159,7 +159,7 @@ def test_a_program_that_names_no_url(tmp_path: Path) -> None:
     assert "no repository is named: give its URL, or start this by `ckpt-run --dir URL` (CKPT_DIR)" in done.stderr
 
 
-def test_two_in_one_folder(start: Callable[..., Run]) -> None:
+def test_a_second_ckpt_run_in_a_folder_is_refused(start: Callable[..., Run]) -> None:
     run = start(steps=10_000)
     run.until_step(1)
     again = start()
@@ -172,23 +172,23 @@ def test_two_in_one_folder(start: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("what", ["why", "status", "report", "plan --dry-run", "drain", "inject kill"])
-@pytest.mark.parametrize("there", [False, True])
-def test_no_run_here(tmp_path: Path, what: str, there: bool) -> None:
-    if there:
+@pytest.mark.parametrize("folder_exists", [False, True])
+def test_a_query_without_a_run_is_refused_and_creates_nothing(tmp_path: Path, what: str, folder_exists: bool) -> None:
+    if folder_exists:
         (tmp_path / "none").mkdir()
     command = [sys.executable, "-m", "ckpt.tools.run", *what.split(), "--run-dir", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert f"there is no run in {tmp_path / 'none'}; give its folder as --run-dir" in done.stderr
-    assert [path.name for path in tmp_path.rglob("*")] == ["none"] * there, "nothing is made there"
-    if there:
+    assert [path.name for path in tmp_path.rglob("*")] == ["none"] * folder_exists, "the query has created a file"
+    if folder_exists:
         (tmp_path / "none" / "ledger-h1.jsonl").touch()
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert "has only the ledger of a host; also give the --state of the run" in done.stderr
 
 
-def test_plain_commands(tmp_path: Path) -> None:
-    """Ranks that know nothing of ckpt are run, too."""
+def test_a_plain_command_runs_on_each_rank(tmp_path: Path) -> None:
+    """The ranks do not use ckpt."""
     command = [sys.executable, "-m", "ckpt.tools.run", "-n", "2", "--show", "all", "--run-dir", str(tmp_path / "run")]
     command += ["--", "sh", "-c", "echo I am $RANK of $WORLD_SIZE"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -197,15 +197,15 @@ def test_plain_commands(tmp_path: Path) -> None:
     no_memory_is_left(tmp_path / "run")
 
 
-def test_another_job_in_a_folder_is_told_of_the_one_before(tmp_path: Path) -> None:
+def test_a_job_in_the_folder_of_another_one_warns_of_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--"]
-    said = []
+    stderr = []
     for program in (["true"], ["true"], ["sh", "-c", "true"]):
         done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0
-        said.append(done.stderr)
-    assert said[:2] == ["", ""]
-    (line,) = said[2].splitlines()
+        stderr.append(done.stderr)
+    assert stderr[:2] == ["", ""]
+    (line,) = stderr[2].splitlines()
     assert "another job was run there (true)" in line
 
 
@@ -214,13 +214,13 @@ def test_another_job_in_a_folder_is_told_of_the_one_before(tmp_path: Path) -> No
     ("local", "srun", "`srun … ckpt-run --launcher slurm -- PROGRAM`"),
     ("slurm", "srun", ""), ("local", "python", ""),
 ])  # fmt: skip
-def test_a_command_that_starts_ranks(launcher: str, command: str, better: str) -> None:
-    said = launcher_hint(launcher, [command, "-n", "3"])
-    assert better in said
-    assert bool(said) == bool(better)
+def test_a_launcher_as_the_command_gets_a_hint(launcher: str, command: str, better: str) -> None:
+    hint = launcher_hint(launcher, [command, "-n", "3"])
+    assert better in hint
+    assert bool(hint) == bool(better)
 
 
-# The interpreter and the package may lie where only root can read them: what may be needed is imported before.
+# Only root may be able to read the interpreter and the package, so all modules are imported before.
 _AS_NOBODY = """
 import os, pkgutil, importlib
 from ckpt import recovery, storage, tools
@@ -229,7 +229,7 @@ for package in (recovery, storage, tools):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         try:
             importlib.import_module(module.name)
-        except ImportError:  # of what is optional
+        except ImportError:  # an optional package is missing
             pass
 os.setgroups([])
 os.setgid(65534)
@@ -238,39 +238,39 @@ run.main()
 """
 
 
-def test_another_user_may_look(start: Callable[..., Run], tmp_path: Path) -> None:
-    """And is told why it can't do more, where the files of the run are not its own."""
+def test_another_user_can_query_a_run(start: Callable[..., Run], tmp_path: Path) -> None:
+    """The user learns why other commands are refused: the files of the run belong to somebody else."""
     if os.getuid() != 0:
         pytest.skip("only root can be another user")
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
 
-        def asks(*words: str) -> subprocess.CompletedProcess[str]:
+        def query(*words: str) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, "-c", _AS_NOBODY, *words, "--run-dir", f"{folder}/run"]
             return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd="/")
 
         (tmp_path / "job").symlink_to(folder)
         run = start(steps=10_000)
         run.until_step(3)
-        status = asks("status")
+        status = query("status")
         assert (status.returncode, status.stderr) == (0, "")
         assert "only the user of the run can see its ranks" in status.stdout
-        assert "rank 1 was killed by SIGKILL" in asks("plan", "--fail", "1").stdout
+        assert "rank 1 was killed by SIGKILL" in query("plan", "--fail", "1").stdout
         for words in (("drain",), ("inject", "kill")):
-            assert "run the command as the user of the run" in asks(*words).stderr
+            assert "run the command as the user of the run" in query(*words).stderr
         run.process.terminate()
         assert run.end() == 128 + signal.SIGTERM
         for words in (("why",), ("report",)):
-            done = asks(*words)
+            done = query(*words)
             assert (done.returncode, done.stderr) == (0, "")
-        assert "it does not run: " in asks("status").stdout
-        assert not list(Path(folder, "run").glob("run.sqlite-*")), "who only asks leaves nothing"
+        assert "it does not run: " in query("status").stdout
+        assert not list(Path(folder, "run").glob("run.sqlite-*")), "a query has left files of the database"
 
 
-def test_status_shows_the_ranks_of_this_attempt(
+def test_status_shows_only_ranks_of_the_present_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A host whose ranks were ended still has their pages: as a spare, or until its next ones run."""
+    """A host whose ranks were ended still has their pages, as a spare or until its next ranks run."""
     drafts = [entry_drafts.draft_run(0, "r", RunSpec(("true",), 1, hosts=2, least=1))]
     for attempt, hosts in enumerate(("ab", "b")):
         members = [asdict(AttemptHost(name, f"{name}-1", i, 1)) for i, name in enumerate(hosts)]
@@ -291,7 +291,7 @@ def test_status_shows_the_ranks_of_this_attempt(
     assert run_queries.status.main(["--run-dir", str(tmp_path)], standalone_mode=False) == 0
     shown = capfd.readouterr().out
     assert " 71 " in shown
-    assert " 70 " not in shown, "that rank is no more"
+    assert " 70 " not in shown, "status shows a rank of an earlier attempt"
     assert re.search("^a +spare", shown, re.MULTILINE)
     reports["b"] = replace(reports["b"], attempt=0)
     assert run_queries.status.main(["--run-dir", str(tmp_path)], standalone_mode=False) == 0
@@ -300,7 +300,7 @@ def test_status_shows_the_ranks_of_this_attempt(
     assert "no rank runs now; start: ranks" in shown
 
 
-def test_no_room_for_a_page_names_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_room_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -1,4 +1,4 @@
-"""A program under ckpt-run restores an older step by name: what it saves then is the newest, also for ckpt-run."""
+"""A program under ckpt-run restores an older step by its number: its next saves are the newest, for ckpt-run, too."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(folder: Path, how: str) -> tuple[int, list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("how", "begun", "committed"), [("next attempt", ["0 0", "6 5", "9 8"], [12, 8]), ("same process", ["0 0", "9 8"], [8])]
 )
-def test_what_is_saved_after_it_is_the_newest(tmp_path: Path, how: str, begun: list[str], committed: list[int]) -> None:
+def test_saves_after_going_back_are_the_newest(tmp_path: Path, how: str, begun: list[str], committed: list[int]) -> None:
     status, record = run(tmp_path, how)
     assert status == 0
     assert (tmp_path / "begun").read_text().splitlines() == begun
@@ -66,7 +66,7 @@ def test_what_is_saved_after_it_is_the_newest(tmp_path: Path, how: str, begun: l
     assert all(f"from step {step}, or a newer one" in text for step, text in zip(committed, decisions, strict=True))
 
 
-def test_going_back_to_one_step_at_each_start_is_no_progress(tmp_path: Path) -> None:
+def test_going_back_to_the_same_step_at_each_start_is_no_progress(tmp_path: Path) -> None:
     status, record = run(tmp_path, "each attempt")
     assert status == 1
     assert "with no newer step saved" in record[-1]["text"], record[-1]["text"]

@@ -1,4 +1,4 @@
-"""The nodes that serve the memory of hosts: how ranks name them, their port, their token."""
+"""The nodes that serve the memory of hosts: their URLs for ranks, their ports, their token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ckpt.storage.base.errors import InvalidArgument
 
 
 @in_full
-def test_with_token_and_tls(job: Callable[..., InMemory], tmp_path: Path) -> None:
+def test_memory_nodes_use_a_token_and_tls(job: Callable[..., InMemory], tmp_path: Path) -> None:
     certificate, key = certificates(tmp_path)
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123")
@@ -54,8 +54,8 @@ def test_with_token_and_tls(job: Callable[..., InMemory], tmp_path: Path) -> Non
     run.is_gone(*"ab")
 
 
-def test_hosts_that_strangers_reach(tmp_path: Path) -> None:
-    """Without a token and certificates there is no memory, and one line says so."""
+def test_memory_on_reachable_hosts_needs_a_token_and_certificates(tmp_path: Path) -> None:
+    """Without them a run has no memory tier, and one line reports it."""
     command = [*RUN, "--nnodes", "2", "--give-up", "1", "--run-dir", str(tmp_path), "--address", "0.0.0.0", "--", "true"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -64,12 +64,13 @@ def test_hosts_that_strangers_reach(tmp_path: Path) -> None:
 
 
 def serving(name: str, *ports: int, fresh: int | None = None, **more: object) -> AgentReport:
+    """Return the report of a host whose memory nodes serve at these ports."""
     at = tuple(f"{name}:{port}" for port in (*ports, *(() if fresh is None else (fresh,))))
-    said = replace(agent(name), memory="coming" if fresh is None else "ready", nodes=at)
-    return replace(said, fresh="" if fresh is None else f"{name}:{fresh}", **more)  # type: ignore[arg-type]
+    report = replace(agent(name), memory="coming" if fresh is None else "ready", nodes=at)
+    return replace(report, fresh="" if fresh is None else f"{name}:{fresh}", **more)  # type: ignore[arg-type]
 
 
-def test_each_attempt_has_fresh_nodes() -> None:
+def test_each_attempt_writes_to_fresh_memory_nodes() -> None:
     old = MemoryNamespace((("a", "a:1"), ("b", "b:1")))
     new = MemoryNamespace((("a", "a:2"), ("c", "c:5")))
     assert choose_memories([old], {"c": serving("c", fresh=5), "a": serving("a", 1, fresh=2)}) == (new, old)
@@ -79,19 +80,23 @@ def test_each_attempt_has_fresh_nodes() -> None:
     assert choose_memories([old], again) == (MemoryNamespace((("a", "a:2"), ("b", "b:7"))), old)
     many = [MemoryNamespace((("a", f"a:{port}"),)) for port in range(9, 2, -1)]
     kept = choose_memories(many, {"a": serving("a", fresh=10)})
-    assert kept == (MemoryNamespace((("a", "a:10"),)), *many[:2], many[-1]), "the last has what was committed for certain"
+    assert kept == (MemoryNamespace((("a", "a:10"),)), *many[:2], many[-1]), (
+        "the last namespace has the newest step that is certainly committed"
+    )
 
 
-def test_hosts_without_memory() -> None:
+def test_hosts_without_memory_are_left_out_of_the_namespace() -> None:
     off = replace(agent("b"), memory="off")
     assert choose_memories([], {"a": serving("a", fresh=1), "b": off}) == ()
     three = {"a": serving("a", fresh=1), "b": off, "c": serving("c", fresh=3)}
     assert choose_memories([], three) == (MemoryNamespace((("a", "a:1"), ("c", "c:3"))),)
     old = MemoryNamespace((("a", "a:1"), ("b", "b:1")))
-    assert choose_memories([old], {"a": serving("a", fresh=2), "b": off}) == (MemoryNamespace(), old), "it can still be read"
+    assert choose_memories([old], {"a": serving("a", fresh=2), "b": off}) == (MemoryNamespace(), old), (
+        "the old namespace is not kept for reading"
+    )
 
 
-def test_how_ranks_name_it() -> None:
+def test_the_url_of_a_memory_namespace_names_its_nodes() -> None:
     two = MemoryNamespace((("a", "10.0.0.1:5"), ("b", "[::1]:6")))
     assert two.url("b") == "ckpt://10.0.0.1:5,[::1]:6?redundancy=2x&near=[::1]:6"
     config, _ = parse_namespace_url(two.url("b").replace("?", "/run?"))
@@ -105,23 +110,23 @@ def test_how_ranks_name_it() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32))
-def test_whatever_happens_what_is_in_memory_is_named(seed: int) -> None:
-    """In random worlds: an attempt writes to nodes of its own hosts that are there; no node is written to in two namespaces;
-    and what was written before stays named until something newer is committed."""
+def test_memory_stays_named_until_a_newer_step_is_committed(seed: int) -> None:
+    """In random worlds, an attempt writes only to nodes of its own live hosts, no node is written to in two namespaces, and
+    written memory stays named until a newer step is committed."""
     rng = random.Random(seed)
     run = world(hosts=3, least=1, agents=5)
     ports = iter(range(1, 10_000))
-    held: dict[str, list[str]] = {}  # of hosts, whatever becomes of their agents
-    homes: dict[str, frozenset[str]] = {}  # of each node that was written to: the nodes of its namespace
+    nodes_of_host: dict[str, list[str]] = {}  # survives the agents of the hosts
+    namespace_of_node: dict[str, frozenset[str]] = {}  # for each node that was written to, all nodes of its namespace
 
-    def served(name: str, said: AgentReport) -> AgentReport:
+    def next_report(name: str, report: AgentReport) -> AgentReport:
         named = memory_placement.node_addresses(run.course.memory)
-        mine = held[name] = [at for at in held.setdefault(name, []) if at in named or at == said.fresh]
-        fresh = said.fresh if said.fresh in mine and said.fresh not in named else ""
+        own_nodes = nodes_of_host[name] = [at for at in nodes_of_host.setdefault(name, []) if at in named or at == report.fresh]
+        fresh = report.fresh if report.fresh in own_nodes and report.fresh not in named else ""
         if not fresh and rng.random() < 0.7:
             fresh = f"{name}:{next(ports)}"
-            mine.append(fresh)
-        return replace(said, nodes=tuple(mine), fresh=fresh, memory="ready" if fresh else "coming")
+            own_nodes.append(fresh)
+        return replace(report, nodes=tuple(own_nodes), fresh=fresh, memory="ready" if fresh else "coming")
 
     for _ in range(60):
         run.clock += 40.0
@@ -132,24 +137,24 @@ def test_whatever_happens_what_is_in_memory_is_named(seed: int) -> None:
         elif name not in run.agents:
             run.agents[name] = replace(agent(name, run.clock), incarnation=f"{name}-{run.clock}")
             if rng.random() < 0.3:
-                held[name] = []  # the host was booted
+                nodes_of_host[name] = []  # the host was rebooted
         elif run.agents[name].doing == "running" and rng.random() < 0.3:
             run.agents[name] = replace(run.agents[name], wrong=HostFailure("exit", (0,), "failed"))
         newer = rng.random() < 0.3
-        for each, said in list(run.agents.items()):
-            saved = run.step if newer and said.doing == "running" else -1
-            run.agents[each] = replace(served(each, said), saved=saved)
-        before, was = run.course.memory, len(run.log)
+        for each, report in list(run.agents.items()):
+            saved = run.step if newer and report.doing == "running" else -1
+            run.agents[each] = replace(next_report(each, report), saved=saved)
+        before, entries_before = run.course.memory, len(run.log)
         run.turn()
-        for entry in run.log[was:]:
+        for entry in run.log[entries_before:]:
             now = memory_placement.from_facts(entry.facts["memory"]) if "memory" in entry.facts else before
             if entry.kind == "start" and now:
                 members = {m["name"] for m in entry.facts["members"]}
                 assert {host for host, _ in now[0].nodes} == members
                 assert all(at in run.agents[host].nodes for host, at in now[0].nodes)
                 assert not before or before[-1] in now
-                space = frozenset(memory_placement.node_addresses(now[:1]))
-                assert all(homes.setdefault(at, space) == space for at in space)
+                namespace = frozenset(memory_placement.node_addresses(now[:1]))
+                assert all(namespace_of_node.setdefault(at, namespace) == namespace for at in namespace)
             elif entry.kind == "memory":
                 assert newer
                 assert now == before[:1]
@@ -157,49 +162,49 @@ def test_whatever_happens_what_is_in_memory_is_named(seed: int) -> None:
             break
 
 
-def test_what_keeps_strangers_out() -> None:
+def test_missing_security_options_are_named() -> None:
     assert NodeSecurity().missing_options("127.0.0.1") == ""
     assert NodeSecurity(token=True).missing_options("10.0.0.1") == "--tls-cert, --tls-key, --ca-file"
     assert NodeSecurity(insecure=True).missing_options("10.0.0.1") == ""
     assert NodeSecurity(True, "c", "k", "a").missing_options("10.0.0.1") == ""
     assert NodeSecurity(insecure=True, authority="a").missing_options("10.0.0.1") == "--tls-cert, --tls-key", (
-        "clients would speak TLS"
+        "with an authority clients use TLS"
     )
 
 
-def test_a_node_comes_back_where_it_was(tmp_path: Path) -> None:
+def test_a_used_memory_node_restarts_at_its_port(tmp_path: Path) -> None:
     state = {"w": np.arange(50_000.0)}
 
-    def look(keeper: MemoryNodes, *named: str) -> bool:
-        keeper.update(named)
-        return keeper.state == "ready"
+    def update_until_ready(nodes: MemoryNodes, *named: str) -> bool:
+        nodes.update(named)
+        return nodes.state == "ready"
 
     first = MemoryNodes(tmp_path, "127.0.0.1", NodeSecurity())
-    until(lambda: look(first))
+    until(lambda: update_until_ready(first))
     used = first.fresh
-    until(lambda: look(first, used) and first.fresh != used)
+    until(lambda: update_until_ready(first, used) and first.fresh != used)
     ckpt.save(state, f"ckpt://{used}/run", step=3)
     unused = first.fresh
     first.close(remove=False)
     second = MemoryNodes(tmp_path, "127.0.0.1", NodeSecurity())
-    until(lambda: look(second, used))
+    until(lambda: update_until_ready(second, used))
     assert used in second.nodes
     assert unused not in second.nodes
     assert np.array_equal(ckpt.load(f"ckpt://{used}/run")["w"], state["w"])
-    until(lambda: look(second) and used not in second.nodes)
+    until(lambda: update_until_ready(second) and used not in second.nodes)
     until(lambda: not (tmp_path / used.rpartition(":")[2]).exists())
     second.close(remove=True)
     assert not tmp_path.exists()
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    """What was served there is kept, and a fresh node has another."""
+def test_a_memory_node_whose_port_is_taken_gets_another(tmp_path: Path) -> None:
+    """The objects of the old port are kept."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         (tmp_path / str(port)).mkdir()
-        keeper = MemoryNodes(tmp_path, "127.0.0.1", NodeSecurity())
-        until(lambda: (keeper.update(()), keeper.state == "ready")[1])
-        assert keeper.nodes == (keeper.fresh,)
-        assert not keeper.fresh.endswith(f":{port}")
+        nodes = MemoryNodes(tmp_path, "127.0.0.1", NodeSecurity())
+        until(lambda: (nodes.update(()), nodes.state == "ready")[1])
+        assert nodes.nodes == (nodes.fresh,)
+        assert not nodes.fresh.endswith(f":{port}")
         assert (tmp_path / str(port)).exists()
-        keeper.close(remove=False)
+        nodes.close(remove=False)

@@ -1,4 +1,4 @@
-"""The memory tier of a run on several hosts: no step is lost that is in the memory of a host that is left.
+"""The memory tier of a run on several hosts: no step is lost that is in the memory of a remaining host.
 
 The agents are processes of this host; each has memory, nodes and ranks of its own.
 """
@@ -23,8 +23,9 @@ from ckpt.recovery.ranks import processes
 
 
 @in_full
-def test_the_ranks_of_a_host_are_killed(job: Callable[..., InMemory]) -> None:
-    """All of a host: what they saved is in its memory and another's, and at most the step under way is done again."""
+def test_killed_ranks_of_a_host_restart_from_memory(job: Callable[..., InMemory]) -> None:
+    """All ranks of a host are killed: their saves are in its memory and in that of another host, and at most the step under way
+    is repeated."""
     run = job(hosts=2, steps=13)
     for name in "ab":
         run.start(name)
@@ -33,16 +34,18 @@ def test_the_ranks_of_a_host_are_killed(job: Callable[..., InMemory]) -> None:
     assert run.ends(*"ab") == {"a": 0, "b": 0}
     log = run.log()
     assert len(failures(log)) == 1
-    assert run.begins(1) >= 5, "the save of step 5 may have been under way"
-    assert memories_of(log)[1][1:] == memories_of(log)[0], "fresh nodes, and those before to read from"
+    assert run.begins(1) >= 5, "more than the save under way, of step 5, is lost"
+    assert memories_of(log)[1][1:] == memories_of(log)[0], (
+        "the next attempt does not have fresh nodes and the earlier ones to read from"
+    )
     assert run.saved()[-1] == 12
     run.is_right(2)
     run.is_gone(*"ab")
 
 
-def test_a_host_is_lost(job: Callable[..., InMemory]) -> None:
-    """With its memory. A spare takes its place, in a new namespace; the newest step comes from what is left of the old one,
-    which is given free then."""
+def test_a_spare_restarts_from_the_memory_of_the_remaining_host(job: Callable[..., InMemory]) -> None:
+    """A host is lost with its memory. A spare replaces it, in a new namespace; the newest step comes from the rest of the old
+    one, which is freed then."""
     run = job(hosts=2, steps=13)
     for name in "abc":
         run.start(name)
@@ -53,7 +56,7 @@ def test_a_host_is_lost(job: Callable[..., InMemory]) -> None:
     assert set(run.ends(*rest).values()) == {0}
     log = run.log()
     assert len(failures(log)) == 1
-    assert run.begins(1) >= 5, "the save of step 5 may have been under way"
+    assert run.begins(1) >= 5, "more than the save under way, of step 5, is lost"
     first, second = memories_of(log)
     assert [host for host, _ in second[0]] == rest
     assert second[1:] == first
@@ -64,8 +67,8 @@ def test_a_host_is_lost(job: Callable[..., InMemory]) -> None:
     run.is_gone(*rest)
 
 
-def test_a_job_that_is_given_up(job: Callable[..., InMemory]) -> None:
-    """Nobody could copy what is only in memory: the one that leads does, and the others serve theirs as long."""
+def test_a_job_that_is_given_up_copies_its_memory_to_the_record(job: Callable[..., InMemory]) -> None:
+    """No rank could copy the steps that are only in memory: the leader does, and the others serve their memory until then."""
     run = job("--restarts", "0", hosts=2, steps=10_000)
     for name in "ab":
         run.start(name)
@@ -82,8 +85,8 @@ def test_a_job_that_is_given_up(job: Callable[..., InMemory]) -> None:
 
 @in_full
 @pytest.mark.parametrize("which", ["both", "one"])
-def test_agents_are_killed_and_started_again(job: Callable[..., InMemory], which: str) -> None:
-    """Of two: what is still in their memory is served again, at the same ports."""
+def test_restarted_agents_serve_the_memory_of_killed_ones(job: Callable[..., InMemory], which: str) -> None:
+    """Of two hosts, the steps that are still in memory are served again, at the same ports."""
     run = job("--patience", "20", hosts=2, steps=15)
     for name in "ab":
         run.start(name)
@@ -104,7 +107,7 @@ def test_agents_are_killed_and_started_again(job: Callable[..., InMemory], which
 
 
 @in_full
-def test_the_last_of_two_goes_on_alone(job: Callable[..., InMemory]) -> None:
+def test_the_last_of_two_hosts_continues_alone(job: Callable[..., InMemory]) -> None:
     run = job("--min", "1", hosts=2, steps=20)
     for name in "ab":
         run.start(name)
@@ -121,8 +124,8 @@ def test_the_last_of_two_goes_on_alone(job: Callable[..., InMemory]) -> None:
 
 
 @in_full
-def test_nothing_is_left_running(job: Callable[..., InMemory]) -> None:
-    """Where all agents are killed. What is in memory stays, for those that are started again."""
+def test_killed_agents_leave_memory_and_no_process(job: Callable[..., InMemory]) -> None:
+    """All agents are killed. The memory stays for agents that are started again."""
     run = job(hosts=2, steps=10_000)
     for name in "ab":
         run.start(name)
@@ -137,8 +140,8 @@ def test_nothing_is_left_running(job: Callable[..., InMemory]) -> None:
 
 
 @in_full
-def test_a_host_that_is_silent(job: Callable[..., InMemory]) -> None:
-    """Its agent and what serves its memory are stopped: calls to it are taken, and never answered. Nobody waits for it."""
+def test_no_host_waits_for_a_stopped_one(job: Callable[..., InMemory]) -> None:
+    """Its agent and its memory nodes are stopped: they accept calls, and never answer."""
     run = job("--min", "2", steps=30)
     for name in "abc":
         run.start(name)
@@ -159,8 +162,8 @@ def test_a_host_that_is_silent(job: Callable[..., InMemory]) -> None:
 
 @needs_etcd
 @in_full
-def test_a_host_whose_wire_is_cut(job: Callable[..., InMemory], tmp_path: Path) -> None:
-    """What is sent to it is lost without a word."""
+def test_a_job_continues_without_a_host_whose_connection_is_cut(job: Callable[..., InMemory], tmp_path: Path) -> None:
+    """Messages to it are lost without an error."""
     with hosts_on_a_wire(4) as hosts:
         hosts.run_etcd(3, tmp_path / "etcd")
         until(lambda: answers(f"http://{hosts.etcd_at(3)}"))
@@ -187,8 +190,8 @@ def test_a_host_whose_wire_is_cut(job: Callable[..., InMemory], tmp_path: Path) 
 
 
 @in_full
-def test_the_leader_dies_while_it_brings_the_newest_home(job: Callable[..., InMemory]) -> None:
-    """The next one does it, from what the others still serve."""
+def test_the_next_leader_completes_the_drain_of_a_killed_one(job: Callable[..., InMemory]) -> None:
+    """It copies the newest step from the memory that the other hosts still serve."""
     run = job("--restarts", "0", steps=10_000)
     run.start("a", failpoints="agent.home=kill")
     run.until(lambda log: any(e.kind == "lead" for e in log), "led")
@@ -205,8 +208,8 @@ def test_the_leader_dies_while_it_brings_the_newest_home(job: Callable[..., InMe
 
 
 @in_full
-def test_the_repository_is_away_at_the_end(job: Callable[..., InMemory]) -> None:
-    """The memory is kept, and the next run finds what is in it."""
+def test_memory_is_kept_while_the_repository_is_away_at_the_end(job: Callable[..., InMemory]) -> None:
+    """The next run finds the steps in it."""
     run = job("--restarts", "0", hosts=2, steps=13)
     for name in "ab":
         run.start(name)
@@ -233,7 +236,7 @@ def test_the_repository_is_away_at_the_end(job: Callable[..., InMemory]) -> None
 
 
 @in_full
-def test_asked_to_end(job: Callable[..., InMemory]) -> None:
+def test_a_run_asked_to_end_saves_its_last_step(job: Callable[..., InMemory]) -> None:
     run = job(hosts=2, steps=10_000)
     for name in "ab":
         run.start(name)
@@ -241,12 +244,12 @@ def test_asked_to_end(job: Callable[..., InMemory]) -> None:
     for name in "ab":
         run.agents[name].send_signal(signal.SIGTERM)
     assert set(run.ends(*"ab").values()) == {128 + signal.SIGTERM}
-    assert run.saved()[-1] == failures(run.log())[0].facts["step"], "the last step that was done"
+    assert run.saved()[-1] == failures(run.log())[0].facts["step"], "the last step is not saved"
     run.is_gone(*"ab")
 
 
 @in_full
-def test_one_host_leaves(job: Callable[..., InMemory]) -> None:
+def test_no_step_is_repeated_when_a_host_leaves(job: Callable[..., InMemory]) -> None:
     run = job("--min", "2", steps=40)
     for name in "abc":
         run.start(name)
@@ -256,14 +259,14 @@ def test_one_host_leaves(job: Callable[..., InMemory]) -> None:
     assert not run.files("b")
     assert run.ends("a", "c") == {"a": 0, "c": 0}
     log = run.log()
-    assert run.begins(1) == failures(log)[0].facts["step"] + 1, "nothing is done twice"
+    assert run.begins(1) == failures(log)[0].facts["step"] + 1, "a step is repeated"
     run.is_right(2)
     run.is_gone(*"abc")
 
 
 @in_full
-def test_a_flipped_byte_in_memory(job: Callable[..., InMemory]) -> None:
-    """In each object that one host has: the other copy is taken."""
+def test_a_flipped_byte_in_memory_is_read_from_the_other_copy(job: Callable[..., InMemory]) -> None:
+    """A byte of each object of one host is flipped."""
     run = job(hosts=2, steps=15)
     for name in "ab":
         run.start(name)
@@ -287,8 +290,8 @@ def test_a_flipped_byte_in_memory(job: Callable[..., InMemory]) -> None:
 
 
 @in_full
-def test_what_serves_the_memory_of_a_host_is_killed(job: Callable[..., InMemory]) -> None:
-    """The job goes on without it; it is back at once, with all that it had."""
+def test_a_killed_memory_node_restarts_with_its_objects(job: Callable[..., InMemory]) -> None:
+    """The job continues without it meanwhile."""
     run = job(steps=60)
     for name in "abc":
         run.start(name)
@@ -307,8 +310,8 @@ def test_what_serves_the_memory_of_a_host_is_killed(job: Callable[..., InMemory]
 
 
 @in_full
-def test_all_that_serves_memory_is_killed(job: Callable[..., InMemory]) -> None:
-    """A save fails then, and the ranks start again from what is served once more."""
+def test_ranks_restart_after_all_memory_nodes_are_killed(job: Callable[..., InMemory]) -> None:
+    """A save fails, and the ranks start again from the steps that restarted nodes serve."""
     run = job(hosts=2, steps=30)
     for name in "ab":
         run.start(name)

@@ -23,8 +23,9 @@ from ckpt.recovery.ranks.launch import start as start_ranks
 from ckpt.recovery.ranks.launch import stop as stop_ranks
 
 
-def test_the_next_attempt_starts_where_memory_has_run_short(tmp_path: Path) -> None:
-    """By somebody else, since the first had begun: it has the room of the pages of that."""
+def test_the_next_attempt_reuses_the_pages_when_memory_is_full(tmp_path: Path) -> None:
+    """Another process fills the memory after the first attempt has begun: the next one has the room of the pages of the
+    first."""
     if os.getuid() != 0:
         pytest.skip("only root can mount a small tmpfs")
     pages = tmp_path / "pages"
@@ -49,17 +50,17 @@ def tiered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_TEST_TIER", "1")
 
 
-def test_how_much_is_in_memory_is_said(start: Callable[..., Run], tiered: None) -> None:
-    """Of the steps that are kept, and of one that is saved just now; by status, and as a metric."""
+def test_status_and_metrics_show_the_bytes_in_memory(start: Callable[..., Run], tiered: None) -> None:
+    """They count the steps that are kept, and one that is being saved."""
     port = free_port("127.0.0.1")
     run = start("--metrics", f"127.0.0.1:{port}", seconds=0.1)
     in_memory(run)
     run.until_step(12)
-    until, said = time.monotonic() + 30, ""
-    while "of the memory of" not in said and time.monotonic() < until:
+    until, status = time.monotonic() + 30, ""
+    while "of the memory of" not in status and time.monotonic() < until:
         command = [sys.executable, "-m", "ckpt.tools.run", "status", "--run-dir", str(run.files)]
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    assert re.search(r"^steps take 0\.\d{3} GB of the memory of ", said, re.MULTILINE), said
+        status = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert re.search(r"^steps take 0\.\d{3} GB of the memory of ", status, re.MULTILINE), status
     metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
     found = re.search(r"^ckpt_run_memory_bytes (\d+)$", metrics, re.MULTILINE)
     assert found, metrics
@@ -68,8 +69,8 @@ def test_how_much_is_in_memory_is_said(start: Callable[..., Run], tiered: None) 
     assert run.end() == 128 + signal.SIGTERM, run.said
 
 
-def test_no_step_is_lost_that_is_in_memory(start: Callable[..., Run], tiered: None) -> None:
-    """All ranks are killed; at most the step under way is done again."""
+def test_no_step_in_memory_is_lost_when_all_ranks_are_killed(start: Callable[..., Run], tiered: None) -> None:
+    """At most the step under way is repeated."""
     run = start(seconds=0.1)
     in_memory(run)
     run.until_step(12)
@@ -79,11 +80,11 @@ def test_no_step_is_lost_that_is_in_memory(start: Callable[..., Run], tiered: No
     (failure,) = [e for e in run.record() if e["kind"] == "failure"]
     assert failure["facts"]["committed"] >= failure["facts"]["step"] - 1 >= 11
     assert ckpt.open(run.folder / "repo").steps()[-1] == 39
-    assert not [p for p in in_memory(run).rglob("*") if p.is_file()], "the memory is free again"
+    assert not [p for p in in_memory(run).rglob("*") if p.is_file()], "a file is left in memory"
 
 
-def test_what_is_only_in_memory_comes_home(start: Callable[..., Run], tiered: None) -> None:
-    """The job is given up while no rank can copy anything."""
+def test_a_job_that_is_given_up_drains_its_memory(start: Callable[..., Run], tiered: None) -> None:
+    """No rank can copy steps any more when the job is given up."""
     run = start("--restarts", "0", seconds=0.1)
     in_memory(run)
     run.until_step(12)
@@ -98,7 +99,7 @@ def test_what_is_only_in_memory_comes_home(start: Callable[..., Run], tiered: No
     is_right(again)
 
 
-def test_ckpt_run_is_killed_with_steps_in_memory(start: Callable[..., Run], tiered: None) -> None:
+def test_a_restarted_ckpt_run_finds_the_steps_in_memory(start: Callable[..., Run], tiered: None) -> None:
     run = start(seconds=0.1)
     in_memory(run)
     run.until_step(12)
