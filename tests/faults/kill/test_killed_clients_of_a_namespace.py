@@ -7,15 +7,14 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers.folders import TESTS
+from helpers.forked_python import ForkedPython
 from helpers.namespace_files import NEW, OLD
 from helpers.nodes import Process, directories, nodes_config, quick
 from helpers.processes import SOAK
@@ -46,11 +45,10 @@ print("done", flush=True)
 """
 
 
-def run_client(folder: Path, what: str, redundancy: str, failpoints: str) -> int:
-    """Run one operation in a client process with these fail points, and return the exit status of the process."""
-    environment = os.environ | {"CKPT_FAILPOINTS": failpoints, "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-c", CLIENT, str(folder), what, redundancy]
-    return subprocess.run(command, env=environment, capture_output=True, check=False).returncode
+@pytest.fixture(scope="module")
+def client() -> Iterator[ForkedPython]:
+    with ForkedPython("helpers.nodes", "ckpt.aggregator.file_io.namespace", "ckpt.storage.testing") as forked:
+        yield forked
 
 
 POINTS = [
@@ -65,7 +63,9 @@ POINTS = [
 @pytest.mark.parametrize("what", ["put", "new", "delete", "rename"])
 @pytest.mark.soak
 @pytest.mark.parametrize("point", POINTS if SOAK else POINTS[::2])
-def test_a_killed_client_leaves_the_old_or_the_new_files(tmp_path: Path, what: str, point: str, redundancy: str) -> None:
+def test_a_killed_client_leaves_the_old_or_the_new_files(
+    client: ForkedPython, tmp_path: Path, what: str, point: str, redundancy: str
+) -> None:
     """The files are whole, either as they were or as the client wanted them, never a mixture. The next client works, and no
     object is left over."""
     config = directories(tmp_path, 5, redundancy=redundancy)
@@ -73,7 +73,7 @@ def test_a_killed_client_leaves_the_old_or_the_new_files(tmp_path: Path, what: s
     namespace.put("a", OLD)
     namespace.close()
     name, _, at = point.partition("@")
-    code = run_client(tmp_path, what, redundancy, f"{name}=kill@{at or 1}")
+    code = client.run(CLIENT, tmp_path, what, redundancy, failpoints=f"{name}=kill@{at or 1}")
     assert code in (0, -9)
     namespace = Namespace(config)
     contents = {path: namespace.get(path) for path in namespace.list()}
