@@ -1,1 +1,1 @@
-"""What several tests use: states, repositories, processes, nodes, servers, jobs, and the fixtures of these."""
+"""Helpers that several tests share: states, repositories, processes, nodes, servers, jobs, and their fixtures."""

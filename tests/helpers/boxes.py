@@ -1,4 +1,4 @@
-"""Random shapes and boxes."""
+"""Random shapes and boxes of arrays."""
 
 from hypothesis import strategies as st
 
@@ -9,6 +9,7 @@ shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)
 
 @st.composite
 def boxes(draw, shape):
+    """Draw a box of an array of this shape that is not empty."""
     offset, extent = [], []
     for length in shape:
         a = draw(st.integers(0, length - 1))

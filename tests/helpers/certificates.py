@@ -1,4 +1,4 @@
-"""Certificates of a test's own authority."""
+"""Certificates that a test signs itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 
 def certificates(folder: Path) -> tuple[Path, Path]:
+    """Return a new certificate for localhost and its key, as PEM files."""
     cert, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",

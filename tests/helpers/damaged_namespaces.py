@@ -1,4 +1,4 @@
-"""Namespaces that are filled, and damaged."""
+"""Namespaces that are filled with files, checked and damaged."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from helpers.nodes import directories
 
 
 def content() -> dict[str, bytes]:
+    """Return the files of a filled namespace by path."""
     return {f"d/f{i}": random_bytes(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 9_000_000])}
 
 
 def filled(folder: Path, redundancy: str, count: int = 6) -> Namespace:
+    """Return a namespace on `count` disks with the files of `content`."""
     namespace = Namespace(directories(folder, count, redundancy=redundancy))
     for path, data in content().items():
         namespace.put(path, data)
-    namespace.settle([f"/{path}" for path in content()])  # put waits for a majority of the records
+    namespace.settle([f"/{path}" for path in content()])  # put waits only for a majority of the records
     return namespace
 
 
 def large(namespace: Namespace, path: str = "d/f4") -> PathRecord:
+    """Return the record of a file that is large enough to have objects."""
     file = namespace.stat(path)
     assert file is not None
     assert file.layout is not None
@@ -32,7 +35,7 @@ def large(namespace: Namespace, path: str = "d/f4") -> PathRecord:
 
 
 def whole(namespace: Namespace, redundancy: str) -> None:
-    """Everything is there, as redundant as it should be, and nothing else."""
+    """Check that every file exists with its full redundancy, and that nothing else does."""
     found = surveys.scrub_namespace(namespace, verify=True)
     assert found.is_whole, found
     assert found.files == len(content())
@@ -41,13 +44,13 @@ def whole(namespace: Namespace, redundancy: str) -> None:
         file = namespace.stat(path)
         assert file is not None
         if file.layout is not None:
-            for piece in file.layout.stripes:
-                members = [file.layout.objects[f.object_index].member for f in piece.fragments if f is not None]
+            for stripe in file.layout.stripes:
+                members = [file.layout.objects[f.object_index].member for f in stripe.fragments if f is not None]
                 assert len(set(members)) == len(members) == parse_redundancy(redundancy).total_fragments
 
 
 def rot(layout: FileLayout, index: int, member: str, folder: Path) -> None:
-    """Damage the fragment of a piece that a member has."""
+    """Damage the fragment of a stripe that a member has."""
     fragments = [f for f in layout.stripes[index].fragments if f is not None]
     fragment = next(f for f in fragments if layout.objects[f.object_index].member == member)
     with open(folder / "objects" / layout.objects[fragment.object_index].name, "r+b") as file:

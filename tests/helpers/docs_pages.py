@@ -1,4 +1,4 @@
-"""The blocks of a page of the documentation, and how their output is compared with the page."""
+"""The blocks of a page of the documentation, and the comparison of their output with the page."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 HOME = "/home/me"
-"""What pages call the folder in which a test runs them."""
+"""The name of a test's folder on the pages."""
 HOST = "host1"
-"""What they call the machine."""
+"""The name of this machine on the pages."""
 _SECONDS = 240
 _FILES = ("python", "toml", "yaml", "text", "bash", "json")
 _MASKS = (
@@ -33,7 +33,7 @@ class Block:
 
     page: Path
     line: int
-    """Of its first line of text, from 1."""
+    """The line number of its first line of text, from 1."""
     kind: str
     title: str | None
     text: str
@@ -42,11 +42,12 @@ class Block:
 
     @property
     def where(self) -> str:
+        """Return the file and the line of the block."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of a page, in order."""
+    """Return the blocks of a page, in order."""
     found: list[Block] = []
     varies: list[str] = []
     not_run: str | None = None
@@ -77,15 +78,15 @@ def blocks(page: Path) -> list[Block]:
 
 
 def masked(text: str, varies: Sequence[str] = ()) -> list[str]:
-    """The lines of an output, without what differs from run to run."""
+    """Return the lines of an output, without the parts that differ from run to run."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    for pattern, what in [*((pattern, "<varies>") for pattern in varies), *_MASKS]:
-        text = re.sub(pattern, what, text, flags=re.MULTILINE)
+    for pattern, replacement in [*((pattern, "<varies>") for pattern in varies), *_MASKS]:
+        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
 def matches(expected: Sequence[str], actual: Sequence[str]) -> bool:
-    """Whether an output is as the page shows it, where `…` is any text, and a line of it any lines."""
+    """Return whether an output is as the page shows it; `…` stands for any text, and a line of it for any lines."""
     if not expected:
         return not actual
     first, *rest = expected
@@ -97,7 +98,7 @@ def matches(expected: Sequence[str], actual: Sequence[str]) -> bool:
 
 @dataclass
 class _Output:
-    """What the page shows, and what was printed."""
+    """The output that the page shows, and the output that was printed."""
 
     block: Block
     shown: str
@@ -105,7 +106,7 @@ class _Output:
 
 
 def commands(text: str) -> Iterator[tuple[str, str]]:
-    """Each command of a console block, and the output below it."""
+    """Yield each command of a console block, and the output below it."""
     command: list[str] = []
     shown: list[str] = []
     for line in text.splitlines():
@@ -122,15 +123,15 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
 
 
 def changed(text: str, diff: str, where: str) -> str:
-    """A file with the lines of a diff: runs of context, `-` and `+` lines, found by their text."""
+    """Return a text after a diff: context, `-` and `+` lines, whose position is found by their text."""
     old = [line[1:] for line in diff.splitlines() if not line.startswith("+")]
     new = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
     lines = text.splitlines()
-    at = [i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]
-    assert len(at) == 1, f"{where}: the lines that the diff shows are {len(at)} times in the file"
-    return "".join(f"{line}\n" for line in [*lines[: at[0]], *new, *lines[at[0] + len(old) :]])
+    found_at = [i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]
+    assert len(found_at) == 1, f"{where}: the lines that the diff shows occur {len(found_at)} times in the file"
+    return "".join(f"{line}\n" for line in [*lines[: found_at[0]], *new, *lines[found_at[0] + len(old) :]])
 
 
 def diff_lines(block: Block) -> int:
-    """How many lines a diff adds or takes away."""
+    """Return how many lines a diff adds or removes."""
     return sum(line.startswith(("+", "-")) for line in block.text.splitlines())

@@ -1,6 +1,6 @@
 """Runs the blocks of a page of the documentation, in order and in one folder, and compares what they print with the page.
 
-What a block is follows from its first line:
+The first line of a block determines how it is used:
 
     ```console                      each line that begins with `$ ` is typed into one shell; the other lines are its output
     ```python title="train.py"      the block is written to that file; so are toml, yaml and text blocks with a title
@@ -8,14 +8,14 @@ What a block is follows from its first line:
     ```python                       runs in one Python process for the page
     ```text                         what the Python block before it prints
 
-A comment above a block says what is special about it:
+A comment above a block changes this:
 
-    <!-- varies: REGULAR EXPRESSION -->    what this matches differs from run to run, and is not compared
-    <!-- not run: REASON -->               the block is only looked at
+    <!-- varies: REGULAR EXPRESSION -->    a match differs from run to run, and is not compared
+    <!-- not run: REASON -->               the block is shown and not run
 
-In output `…` stands for any text, and a line of it for any lines. Times, durations, ports, the folder and the name of the host
+In output, `…` stands for any text, and a line of it for any lines. Times, durations, ports, the folder and the host name
 are masked everywhere.
-`PYTHONPATH=tests python -m helpers.docs_snippets PAGE…` runs pages and writes what was printed into them.
+`PYTHONPATH=tests python -m helpers.docs_snippets PAGE…` runs pages and writes the printed output into them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from helpers.docs_pages import (
 )
 
 INSTALLED = {"PIP_NO_DEPS": "1", "PYTHONPATH": sysconfig.get_path("purelib"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-"""For pages that install ckpt: its new environment takes all that ckpt needs from the one that runs this."""
+"""Variables for pages that install ckpt: its new environment uses the packages of the environment that runs this."""
 
 
 @dataclass
@@ -68,9 +68,9 @@ class Runner:
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
-        beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("CKPT_", "PYTEST", "COLUMNS"))}
-        self._environ = environ | {"PATH": beside, "HOME": str(self.folder), "PYTHONUNBUFFERED": "1"} | self.environment
+        self._environ = environ | {"PATH": path, "HOME": str(self.folder), "PYTHONUNBUFFERED": "1"} | self.environment
         self._ports: dict[str, str] = {}
         self._background = ""
         self._stack = ExitStack()
@@ -86,18 +86,18 @@ class Runner:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder,
             env=self._environ, start_new_session=True,
         )  # fmt: skip
-        self._stack.callback(_end, process)
+        self._stack.callback(_kill_session, process)
         return process
 
     def run(self, page: Path) -> Iterator[_Output]:
-        """Run each block of a page; yield what printed something, or should have."""
-        before: Block | None = None
+        """Run each block of a page; yield the outputs of blocks that print something, or should."""
+        pending: Block | None = None
         printed = ""
         for block in [*blocks(page), None]:
-            if before is not None:  # a Python block: what it prints is in the next one
+            if pending is not None:  # a Python block: the next block shows its output
                 shown = block.text if block is not None and block.kind == "text" and block.title is None else ""
-                yield _Output(block if shown and block is not None else before, shown, printed)
-                before, printed = None, ""
+                yield _Output(block if shown and block is not None else pending, shown, printed)
+                pending, printed = None, ""
                 if shown:
                     continue
             if block is None or block.not_run is not None:
@@ -107,9 +107,9 @@ class Runner:
             elif block.kind == "diff" and block.title is not None:
                 self._change(block)
             elif block.title is not None and block.kind in _FILES:
-                (self._cwd() / block.title).write_text(self._here(block.text))
+                (self._cwd() / block.title).write_text(self._to_this_run(block.text))
             elif block.kind == "python":
-                before, printed = block, self._code(block)
+                pending, printed = block, self._code(block)
 
     # --- the shell -----------------------------------------------------------------------------------------------
 
@@ -118,38 +118,38 @@ class Runner:
             printed, status = self._type(command, block)
             if status and "echo $?" not in block.text and "Killed" not in shown:
                 raise AssertionError(f"{block.where}: `{command}` ended with {status}:\n{printed}")
-            yield _Output(block, shown, self._there(printed))
+            yield _Output(block, shown, self._to_page(printed))
 
     def _type(self, command: str, block: Block) -> tuple[str, int]:
         mark = f"<<{os.urandom(8).hex()}>>"
-        typed = f'{self._here(command)}\n__ckpt_status=$?; echo "{mark}$__ckpt_status"; (exit $__ckpt_status)\n'
+        typed = f'{self._to_this_run(command)}\n__ckpt_status=$?; echo "{mark}$__ckpt_status"; (exit $__ckpt_status)\n'
         assert self._bash.stdin is not None
         self._bash.stdin.write(typed.encode())
         self._bash.stdin.flush()
         printed, _, rest = self._until(self._bash, mark, block).rpartition(mark)
         if re.search(r"&( |$)", typed, re.MULTILINE):
             self._background += typed
-        return _ENDED.sub(self._ended, printed), int(rest.partition("\n")[0])
+        return _ENDED.sub(self._killed_notice, printed), int(rest.partition("\n")[0])
 
-    def _ended(self, notice: re.Match[str]) -> str:
-        """What a terminal shows of a command that was killed. That one in the background was, it says at another moment."""
+    def _killed_notice(self, notice: re.Match[str]) -> str:
+        """Return the notice of a killed command as a terminal shows it; a background command has none, as its time varies."""
         return "" if notice[2].strip() in self._background else f"{notice[1]}\n"
 
     def _cwd(self) -> Path:
         return Path(os.readlink(f"/proc/{self._bash.pid}/cwd"))
 
     def _until(self, process: subprocess.Popen[bytes], mark: str, block: Block) -> str:
-        """What a process prints up to the line that has the mark."""
+        """Return what a process prints up to the line with the mark."""
         assert process.stdout is not None
         printed = b""
-        until = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + _SECONDS
         os.set_blocking(process.stdout.fileno(), False)
         while not re.search(re.escape(mark).encode() + rb"\d+\n", printed):
             if (more := process.stdout.read()) is not None:
                 if not more:
                     raise AssertionError(f"{block.where}: the process has ended:\n{printed.decode()}")
                 printed += more
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise AssertionError(f"{block.where}: not done after {_SECONDS} s:\n{printed.decode()}")
             time.sleep(0.01)
         return printed.decode().rstrip("\n")
@@ -162,22 +162,22 @@ class Runner:
             self._python = self._start([sys.executable, "-c", _SESSION])
         mark = f"<<{os.urandom(8).hex()}>>"
         assert self._python.stdin is not None
-        line = json.dumps([self._here(block.text), str(self._python_cwd), mark, block.where, block.line])
+        line = json.dumps([self._to_this_run(block.text), str(self._python_cwd), mark, block.where, block.line])
         self._python.stdin.write(line.encode() + b"\n")
         self._python.stdin.flush()
         printed, _, failed = self._until(self._python, mark, block).rpartition(mark)
         assert failed == "0", f"{block.where} fails:\n{printed}"
-        return self._there(printed)
+        return self._to_page(printed)
 
     def _change(self, block: Block) -> None:
         assert block.title is not None
         file = self._cwd() / block.title
-        file.write_text(changed(file.read_text(), self._here(block.text), block.where))
+        file.write_text(changed(file.read_text(), self._to_this_run(block.text), block.where))
 
     # --- ports and folders -----------------------------------------------------------------------------------------
 
-    def _here(self, text: str) -> str:
-        """The text of a page, with the folder of this run and ports that are free."""
+    def _to_this_run(self, text: str) -> str:
+        """Return a text of a page with the folder of this run and free ports."""
         return _LISTENS.sub(lambda found: self._port(found[0]), text).replace(HOME, str(self.folder))
 
     def _port(self, shown: str) -> str:
@@ -185,8 +185,8 @@ class Runner:
             self._ports |= _free_ports(shown)
         return self._ports[shown]
 
-    def _there(self, text: str) -> str:
-        """The other way."""
+    def _to_page(self, text: str) -> str:
+        """Return an output with the folder, the ports and the host name of the pages."""
         for shown, port in self._ports.items():
             text = re.sub(rf"\b{port}\b", shown, text)
         return re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, text.replace(str(self.folder), HOME))
@@ -211,7 +211,7 @@ for line in sys.stdin:
 
 
 def _free_ports(shown: str) -> dict[str, str]:
-    """A free port for one that a page names, and with it the one for its metrics, 1000 above."""
+    """Return a free port for a port of a page, and with it one for its metrics, 1000 above."""
     number = int(shown)
     if 8000 <= number < 9000:
         return {shown: _free_ports(str(number - 1000))[shown]} if number >= 8070 else {}
@@ -221,7 +221,7 @@ def _free_ports(shown: str) -> dict[str, str]:
     raise AssertionError("no port is free")
 
 
-_given: set[int] = set()
+_handed_out: set[int] = set()
 
 
 def _is_free(port: int) -> bool:
@@ -230,15 +230,15 @@ def _is_free(port: int) -> bool:
             probe.bind(("127.0.0.1", port))
         except OSError:
             return False
-    if port in _given:
+    if port in _handed_out:
         return False
-    _given.add(port)
+    _handed_out.add(port)
     return True
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all that it has started."""
-    for each in sorted(_session(process.pid), reverse=True):
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all processes of its session."""
+    for each in sorted(_session_pids(process.pid), reverse=True):
         try:
             os.kill(each, signal.SIGKILL)
         except ProcessLookupError:
@@ -253,7 +253,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pass
 
 
-def _session(session: int) -> Iterator[int]:
+def _session_pids(session: int) -> Iterator[int]:
+    """Yield the processes of a session."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
@@ -263,7 +264,7 @@ def _session(session: int) -> Iterator[int]:
 
 
 def differences(runner: Runner, pages: Iterable[Path]) -> list[str]:
-    """Run pages; what they show and what was printed, where the two differ."""
+    """Run pages; return the shown and the printed output wherever they differ."""
     found = []
     for page in pages:
         for output in runner.run(page):
@@ -275,7 +276,7 @@ def differences(runner: Runner, pages: Iterable[Path]) -> list[str]:
 
 
 def rewrite(runner: Runner, page: Path) -> None:
-    """Run a page and put what is printed into it. A `…` in what it shows stays only where the whole still matches."""
+    """Run a page and write the printed output into it. A `…` in the shown output stays only while the whole still matches."""
     text = page.read_text().splitlines()
     shift = 0
     outputs: dict[int, list[_Output]] = {}
@@ -293,7 +294,7 @@ def rewrite(runner: Runner, page: Path) -> None:
                 new += [f"$ {first}", *(f"> {line}" for line in others), *_kept(output)]
         elif block.kind == "text":
             new = _kept(outputs[block.line][0])
-        else:  # a Python block that prints, and no block that shows it
+        else:  # a Python block that prints, without a block that shows it
             (output,) = outputs[block.line]
             if output.printed.strip():
                 new = [*old, "```", "", "```text", *output.printed.strip().splitlines()]
@@ -307,19 +308,20 @@ def rewrite(runner: Runner, page: Path) -> None:
 
 
 def _kept(output: _Output) -> list[str]:
+    """Return the lines of the shown output if it matches, else those of the printed one."""
     if matches(masked(output.shown, output.block.varies), masked(output.printed, output.block.varies)):
         return output.shown.splitlines()
     return [line.rstrip() for line in output.printed.strip().splitlines()]
 
 
 def checkout(to: Path) -> None:
-    """The repository as somebody has it who has just cloned it."""
+    """Copy the repository as a new clone has it."""
     leave = shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "out")
     shutil.copytree(ROOT, to, ignore=leave)
 
 
 def main() -> None:
-    """Rewrite pages. Those of the tutorial go on where the page before ended, and begin with a checkout; others stand alone."""
+    """Rewrite pages. Those of the tutorial continue each other, and begin with a checkout; others are independent."""
     pages = [Path(name).resolve() for name in sys.argv[1:]]
     tutorial = [page for page in pages if page.parent.name == "tutorial"]
     groups = [tutorial, *([page] for page in pages if page not in tutorial)]

@@ -1,4 +1,4 @@
-"""Members of a namespace that etcd lists."""
+"""Members of a namespace that are listed in etcd."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FACTS = AnnouncedNode("127.0.0.1:7070", "r1/h1", 2.0, "disk-1")
 
 
 def configured(folder: Path, monkeypatch: pytest.MonkeyPatch, endpoints: str, *lines: str) -> None:
-    """ckpt://lab is the cluster `lab`."""
+    """Configure ckpt://lab as the cluster `lab` of these etcd servers."""
     file = folder / "config.toml"
     table = ["[namespaces.lab]", f'members = "etcd://{endpoints}/lab"', "deadline_seconds = 5.0", *lines]
     file.write_text("\n".join(table))

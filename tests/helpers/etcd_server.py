@@ -1,4 +1,4 @@
-"""The real etcd for tests: started, killed and started again."""
+"""A real etcd for tests: it is started, killed and started again."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="the progra
 
 
 def free_port() -> int:
+    """Return a port on loopback that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
         return port
 
 
 class EtcdProcess:
-    """One etcd on loopback."""
+    """One etcd server on loopback."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,6 +47,7 @@ class EtcdProcess:
             until(self.answers)
 
     def answers(self) -> bool:
+        """Return whether the server answers, be it with a refusal."""
         try:
             EtcdClient(self.endpoints, 1.0).range("/")
         except Refused:
@@ -59,13 +61,13 @@ class EtcdProcess:
         self.process.wait()
 
     def up(self, cluster: str = "lab") -> dict[str, bool]:
-        """Who is known, and whether it is up."""
+        """Return the known members of a cluster, and whether each is up."""
         return {m.name: m.is_up for m in etcd.list_members(self.endpoints, cluster)}
 
 
 @pytest.fixture(name="server")
 def running_etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
-    """For a test module to import."""
+    """Yield a running etcd; a test module imports this fixture."""
     made = EtcdProcess(tmp_path / "etcd")
     try:
         made.start()

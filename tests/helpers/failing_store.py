@@ -13,7 +13,7 @@ from ckpt.storage.base.store import Entry, Reader, Store, Writer
 
 @contextmanager
 def failing(spec: str) -> Iterator[None]:
-    """Fail points of this process, off again at the end."""
+    """Set fail points of this process, and clear them at the end."""
     set_failpoints(spec)
     try:
         yield
@@ -22,13 +22,13 @@ def failing(spec: str) -> Iterator[None]:
 
 
 class Injected(StoreError):
-    """The failure that a FailingStore was told to make."""
+    """The failure that a FailingStore injects."""
 
 
 class FailingStore(Store):
     """Passes all calls on to another store; the `at`-th call of `method` fails, before or after it took effect.
 
-    Methods of writers and readers count as "append", "commit", "read_into". The URL is that of the store below.
+    Calls of writers and readers count as "append", "commit", "read_into". The URL is that of the inner store.
     """
 
     def __init__(self, inner: Store, method: str = "", at: int = 0, after: bool = False) -> None:
@@ -41,14 +41,14 @@ class FailingStore(Store):
         self._after = after
 
     def call(self, name: str, work: Any) -> Any:
-        """Count one call and do it, or fail."""
+        """Count one call and do it, or raise the injected failure."""
         count = self.calls[name] = self.calls.get(name, 0) + 1
-        hit = name == self._method and count == self._at
-        if hit and not self._after:
+        is_failing = name == self._method and count == self._at
+        if is_failing and not self._after:
             self.failed = True
             raise Injected(f"injected: call {count} of {name} on {self.url}")
         result = work()
-        if hit:
+        if is_failing:
             self.failed = True
             raise Injected(f"injected: answer {count} of {name} on {self.url} got lost")
         return result

@@ -1,4 +1,4 @@
-"""ckpt-run with programs/faulty_job.py, whose steps go to any storage."""
+"""ckpt-run with programs/faulty_job.py, whose steps are saved to any storage."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MARK = "CKPT_TEST_JOB"
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No process, however the job has ended."""
+    """Check that no process is left, however the job has ended."""
     monkeypatch.setenv(MARK, str(tmp_path))
     yield
     until(lambda: not processes.find_processes([], f"{MARK}={tmp_path}"), "all processes have ended")
 
 
 class Faulty(Run):
-    """A job of three ranks with a program that can be told where to keep its steps, and what is to go wrong."""
+    """A job of three ranks whose storage and faults a test chooses."""
 
     def __init__(
         self, folder: Path, *options: str, url: str = "", tiers: tuple[str, ...] = (), fault: str = "", steps: int = 40,
@@ -47,7 +47,7 @@ class Faulty(Run):
         folder.mkdir(exist_ok=True)
         self.files = folder / "run"
         command = [*RUN, "-n", str(RANKS), "--run-dir", str(self.files), *options, "--"]
-        if quiet_ranks:  # the fail points are for ckpt-run alone
+        if quiet_ranks:  # the fail points apply to ckpt-run alone
             command += ["env", "CKPT_FAILPOINTS="]
         command += [sys.executable, PROGRAM, str(folder), url or str(folder / "repo"), str(steps), str(seconds), fault, *tiers]
         if group is not None:
@@ -58,13 +58,15 @@ class Faulty(Run):
         )  # fmt: skip
 
     def log(self) -> list[LogEntry]:
-        record = SqliteRunLog(self.files)
+        """Return the entries of the run log."""
+        run_log = SqliteRunLog(self.files)
         try:
-            return record.entries()
+            return run_log.entries()
         finally:
-            record.close()
+            run_log.close()
 
     def until_step(self, step: int, attempt: int = 0) -> None:
+        """Wait until all ranks have done this step."""
         until(lambda: all(self.step(rank, attempt) >= step for rank in range(RANKS)), f"step {step}")
 
     def step(self, rank: int, attempt: int) -> int:
@@ -84,17 +86,17 @@ class Faulty(Run):
     def kill_ranks(self) -> None:
         pids = [self.pid(rank) for rank in range(RANKS)]
         for pid in pids:
-            with suppress(ProcessLookupError):  # ckpt-run has ended it for the first
+            with suppress(ProcessLookupError):  # ckpt-run may have ended it after the first died
                 os.kill(pid, signal.SIGKILL)
         until(lambda: all(processes.process_state(pid) in ("", "Z") for pid in pids), "the ranks are dead")
 
     def newest(self) -> int:
-        """The newest step that is committed."""
+        """Return the newest committed step, or -1."""
         steps = (self.folder / "repo").glob("steps/*/commit.json")
         return max((int(commit.parent.name) for commit in steps), default=-1)
 
     def restored(self) -> list[int]:
-        """At which step each rank began, in the last attempt that came to that."""
+        """Return the step from which each rank started in the last attempt that got so far."""
         return [int(line) for line in (self.folder / "begun").read_text().split()[-RANKS:]]
 
 
@@ -103,6 +105,7 @@ Starter = Callable[..., Faulty]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Starter]:
+    """Yield a function that starts a job; the jobs are ended after the test."""
     made: list[Faulty] = []
 
     def begin(*options: str, **more: object) -> Faulty:
@@ -117,12 +120,14 @@ def start(tmp_path: Path) -> Iterator[Starter]:
 
 
 def ends_well(run: Faulty, steps: int = 40) -> None:
+    """Check that a job ends with status 0 and the right result."""
     assert run.end() == 0, run.said
     is_right(run, steps)
 
 
 @contextmanager
 def nodes(folder: Path, count: int) -> Iterator[list[Process]]:
+    """Start this number of nodes, and end them after the body."""
     made = [Process(folder / f"node-{i}") for i in range(count)]
     try:
         yield made
@@ -132,9 +137,10 @@ def nodes(folder: Path, count: int) -> Iterator[list[Process]]:
 
 
 def url_of(made: list[Process], name: str = "run") -> str:
+    """Return a ckpt:// URL of these nodes."""
     return f"ckpt://{','.join(node.address for node in made)}/{name}?redundancy=2x"
 
 
 def with_bytes(folder: Path, pattern: str) -> list[Path]:
-    """The files of this pattern below it, without those that a killed rank had only just created."""
+    """Return the files of this pattern below the folder, without empty ones that a killed rank had only just created."""
     return [path for path in folder.rglob(pattern) if path.is_file() and path.stat().st_size]

@@ -13,14 +13,14 @@ from helpers.nodes import three_nodes
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Three nodes, as they stand in a URL."""
+    """Yield the addresses of three nodes, as a URL contains them."""
     with three_nodes(tmp_path_factory.mktemp("nodes")) as found:
         yield found
 
 
 @pytest.fixture
 def filesystem(address: str) -> Iterator[CkptFileSystem]:
-    """Empty again after each test."""
+    """Yield a filesystem that is emptied after each test."""
     made = fsspec.filesystem("ckpt", members=address)
     yield made
     made.namespace.delete(list(made.namespace.list()))

@@ -16,7 +16,7 @@ EXAMPLES = REPOSITORY / "examples"
 
 @contextmanager
 def fast_folder(tmp_path: Path) -> Iterator[Path]:
-    """A new folder in memory where the system has such, for tests of many saves that need no disk; else `tmp_path`."""
+    """Yield a new folder in memory where the system has it, for tests of many saves that need no disk; otherwise `tmp_path`."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return

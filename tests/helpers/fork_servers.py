@@ -1,4 +1,4 @@
-"""A fork server in this process, and processes that report what they find around them."""
+"""A fork server in this process, and processes that report their surroundings."""
 
 from __future__ import annotations
 
@@ -23,45 +23,49 @@ Starter = Callable[..., ForkServerClient]
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Starter]:
+    """Yield a function that starts a fork server; the servers are closed after the test."""
     made: list[ForkServerClient] = []
 
-    def one(command: Sequence[str], told: dict[str, object] | Path | None = None, **environ: str) -> ForkServerClient:
-        """A forge that is ready, or has a reason. told: modules by name, as a rank would tell."""
+    def start(command: Sequence[str], told: dict[str, object] | Path | None = None, **environ: str) -> ForkServerClient:
+        """Start a fork server; wait until it is ready or has a reason. told: modules to import, as a rank reports them."""
         if not isinstance(told, Path):
             file = tmp_path / "told.imports"
             file.write_text(json.dumps(told or {"modules": {}, "environ": {}}))
             told = file
-        forge = ForkServerClient.start(command, surroundings(**environ), told)
-        made.append(forge)
-        until = time.monotonic() + 120
-        while not forge.is_ready and not forge.reason and time.monotonic() < until:
+        server = ForkServerClient.start(command, surroundings(**environ), told)
+        made.append(server)
+        deadline = time.monotonic() + 120
+        while not server.is_ready and not server.reason and time.monotonic() < deadline:
             time.sleep(0.01)
-        return forge
+        return server
 
-    yield one
-    for forge in made:
-        forge.close()
+    yield start
+    for server in made:
+        server.close()
     processes._prctl(processes._SET_CHILD_SUBREAPER, 0)
 
 
 def surroundings(rank: int = 0, **more: str) -> dict[str, str]:
-    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **told, **more}
+    """Return the environment in which ckpt-run starts a rank."""
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **variables, **more}
 
 
 def modules(*names: str) -> dict[str, object]:
+    """Return what a rank reports after importing these modules."""
     origins = {name: spec.origin for name in names if (spec := importlib.util.find_spec(name))}
     return {"modules": origins, "environ": {}}
 
 
 def script(folder: Path, text: str, name: str = "train.py") -> str:
+    """Write a program and return its path."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(textwrap.dedent(text))
     return str(folder / name)
 
 
 def cold(command: Sequence[str], log: Path, rank: int = 0, **environ: str) -> int:
-    """As ckpt-run starts a rank today."""
+    """Return the exit status of a rank that is started without a fork server."""
     with log.open("ab") as out:
         return subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=surroundings(rank, **environ),
@@ -69,22 +73,25 @@ def cold(command: Sequence[str], log: Path, rank: int = 0, **environ: str) -> in
         ).returncode  # fmt: skip
 
 
-def warm(forge: ForkServerClient, log: Path, rank: int = 0, **environ: str) -> int:
-    forged = forge.fork(surroundings(rank, **environ), log)
-    assert forged is not None, forge.reason
-    return forged.wait()
+def warm(server: ForkServerClient, log: Path, rank: int = 0, **environ: str) -> int:
+    """Return the exit status of a rank that a fork server forks."""
+    child = server.fork(surroundings(rank, **environ), log)
+    assert child is not None, server.reason
+    return child.wait()
 
 
 def gone(*pids: int | None) -> bool:
-    until = time.monotonic() + 20
+    """Return whether these processes end within 20 s."""
+    deadline = time.monotonic() + 20
     while any(processes.process_state(pid) not in ("", "Z") for pid in pids if pid):
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
 
 
 def libraries(folder: Path, **texts: str) -> Path:
+    """Write packages with these texts, and return the folder to put on the path."""
     site = folder / "site-packages"
     site.mkdir()
     for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""ckpt-run on several hosts: agents that are processes of this one, with their run log in a file or in a real etcd."""
+"""ckpt-run on several hosts: agents are child processes, with their run log in a file or in a real etcd."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = [sys.executable, "-m", "ckpt.tools.run"]
 
 
 class Job:
-    """Some agents of one run, two ranks each."""
+    """Some agents of one run, with two ranks each."""
 
     def __init__(self, folder: Path, state: str | None, *options: str, hosts: int = 3, steps: int = 250) -> None:
         self.folder = folder
@@ -39,26 +39,27 @@ class Job:
 
     def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None) -> None:
         folder = self.folder / (files or ("run" if not self.state else f"run-{name}"))
-        where = ["--run-dir", str(folder), *self.state, "--name", name, "--address", "127.0.0.1"]
+        arguments = ["--run-dir", str(folder), *self.state, "--name", name, "--address", "127.0.0.1"]
         program = program or (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
-        with self._hears(name) as said:
+        with self._open_messages(name) as said:
             self.agents[name] = subprocess.Popen(
-                [*RUN, *self.options, *where, "--", *program], text=True, stderr=said, stdout=subprocess.DEVNULL,
+                [*RUN, *self.options, *arguments, "--", *program], text=True, stderr=said, stdout=subprocess.DEVNULL,
                 env=os.environ | {"CKPT_FAILPOINTS": failpoints},
             )  # fmt: skip
 
-    def _hears(self, name: str) -> IO[str]:
-        """A new file: ranks of an agent of this name that was killed may still write to the one before."""
+    def _open_messages(self, name: str) -> IO[str]:
+        """Open a new file: ranks of a killed agent of this name may still write to the previous one."""
         path = self.folder / f"{name}.said"
         path.unlink(missing_ok=True)
         return path.open("a")
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
-        where = ["--run-dir", str(self.folder / "run"), *self.state]
-        return subprocess.run([*RUN, words[0], *where, *words[1:]], capture_output=True, text=True, timeout=60, check=False)
+        """Return the result of a subcommand of ckpt-run about this run."""
+        arguments = ["--run-dir", str(self.folder / "run"), *self.state]
+        return subprocess.run([*RUN, words[0], *arguments, *words[1:]], capture_output=True, text=True, timeout=60, check=False)
 
     def log(self) -> list[LogEntry]:
-        """Empty where there is none yet, or the state does not answer. Read here: a process takes as long as many steps."""
+        """Return the entries, or nothing while no log answers. It is read here: a subcommand takes as long as many steps."""
         try:
             with closing(open_run_log(self.folder / "run", self.state[-1] if self.state else None, read_only=True)) as state:
                 return state.entries()
@@ -66,24 +67,25 @@ class Job:
             return []
 
     def until(self, true: Callable[[list[LogEntry]], bool], what: str) -> None:
-        end = time.monotonic() + 90
+        """Wait until a condition holds for the entries."""
+        deadline = time.monotonic() + 90
         while not true(self.log()):
-            assert time.monotonic() < end, f"not {what}: {[(e.kind, e.text) for e in self.log()]}"
+            assert time.monotonic() < deadline, f"not {what}: {[(e.kind, e.text) for e in self.log()]}"
             time.sleep(0.1)
 
     def until_step(self, step: int, attempt: int = 0) -> None:
-        """Until every rank has come to it."""
+        """Wait until every rank has done this step."""
         self.until(lambda log: any(e.kind == "start" and e.attempt == attempt for e in log), f"attempt {attempt}")
-        end, world = time.monotonic() + 90, self._world(attempt)
+        deadline, world = time.monotonic() + 90, self._world(attempt)
         while min(self._steps(attempt, world), default=-1) < step:
-            assert time.monotonic() < end, f"step {step} is not reached in attempt {attempt}"
+            assert time.monotonic() < deadline, f"step {step} is not reached in attempt {attempt}"
             time.sleep(0.02)
 
     def steps_done(self, attempt: int) -> list[int]:
         return self._steps(attempt, self._world(attempt))
 
     def _world(self, attempt: int) -> int:
-        """How many ranks it has."""
+        """Return the number of ranks of an attempt."""
         return next(int(e.facts["ranks"]) for e in self.log() if e.kind == "start" and e.attempt == attempt)
 
     def _steps(self, attempt: int, world: int) -> list[int]:
@@ -104,6 +106,7 @@ class Job:
         return {name: self.agents[name].returncode for name in names}
 
     def said(self, name: str) -> str:
+        """Return the messages of an agent."""
         return (self.folder / f"{name}.said").read_text()
 
     def close(self) -> None:
@@ -119,6 +122,7 @@ ETCD = pytest.mark.parametrize("job", [pytest.param("etcd", marks=needs_etcd)], 
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Yield a function that makes a job with its run log in a file or in etcd; the jobs are ended after the test."""
     made: list[Job] = []
     server = None
     if getattr(request, "param", "file") == "etcd":
@@ -138,25 +142,26 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[...
 
 
 def is_right(job: Job, world: int) -> None:
-    """What the rows must have come to, whoever had them."""
+    """Check the rows that the ranks computed, whichever ranks had them."""
     whole = np.concatenate([np.load(job.folder / f"end-{rank}.npy") for rank in range(world)])
-    want = np.zeros((24, 100))
+    expected = np.zeros((24, 100))
     for step in range(job.steps):
-        want += np.sin(step * 1.7 + np.arange(24)[:, None])
-    assert np.array_equal(whole, want)
+        expected += np.sin(step * 1.7 + np.arange(24)[:, None])
+    assert np.array_equal(whole, expected)
 
 
 def starts(log: list[LogEntry]) -> list[list[str]]:
-    """The hosts of each attempt."""
+    """Return the hosts of each attempt."""
     return [[m["name"] for m in e.facts["members"]] for e in log if e.kind == "start"]
 
 
 def leader_of(log: list[LogEntry]) -> str:
-    """The host that coordinates now."""
+    """Return the host that leads now."""
     return str(next(e.facts["name"] for e in reversed(log) if e.kind == "lead"))
 
 
 def answers(client: str) -> bool:
+    """Return whether the etcd at this address answers and is empty."""
     try:
         return EtcdClient((client,), 1.0).range("/") == []
     except StoreError:
@@ -164,14 +169,14 @@ def answers(client: str) -> bool:
 
 
 class OnHosts(Job):
-    """Each agent on a host of its own."""
+    """A job whose agents are on hosts of their own."""
 
     hosts: Hosts
 
     def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None) -> None:
-        where = ["--run-dir", str(self.folder / f"run-{name}"), *self.state, "--name", name]
+        arguments = ["--run-dir", str(self.folder / f"run-{name}"), *self.state, "--name", name]
         program = (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
-        with self._hears(name) as said:
+        with self._open_messages(name) as said:
             self.agents[name] = self.hosts.run(
-                "abc".index(name), *RUN, *self.options, *where, "--", *program, stderr=said, stdout=subprocess.DEVNULL,
+                "abc".index(name), *RUN, *self.options, *arguments, "--", *program, stderr=said, stdout=subprocess.DEVNULL,
             )  # fmt: skip

@@ -9,9 +9,10 @@ from ckpt.recovery.goodput.ledger import (
 )
 
 ROUNDING = 1e-4
-"""Each line is rounded to a microsecond."""
+"""Each span is rounded to a microsecond."""
 
 
 def assert_no_gap(found: list[LedgerSpan]) -> None:
+    """Check that each span begins where the one before ends."""
     for one, other in pairwise(found):
         assert abs(other.began - one.at) < ROUNDING, (one, other)

@@ -13,7 +13,7 @@ from ckpt.storage.local.directory import LocalStore
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """With one object, so that the folder `a` is there already."""
+    """Return a store with one object, so that the folder `a` exists."""
     store = LocalStore(tmp_path / "store")
     store.put("a/kept", b"kept")
     return store
@@ -21,10 +21,11 @@ def store(tmp_path: Path) -> LocalStore:
 
 @pytest.fixture
 def failpoints() -> Iterator[Callable[[str], None]]:
+    """Yield a function that sets fail points, which are cleared after the test."""
     yield set_failpoints
     set_failpoints("")
 
 
 def files_below(store: LocalStore) -> set[str]:
-    """Every file, the hidden ones too."""
+    """Return every file of a store, including hidden ones."""
     return {str(path.relative_to(store.root)) for path in Path(store.root).rglob("*") if path.is_file()}

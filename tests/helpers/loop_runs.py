@@ -1,4 +1,4 @@
-"""Ranks of a training loop under a heartbeat page of its own."""
+"""Ranks of a training loop, each under a heartbeat page of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANKS = 4
 
 
 class Job:
-    """Ranks as processes, and their pages; the test looks after them."""
+    """Ranks as processes, and their heartbeat pages, which the test reads in place of an agent."""
 
     def __init__(self, folder: Path, *arguments: object, size: int = RANKS, **environ: str) -> None:
         self.folder = folder
@@ -44,6 +44,7 @@ class Job:
         return [page.read() for page in self.pages]
 
     def until(self, reached: Callable[[list[RankHeartbeat]], bool]) -> None:
+        """Wait until a condition holds for the heartbeats of all ranks."""
         until = time.monotonic() + 90
         while not reached(self.beats()):
             assert time.monotonic() < until
@@ -51,24 +52,25 @@ class Job:
             time.sleep(0.005)
 
     def stop(self, look_seconds: float) -> StopRequest:
-        """Ask it to stop, as a coordinator does that looks every so many seconds, and writes page after page."""
-        asked: StopRequest | None = None
-        while asked is None or not asked.agreed:
-            before, running = asked, [page for page, p in zip(self.pages, self.processes, strict=True) if p.poll() is None]
-            asked = next_stop(before, [(b.step, b.acknowledged_stop) for b in (page.read() for page in running)])
-            for page in running if asked != before else ():
-                if asked.agreed:
-                    page.confirm_stop(asked.step)
+        """Request a stop like a coordinator that checks every `look_seconds` and writes one page after another."""
+        request: StopRequest | None = None
+        while request is None or not request.agreed:
+            before, running = request, [page for page, p in zip(self.pages, self.processes, strict=True) if p.poll() is None]
+            request = next_stop(before, [(b.step, b.acknowledged_stop) for b in (page.read() for page in running)])
+            for page in running if request != before else ():
+                if request.agreed:
+                    page.confirm_stop(request.step)
                 else:
-                    page.request_stop(asked.step)
+                    page.request_stop(request.step)
                 time.sleep(0.002)
             time.sleep(look_seconds)
-        return asked
+        return request
 
     def end(self) -> list[str]:
-        said = [p.communicate(timeout=120)[1] for p in self.processes]
-        assert [p.returncode for p in self.processes] == [0] * len(self.processes), said
-        return said
+        """Wait until all ranks end with status 0, and return their messages."""
+        messages = [p.communicate(timeout=120)[1] for p in self.processes]
+        assert [p.returncode for p in self.processes] == [0] * len(self.processes), messages
+        return messages
 
     def close(self) -> None:
         for process in self.processes:
@@ -80,6 +82,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Yield a function that starts the ranks of a job; they are ended after the test."""
     made: list[Job] = []
 
     def begin(*arguments: object, **options: Any) -> Job:
@@ -92,9 +95,10 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def page_of(beats: list[RankHeartbeat]) -> list[BadLoss | None]:
+    """Return the bad loss of each heartbeat."""
     return [beat.bad for beat in beats]
 
 
 def told(decision: RollBack) -> dict[str, str]:
-    """What the ranks of the next attempt are told."""
+    """Return the variables that a decision sets for the ranks of the next attempt."""
     return rollback_environment(decision.skip, decision.before, decision.limit)

@@ -1,4 +1,4 @@
-"""Groups of ranks that meet at a store."""
+"""Groups of ranks that meet at a store (rendezvous)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "C
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests may themselves run in a job."""
+    """Remove the variables of launchers: the tests may themselves run in a job."""
     for name in os.environ:
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
@@ -31,12 +31,13 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
+    """Yield a fast folder for the store."""
     with fast_folder(tmp_path) as made:
         yield made
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What the calls return or raise, each made by a thread of its own."""
+    """Return what each call returns or raises; each runs in a thread of its own."""
     results: list[Any] = [None] * len(calls)
 
     def run(i: int) -> None:
@@ -54,7 +55,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def env_groups(size: int, monkeypatch: pytest.MonkeyPatch, timeout: float = 60, run_id: str = "") -> list[EnvGroup]:
-    """The ranks of a job as objects of this process; each may be used by one thread."""
+    """Return the ranks of a job as groups of this process; each may be used by one thread."""
     groups = []
     for rank in range(size):
         with monkeypatch.context() as patch:
@@ -67,18 +68,22 @@ def env_groups(size: int, monkeypatch: pytest.MonkeyPatch, timeout: float = 60, 
 
 
 def meet(groups: list[EnvGroup], store: Store) -> list[Any]:
+    """Let all groups meet at a store; return the error of each, or None."""
     return together(*(lambda g=g: g.meet_at(store) for g in groups))
 
 
 def gather(groups: list[EnvGroup], word: str) -> list[Any]:
+    """Let all groups gather this word and their rank; return the result or error of each."""
     return together(*(lambda g=g: g.all_gather(f"{word} {g.rank}".encode()) for g in groups))
 
 
 def words(word: str, size: int) -> list[bytes]:
+    """Return what a gather of this word must return."""
     return [f"{word} {rank}".encode() for rank in range(size)]
 
 
 def launch(*command: object, **env: object) -> subprocess.Popen[str]:
+    """Start a command whose output is read through pipes."""
     return subprocess.Popen(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **{name: str(value) for name, value in env.items()}},
@@ -86,7 +91,7 @@ def launch(*command: object, **env: object) -> subprocess.Popen[str]:
 
 
 def rank_process(folder: Path, rank: int, size: int, **env: object) -> subprocess.Popen[str]:
-    """A rank that knows its number from the environment; it has said "waiting" when this returns."""
+    """Start a rank that gets its number from the environment, and return it once it has printed "waiting"."""
     made = launch(sys.executable, PROGRAM, "env", folder, RANK=rank, WORLD_SIZE=size, **env)
     assert made.stdout is not None
     assert made.stdout.readline() == "waiting\n"
@@ -94,7 +99,7 @@ def rank_process(folder: Path, rank: int, size: int, **env: object) -> subproces
 
 
 def reports(folder: Path, size: int) -> list[list[str]]:
-    """What the ranks have found."""
+    """Return the report of each rank."""
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
@@ -102,7 +107,7 @@ LAUNCHER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 
 
 def elsewhere(folder: Path, rank: int, size: int) -> tuple[subprocess.Popen[str], int]:
-    """A rank that another process has started, which is returned with the number of that of the rank."""
+    """Start a rank through another process; return that process, and the process id of the rank."""
     launcher = launch(sys.executable, "-c", LAUNCHER, sys.executable, PROGRAM, "env", folder, RANK=rank, WORLD_SIZE=size)
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "waiting\n"

@@ -18,25 +18,26 @@ from helpers.host_runs import Job
 from helpers.processes import SOAK
 
 COLUMNS = 2000
-"""Of 24 rows of float64: too much for a record, so that there are objects."""
+"""Columns of 24 rows of float64: too much for a record of a namespace, so that objects are written."""
 
 
 class InMemory(Job):
-    """A job whose steps are all in memory, every 20th in the repository, too."""
+    """A job that saves each step to memory, and every 20th step to the repository, too."""
 
     def __init__(self, folder: Path, *options: str, **more: int) -> None:
         super().__init__(folder, None, "-n", "1", "--memory", *options, **more)
-        self.record = open_run_log(folder / "run")
+        self.run_log = open_run_log(folder / "run")
 
     def log(self) -> list[LogEntry]:
-        """Without a process for each look."""
-        return self.record.entries()
+        """Return the entries without starting a subcommand."""
+        return self.run_log.entries()
 
     def close(self) -> None:
         super().close()
-        self.record.close()
+        self.run_log.close()
 
     def folder_of(self, name: str) -> Path:
+        """Return the folder in memory of a host."""
         found = local.memory_folder(self.folder / "run", name)
         assert found is not None
         return found
@@ -45,41 +46,43 @@ class InMemory(Job):
         return [path for path in self.folder_of(name).rglob("*") if path.is_file()]
 
     def begins(self, attempt: int) -> int:
-        """The first step of an attempt, the same on all ranks."""
+        """Return the first step of an attempt, which is the same on all ranks."""
         found = {path.read_text() for path in self.folder.glob(f"from-{attempt}-*")}
         assert len(found) == 1, found
         return int(found.pop())
 
     def saved(self) -> list[int]:
-        """The steps in the repository of record."""
+        """Return the steps in the repository of record."""
         return ckpt.open(self.folder / "repo").steps()
 
     def is_right(self, world: int) -> None:
+        """Check the rows that the ranks computed."""
         whole = np.concatenate([np.load(self.folder / f"end-{rank}.npy") for rank in range(world)])
-        want = np.zeros((24, COLUMNS))
+        expected = np.zeros((24, COLUMNS))
         for step in range(self.steps):
-            want += np.sin(step * 1.7 + np.arange(24)[:, None])
-        assert np.array_equal(whole, want)
+            expected += np.sin(step * 1.7 + np.arange(24)[:, None])
+        assert np.array_equal(whole, expected)
 
     def is_gone(self, *names: str) -> None:
-        """Nothing is left in memory, nor serves it."""
+        """Check that no file is left in the memory of these hosts, and no process that serves it."""
         assert not [path for name in names for path in self.files(name)]
         assert not keepers(self)
 
 
 def in_full(test: Callable[..., None]) -> Callable[..., None]:
-    """By `make soak` only: some seconds each."""
+    """Run a test with `make soak` only, as it takes some seconds."""
     return pytest.mark.soak(pytest.mark.skipif(not SOAK, reason="by make soak")(test))
 
 
 def keepers(run: Job) -> list[int]:
-    """The processes that serve the memory of a job."""
+    """Return the processes that serve the memory of a job."""
     found = processes.find_processes([], f"CKPT_TEST_JOB={run.folder}")
     return [pid for pid in found if b"ckpt.recovery.memory_tier.memory_nodes" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InMemory]]:
+    """Yield a function that makes a job with a memory tier; the jobs are ended after the test."""
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no shared memory at /dev/shm that can be written to")
     monkeypatch.setenv("CKPT_TEST_COLUMNS", str(COLUMNS))
@@ -98,7 +101,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 
 def memories_of(log: list[LogEntry]) -> list[list[list[list[str]]]]:
-    """Of each attempt."""
+    """Return the memory namespaces of each attempt."""
     return [e.facts["memory"] for e in log if e.kind == "start"]
 
 

@@ -15,13 +15,14 @@ from ckpt.state.boxes import Box
 
 @st.composite
 def cuts(draw: st.DrawFn, length: int, count: int) -> list[int]:
+    """Draw edges that divide a length into `count` ranges, some of which may be empty."""
     inner = sorted(draw(st.lists(st.integers(0, length), min_size=count - 1, max_size=count - 1)))
     return [0, *inner, length]
 
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...], size: int) -> list[list[Any]]:
-    """For each rank how it holds an array of `shape`: meshes, uneven grids with copies, several boxes, or flattened ranges."""
+    """Draw, for each rank, its part of an array: by meshes, uneven grids with replicas, several boxes, or flattened ranges."""
     kind = draw(st.sampled_from(["mesh", "mesh", "grid", "flat", "whole", "boxes"]))
     if kind == "whole":
         return [["whole"] for _ in range(size)]
@@ -43,13 +44,13 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], size: int) -> list[list[Any
 
 @st.composite
 def meshes(draw: st.DrawFn, size: int) -> tuple[int, ...]:
-    """The shape of a mesh of one to three dimensions with `size` places."""
+    """Draw the shape of a mesh of one to three dimensions for `size` ranks."""
     found = [n for k in (1, 2, 3) for n in itertools.product(range(1, size + 1), repeat=k) if math.prod(n) == size]
     return draw(st.sampled_from(found))
 
 
 def on_mesh(shape: tuple[int, ...], mesh: tuple[int, ...], draw: st.DrawFn) -> list[list[Any]]:
-    """For each place of a mesh the boxes that the placements of a DTensor give it, some dimensions replicating."""
+    """Return, for each position of a mesh, the boxes that placements of a DTensor give it; some dimensions replicate."""
     from ckpt.state.leaves.dtensor import shard_boxes
 
     cut = st.none() | st.tuples(st.integers(0, len(shape) - 1), st.sampled_from([1, 1, 2]))
@@ -66,27 +67,31 @@ def on_mesh(shape: tuple[int, ...], mesh: tuple[int, ...], draw: st.DrawFn) -> l
 
 
 def box_along(shape: tuple[int, ...], axis: int, low: int, high: int) -> Box:
+    """Return the box of an array that is limited to a range along one axis."""
     offset = tuple(low if i == axis else 0 for i in range(len(shape)))
     return Box(offset, tuple(high - low if i == axis else n for i, n in enumerate(shape)))
 
 
-def held(array: np.ndarray, how: list[Any], fill: bool) -> Any:
-    """What a rank has of `array`; blank where it is to be loaded."""
+def held(array: np.ndarray, layout: list[Any], fill: bool) -> Any:
+    """Return the part of `array` that a rank has; its values are blank unless `fill`."""
 
     def local(part: np.ndarray) -> np.ndarray:
         return part.copy() if fill else np.full_like(part, 77)
 
-    if how[0] == "whole":
+    if layout[0] == "whole":
         return local(array)
-    if how[0] == "flat":
-        return ckpt.Shard(local(array.reshape(-1)[how[1] : how[2]]), array.shape, flat=how[1])
-    if how[0] == "boxes":
-        replica = how[2] if len(how) > 2 else (0, 1)
-        return ckpt.Shard([local(array[b.slices()]) for b in how[1]], array.shape, [b.offset for b in how[1]], replica=replica)
-    return ckpt.Shard(local(array[how[1].slices()]), array.shape, how[1].offset, replica=how[2])
+    if layout[0] == "flat":
+        return ckpt.Shard(local(array.reshape(-1)[layout[1] : layout[2]]), array.shape, flat=layout[1])
+    if layout[0] == "boxes":
+        replica = layout[2] if len(layout) > 2 else (0, 1)
+        return ckpt.Shard(
+            [local(array[b.slices()]) for b in layout[1]], array.shape, [b.offset for b in layout[1]], replica=replica
+        )
+    return ckpt.Shard(local(array[layout[1].slices()]), array.shape, layout[1].offset, replica=layout[2])
 
 
 def same(a: Any, b: Any) -> bool:
+    """Return whether two parts have equal values."""
     if isinstance(a, ckpt.Shard):
         return all(map(np.array_equal, a.locals(), b.locals()))
     return bool(np.array_equal(a, b))

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def one_line(error: BaseException | pytest_info, *words: str) -> str:
-    """The message of an error: one line that holds all `words`."""
+    """Return the message of an error, and check that it is one line that contains all `words`."""
     text = str(getattr(error, "value", error))
     assert "\n" not in text, text
     assert len(text) > 20, text

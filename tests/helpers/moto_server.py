@@ -1,7 +1,7 @@
-"""An S3 server (moto) in a process of its own, for the session; the environment names it and its credentials.
+"""An S3 server (moto) in a process of its own, for the test session; the environment names it and its credentials.
 
-Use by `pytest_plugins = ["helpers.moto_server"]` and the fixture `bucket`. Run as a program it serves until stdin closes, so
-that it ends with the test run however that ends.
+Use it with `pytest_plugins = ["helpers.moto_server"]` and the fixture `bucket`. Run as a program, it serves until stdin closes,
+so that it ends with the test run, however that ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """The URL of a running server."""
+    """Yield the URL of a running server."""
     for package in ("moto.server", "boto3", "obstore"):
         pytest.importorskip(package)
     with serving() as endpoint, pytest.MonkeyPatch.context() as patch:
@@ -37,7 +37,7 @@ def s3_endpoint() -> Iterator[str]:
 
 @contextmanager
 def serving(*options: str) -> Iterator[str]:
-    """The URL of a new server. options: "--ignore" and a header, as WSGI names it, that it does not know."""
+    """Yield the URL of a new server. options: "--ignore" and the names, in WSGI form, of headers that it does not support."""
     with subprocess.Popen(
         [sys.executable, "-P", __file__, *options],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -54,7 +54,7 @@ def serving(*options: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def s3_client(s3_endpoint: str) -> Any:
-    """boto3's client, to look at the server from the side."""
+    """Return a boto3 client, to inspect the server directly."""
     import boto3
 
     return boto3.client("s3", endpoint_url=s3_endpoint)
@@ -62,7 +62,7 @@ def s3_client(s3_endpoint: str) -> Any:
 
 @pytest.fixture
 def bucket(s3_client: Any) -> str:
-    """The URL of a new, empty bucket."""
+    """Return the URL of a new, empty bucket."""
     name = f"bucket-{os.getpid()}-{next(_numbers)}"
     s3_client.create_bucket(Bucket=name)
     return f"s3://{name}"
@@ -78,7 +78,7 @@ def _serve() -> None:
     moto, one_at_a_time = DomainDispatcherApplication(create_backend_app), threading.Lock()
 
     def application(environ: dict[str, Any], start_response: Any) -> Any:
-        """moto looks for an object and then writes it, so that two conditional puts may both win; in S3 one does."""
+        """Serialise conditional puts: moto looks for an object and then writes it, so that two might win; in S3 one does."""
         for header in ignored:
             environ.pop(header, None)
         if environ["REQUEST_METHOD"] == "PUT" and {"HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"} & environ.keys():

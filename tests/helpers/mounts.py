@@ -1,4 +1,4 @@
-"""Whether a file system can be mounted with FUSE here."""
+"""Whether a FUSE file system can be mounted on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 
 
 def no_fuse() -> str | None:
-    """Why nothing can be mounted here, if so."""
+    """Return why no FUSE file system can be mounted, or None."""
     if not os.path.exists("/dev/fuse") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "no /dev/fuse that this user may open"
     if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:

@@ -9,8 +9,8 @@ OLD, NEW = random_bytes(70_000, 1), random_bytes(9_000_000, 2)
 
 
 def there(namespace: Namespace, path: str) -> set[int]:
-    """How many fragments the pieces of a file have."""
+    """Return the numbers of fragments that stripes of a file have."""
     file = namespace.stat(path)
     assert file is not None
     assert file.layout is not None
-    return {sum(f is not None for f in piece.fragments) for piece in file.layout.stripes}
+    return {sum(f is not None for f in stripe.fragments) for stripe in file.layout.stripes}

@@ -1,4 +1,4 @@
-"""Who has which stripes of a file of a namespace."""
+"""The objects of the files of a namespace."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ckpt.aggregator.file_io.namespace import Namespace
 
 
 def holders(namespace: Namespace, path: str) -> list[tuple[str, str]]:
+    """Return the member and the name of each object of a file."""
     file = namespace.stat(path)
     assert file is not None
     assert file.layout is not None
@@ -15,4 +16,5 @@ def holders(namespace: Namespace, path: str) -> list[tuple[str, str]]:
 
 
 def objects(folder: Path) -> list[Path]:
+    """Return the objects on all disks below a folder."""
     return [p for p in folder.glob("*/objects/**/*") if p.is_file()]

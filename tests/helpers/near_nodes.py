@@ -1,4 +1,4 @@
-"""A node on this host, its client, and how many bytes went through descriptors."""
+"""A node on this host, its client, and the number of bytes that went through descriptors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ DATA = random_bytes(3 << 20)
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Process]:
+    """Yield a node in a process of its own."""
     made = Process(tmp_path / "data")
     yield made
     made.close()
@@ -26,31 +27,33 @@ def node(tmp_path: Path) -> Iterator[Process]:
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Here]:
+    """Yield a node in this process."""
     made = Here(tmp_path / "data")
     yield made
     made.close()
 
 
 def moved(node: Process | str) -> dict[str, float]:
-    """Bytes of objects that a node counted, by the way they went."""
+    """Return the bytes of objects that a node has counted, by the way they were transferred."""
     monitor = node if isinstance(node, str) else f"127.0.0.1:{node.monitor}"
     with urllib.request.urlopen(f"http://{monitor}/metrics") as answer:
         text = answer.read().decode()
     found = re.findall(r'^ckpt_node_bytes_(\w+)_total\{verb="\w+"\} (\S+)$', text, re.MULTILINE)
-    return {what: float(value) for what, value in found}
+    return {way: float(value) for way, value in found}
 
 
 def opened() -> set[str]:
-    """The objects, of any node, that this process keeps open; a node in this process ends an answer after its client has it."""
-    until = time.monotonic() + 20
+    """Return the objects that stay open in this process; a node in it ends its answer only after the client has it."""
+    deadline = time.monotonic() + 20
     while found := _open_now():
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             break
         time.sleep(0.01)
     return found
 
 
 def _open_now() -> set[str]:
+    """Return the objects that are open in this process now."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -63,4 +66,5 @@ def _open_now() -> set[str]:
 
 
 def files(folder: Path) -> list[Path]:
+    """Return the objects of a node."""
     return [p for p in (folder / "objects").rglob("*") if p.is_file()]

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces on a bridge, with wires between them that blackhole routes cut."""
+"""Several hosts on one machine: network namespaces on a bridge; blackhole routes interrupt the network between them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 
 BRIDGE = f"ckpt{secrets.token_hex(3)}"
-"""Another one in each process: what a killed one has left stays."""
+"""The name of the bridge; each process has another one, as interfaces of a killed process stay."""
 
 
 def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Return the result of an `ip` command."""
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=check)
 
 
 class Hosts:
-    """Hosts on one wire: with 10.97.5 as the network, 10.97.5.1 and so on; this process is 10.97.5.254."""
+    """Hosts on one network: if it is 10.97.5, they are 10.97.5.1 and so on; this process is 10.97.5.254."""
 
     def __init__(self, count: int, network: str) -> None:
         self.network = network
@@ -48,12 +49,12 @@ class Hosts:
         return f"{self.network}.{host + 1}"
 
     def run(self, host: int, *command: str, **options: Any) -> subprocess.Popen[str]:
-        every = ["ip", "netns", "exec", self.names[host], *command]
-        self._running.append(subprocess.Popen(every, text=True, **options))
+        full_command = ["ip", "netns", "exec", self.names[host], *command]
+        self._running.append(subprocess.Popen(full_command, text=True, **options))
         return self._running[-1]
 
     def run_etcd(self, host: int, folder: Path) -> subprocess.Popen[str]:
-        """An etcd there, which serves clients on `etcd_at(host)` once it answers."""
+        """Start an etcd on a host; once it answers, it serves clients on `etcd_at(host)`."""
         client, peer = f"http://{self.etcd_at(host)}", f"http://{self.address(host)}:2380"
         return self.run(
             host, "etcd", "--name", "e", "--data-dir", str(folder), "--listen-client-urls", client,
@@ -62,26 +63,28 @@ class Hosts:
         )  # fmt: skip
 
     def etcd_at(self, host: int) -> str:
-        """HOST:PORT."""
+        """Return HOST:PORT of the etcd on a host."""
         return f"{self.address(host)}:2379"
 
     def unplug(self, host: int) -> None:
-        """Nothing gets from there to any other, nor back."""
+        """Disconnect a host from all others, in both directions."""
         ip("link", "set", f"{BRIDGE}v{host}", "down")
 
     def plug(self, host: int) -> None:
+        """Connect a host again."""
         ip("link", "set", f"{BRIDGE}v{host}", "up")
 
     def processes(self, host: int) -> list[int]:
-        """All that run there."""
+        """Return the processes that run on a host."""
         return [int(pid) for pid in ip("netns", "pids", self.names[host], check=False).stdout.split()]
 
     def cut(self, one: int, other: int) -> None:
-        """What the two send each other is lost without a word."""
+        """Lose all packets between two hosts silently."""
         ip("-n", self.names[one], "route", "add", "blackhole", f"{self.address(other)}/32")
         ip("-n", self.names[other], "route", "add", "blackhole", f"{self.address(one)}/32")
 
     def mend(self, one: int, other: int) -> None:
+        """Undo `cut`."""
         ip("-n", self.names[one], "route", "del", "blackhole", f"{self.address(other)}/32")
         ip("-n", self.names[other], "route", "del", "blackhole", f"{self.address(one)}/32")
 
@@ -95,9 +98,9 @@ class Hosts:
         remove(len(self.names))
 
     def _end_all(self, host: int) -> None:
-        """What the processes have started keeps a namespace and its wire."""
-        until = time.monotonic() + 10
-        while (left := self.processes(host)) and time.monotonic() < until:
+        """Kill the descendants of the processes, as they keep the network namespace and its interface in existence."""
+        deadline = time.monotonic() + 10
+        while (left := self.processes(host)) and time.monotonic() < deadline:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -105,7 +108,7 @@ class Hosts:
 
 
 def remove(count: int) -> None:
-    """All that so many hosts have left. The kernel removes a wire at its leisure where only its namespace goes."""
+    """Remove the interfaces of so many hosts explicitly: the kernel removes them late if only the namespace goes."""
     for i in range(count):
         ip("link", "del", f"{BRIDGE}v{i}", check=False)
         ip("netns", "del", f"{BRIDGE}-{i}", check=False)
@@ -114,7 +117,7 @@ def remove(count: int) -> None:
 
 @contextmanager
 def free_network() -> Iterator[str]:
-    """One that no other process of tests uses meanwhile, and none has left: packets would take the bridge of either."""
+    """Yield a network that no other test process uses or has left over; otherwise packets could take the wrong bridge."""
     used = ip("-4", "route", "show", "table", "all", check=False).stdout
     for number in range(1, 255):
         if f"10.97.{number}." in used:
@@ -131,16 +134,16 @@ def free_network() -> Iterator[str]:
 
 @contextmanager
 def hosts_on_a_wire(count: int) -> Iterator[Hosts]:
-    """Skips the test where there are none."""
+    """Yield this number of hosts, or skip the test where network namespaces are impossible."""
     if shutil.which("ip") is None or ip("netns", "add", f"{BRIDGE}-try", check=False).returncode:
-        pytest.skip("no network namespaces here: they need iproute2 and root")
+        pytest.skip("network namespaces are not available: they need iproute2 and root")
     ip("netns", "del", f"{BRIDGE}-try")
     with free_network() as network:
         try:
             made = Hosts(count, network)
         except subprocess.CalledProcessError as error:
             remove(count)
-            pytest.skip(f"no bridges between network namespaces here: {error.stderr}")
+            pytest.skip(f"bridges between network namespaces are not available: {error.stderr}")
         try:
             yield made
         finally:

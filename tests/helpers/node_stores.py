@@ -14,6 +14,7 @@ from helpers.nodes import Here
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Here]:
+    """Yield a node in this process."""
     made = Here(tmp_path / "node")
     yield made
     made.close()
@@ -21,6 +22,7 @@ def node(tmp_path: Path) -> Iterator[Here]:
 
 @pytest.fixture
 def store(node: Here) -> Iterator[NodeStore]:
+    """Yield a client of the node."""
     made = NodeStore(node.address, NodeCredentials(deadline_seconds=10))
     yield made
     made.close()

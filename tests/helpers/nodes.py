@@ -38,7 +38,7 @@ class Here:
 
 @contextmanager
 def three_nodes(folder: Path) -> Iterator[str]:
-    """Nodes in this process, as they stand in a URL."""
+    """Start three nodes in this process; yield their addresses, as a URL contains them."""
     nodes = [Here(folder / f"n{i}") for i in range(3)]
     yield ",".join(node.address for node in nodes)
     for node in nodes:
@@ -46,7 +46,7 @@ def three_nodes(folder: Path) -> Iterator[str]:
 
 
 class Process:
-    """A node as users start it."""
+    """A node in a process of its own, as users start it."""
 
     def __init__(self, folder: Path, *options: str, port: int = 0, failpoints: str = "", host: str = "127.0.0.1") -> None:
         self.folder = folder
@@ -57,6 +57,7 @@ class Process:
         self.start()
 
     def start(self) -> None:
+        """Start the node, and wait until it serves."""
         command = [*self._command, "--listen", f"{self._host}:{self.port}", "--monitor", f"{self._host}:0"]
         self.log: list[str] = []
         self.process = subprocess.Popen(
@@ -75,18 +76,18 @@ class Process:
         self._reading.start()
 
     def ended(self) -> None:
-        """Wait for the end, and for all that it has said."""
+        """Wait until the process has ended and its log is complete."""
         self.process.wait(60)
         self._reading.join(60)
 
     def signal(self, number: int) -> None:
-        """Sent; with SIGSTOP this returns when every thread stands still, not before."""
+        """Send a signal; with SIGSTOP, return only once every thread is stopped."""
         self.process.send_signal(number)
         if number == signal.SIGSTOP:
             os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def stopped(self) -> bool:
-        """Whether it stands still, after SIGSTOP."""
+        """Return whether the process is stopped by SIGSTOP."""
         if self.process.poll() is not None:
             return False
         stat = Path(f"/proc/{self.process.pid}/stat").read_text()
@@ -104,19 +105,19 @@ class Process:
 
 
 def directories(folder: Path, count: int, **table: Any) -> NamespaceConfig:
-    """A namespace of directories."""
+    """Return the configuration of a namespace on this number of directories."""
     members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in range(count)]
     return config_from_table("test", {"members": members, **table}, "the test")
 
 
 def nodes_config(nodes: list[Any], **table: Any) -> NamespaceConfig:
-    """A namespace of nodes, which are found quickly to be dead."""
+    """Return the configuration of a namespace on nodes, with a short deadline so that dead nodes are detected early."""
     members = [node.address for node in nodes]
     return config_from_table("test", {"members": members, "deadline_seconds": 5.0, **table}, "the test")
 
 
 def quick(config: NamespaceConfig) -> Namespace:
-    """A namespace that does not wait long."""
+    """Return a namespace with short timeouts."""
     namespace = Namespace(config)
     namespace.member_io.append_timeout_seconds = 2.0
     namespace.member_io.hedge_after_seconds = 0.2
@@ -124,7 +125,7 @@ def quick(config: NamespaceConfig) -> Namespace:
 
 
 class Link:
-    """A wire to a node that can be cut, held and slowed down."""
+    """A TCP proxy before a node that can refuse, delay or block its traffic."""
 
     def __init__(self, address: str) -> None:
         host, port = address.rsplit(":", 1)
@@ -138,9 +139,9 @@ class Link:
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def hold(self, held: bool) -> None:
-        """Let nothing through, and close nothing: what a lost route looks like."""
-        (self._flow.clear if held else self._flow.set)()
+    def hold(self, blocked: bool) -> None:
+        """Block all traffic without closing a connection, like a lost route; or let it flow again."""
+        (self._flow.clear if blocked else self._flow.set)()
 
     def sever(self) -> None:
         """Close every connection, and refuse new ones."""
@@ -152,19 +153,19 @@ class Link:
     def _accept(self) -> None:
         while True:
             try:
-                here, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()
             except OSError:
                 return
             if self.cut:
-                here.close()
+                accepted.close()
                 continue
             try:
-                there = socket.create_connection(self._target)
+                connected = socket.create_connection(self._target)
             except OSError:
-                here.close()
+                accepted.close()
                 continue
-            self._sockets += [here, there]
-            for a, b in ((here, there), (there, here)):
+            self._sockets += [accepted, connected]
+            for a, b in ((accepted, connected), (connected, accepted)):
                 threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
 
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
@@ -187,18 +188,18 @@ class Link:
 
 
 def garbage() -> tuple[str, socket.socket]:
-    """Something that listens like a node and answers anything."""
+    """Start a server that answers random bytes; return its address and its socket."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
         while True:
             try:
-                here, _ = listener.accept()
+                accepted, _ = listener.accept()
             except OSError:
                 return
             with suppress(OSError):
-                here.sendall(os.urandom(5000))
-                here.close()
+                accepted.sendall(os.urandom(5000))
+                accepted.close()
 
     threading.Thread(target=answer, daemon=True).start()
     return f"127.0.0.1:{listener.getsockname()[1]}", listener

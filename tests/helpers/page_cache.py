@@ -1,4 +1,4 @@
-"""What lies in the page cache of Linux: drop the pages of files, and ask which pages are cached."""
+"""The page cache of Linux: drop the pages of files, and check which pages are cached."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def drop_cache(*files: Path) -> None:
-    """Make the next reading of these come from the disk.
+    """Make the next read of these files come from the disk.
 
-    A page that the kernel is moving at this moment (compaction of memory) is not dropped: so this is repeated. Files of a
-    file system that is all in memory stay.
+    A page that the kernel moves at this moment (memory compaction) is not dropped, so this is repeated. Files of a file system
+    in memory stay.
     """
     for file in files:
         with file.open("rb") as opened:
@@ -27,10 +27,10 @@ def drop_cache(*files: Path) -> None:
 
 
 def bypasses_cache(files: Sequence[Path], read: Callable[[], object], is_left: Callable[[], bool]) -> bool:
-    """Whether a read of these files from the disk leaves their pages out of the page cache.
+    """Return whether a read of these files from the disk leaves their pages out of the page cache.
 
-    To ask whether a page is in the page cache makes Linux read it. About once in a thousand times that ends before the
-    answer, which then is yes, and the read goes through the page cache: so there are three tries.
+    A query whether a page is cached makes Linux read it. About once in a thousand times that read ends before the query, whose
+    answer is then yes, and the read goes through the page cache: so there are three attempts.
     """
     for _ in range(3):
         drop_cache(*files)
@@ -41,12 +41,12 @@ def bypasses_cache(files: Sequence[Path], read: Callable[[], object], is_left: C
 
 
 def is_cached(file: Path, position: int) -> bool:
-    """Whether the page of this byte is in the page cache."""
+    """Return whether the page of this byte is in the page cache."""
     return cached_pages(file)[position // mmap.PAGESIZE]
 
 
 def cached_pages(file: Path) -> list[bool]:
-    """For each page of a file whether it is in the page cache: by mincore(2), which reads nothing, as preadv(2) would."""
+    """Return, for each page of a file, whether it is in the page cache: mincore(2) reads nothing, as preadv(2) would."""
     nbytes = file.stat().st_size
     if not nbytes:
         return []

@@ -1,4 +1,4 @@
-"""Python processes of tests: started, waited for, forked by a server that kills them."""
+"""Python processes of tests: started, awaited, and forked by a server that kills them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _path() -> str:
 
 
 def python(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:
-    """Start a Python process that runs `code` with the tests on its path, talking by lines."""
+    """Start a Python process that runs `code` with the tests on its path and text pipes."""
     env = {**os.environ, "PYTHONPATH": _path(), **options.pop("env", {})}
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, args)],
@@ -29,14 +29,14 @@ def python(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 60) -> str:
-    """Wait for a process to end well; return what it printed."""
+    """Wait until a process ends with status 0; return what it printed."""
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == 0, err
     return out
 
 
 class Killer:
-    """A server that has ckpt imported and forks a saving child for each job, which it may kill. See kill_server.py."""
+    """A server that has imported ckpt and forks a saving child for each job, which it may kill. See kill_server.py."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -45,7 +45,7 @@ class Killer:
         )  # fmt: skip
 
     def run(self, **job: Any) -> dict[str, Any]:
-        """Run one job; its answer has `acknowledged` (steps), `killed` (bool) and `error` (text, "" where none)."""
+        """Run one job; the answer has `acknowledged` (steps), `killed` (bool) and `error` (text, "" if there is none)."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
@@ -63,8 +63,8 @@ class Killer:
 
 
 def until(true: Callable[[], object], what: str = "") -> None:
-    """Wait at most 120 s for something that other processes or threads do. what: names it where it does not happen."""
-    end = time.monotonic() + 120
+    """Wait at most 120 s for a condition that other processes or threads make true. what: names it in the error."""
+    deadline = time.monotonic() + 120
     while not true():
-        assert time.monotonic() < end, f"within 120 s this did not happen: {what or true}"
+        assert time.monotonic() < deadline, f"within 120 s this did not happen: {what or true}"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Two clients of one path."""
+"""Two clients that change one path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Down(Registers):
 
 @pytest.fixture
 def open_one(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
-    """Another client of the same six directories."""
+    """Yield a function that opens another client of the same six directories."""
     made: list[Namespace] = []
 
     def open_it() -> Namespace:
@@ -44,11 +44,12 @@ def open_one(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
 
 @pytest.fixture
 def old_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects that nobody names are collected at once."""
+    """Let orphaned objects be collected at once."""
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
 
 
 def swap(namespace: Namespace, member: str, registers: Registers) -> Registers:
+    """Replace the registers of a member, and return the former ones."""
     before = namespace._member_registers[member]
     namespace._member_registers[member] = namespace.open_members[member].registers = registers
     return before

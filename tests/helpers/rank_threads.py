@@ -20,7 +20,7 @@ Work = Callable[[Group], Any]
 
 
 def on_ranks(count: int, work: Work, groups: list[Group] | None = None) -> list[Any]:
-    """What `work` returns, or the error it raises, for each rank of a group of threads."""
+    """Return what `work` returns, or the error it raises, for each rank of a group of threads."""
     groups = groups or ThreadGroup.make(count)
     found: list[Any] = [None] * count
 
@@ -40,6 +40,7 @@ def on_ranks(count: int, work: Work, groups: list[Group] | None = None) -> list[
 
 
 def all_well(found: list[Any]) -> list[Any]:
+    """Return the results of all ranks, or fail with the first error among them."""
     for rank, result in enumerate(found):
         if isinstance(result, Exception):
             raise AssertionError(f"rank {rank}: {result!r}") from result
@@ -47,7 +48,7 @@ def all_well(found: list[Any]) -> list[Any]:
 
 
 def packed(root: Path) -> dict[int, int]:
-    """Bytes of the packs that each rank wrote."""
+    """Return the bytes of the packs that each rank wrote."""
     found: dict[int, int] = {}
     for file in root.rglob("*.pack"):
         rank = int(file.name.split("-")[0])
@@ -56,6 +57,7 @@ def packed(root: Path) -> dict[int, int]:
 
 
 def replicated() -> dict[str, Any]:
+    """Return a state that is the same on all ranks."""
     draw = np.random.default_rng(0)
     return {
         "embed": draw.standard_normal((5000, 96), dtype=np.float32),
@@ -69,6 +71,7 @@ def replicated() -> dict[str, Any]:
 
 
 def assert_equal(a: Any, b: Any) -> None:
+    """Check that two states have equal values and dtypes."""
     if isinstance(b, dict):
         assert list(a) == list(b)
         for key in b:
@@ -83,10 +86,10 @@ def assert_equal(a: Any, b: Any) -> None:
 
 
 class Counting(LocalStore):
-    """Counts the bytes read of packs."""
+    """A directory store that counts the bytes read from packs."""
 
     read = 0
-    stretches: list[tuple[str, int, int]] = []  # what was read, from and to
+    stretches: list[tuple[str, int, int]] = []  # pack, begin and end of each read
     lock = threading.Lock()
 
     def open(self, name: str) -> Any:
@@ -115,7 +118,7 @@ class Counting(LocalStore):
 
 
 def united(stretches: list[tuple[str, int, int]]) -> int:
-    """The bytes in any of these stretches of files."""
+    """Return the number of bytes in the union of these ranges of files."""
     total, at = 0, ("", 0)
     for name, begin, end in sorted(stretches):
         at = max(at, (name, begin))
@@ -125,11 +128,11 @@ def united(stretches: list[tuple[str, int, int]]) -> int:
 
 
 class RemoteStore:
-    """No store is one."""
+    """A class of which no store is an instance."""
 
 
 def refused(tmp_path: Path, state: Callable[[int], Any], size: int = 2, **options: Any) -> list[Any]:
-    """The errors of a save by every rank; nothing is committed, and the next save works."""
+    """Return the errors of a save by all ranks, and check that nothing is committed and the next save works."""
     groups = ThreadGroup.make(size)
     good = {"good": np.arange(5)}
     all_well(on_ranks(size, lambda g: ckpt.save(good, tmp_path, 0, group=g), groups))
@@ -142,9 +145,10 @@ def refused(tmp_path: Path, state: Callable[[int], Any], size: int = 2, **option
 
 
 def one_array(value: float) -> dict[str, Any]:
+    """Return a state of one array with this value."""
     return {"a": np.full(2000, value)}
 
 
 def owner(root: Path) -> Any:
-    """Who holds the newest generation."""
+    """Return the owner of the newest writer lease."""
     return json.loads(sorted((root / "generations").iterdir())[-1].read_bytes())["owner"]

@@ -1,4 +1,4 @@
-"""Registers that fail, and checks that every implementation passes."""
+"""Registers that fail, and checks that every implementation of registers must pass."""
 
 from __future__ import annotations
 
@@ -37,32 +37,34 @@ BALLOTS = st.builds(
 
 @pytest.fixture
 def registers(tmp_path: Path) -> SqliteRegisters:
+    """Return empty registers in a file."""
     return fresh(tmp_path / "r" / "registers.sqlite")
 
 
 def fresh(path: Path) -> SqliteRegisters:
-    """Registers of a namespace that was just made."""
+    """Return the registers of a new namespace."""
     made = SqliteRegisters(str(path))
     made.mark_complete()
     return made
 
 
 def record(registers: Registers, name: str) -> Record:
+    """Return the record of a register, which must not be damaged."""
     (answer,) = registers.read([name])
     assert isinstance(answer, Record)
     return answer
 
 
 def check_final(registers: Registers) -> None:
-    """What is agreed for ever is not changed by anybody, however high the ballot, and is told from what is not."""
+    """Check that a final value is changed by nobody, however high the ballot, and is recognised as final."""
     high, value = Ballot(1 << 61, "p"), RegisterValue(b"agreed")
     registers.learn("x", value)
-    there = record(registers, "x")
-    assert is_final(there)
-    assert registers.prepare(["x"], high) == [there]
+    final = record(registers, "x")
+    assert is_final(final)
+    assert registers.prepare(["x"], high) == [final]
     assert registers.accept([("x", RegisterValue(b"other"))], high) == [False]
-    assert registers.change([DirectChange("x", there.accepted, RegisterValue(b"other"))], "w") == [False]
-    assert record(registers, "x") == there
+    assert registers.change([DirectChange("x", final.accepted, RegisterValue(b"other"))], "w") == [False]
+    assert record(registers, "x") == final
     registers.prepare(["y"], high)
     assert not is_final(record(registers, "y"))
     registers.learn("y", value)
@@ -72,44 +74,44 @@ def check_final(registers: Registers) -> None:
 
 
 def check_eras(registers: Registers) -> None:
-    """Each era begins once; calls of the ones before are refused; what was collected takes no ballot below the floor."""
-    one, two = next_era(1), next_era(1, above=(1 << 32) + 7)
-    assert one is not None
-    assert two is not None
+    """Check that each era begins once, earlier calls are refused, and a collected register has a floor for ballots."""
+    first_era, second_era = next_era(1), next_era(1, above=(1 << 32) + 7)
+    assert first_era is not None
+    assert second_era is not None
     registers.fence(1)
     registers.change(
         [DirectChange("/a", NO_BALLOT, RegisterValue(b"1")), DirectChange("/b", NO_BALLOT, RegisterValue(b"2"))], "w", 1
     )
     at = NO_BALLOT.next_step("w")
     registers.prepare(["/b"], Ballot(5, "p"), 1)
-    assert registers.fence(one)
-    assert not registers.fence(one)
+    assert registers.fence(first_era)
+    assert not registers.fence(first_era)
     assert not registers.fence(2 - 1)
     with pytest.raises(Outdated, match="ring 1 in era 1, not 1"):
         registers.read(["/a"], 1)
-    assert registers.collect([("/a", Ballot(9, "x")), ("/none", NO_BALLOT)], one) == 0
-    assert registers.fence(two)
-    assert registers.collect([("/a", at), ("/b", at)], two) == 2, "a promise below the floor is kept by the floor"
-    assert registers.read(["/a", "/b"], two) == [Record(floor_ballot(two), NO_BALLOT, None)] * 2
-    assert registers.change([DirectChange("/a", NO_BALLOT, RegisterValue(b"late"))], "v", two) == [False]
-    late, good = Ballot(7, "late"), Ballot(two + 1, "x")
-    assert registers.accept([("/a", RegisterValue(b"late"))], late, fence_number=two) == [False]
-    assert registers.prepare(["/a"], late, two) == [Record(floor_ballot(two), NO_BALLOT, None)]
-    assert registers.accept([("/a", RegisterValue(b"new"))], good, fence_number=two) == [True]
-    assert registers.collect([("/a", good)], two) == 0, "above the floor: its ballot would be lost"
+    assert registers.collect([("/a", Ballot(9, "x")), ("/none", NO_BALLOT)], first_era) == 0
+    assert registers.fence(second_era)
+    assert registers.collect([("/a", at), ("/b", at)], second_era) == 2, "the floor keeps a promise below it"
+    assert registers.read(["/a", "/b"], second_era) == [Record(floor_ballot(second_era), NO_BALLOT, None)] * 2
+    assert registers.change([DirectChange("/a", NO_BALLOT, RegisterValue(b"late"))], "v", second_era) == [False]
+    late, good = Ballot(7, "late"), Ballot(second_era + 1, "x")
+    assert registers.accept([("/a", RegisterValue(b"late"))], late, fence_number=second_era) == [False]
+    assert registers.prepare(["/a"], late, second_era) == [Record(floor_ballot(second_era), NO_BALLOT, None)]
+    assert registers.accept([("/a", RegisterValue(b"new"))], good, fence_number=second_era) == [True]
+    assert registers.collect([("/a", good)], second_era) == 0, "a ballot above the floor would be lost"
     registers.fence(2)
     assert registers.read(["/b"], 2) == [Record(Ballot(2 << 32, ""), NO_BALLOT, None)], "a floor stays when the ring changes"
 
 
 class Flaky(Registers):
-    """Registers whose calls get lost, before or after they were done."""
+    """Registers that lose a share `rate` of their calls, before or after the call took effect."""
 
     def __init__(self, inner: Registers, draw: random.Random, rate: float) -> None:
         self.inner, self.draw, self.rate = inner, draw, rate
 
     def _maybe(self, call: Callable[[], Any]) -> Any:
         if self.draw.random() < self.rate:
-            raise Unavailable("lost on the way there")
+            raise Unavailable("lost on the way to the member")
         answer = call()
         if self.draw.random() < self.rate:
             raise Unavailable("lost on the way back")
@@ -157,13 +159,15 @@ class Flaky(Registers):
 
 
 def ledger(registers: dict[str, Registers], seconds: float = 20) -> ReplicatedRegisters:
+    """Return replicated registers over these members, with majorities as quorums."""
     members = tuple(registers)
     needed = Quorum(len(members), len(members) // 2 + 1, len(members) - len(members) // 2)
-    keepers = ReplicaSet((VotingGroup(members, needed),))
+    replica_set = ReplicaSet((VotingGroup(members, needed),))
     return ReplicatedRegisters(
-        registers, lambda paths: dict.fromkeys(paths, keepers), FanOut(MemberHealth(0.001, 0.01)), seconds
+        registers, lambda paths: dict.fromkeys(paths, replica_set), FanOut(MemberHealth(0.001, 0.01)), seconds
     )
 
 
 def words(value: RegisterValue | None) -> list[str]:
+    """Return the words of a value."""
     return [] if value is None else value.body.decode().split()

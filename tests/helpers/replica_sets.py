@@ -14,7 +14,7 @@ CONTENT = {f"d/f{i}": random_bytes(n, i) for i, n in enumerate([0, 100, 40_000, 
 
 
 def three_of(folder: Path, count: int, **table: object) -> None:
-    """A namespace of the first three directories, with files; more directories come later."""
+    """Make a namespace on the first three directories, with files; a test adds more directories."""
     namespace = Namespace(directories(folder, 3, **table))
     for path, data in CONTENT.items():
         namespace.put(path, data)
@@ -23,14 +23,17 @@ def three_of(folder: Path, count: int, **table: object) -> None:
 
 
 def spots(namespace: Namespace, *numbers: int) -> list[object]:
+    """Return the locations of the members with these numbers."""
     return [namespace.open_members[f"disk{i}"].member.location for i in numbers]
 
 
 def keepers(namespace: Namespace) -> set[str]:
+    """Return the members that keep records."""
     return set(namespace.ring.all_members)
 
 
 def all_there(namespace: Namespace) -> None:
+    """Check that the namespace has exactly its files."""
     assert sorted(namespace.list()) == sorted(set(CONTENT) - {"many/0"})
     for path, data in CONTENT.items():
         if path != "many/0":
@@ -39,5 +42,6 @@ def all_there(namespace: Namespace) -> None:
 
 
 def kill_at(point: str) -> str:
+    """Return the fail point that kills the process at `point`, or at its n-th pass with `@n`."""
     name, _, number = point.partition("@")
     return f"{name}=kill@{number or 1}"

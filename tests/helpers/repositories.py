@@ -11,17 +11,17 @@ from helpers.states import assert_same, state_of
 
 
 def files(root: str | os.PathLike[str]) -> set[str]:
-    """Every file below a folder, hidden and temporary ones too."""
+    """Return every file below a folder, including hidden and temporary ones."""
     return {os.path.relpath(os.path.join(base, name), root) for base, _, names in os.walk(root) for name in names}
 
 
 def snapshot(root: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Every file below a folder with its bytes."""
+    """Return every file below a folder with its bytes."""
     return {name: Path(root, name).read_bytes() for name in files(root)}
 
 
 def reachable(root: str | os.PathLike[str]) -> set[str]:
-    """The files below steps/ that commit records name, and the records."""
+    """Return the commit records below steps/, and the files that they name."""
     found = set()
     for path in Path(root).glob("steps/*/commit.json"):
         commit = json_records.decode_commit(path.read_bytes(), str(path))
@@ -31,27 +31,27 @@ def reachable(root: str | os.PathLike[str]) -> set[str]:
 
 
 def assert_clean(root: str | os.PathLike[str], folders: bool = True) -> None:
-    """Fail unless a repository holds exactly what its commit records need: no left-overs, nothing missing.
+    """Check that a repository has exactly the files that its commit records need, and no temporary file.
 
-    folders: nor empty folders, which a failed save may leave until the repository is opened for writing again.
+    folders: also check that no empty folder is left; a failed save may leave some until the repository is next opened to write.
     """
-    here = files(root)
-    steps = {name for name in here if name.startswith("steps/")}
+    present = files(root)
+    steps = {name for name in present if name.startswith("steps/")}
     assert steps == reachable(root)
-    assert not [name for name in here if os.path.basename(name).startswith(".")], "temporary files are left"
+    assert not [name for name in present if os.path.basename(name).startswith(".")], "temporary files are left"
     empty = [base for base, below, names in os.walk(root) if not below and not names]
     assert not (folders and empty), f"empty folders are left: {empty}"
-    rest = here - steps
+    rest = present - steps
     assert {name.partition("/")[0] for name in rest} <= {"ckpt.json", "generations", "lines"}
 
 
 def assert_all_load(root: str | os.PathLike[str], acknowledged: int | None = None) -> list[int]:
-    """Every listed step loads bit for bit, and the newest is at least the acknowledged one. Returns the steps."""
+    """Check that every listed step loads bit for bit, and the newest is at least the acknowledged one. Return the steps."""
     try:
         steps = ckpt.open(root).steps()
     except ckpt.StepNotFound:
         assert acknowledged is None
-        return []  # died before the repository was made
+        return []  # the process died before it created the repository
     assert acknowledged is None or (steps and steps[-1] >= acknowledged), (steps, acknowledged)
     for step in steps:
         assert_same(ckpt.load(root, step=step), state_of(step))

@@ -1,4 +1,4 @@
-"""A saved step, and the files of every format that ckpt-restore writes of it, opened by their own libraries."""
+"""A saved step, and the files of each format that ckpt-restore writes of it, opened by their own libraries."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Settings:
 
 
 def make_state() -> dict[str, Any]:
+    """Return a state with arrays, tensors and values of many kinds."""
     random = np.random.default_rng(0)
     embed = torch.randn(40, 8).bfloat16()
     return {
@@ -85,7 +86,7 @@ TIED = {"model.head.weight": "model.embed.weight"}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A repository with step 3, and an older step of other content."""
+    """Return a repository with step 3 and an older step of other content, and the state of step 3."""
     root = tmp_path_factory.mktemp("repository") / "run"
     state = make_state()
     ckpt.save({"old": np.arange(3)}, root, step=1)
@@ -94,6 +95,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Return the result of ckpt-restore with these arguments."""
     return subprocess.run(
         [sys.executable, "-m", "ckpt.tools.restore", *map(str, arguments)],
         capture_output=True, text=True, env={**os.environ, **environment}, timeout=120,
@@ -101,11 +103,12 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def left_in(folder: Path) -> list[str]:
+    """Return the names of the files in a folder, without the repository."""
     return sorted(p.name for p in folder.iterdir() if p.name != "run")
 
 
 Read = Callable[[str], tuple[Any, str | None]]
-"""From a name to the array or tensor, and the type that stands beside it."""
+"""A function from a name to its array or tensor, and the dtype that the file states for it."""
 
 
 def open_safetensors(path: Path) -> tuple[set[str], Read, dict[str, Any], dict[str, str]]:
@@ -164,28 +167,28 @@ def saved_bytes(leaf: ArrayLeaf) -> bytes:
     return out.tobytes()
 
 
-def assert_same(name: str, leaf: ArrayLeaf, got: Any, beside: str | None) -> None:
-    """The same bits and the same type; integers of the same bits where another type stands beside them."""
-    want = saved_bytes(leaf)
-    shape = tuple(got.shape)
-    if beside is not None:
-        assert beside == leaf.dtype, name
-        assert bytes_of(got) == want, name
-        assert "uint" in str(got.dtype), name
+def assert_same(name: str, leaf: ArrayLeaf, actual: Any, stated: str | None) -> None:
+    """Check that the bits and the type are equal; if the file states another dtype, integers of the same bits are expected."""
+    expected = saved_bytes(leaf)
+    shape = tuple(actual.shape)
+    if stated is not None:
+        assert stated == leaf.dtype, name
+        assert bytes_of(actual) == expected, name
+        assert "uint" in str(actual.dtype), name
         assert shape in (leaf.shape, (*leaf.shape, leaf.itemsize)), name
         return
     assert shape == leaf.shape, name
-    if isinstance(got, torch.Tensor) and leaf.dtype in (str(got.dtype).removeprefix("torch."),):
-        assert bytes_of(got) == want, name
+    if isinstance(actual, torch.Tensor) and leaf.dtype in (str(actual.dtype).removeprefix("torch."),):
+        assert bytes_of(actual) == expected, name
         return
     native = numpy_dtype(leaf.dtype).newbyteorder("=")  # a format may have only one byte order
-    array = got.detach().numpy() if isinstance(got, torch.Tensor) else np.asarray(got)
+    array = actual.detach().numpy() if isinstance(actual, torch.Tensor) else np.asarray(actual)
     assert array.dtype.newbyteorder("=") == native, name
-    assert array.astype(numpy_dtype(leaf.dtype)).tobytes() == want, name
+    assert array.astype(numpy_dtype(leaf.dtype)).tobytes() == expected, name
 
 
 def assert_whole(path: Path, ending: str, state: dict[str, Any]) -> None:
-    """Everything of the state is in the file."""
+    """Check that a file has everything of the state."""
     if ending == "pt":
         assert_whole_torch(path, state)
         return
@@ -199,21 +202,21 @@ def assert_whole(path: Path, ending: str, state: dict[str, Any]) -> None:
 
 
 def assert_whole_torch(path: Path, state: dict[str, Any]) -> None:
-    got = torch.load(path, weights_only=True)
+    loaded = torch.load(path, weights_only=True)
     for name, leaf in flatten({k: state[k] for k in ("model", "numpy")}).leaves.items():
         group, _, key = name.partition(".")
-        value = got[group][key]
+        value = loaded[group][key]
         raw = isinstance(value, dict)
         assert_same(name, leaf, *((value["raw"], value["dtype"]) if raw else (value, None)))
         assert raw == (key in ("int4", "dates", "text", "bytes", "records", "long")), name
-    assert got["model"]["head.weight"] is got["model"]["embed.weight"]
-    assert isinstance(got["model"]["norm"], torch.nn.Parameter)
-    assert list(got) == list(state)
-    assert torch.equal(got["point"][0], torch.ones(2, dtype=torch.float64))
-    assert got["point"][1] == 3
-    assert got["settings"]["rate"] == 0.1
-    assert got["blob"] == state["blob"]
-    assert got["nested"] == state["nested"]
-    assert got["odd"] == {**state["odd"], "set": (1, 2)}
-    assert isinstance(got["ordered"], collections.OrderedDict)
-    assert got["counts"] == {"a": 2}
+    assert loaded["model"]["head.weight"] is loaded["model"]["embed.weight"]
+    assert isinstance(loaded["model"]["norm"], torch.nn.Parameter)
+    assert list(loaded) == list(state)
+    assert torch.equal(loaded["point"][0], torch.ones(2, dtype=torch.float64))
+    assert loaded["point"][1] == 3
+    assert loaded["settings"]["rate"] == 0.1
+    assert loaded["blob"] == state["blob"]
+    assert loaded["nested"] == state["nested"]
+    assert loaded["odd"] == {**state["odd"], "set": (1, 2)}
+    assert isinstance(loaded["ordered"], collections.OrderedDict)
+    assert loaded["counts"] == {"a": 2}

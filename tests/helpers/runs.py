@@ -25,7 +25,7 @@ RANKS = 3
 
 
 class Run:
-    """A job under ckpt-run, as a user starts it."""
+    """A job of three ranks under ckpt-run, as a user starts it."""
 
     def __init__(
         self, folder: Path, *options: str, steps: int = 40, seconds: float = 0.02, fault: tuple[object, ...] = ()
@@ -39,6 +39,7 @@ class Run:
         self.process = subprocess.Popen([*command, *program], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
     def end(self, timeout: float = 120) -> int:
+        """Wait for the end, keep the messages in `said`, and return the exit status."""
         _, self.said = self.process.communicate(timeout=timeout)
         return self.process.returncode
 
@@ -46,11 +47,11 @@ class Run:
         return int((self.folder / f"pid-{rank}").read_text())
 
     def until_step(self, step: int, attempt: int = 0) -> None:
-        """Until all ranks have done it."""
-        until = time.monotonic() + 60
+        """Wait until all ranks have done this step."""
+        deadline = time.monotonic() + 60
         pages: list[Path] = []
-        while time.monotonic() < until:
-            if not pages:  # a command each time, which takes as long as some steps
+        while time.monotonic() < deadline:
+            if not pages:  # each query is a process, which takes as long as some steps
                 pages = [Path(e["facts"]["pages"]) for e in self.record() if e["kind"] == "start" and e["attempt"] == attempt]
             try:
                 if pages and all(HeartbeatPage(pages[0] / f"{attempt}-{i}").read().step >= step for i in range(RANKS)):
@@ -61,6 +62,7 @@ class Run:
         raise AssertionError(f"step {step} was not reached")
 
     def record(self) -> list[dict]:  # type: ignore[type-arg]
+        """Return the entries of the run log, as `ckpt-run why --json` prints them."""
         done = subprocess.run(
             [sys.executable, "-m", "ckpt.tools.run", "why", "--json", "--run-dir", str(self.files)],
             capture_output=True, text=True, check=False,
@@ -68,6 +70,7 @@ class Run:
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     def failures(self) -> list[tuple[str, list[int]]]:
+        """Return cause and ranks of each failure."""
         return [(e["facts"]["cause"], e["facts"]["ranks"]) for e in self.record() if e["kind"] == "failure"]
 
     def close(self) -> None:
@@ -78,6 +81,7 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Yield a function that starts a job; the jobs are ended after the test."""
     made: list[Run] = []
 
     def begin(*options: str, **arguments: object) -> Run:
@@ -90,7 +94,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def expected(steps: int) -> list[np.ndarray]:
-    """What the job must come to: the same sums in the same order, bit for bit."""
+    """Return the arrays that the job must compute: the same sums in the same order, bit for bit."""
     found = []
     for rank in range(RANKS):
         w = np.zeros((4, 100))
@@ -101,27 +105,30 @@ def expected(steps: int) -> list[np.ndarray]:
 
 
 def is_right(run: Run, steps: int = 40) -> None:
-    for rank, want in enumerate(expected(steps)):
-        assert np.array_equal(np.load(run.folder / f"end-{rank}.npy"), want)
+    """Check the arrays that the job has computed."""
+    for rank, array in enumerate(expected(steps)):
+        assert np.array_equal(np.load(run.folder / f"end-{rank}.npy"), array)
 
 
 def kill_all(run: Run) -> None:
-    """At once, or nearly: ckpt-run may have ended some of them for the first."""
+    """Kill all ranks at once, or nearly so: ckpt-run may end some of them after the first dies."""
     for pid in [run.pid(rank) for rank in range(RANKS)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def none_left(pids: list[int]) -> bool:
-    until = time.monotonic() + 20
+    """Return whether these processes end within 20 s."""
+    deadline = time.monotonic() + 20
     while any(processes.process_state(pid) not in ("", "Z") for pid in pids):
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     return True
 
 
 def in_memory(run: Run) -> Path:
+    """Return the folder of a run in shared memory, or skip the test."""
     found = local.memory_folder(run.files)
     if found is None:
         pytest.skip("no shared memory at /dev/shm that can be written to")
@@ -129,5 +136,6 @@ def in_memory(run: Run) -> Path:
 
 
 def no_memory_is_left(folder: Path, host: str = "") -> None:
+    """Check that a run has no folder in shared memory."""
     found = local.memory_folder(folder, host)
     assert found is None or not found.exists()

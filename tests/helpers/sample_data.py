@@ -29,20 +29,21 @@ class Numbers:
 
 
 class Shaken(Numbers):
-    """What a random transform makes of them, from all three libraries."""
+    """A dataset whose samples have random numbers from three libraries."""
 
     def __getitem__(self, index: int) -> Any:
         return index, random.random(), np.random.rand(), float(torch.rand(()))
 
 
 def loader(size: int = 20, **options: Any) -> data.Loader:
-    given = {"global_batch": 4, "seed": 3, "rank": 0, "world_size": 1, "collate_fn": list} | options
-    dataset = given.pop("dataset", None) or Numbers(size)
-    return data.Loader(dataset, **given)
+    """Return a loader of numbers in batches of four on one rank; `options` change this."""
+    arguments = {"global_batch": 4, "seed": 3, "rank": 0, "world_size": 1, "collate_fn": list} | options
+    dataset = arguments.pop("dataset", None) or Numbers(size)
+    return data.Loader(dataset, **arguments)
 
 
 def uninterrupted(size: int, global_batch: int, seed: int, epochs: int, last: str = "short") -> list[list[int]]:
-    """Written anew, as simply as can be."""
+    """Return the batches of one run on one rank, computed in the simplest way as a reference."""
     found = []
     for epoch in range(epochs):
         samples = epoch_order(size, seed, epoch).tolist()

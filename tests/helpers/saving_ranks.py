@@ -18,7 +18,7 @@ SIZE = 3
 
 
 def start(size: int, what: str, url: Path, **options: Any) -> list[subprocess.Popen[str]]:
-    """The ranks as plain processes, told by RANK and WORLD_SIZE: the store is all they share."""
+    """Start the ranks as plain processes with RANK and WORLD_SIZE: they share only the store."""
     command = [sys.executable, str(PROGRAM), what, str(url), json.dumps(options)]
     pipe = subprocess.PIPE
     return [
@@ -30,14 +30,14 @@ def start(size: int, what: str, url: Path, **options: Any) -> list[subprocess.Po
 
 
 def clean() -> dict[str, str]:
-    """The environment without what a launcher may have left in it."""
+    """Return the environment without the variables of a launcher."""
     return {k: v for k, v in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|OMPI_|PMI|SLURM_|TORCHELASTIC", k)} | {
         "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1",
     }  # fmt: skip
 
 
 def ends(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, list[dict[str, Any]], str]]:
-    """Exit status, what was printed and the errors of each rank."""
+    """Return exit status, printed results and errors of each rank."""
     found = []
     for process in ranks:
         out, err = process.communicate(timeout=120)
@@ -46,7 +46,7 @@ def ends(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, list[dict[str, A
 
 
 def run(command: Sequence[str]) -> list[dict[str, Any]]:
-    """What the ranks of a launcher print, by rank."""
+    """Return what the ranks of a launcher print, by rank."""
     done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, f"{done.stderr[:6000]}\n…\n{done.stderr[-3000:]}"
     lines = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
@@ -54,5 +54,5 @@ def run(command: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def lines(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """What each says next."""
+    """Return the next line of each rank."""
     return [rank.stdout.readline().rstrip() for rank in ranks if rank.stdout is not None]

@@ -16,13 +16,14 @@ SLOT = 4096
 
 
 def window_of(group: Group, slots: int, parts: int) -> SharedWindow:
+    """Return the window of a group, which must exist."""
     window = SharedWindow.create(group, slots, SLOT, parts)
     assert window is not None
     return window
 
 
 def saved(root: Path, codec: Any = "none") -> dict[str, np.ndarray]:
-    """A state that all ranks hold, of more blocks than the window has slots, saved by two."""
+    """Save a state of all ranks by two of them, with more blocks than the window has slots, and return it."""
     draw = np.random.default_rng(11)
     state: dict[str, np.ndarray] = {f"w{i}": draw.integers(0, 99, (700, 1000)).astype(np.float32) for i in range(30)}
     state |= {f"small{i}": draw.standard_normal(50) for i in range(20)} | {"turned": draw.standard_normal((400, 900))}
@@ -31,9 +32,10 @@ def saved(root: Path, codec: Any = "none") -> dict[str, np.ndarray]:
 
 
 def empty(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Like a state, without its content; one array lies in memory by columns, so that it takes no bytes as they come."""
+    """Return a state of these shapes without values; one array is stored by columns, so that reads go through a buffer."""
     return {n: np.zeros_like(a, order="F" if n == "turned" else "C") for n, a in state.items()}
 
 
 def mappings() -> int:
+    """Return how many windows are mapped into this process."""
     return Path("/proc/self/maps").read_text().count("memfd:ckpt-load")

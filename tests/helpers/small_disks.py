@@ -11,13 +11,13 @@ import pytest
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one mebibyte."""
+    """Yield a file system of one mebibyte."""
     folder = tmp_path / "small"
     folder.mkdir()
     try:
         mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True)
     except FileNotFoundError:
-        pytest.skip("no mount(8) here")
+        pytest.skip("mount(8) is not available")
     if mounted.returncode:
         pytest.skip(f"mount(8) is not permitted: {mounted.stderr.decode().strip()}")
     yield folder

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def state_of(step: int, size: int = 5000) -> dict[str, Any]:
-    """The state of a step. Each element size is a block of its own: one that never changes, one slow, two fast."""
+    """Return the state of a step. Each element size is a block of its own: one never changes, one is slow, two are fast."""
     fast = np.random.default_rng(step)
     slow = np.random.default_rng(1000 + step // 3)
     never = np.random.default_rng(7)
@@ -23,7 +23,7 @@ def state_of(step: int, size: int = 5000) -> dict[str, Any]:
 
 
 def write_into(state: Any, other: Any) -> Any:
-    """Give `state` the values of `other`, its arrays in place, as a training step does."""
+    """Give `state` the values of `other`, in place for arrays, as a training step does, and return it."""
     if isinstance(state, np.ndarray):
         state[...] = other
         return state
@@ -39,25 +39,25 @@ def write_into(state: Any, other: Any) -> Any:
     return other
 
 
-def differences(got: Any, want: Any, path: str = "state") -> list[str]:
-    """Where two states differ in type, shape or any bit."""
-    if type(got) is not type(want):
-        return [f"{path}: {type(got).__name__} instead of {type(want).__name__}"]
-    if isinstance(want, dict):
-        if list(got) != list(want):
-            return [f"{path}: keys {list(got)} instead of {list(want)}"]
-        return [d for k in want for d in differences(got[k], want[k], f"{path}.{k}")]
-    if isinstance(want, (list, tuple)):
-        if len(got) != len(want):
-            return [f"{path}: {len(got)} entries instead of {len(want)}"]
-        return [d for i, (a, b) in enumerate(zip(got, want, strict=True)) for d in differences(a, b, f"{path}.{i}")]
-    if isinstance(want, (np.ndarray, np.generic)):
-        same = got.dtype == want.dtype and got.shape == want.shape and got.tobytes() == want.tobytes()
+def differences(actual: Any, expected: Any, path: str = "state") -> list[str]:
+    """Return where two states differ in type, shape or any bit."""
+    if type(actual) is not type(expected):
+        return [f"{path}: {type(actual).__name__} instead of {type(expected).__name__}"]
+    if isinstance(expected, dict):
+        if list(actual) != list(expected):
+            return [f"{path}: keys {list(actual)} instead of {list(expected)}"]
+        return [d for k in expected for d in differences(actual[k], expected[k], f"{path}.{k}")]
+    if isinstance(expected, (list, tuple)):
+        if len(actual) != len(expected):
+            return [f"{path}: {len(actual)} entries instead of {len(expected)}"]
+        return [d for i, (a, b) in enumerate(zip(actual, expected, strict=True)) for d in differences(a, b, f"{path}.{i}")]
+    if isinstance(expected, (np.ndarray, np.generic)):
+        same = actual.dtype == expected.dtype and actual.shape == expected.shape and actual.tobytes() == expected.tobytes()
         return [] if same else [f"{path}: other bytes"]
-    return [] if got == want else [f"{path}: {got!r} instead of {want!r}"]
+    return [] if actual == expected else [f"{path}: {actual!r} instead of {expected!r}"]
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Fail unless two states are equal bit for bit."""
+    """Check that two states are equal bit for bit."""
     found = differences(got, want)
     assert not found, "; ".join(found[:5])

@@ -12,34 +12,35 @@ from helpers.host_runs import job as job
 
 
 def pace(rank: int, seconds: float = 0.1) -> RankPace:
+    """Return the pace of a rank whose steps take so long."""
     return RankPace(rank, seconds, seconds, seconds, False)
 
 
 def measured(steps: Sequence[float], computes: Sequence[float] | None = None, rank: int = 0) -> RankPace | None:
-    """The pace of a rank whose steps took so long, over ten seconds."""
-    measure, at, computed = PaceMeter(rank, 10.0), 0.0, 0.0
+    """Return the pace, over ten seconds, of a rank whose steps took these times."""
+    meter, at, computed = PaceMeter(rank, 10.0), 0.0, 0.0
     before = RankHeartbeat(1, 0, "step", 0.0, -1, 0.0, 1)
-    measure.learn(replace(before, step=-1, phase="compile"), before)
+    meter.learn(replace(before, step=-1, phase="compile"), before)
     for number, seconds in enumerate(steps, 1):
         at += seconds
         computed += 0.0 if computes is None else computes[number - 1]
         beat = replace(before, beats=number + 1, step=number, since=at, compute_seconds=computed)
-        measure.learn(before, beat)
+        meter.learn(before, beat)
         before = beat
-    return measure.pace
+    return meter.pace
 
 
 def found(*ranks: Sequence[float] | tuple[Sequence[float], Sequence[float]], factor: float = DEFAULT_FACTOR) -> list[int]:
-    """Those that are stragglers, of ranks with such steps (and, of them, such parts that are marked)."""
+    """Return the ranks that are stragglers, given the step times of each rank and, optionally, its marked times."""
     paces = [
         measured(each[0], each[1], rank) if isinstance(each, tuple) else measured(each, None, rank)
         for rank, each in enumerate(ranks)
     ]
-    return [one.rank for one in find_stragglers([pace for pace in paces if pace is not None], factor)]
+    return [found_pace.rank for found_pace in find_stragglers([pace for pace in paces if pace is not None], factor)]
 
 
 def slow(run: World, name: str, seconds: float = 0.3) -> None:
-    """Its second rank, from now on; the others as usual."""
+    """Slow down the second rank of a host from now on; the others have the usual pace."""
     for member in run.course.members:
         paces = (pace(member.first), pace(member.first + 1, seconds if member.name == name else 0.1))
         run.agents[member.name] = replace(run.agents[member.name], paces=paces)

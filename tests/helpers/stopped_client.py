@@ -1,4 +1,4 @@
-"""A client of a namespace in a process of its own, which stands still at fail points."""
+"""A client of a namespace in a process of its own, which is stopped at fail points."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ else:
 
 
 class Stopped:
-    """A client in a process of its own, which stands still at a fail point."""
+    """A client in a process of its own that stops itself (SIGSTOP) at fail points."""
 
     def __init__(self, url: str, work: str, *points: str) -> None:
         self.process = subprocess.Popen(
@@ -39,15 +39,16 @@ class Stopped:
         assert found.si_code == os.CLD_STOPPED, f"it ended before it stopped: {self.process.communicate()[0]}"
 
     def goes_on_to_the_next_point(self) -> None:
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # the first stop is reported once
+        """Continue the client until it stops at the next fail point."""
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # consumes the report of the first stop
         self.process.send_signal(signal.SIGCONT)
         self._wait()
 
     def goes_on(self) -> str:
-        """What it says at its end."""
+        """Continue the client to its end, and return what it prints."""
         self.process.send_signal(signal.SIGCONT)
-        said, _ = self.process.communicate(timeout=120)
-        return said
+        printed, _ = self.process.communicate(timeout=120)
+        return printed
 
     def close(self) -> None:
         if self.process.poll() is None:

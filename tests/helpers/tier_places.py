@@ -1,4 +1,4 @@
-"""Tiers in folders: near ones, and the repository of record."""
+"""Tiers in folders: near tiers, and the repository of record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from helpers.states import state_of
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where a test keeps its steps."""
+    """The folders of the tiers of a test."""
 
     base: Path
 
@@ -44,22 +44,24 @@ class Places:
         return [self.memory, self.nvme, self.run]
 
     def open(self, run: Any = None, near: Any = None, **options: Any) -> ckpt.Checkpointer:
-        """Every step to memory, every second to the disk, every fourth to the repository of record."""
+        """Open with every step saved to memory, every second to the disk, every fourth to the repository of record."""
         tiers = [ckpt.Tier("memory", keep=2), ckpt.Tier(near or self.nvme, every=2, keep=2)]
         return ckpt.Checkpointer(run or self.run, **{"every": 4, "keep": 2, "tiers": tiers, "group": None, **options})
 
     def steps(self) -> list[list[int]]:
-        return [ckpt.open(place).steps() for place in self.all()]
+        """Return the steps of each tier."""
+        return [ckpt.open(tier).steps() for tier in self.all()]
 
     def check(self) -> None:
-        """Every step that a tier lists loads from that tier alone."""
-        for place in self.all():
-            if (place / "ckpt.json").exists():
-                assert_all_load(place)
+        """Check that every step that a tier lists loads from that tier alone."""
+        for tier in self.all():
+            if (tier / "ckpt.json").exists():
+                assert_all_load(tier)
 
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
+    """Yield the folders of the tiers, with the memory tier in one of them."""
     with fast_folder(tmp_path) as folder:
         (folder / "memory").mkdir()
         monkeypatch.setenv("CKPT_MEMORY", str(folder / "memory"))
@@ -67,17 +69,18 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
 
 
 def train(ck: ckpt.Checkpointer, steps: range) -> None:
+    """Make these training steps."""
     for step in steps:
         ck.step(step, state_of(step))
 
 
 def leave(ck: ckpt.Checkpointer) -> None:
-    """End as a failing program does: what is near stays near."""
+    """End like a failing program: steps of near tiers are not promoted."""
     ck._close(False)
 
 
 def move_on(places: Places, monkeypatch: pytest.MonkeyPatch, *gone: str) -> Path:
-    """The next job has other memory; what was written to before is only read."""
+    """Give the next job another memory folder; the former one is only read. Return the new folder of the tier."""
     before = os.environ["CKPT_MEMORY"]
     after = Path(f"{before}-after")
     after.mkdir()
@@ -87,7 +90,7 @@ def move_on(places: Places, monkeypatch: pytest.MonkeyPatch, *gone: str) -> Path
 
 
 class FullStore(FailingStore):
-    """Its packs meet a full disk as long as `full`; others wait for `gate`."""
+    """A store whose packs get a full disk while `full` is set; creations of packs wait for `gate`."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -105,12 +108,14 @@ class FullStore(FailingStore):
 
 
 def flip(path: Path, at: int = 10_000) -> None:
+    """Change one bit of a file."""
     data = bytearray(path.read_bytes())
     data[at % len(data)] ^= 1
     path.write_bytes(data)
 
 
 def saved_everywhere(places: Places) -> None:
+    """Save steps 3 and 7 to all tiers."""
     ck = places.open(every=1)
     for step in (3, 7):
         ck.step(step, state_of(step))
@@ -120,6 +125,7 @@ def saved_everywhere(places: Places) -> None:
 
 
 def shard_of(rank: int, size: int, step: int) -> dict[str, Any]:
+    """Return the state of a rank: its rows of an array whose values show the step."""
     full = np.arange(64 * 100, dtype=np.float64).reshape(64, 100) * (step + 1)
     rows = 64 // size
     return {"w": ckpt.Shard(full[rank * rows : (rank + 1) * rows].copy(), full.shape, (rank * rows, 0)), "step": step}

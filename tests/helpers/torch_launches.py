@@ -1,4 +1,4 @@
-"""torchrun with programs/torch_rank.py, and models that are trained by a few steps."""
+"""torchrun with programs/torch_rank.py, and models that are trained for a few steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ SMALL = ["--width=16", "--layers=1"]
 
 
 def environment(**more: str) -> dict[str, str]:
+    """Return the environment without the variables of a launcher, with `more`."""
     kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|OMPI_|PMI|SLURM_|TORCHELASTIC", k)}
     return kept | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | more
 
 
 def torchrun(size: int, program: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """How the ranks ended. None of them outlives the call."""
+    """Return how the ranks ended. None of them outlives the call."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     command = [*launcher, str(program), *arguments]
     pipe = subprocess.PIPE
@@ -40,6 +41,7 @@ def torchrun(size: int, program: Path, *arguments: str, **more: str) -> subproce
 
 
 def trained(steps: int = 2) -> tuple[Any, Any]:
+    """Return a model and its optimizer after some steps."""
     model = torch_models.make_model()
     optimizer = torch_models.make_optimizer(model)
     torch_models.train(model, optimizer, steps)

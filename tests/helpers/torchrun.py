@@ -15,7 +15,7 @@ from helpers.folders import PROGRAMS, TESTS
 
 
 def check_on_torch_ranks(program: str, size: int, root: Path, *checks: str) -> None:
-    """Run checks of a program beside this file in one launch of torchrun; each rank must come to the end of each."""
+    """Run checks of a program of tests in one launch of torchrun; each rank must complete each check."""
     kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|OMPI_|PMI|SLURM_|TORCHELASTIC", k)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     process = subprocess.Popen(

@@ -21,11 +21,12 @@ saver.close()
 
 
 def zombie(pid: int) -> bool:
+    """Return whether a process has ended and was not waited for."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def take_over(root: Path, generation: int) -> ProcessIdentity:
-    """What a writer on another host leaves when it takes the repository over."""
+    """Write the writer lease of another host that takes the repository over, and return its owner."""
     owner = dataclasses.replace(this_process(), host="elsewhere", boot="b", pid=4711)
     data = json_records.encode("generation", {"owner": dataclasses.asdict(owner)})
     (root / f"generations/{generation:08d}.json").write_bytes(data)

@@ -41,12 +41,13 @@ TORCH_TYPES = [
 
 
 def random_bytes(dtype, shape, seed=0):
+    """Return an array of this type and shape with random bytes."""
     raw = np.random.default_rng(seed).bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize)
     return np.frombuffer(raw, np.uint8).copy().view(dtype).reshape(shape)
 
 
 def same(a, b):
-    """Equal in kind, type, shape and every bit."""
+    """Check that two values are equal in kind, type, shape and every bit."""
     assert type(a) is type(b), (type(a), type(b))
     if isinstance(a, torch.Tensor):
         assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)

@@ -74,7 +74,7 @@ def test_memory_that_the_run_log_does_not_name_is_kept(job: Callable[..., InMemo
     for name in "ab":
         run.agents[name].kill()
         run.agents[name].wait()
-    run.record.close()
+    run.run_log.close()
     for path in (run.folder / "run").glob("run.sqlite*"):
         path.unlink()
     other = job("--no-memory", hosts=1, steps=1)
