@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.meetings import PROGRAM, launch, rank_process, reports, together
+from helpers.meetings import PROGRAM, launch, rank_process, reports, run_in_threads
 from helpers.messages import one_line
 from helpers.processes import finish
 from helpers.repositories import files
@@ -57,12 +57,12 @@ def test_a_single_process_exchanges_bytes_with_itself() -> None:
 
 
 def test_ranks_that_are_threads_exchange_bytes() -> None:
-    assert together(*(lambda g=g: meeting_rank.check(g, 100_000) for g in ThreadGroup.make(4))) == [None] * 4
+    assert run_in_threads(*(lambda g=g: meeting_rank.check(g, 100_000) for g in ThreadGroup.make(4))) == [None] * 4
 
 
 def test_missing_threads_are_named() -> None:
     groups = ThreadGroup.make(4, timeout=0.2)
-    errors = together(*(lambda g=g: g.all_gather(b"") for g in groups[1:3]))
+    errors = run_in_threads(*(lambda g=g: g.all_gather(b"") for g in groups[1:3]))
     for rank, error in enumerate(errors, 1):
         assert isinstance(error, GroupError)
         one_line(error, f"threads, rank {rank} of 4", "ranks 0, 3 did not join a gather within 0.2 s")
@@ -94,8 +94,8 @@ def test_ranks_find_out_whether_they_share_a_host(monkeypatch: pytest.MonkeyPatc
     groups = ThreadGroup.make(3)
     hosts = iter((b"a", b"a", b"b"))
     monkeypatch.setattr("ckpt.groups.base._host_identity", lambda: next(hosts))
-    assert together(*(g.one_host for g in groups)) == [False] * 3
-    assert together(*(g.one_host for g in groups)) == [False] * 3, "the answer is cached"
+    assert run_in_threads(*(g.one_host for g in groups)) == [False] * 3
+    assert run_in_threads(*(g.one_host for g in groups)) == [False] * 3, "the answer is cached"
 
 
 def test_a_group_is_accepted_as_it_is() -> None:

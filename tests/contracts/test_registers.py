@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.registers import BALLOTS, check_eras, check_final, fresh, record
+from helpers.registers import BALLOTS, check_eras, check_final, new_registers, record
 from helpers.registers import registers as registers
 from hypothesis import given
 
@@ -147,7 +147,7 @@ def test_a_batch_is_atomic_when_its_process_is_killed(tmp_path: Path, point: str
         "SqliteRegisters(sys.argv[1]).change([DirectChange(f'x{i}', NO_BALLOT, RegisterValue(b'v')) for i in range(50)], 'w')\n"
     )
     path = str(tmp_path / "r.sqlite")
-    fresh(Path(path)).close()
+    new_registers(Path(path)).close()
     environment = os.environ | {"CKPT_FAILPOINTS": f"{point}=kill"}
     done = subprocess.run([sys.executable, "-c", program, path], env=environment, check=False)
     assert done.returncode == -9

@@ -33,7 +33,7 @@ class World:
     clock: float = 0.0
     at: float = 0.0
     step: int = 0
-    course: RunState = field(default_factory=RunState)
+    run_state: RunState = field(default_factory=RunState)
 
     def __post_init__(self) -> None:
         self.append(0, [entry_drafts.draft_run(0, "r", self.spec), Draft(0, "lead", "", {"name": min(self.agents)})])
@@ -43,19 +43,19 @@ class World:
         if after != len(self.log) or not drafts:
             return False
         self.log += [LogEntry(after + 1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
-        before = self.course.last
-        self.course = self.course.apply_entries(self.log[after:])
-        if self.course.last is not before:
+        before = self.run_state.last
+        self.run_state = self.run_state.apply_entries(self.log[after:])
+        if self.run_state.last is not before:
             self.at = self.clock
         return True
 
     def view(self) -> DecisionInput:
         """Return what a leader knows when it decides."""
-        return DecisionInput(self.course, self.agents, self.agents, self.clock - self.at, self.clock - self.at)
+        return DecisionInput(self.run_state, self.agents, self.agents, self.clock - self.at, self.clock - self.at)
 
     def follow(self) -> None:
         """Make every agent do what the newest entries require."""
-        course, last = self.course, self.course.last
+        course, last = self.run_state, self.run_state.last
         assert last is not None
         for name, report in self.agents.items():
             is_member = any((m.name, m.incarnation) == (name, report.incarnation) for m in course.members)
@@ -69,7 +69,7 @@ class World:
                 report = replace(report, doing="idle", wrong=None)
             self.agents[name] = replace(report, step=self.step, newest=self.step, committed=self.step // 5 * 5)
 
-    def turn(self) -> None:
+    def advance(self) -> None:
         """Append the next entries of the leader, and make the agents follow them."""
         self.append(len(self.log), draft_next_entries(self.view()))
         self.follow()

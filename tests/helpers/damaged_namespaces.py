@@ -17,7 +17,7 @@ def content() -> dict[str, bytes]:
     return {f"d/f{i}": random_bytes(n, i) for i, n in enumerate([0, 100, 40_000, 300_000, 9_000_000])}
 
 
-def filled(folder: Path, redundancy: str, count: int = 6) -> Namespace:
+def filled_namespace(folder: Path, redundancy: str, count: int = 6) -> Namespace:
     """Return a namespace on `count` disks with the files of `content`."""
     namespace = Namespace(directories(folder, count, redundancy=redundancy))
     for path, data in content().items():
@@ -26,7 +26,7 @@ def filled(folder: Path, redundancy: str, count: int = 6) -> Namespace:
     return namespace
 
 
-def large(namespace: Namespace, path: str = "d/f4") -> PathRecord:
+def large_file(namespace: Namespace, path: str = "d/f4") -> PathRecord:
     """Return the record of a file that is large enough to have objects."""
     file = namespace.stat(path)
     assert file is not None
@@ -34,7 +34,7 @@ def large(namespace: Namespace, path: str = "d/f4") -> PathRecord:
     return file
 
 
-def whole(namespace: Namespace, redundancy: str) -> None:
+def assert_whole(namespace: Namespace, redundancy: str) -> None:
     """Check that every file exists with its full redundancy, and that nothing else does."""
     found = surveys.scrub_namespace(namespace, verify=True)
     assert found.is_whole, found
@@ -49,7 +49,7 @@ def whole(namespace: Namespace, redundancy: str) -> None:
                 assert len(set(members)) == len(members) == parse_redundancy(redundancy).total_fragments
 
 
-def rot(layout: FileLayout, index: int, member: str, folder: Path) -> None:
+def damage_fragment(layout: FileLayout, index: int, member: str, folder: Path) -> None:
     """Damage the fragment of a stripe that a member has."""
     fragments = [f for f in layout.stripes[index].fragments if f is not None]
     fragment = next(f for f in fragments if layout.objects[f.object_index].member == member)

@@ -21,7 +21,7 @@ from helpers.folders import PROGRAMS
 from helpers.host_runs import job as job
 from helpers.nodes import Process
 from helpers.processes import until
-from helpers.runs import RANKS, Run, is_right
+from helpers.runs import RANKS, Run, assert_result
 
 PROGRAM = str(PROGRAMS / "faulty_job.py")
 RUN = [sys.executable, "-m", "ckpt.tools.run"]
@@ -29,7 +29,7 @@ MARK = "CKPT_TEST_JOB"
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def assert_no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Check that no process is left, however the job has ended."""
     monkeypatch.setenv(MARK, str(tmp_path))
     yield
@@ -119,10 +119,10 @@ def start(tmp_path: Path) -> Iterator[Starter]:
         until(lambda left=left: not any(map(Path.exists, left)), "the memory for the pages of the ranks is free")
 
 
-def ends_well(run: Faulty, steps: int = 40) -> None:
+def assert_ends_well(run: Faulty, steps: int = 40) -> None:
     """Check that a job ends with status 0 and the right result."""
     assert run.end() == 0, run.said
-    is_right(run, steps)
+    assert_result(run, steps)
 
 
 @contextmanager
@@ -141,6 +141,6 @@ def url_of(made: list[Process], name: str = "run") -> str:
     return f"ckpt://{','.join(node.address for node in made)}/{name}?redundancy=2x"
 
 
-def with_bytes(folder: Path, pattern: str) -> list[Path]:
+def nonempty_files(folder: Path, pattern: str) -> list[Path]:
     """Return the files of this pattern below the folder, without empty ones that a killed rank had only just created."""
     return [path for path in folder.rglob(pattern) if path.is_file() and path.stat().st_size]

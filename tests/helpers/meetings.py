@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield made
 
 
-def together(*calls: Callable[[], Any]) -> list[Any]:
+def run_in_threads(*calls: Callable[[], Any]) -> list[Any]:
     """Return what each call returns or raises; each runs in a thread of its own."""
     results: list[Any] = [None] * len(calls)
 
@@ -69,12 +69,12 @@ def env_groups(size: int, monkeypatch: pytest.MonkeyPatch, timeout: float = 60, 
 
 def meet(groups: list[EnvGroup], store: Store) -> list[Any]:
     """Let all groups meet at a store; return the error of each, or None."""
-    return together(*(lambda g=g: g.meet_at(store) for g in groups))
+    return run_in_threads(*(lambda g=g: g.meet_at(store) for g in groups))
 
 
 def gather(groups: list[EnvGroup], word: str) -> list[Any]:
     """Let all groups gather this word and their rank; return the result or error of each."""
-    return together(*(lambda g=g: g.all_gather(f"{word} {g.rank}".encode()) for g in groups))
+    return run_in_threads(*(lambda g=g: g.all_gather(f"{word} {g.rank}".encode()) for g in groups))
 
 
 def words(word: str, size: int) -> list[bytes]:

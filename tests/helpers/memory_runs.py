@@ -45,7 +45,7 @@ class InMemory(Job):
     def files(self, name: str) -> list[Path]:
         return [path for path in self.folder_of(name).rglob("*") if path.is_file()]
 
-    def begins(self, attempt: int) -> int:
+    def first_step(self, attempt: int) -> int:
         """Return the first step of an attempt, which is the same on all ranks."""
         found = {path.read_text() for path in self.folder.glob(f"from-{attempt}-*")}
         assert len(found) == 1, found
@@ -63,18 +63,18 @@ class InMemory(Job):
             expected += np.sin(step * 1.7 + np.arange(24)[:, None])
         assert np.array_equal(whole, expected)
 
-    def is_gone(self, *names: str) -> None:
+    def assert_memory_is_released(self, *names: str) -> None:
         """Check that no file is left in the memory of these hosts, and no process that serves it."""
         assert not [path for name in names for path in self.files(name)]
-        assert not keepers(self)
+        assert not memory_server_pids(self)
 
 
-def in_full(test: Callable[..., None]) -> Callable[..., None]:
+def with_make_soak(test: Callable[..., None]) -> Callable[..., None]:
     """Run a test with `make soak` only, as it takes some seconds."""
     return pytest.mark.soak(pytest.mark.skipif(not SOAK, reason="by make soak")(test))
 
 
-def keepers(run: Job) -> list[int]:
+def memory_server_pids(run: Job) -> list[int]:
     """Return the processes that serve the memory of a job."""
     found = processes.find_processes([], f"CKPT_TEST_JOB={run.folder}")
     return [pid for pid in found if b"ckpt.recovery.memory_tier.memory_nodes" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -72,7 +72,7 @@ def box_along(shape: tuple[int, ...], axis: int, low: int, high: int) -> Box:
     return Box(offset, tuple(high - low if i == axis else n for i, n in enumerate(shape)))
 
 
-def held(array: np.ndarray, layout: list[Any], fill: bool) -> Any:
+def part_of_rank(array: np.ndarray, layout: list[Any], fill: bool) -> Any:
     """Return the part of `array` that a rank has; its values are blank unless `fill`."""
 
     def local(part: np.ndarray) -> np.ndarray:
@@ -90,7 +90,7 @@ def held(array: np.ndarray, layout: list[Any], fill: bool) -> Any:
     return ckpt.Shard(local(array[layout[1].slices()]), array.shape, layout[1].offset, replica=layout[2])
 
 
-def same(a: Any, b: Any) -> bool:
+def are_equal(a: Any, b: Any) -> bool:
     """Return whether two parts have equal values."""
     if isinstance(a, ckpt.Shard):
         return all(map(np.array_equal, a.locals(), b.locals()))

@@ -8,7 +8,7 @@ from ckpt.storage.testing import random_bytes
 OLD, NEW = random_bytes(70_000, 1), random_bytes(9_000_000, 2)
 
 
-def there(namespace: Namespace, path: str) -> set[int]:
+def fragment_counts(namespace: Namespace, path: str) -> set[int]:
     """Return the numbers of fragments that stripes of a file have."""
     file = namespace.stat(path)
     assert file is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt.aggregator.file_io.namespace import Namespace
 
 
-def holders(namespace: Namespace, path: str) -> list[tuple[str, str]]:
+def member_objects(namespace: Namespace, path: str) -> list[tuple[str, str]]:
     """Return the member and the name of each object of a file."""
     file = namespace.stat(path)
     assert file is not None

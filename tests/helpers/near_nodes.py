@@ -45,14 +45,14 @@ def moved(node: Process | str) -> dict[str, float]:
 def opened() -> set[str]:
     """Return the objects that stay open in this process; a node in it ends its answer only after the client has it."""
     deadline = time.monotonic() + 20
-    while found := _open_now():
+    while found := open_objects_now():
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)
     return found
 
 
-def _open_now() -> set[str]:
+def open_objects_now() -> set[str]:
     """Return the objects that are open in this process now."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):

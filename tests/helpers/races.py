@@ -28,7 +28,7 @@ class Down(Registers):
 
 
 @pytest.fixture
-def open_one(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
+def open_client(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
     """Yield a function that opens another client of the same six directories."""
     made: list[Namespace] = []
 
@@ -43,12 +43,12 @@ def open_one(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
 
 
 @pytest.fixture
-def old_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def collect_orphans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let orphaned objects be collected at once."""
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
 
 
-def swap(namespace: Namespace, member: str, registers: Registers) -> Registers:
+def replace_registers(namespace: Namespace, member: str, registers: Registers) -> Registers:
     """Replace the registers of a member, and return the former ones."""
     before = namespace._member_registers[member]
     namespace._member_registers[member] = namespace.open_members[member].registers = registers

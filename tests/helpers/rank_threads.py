@@ -47,7 +47,7 @@ def all_well(found: list[Any]) -> list[Any]:
     return found
 
 
-def packed(root: Path) -> dict[int, int]:
+def pack_bytes_by_rank(root: Path) -> dict[int, int]:
     """Return the bytes of the packs that each rank wrote."""
     found: dict[int, int] = {}
     for file in root.rglob("*.pack"):
@@ -85,11 +85,11 @@ def assert_equal(a: Any, b: Any) -> None:
         assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
 
 
-class Counting(LocalStore):
+class CountingStore(LocalStore):
     """A directory store that counts the bytes read from packs."""
 
     read = 0
-    stretches: list[tuple[str, int, int]] = []  # pack, begin and end of each read
+    read_ranges: list[tuple[str, int, int]] = []  # pack, begin and end of each read
     lock = threading.Lock()
 
     def open(self, name: str) -> Any:
@@ -104,9 +104,9 @@ class Counting(LocalStore):
         def read_into(position: int, buffer: memoryview) -> int:
             count = inner(position, buffer)
             if name.endswith(".pack"):
-                with Counting.lock:
-                    Counting.read += count
-                    Counting.stretches.append((name, position, position + count))
+                with CountingStore.lock:
+                    CountingStore.read += count
+                    CountingStore.read_ranges.append((name, position, position + count))
             return count
 
         class Counted(Reader):
@@ -117,7 +117,7 @@ class Counting(LocalStore):
         return made
 
 
-def united(stretches: list[tuple[str, int, int]]) -> int:
+def union_bytes(stretches: list[tuple[str, int, int]]) -> int:
     """Return the number of bytes in the union of these ranges of files."""
     total, at = 0, ("", 0)
     for name, begin, end in sorted(stretches):
@@ -149,6 +149,6 @@ def one_array(value: float) -> dict[str, Any]:
     return {"a": np.full(2000, value)}
 
 
-def owner(root: Path) -> Any:
+def lease_owner(root: Path) -> Any:
     """Return the owner of the newest writer lease."""
     return json.loads(sorted((root / "generations").iterdir())[-1].read_bytes())["owner"]

@@ -38,10 +38,10 @@ BALLOTS = st.builds(
 @pytest.fixture
 def registers(tmp_path: Path) -> SqliteRegisters:
     """Return empty registers in a file."""
-    return fresh(tmp_path / "r" / "registers.sqlite")
+    return new_registers(tmp_path / "r" / "registers.sqlite")
 
 
-def fresh(path: Path) -> SqliteRegisters:
+def new_registers(path: Path) -> SqliteRegisters:
     """Return the registers of a new namespace."""
     made = SqliteRegisters(str(path))
     made.mark_complete()

@@ -13,7 +13,7 @@ CONTENT = {f"d/f{i}": random_bytes(n, i) for i, n in enumerate([0, 100, 40_000, 
 }
 
 
-def three_of(folder: Path, count: int, **table: object) -> None:
+def make_three_member_namespace(folder: Path, count: int, **table: object) -> None:
     """Make a namespace on the first three directories, with files; a test adds more directories."""
     namespace = Namespace(directories(folder, 3, **table))
     for path, data in CONTENT.items():
@@ -22,17 +22,17 @@ def three_of(folder: Path, count: int, **table: object) -> None:
     namespace.close()
 
 
-def spots(namespace: Namespace, *numbers: int) -> list[object]:
+def locations_of(namespace: Namespace, *numbers: int) -> list[object]:
     """Return the locations of the members with these numbers."""
     return [namespace.open_members[f"disk{i}"].member.location for i in numbers]
 
 
-def keepers(namespace: Namespace) -> set[str]:
+def record_members(namespace: Namespace) -> set[str]:
     """Return the members that keep records."""
     return set(namespace.ring.all_members)
 
 
-def all_there(namespace: Namespace) -> None:
+def assert_all_files_exist(namespace: Namespace) -> None:
     """Check that the namespace has exactly its files."""
     assert sorted(namespace.list()) == sorted(set(CONTENT) - {"many/0"})
     for path, data in CONTENT.items():

@@ -104,13 +104,13 @@ def expected(steps: int) -> list[np.ndarray]:
     return found
 
 
-def is_right(run: Run, steps: int = 40) -> None:
+def assert_result(run: Run, steps: int = 40) -> None:
     """Check the arrays that the job has computed."""
     for rank, array in enumerate(expected(steps)):
         assert np.array_equal(np.load(run.folder / f"end-{rank}.npy"), array)
 
 
-def kill_all(run: Run) -> None:
+def kill_ranks(run: Run) -> None:
     """Kill all ranks at once, or nearly so: ckpt-run may end some of them after the first dies."""
     for pid in [run.pid(rank) for rank in range(RANKS)]:
         with contextlib.suppress(ProcessLookupError):
@@ -127,7 +127,7 @@ def none_left(pids: list[int]) -> bool:
     return True
 
 
-def in_memory(run: Run) -> Path:
+def memory_folder_of(run: Run) -> Path:
     """Return the folder of a run in shared memory, or skip the test."""
     found = local.memory_folder(run.files)
     if found is None:
@@ -135,7 +135,7 @@ def in_memory(run: Run) -> Path:
     return found
 
 
-def no_memory_is_left(folder: Path, host: str = "") -> None:
+def assert_no_memory_is_left(folder: Path, host: str = "") -> None:
     """Check that a run has no folder in shared memory."""
     found = local.memory_folder(folder, host)
     assert found is None or not found.exists()

@@ -28,7 +28,7 @@ class Numbers:
         return index
 
 
-class Shaken(Numbers):
+class RandomlyTransformed(Numbers):
     """A dataset whose samples have random numbers from three libraries."""
 
     def __getitem__(self, index: int) -> Any:

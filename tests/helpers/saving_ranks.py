@@ -36,7 +36,7 @@ def clean() -> dict[str, str]:
     }  # fmt: skip
 
 
-def ends(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, list[dict[str, Any]], str]]:
+def results_of(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, list[dict[str, Any]], str]]:
     """Return exit status, printed results and errors of each rank."""
     found = []
     for process in ranks:
@@ -49,10 +49,10 @@ def run(command: Sequence[str]) -> list[dict[str, Any]]:
     """Return what the ranks of a launcher print, by rank."""
     done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, f"{done.stderr[:6000]}\n…\n{done.stderr[-3000:]}"
-    lines = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
-    return sorted((line for line in lines if "rank" in line), key=lambda line: int(line["rank"]))
+    next_lines = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
+    return sorted((line for line in next_lines if "rank" in line), key=lambda line: int(line["rank"]))
 
 
-def lines(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
+def next_lines(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
     """Return the next line of each rank."""
     return [rank.stdout.readline().rstrip() for rank in ranks if rank.stdout is not None]

@@ -16,7 +16,7 @@ def pace(rank: int, seconds: float = 0.1) -> RankPace:
     return RankPace(rank, seconds, seconds, seconds, False)
 
 
-def measured(steps: Sequence[float], computes: Sequence[float] | None = None, rank: int = 0) -> RankPace | None:
+def measured_pace(steps: Sequence[float], computes: Sequence[float] | None = None, rank: int = 0) -> RankPace | None:
     """Return the pace, over ten seconds, of a rank whose steps took these times."""
     meter, at, computed = PaceMeter(rank, 10.0), 0.0, 0.0
     before = RankHeartbeat(1, 0, "step", 0.0, -1, 0.0, 1)
@@ -30,17 +30,19 @@ def measured(steps: Sequence[float], computes: Sequence[float] | None = None, ra
     return meter.pace
 
 
-def found(*ranks: Sequence[float] | tuple[Sequence[float], Sequence[float]], factor: float = DEFAULT_FACTOR) -> list[int]:
+def straggler_ranks(
+    *ranks: Sequence[float] | tuple[Sequence[float], Sequence[float]], factor: float = DEFAULT_FACTOR
+) -> list[int]:
     """Return the ranks that are stragglers, given the step times of each rank and, optionally, its marked times."""
     paces = [
-        measured(each[0], each[1], rank) if isinstance(each, tuple) else measured(each, None, rank)
+        measured_pace(each[0], each[1], rank) if isinstance(each, tuple) else measured_pace(each, None, rank)
         for rank, each in enumerate(ranks)
     ]
     return [found_pace.rank for found_pace in find_stragglers([pace for pace in paces if pace is not None], factor)]
 
 
-def slow(run: World, name: str, seconds: float = 0.3) -> None:
+def slow_down(run: World, name: str, seconds: float = 0.3) -> None:
     """Slow down the second rank of a host from now on; the others have the usual pace."""
-    for member in run.course.members:
+    for member in run.run_state.members:
         paces = (pace(member.first), pace(member.first + 1, seconds if member.name == name else 0.1))
         run.agents[member.name] = replace(run.agents[member.name], paces=paces)

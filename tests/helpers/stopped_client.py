@@ -23,7 +23,7 @@ else:
 """
 
 
-class Stopped:
+class StoppedClient:
     """A client in a process of its own that stops itself (SIGSTOP) at fail points."""
 
     def __init__(self, url: str, work: str, *points: str) -> None:
@@ -38,13 +38,13 @@ class Stopped:
         assert found is not None
         assert found.si_code == os.CLD_STOPPED, f"it ended before it stopped: {self.process.communicate()[0]}"
 
-    def goes_on_to_the_next_point(self) -> None:
+    def continue_to_next_point(self) -> None:
         """Continue the client until it stops at the next fail point."""
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # consumes the report of the first stop
         self.process.send_signal(signal.SIGCONT)
         self._wait()
 
-    def goes_on(self) -> str:
+    def finish(self) -> str:
         """Continue the client to its end, and return what it prints."""
         self.process.send_signal(signal.SIGCONT)
         printed, _ = self.process.communicate(timeout=120)

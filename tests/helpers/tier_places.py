@@ -23,7 +23,7 @@ from helpers.states import state_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class TierFolders:
     """The folders of the tiers of a test."""
 
     base: Path
@@ -60,12 +60,12 @@ class Places:
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
+def tier_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TierFolders]:
     """Yield the folders of the tiers, with the memory tier in one of them."""
     with fast_folder(tmp_path) as folder:
         (folder / "memory").mkdir()
         monkeypatch.setenv("CKPT_MEMORY", str(folder / "memory"))
-        yield Places(folder)
+        yield TierFolders(folder)
 
 
 def train(ck: ckpt.Checkpointer, steps: range) -> None:
@@ -74,19 +74,19 @@ def train(ck: ckpt.Checkpointer, steps: range) -> None:
         ck.step(step, state_of(step))
 
 
-def leave(ck: ckpt.Checkpointer) -> None:
+def close_as_if_failed(ck: ckpt.Checkpointer) -> None:
     """End like a failing program: steps of near tiers are not promoted."""
     ck._close(False)
 
 
-def move_on(places: Places, monkeypatch: pytest.MonkeyPatch, *gone: str) -> Path:
+def switch_memory_folder(tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch, *gone: str) -> Path:
     """Give the next job another memory folder; the former one is only read. Return the new folder of the tier."""
     before = os.environ["CKPT_MEMORY"]
     after = Path(f"{before}-after")
     after.mkdir()
     monkeypatch.setenv("CKPT_MEMORY", str(after))
     monkeypatch.setenv("CKPT_MEMORY_BEFORE", " ".join([*gone, before]))
-    return after / places.memory.name
+    return after / tier_folders.memory.name
 
 
 class FullStore(FailingStore):
@@ -107,21 +107,21 @@ class FullStore(FailingStore):
         return super().create(name, size_hint)
 
 
-def flip(path: Path, at: int = 10_000) -> None:
+def flip_bit(path: Path, at: int = 10_000) -> None:
     """Change one bit of a file."""
     data = bytearray(path.read_bytes())
     data[at % len(data)] ^= 1
     path.write_bytes(data)
 
 
-def saved_everywhere(places: Places) -> None:
+def saved_everywhere(tier_folders: TierFolders) -> None:
     """Save steps 3 and 7 to all tiers."""
-    ck = places.open(every=1)
+    ck = tier_folders.open(every=1)
     for step in (3, 7):
         ck.step(step, state_of(step))
         ck.wait()
-    leave(ck)
-    assert places.steps() == [[3, 7], [3, 7], [3, 7]]
+    close_as_if_failed(ck)
+    assert tier_folders.steps() == [[3, 7], [3, 7], [3, 7]]
 
 
 def shard_of(rank: int, size: int, step: int) -> dict[str, Any]:

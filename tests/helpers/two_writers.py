@@ -8,7 +8,7 @@ from pathlib import Path
 from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, this_process
 
-HOLD = """
+HOLDER_PROGRAM = """
 import sys, ckpt
 from helpers.states import state_of
 saver = ckpt.Checkpointer(sys.argv[1])
@@ -20,7 +20,7 @@ saver.close()
 """
 
 
-def zombie(pid: int) -> bool:
+def is_zombie(pid: int) -> bool:
     """Return whether a process has ended and was not waited for."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 

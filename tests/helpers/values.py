@@ -46,7 +46,7 @@ def random_bytes(dtype, shape, seed=0):
     return np.frombuffer(raw, np.uint8).copy().view(dtype).reshape(shape)
 
 
-def same(a, b):
+def assert_identical(a, b):
     """Check that two values are equal in kind, type, shape and every bit."""
     assert type(a) is type(b), (type(a), type(b))
     if isinstance(a, torch.Tensor):
@@ -66,15 +66,15 @@ def same(a, b):
     elif isinstance(a, dict):
         assert list(a) == list(b)
         for key in a:
-            same(a[key], b[key])
+            assert_identical(a[key], b[key])
         assert getattr(a, "_metadata", None) == getattr(b, "_metadata", None)
     elif isinstance(a, (list, tuple)):
         assert len(a) == len(b)
         for x, y in zip(a, b, strict=True):
-            same(x, y)
+            assert_identical(x, y)
     elif dataclasses.is_dataclass(a):
         for field in dataclasses.fields(a):
-            same(getattr(a, field.name), getattr(b, field.name))
+            assert_identical(getattr(a, field.name), getattr(b, field.name))
     elif isinstance(a, (float, complex)):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     else:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from helpers.host_runs import starts
-from helpers.memory_runs import InMemory, failures, job, keepers
+from helpers.memory_runs import InMemory, failures, job, memory_server_pids
 
 from ckpt.recovery.ranks import processes
 from ckpt.recovery.run_log.base import LogEntry
@@ -19,7 +19,7 @@ __all__ = ["job"]
 def processes_of(run: InMemory, name: str) -> list[int]:
     """Return the process numbers of an agent and of the nodes that serve the memory of its host."""
     agent = run.agents[name].pid
-    return [agent, *(pid for pid in keepers(run) if int(processes._stat_fields(pid)[1]) == agent)]
+    return [agent, *(pid for pid in memory_server_pids(run) if int(processes._stat_fields(pid)[1]) == agent)]
 
 
 def test_a_job_waits_for_the_steps_in_the_memory_of_a_stopped_host(job: Callable[..., InMemory]) -> None:
@@ -44,7 +44,7 @@ def test_a_job_waits_for_the_steps_in_the_memory_of_a_stopped_host(job: Callable
         os.kill(pid, signal.SIGCONT)
     rest = sorted(set("abcd") - {killed})
     assert set(run.ends(*rest).values()) == {0}
-    assert run.begins(1) >= 14, "more than the save under way, of step 14, is lost"
+    assert run.first_step(1) >= 14, "more than the save under way, of step 14, is lost"
     assert len(failures(run.log())) == 1
     run.is_right(2)
 
@@ -61,7 +61,7 @@ def test_a_leaving_host_serves_the_only_copy_until_it_is_not_needed(job: Callabl
     rest = sorted(set("abcd") - {killed, leaving})
     assert set(run.ends(*rest).values()) == {0}
     assert run.ends(leaving) == {leaving: 128 + signal.SIGTERM}
-    assert run.begins(1) >= 14, "more than the save under way, of step 14, is lost"
+    assert run.first_step(1) >= 14, "more than the save under way, of step 14, is lost"
     run.is_right(2)
 
 

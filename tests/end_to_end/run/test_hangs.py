@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.runs import Run, is_right
+from helpers.runs import Run, assert_result
 from helpers.runs import start as start
 
 from ckpt.recovery.policy.hang_limits import HangLimits, uniform_initial_limits
@@ -26,7 +26,7 @@ def test_a_hung_rank_is_named_and_its_stacks_are_kept(start: Callable[..., Run],
     """The stacks show where it hangs."""
     run = start("--hang", "2", fault=(fault, 17, 2))
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     assert run.failures() == [("hang", [2])]
     assert "sent no heartbeat for" in run.said
     kept = "".join(p.read_text() for p in (run.files / "logs" / "0").iterdir() if p.name.startswith("rank-2"))
@@ -188,7 +188,7 @@ def test_steps_of_different_lengths_are_no_hang(start: Callable[..., Run]) -> No
     """They make no rank a straggler, either."""
     run = start("--hang", "1", "--straggler-after", "0.4", seconds=0.02, fault=("jitter", 0, 0))
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     assert run.failures() == []
     assert run.said == ""
 
@@ -197,6 +197,6 @@ def test_steps_of_different_lengths_are_no_hang(start: Callable[..., Run]) -> No
 def test_a_hang_outside_of_steps_is_detected(start: Callable[..., Run], phase: str) -> None:
     run = start("--hang", "3", "--first-hang", "8", fault=(f"hung-{phase}", 22, 2))
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     assert run.failures() == [("hang", [2])]
     assert f"in phase '{phase}'" in run.said

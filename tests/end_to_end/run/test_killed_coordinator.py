@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.faulty_runs import MARK, RUN, Starter, ends_well
+from helpers.faulty_runs import MARK, RUN, Starter, assert_ends_well
 from helpers.faulty_runs import start as start
 from helpers.host_runs import Job, leader_of, starts
 from helpers.host_runs import is_right as rows_are_right
 from helpers.host_runs import job as job
 from helpers.processes import SOAK, until
-from helpers.runs import RANKS, in_memory
+from helpers.runs import RANKS, memory_folder_of
 
 from ckpt.recovery.ranks import processes
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
@@ -48,7 +48,7 @@ def test_ckpt_run_killed_at_any_point_continues_when_started_again(start: Starte
     until(lambda: not processes.find_processes([], f"{MARK}={run.folder.parent}"), "its ranks have ended")
     saved = run.newest()
     again = start("--cold", steps=20)
-    ends_well(again, 20)
+    assert_ends_well(again, 20)
     assert again.restored() == [saved + 1] * RANKS
     assert again.kinds()[-1] == "end"
 
@@ -56,14 +56,14 @@ def test_ckpt_run_killed_at_any_point_continues_when_started_again(start: Starte
 @pytest.mark.parametrize("point", ["promote.pack", "promote.committed"])
 def test_ckpt_run_killed_while_it_drains_memory_loses_no_step(start: Starter, point: str) -> None:
     run = start("--restarts", "0", tiers=("memory",), seconds=0.05, failpoints=f"{point}=kill", quiet_ranks=True)
-    in_memory(run)
+    memory_folder_of(run)
     run.until_step(12)
     run.kill_ranks()
     assert run.end() == -signal.SIGKILL, run.said
     again = start(tiers=("memory",))
-    ends_well(again)
+    assert_ends_well(again)
     assert min(again.restored()) >= 12
-    assert not [path for path in in_memory(run).rglob("*") if path.is_file()]
+    assert not [path for path in memory_folder_of(run).rglob("*") if path.is_file()]
 
 
 def test_ranks_continue_while_ckpt_run_is_stopped(start: Starter) -> None:
@@ -73,7 +73,7 @@ def test_ranks_continue_while_ckpt_run_is_stopped(start: Starter) -> None:
     run.process.send_signal(signal.SIGSTOP)
     run.until_step(60)
     run.process.send_signal(signal.SIGCONT)
-    ends_well(run, 80)
+    assert_ends_well(run, 80)
     assert run.failures() == []
 
 
@@ -90,12 +90,12 @@ def test_many_sigterms_during_a_save_leave_whole_steps(start: Starter, whom: str
                 os.kill(pid, signal.SIGTERM)
         time.sleep(0.005)
     if whom == "ranks":
-        ends_well(run)
+        assert_ends_well(run)
         return
     assert run.end() == 128 + signal.SIGTERM, run.said
     saved = run.newest()
     again = start()
-    ends_well(again)
+    assert_ends_well(again)
     assert again.restored() == [saved + 1] * RANKS
     assert saved >= 4
 
@@ -110,7 +110,7 @@ def test_a_sigterm_to_each_process_saves_the_present_step(start: Starter) -> Non
     assert "have saved and ended, as SIGTERM asked" in run.said
     saved = run.newest()
     again = start(steps=200)
-    ends_well(again, 200)
+    assert_ends_well(again, 200)
     assert again.restored() == [saved + 1] * RANKS
 
 
@@ -119,7 +119,7 @@ def test_a_sigterm_to_one_rank_restarts_the_job(start: Starter) -> None:
     run = start(steps=200)
     run.until_step(11)
     os.kill(run.pid(1), signal.SIGTERM)
-    ends_well(run, 200)
+    assert_ends_well(run, 200)
     assert run.failures() == [("signal", [1])]
     assert "rank 1 was asked to end by SIGTERM after step" in run.said
 
@@ -185,7 +185,7 @@ def test_a_rank_killed_for_lack_of_memory_is_reported(start: Starter) -> None:
     """The kernel really kills the rank."""
     with memory_group(800 << 20) as group:
         run = start(fault="memory:2:17", group=group)
-        ends_well(run)
+        assert_ends_well(run)
     assert run.failures() == [("out of memory", [2])]
     assert "rank 2 was killed by the kernel, as there was no memory left (SIGKILL)" in run.said
 

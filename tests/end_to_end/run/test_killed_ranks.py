@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.processes import SOAK
-from helpers.runs import RANKS, Run, is_right, kill_all
+from helpers.runs import RANKS, Run, assert_result, kill_ranks
 from helpers.runs import start as start
 
 from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES
@@ -24,7 +24,7 @@ from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES
 def test_a_job_without_a_fault_ends_well(start: Callable[..., Run]) -> None:
     run = start()
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     assert run.failures() == []
     assert run.said == ""
 
@@ -39,7 +39,7 @@ def test_a_job_is_restarted_after_a_killed_rank(start: Callable[..., Run], rank:
     run.until_step(12)
     os.kill(run.pid(rank), number)
     assert run.end() == 0, run.said
-    is_right(run, 100)
+    assert_result(run, 100)
     assert run.failures() == [("signal", [rank])]
     killed = rf"rank {rank} was killed by {number.name} after step \d+"
     assert re.search(rf"{killed}; all ranks start again from step \d+, or a newer one", run.said)
@@ -56,7 +56,7 @@ def test_a_warm_start_forks_the_ranks(start: Callable[..., Run]) -> None:
     run.until_step(1, attempt=1)
     assert b"fork_server.py" in Path(f"/proc/{run.pid(1)}/cmdline").read_bytes()
     assert run.end() == 0, run.said
-    is_right(run, 600)
+    assert_result(run, 600)
     assert run.failures() == [("signal", [1])]
 
 
@@ -64,9 +64,9 @@ def test_a_job_is_restarted_after_all_ranks_are_killed_twice(start: Callable[...
     run = start(seconds=0.05)
     for attempt, step in enumerate([12, 22]):
         run.until_step(step, attempt)
-        kill_all(run)
+        kill_ranks(run)
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     assert len(run.failures()) == 2
 
 
@@ -75,7 +75,7 @@ def test_a_job_is_restarted_after_a_stopped_rank(start: Callable[..., Run]) -> N
     run.until_step(12)
     os.kill(run.pid(1), signal.SIGSTOP)
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     assert run.failures() == [("stopped", [1])]
 
 
@@ -85,7 +85,7 @@ def test_a_job_is_restarted_after_a_stopped_rank(start: Callable[..., Run]) -> N
 def test_a_job_is_restarted_after_a_failed_rank(start: Callable[..., Run], fault: str, detail: str) -> None:
     run = start(fault=(fault, 17, 1))
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     assert run.failures() == [("exit", [1])]
     assert re.search(detail, run.said)
 
@@ -94,7 +94,7 @@ def test_a_rank_that_ends_early_fails_the_save_of_the_others(start: Callable[...
     """Status 0 is no failure by itself. Ranks that wait for its part of a save learn of its end at once, and report it."""
     run = start(fault=("leave", 17, 1))
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     assert "rank 1 of 3 did not bring its part of step 19 and has ended" in run.said, run.said
     assert len(run.failures()) == 1
 
@@ -103,7 +103,7 @@ def test_a_loss_that_is_not_finite_once_is_tried_again(start: Callable[..., Run]
     """The hardware may be the cause: the same batches are tried again, with a correct result."""
     run = start(fault=("nan", 17, 1))
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     assert run.failures() == [("diverged", [1])]
     assert "the loss of step 17 was nan; the same batches are tried again" in run.said
 

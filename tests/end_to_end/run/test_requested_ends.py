@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.runs import RANKS, Run, is_right, none_left
+from helpers.runs import RANKS, Run, assert_result, none_left
 from helpers.runs import start as start
 
 import ckpt
@@ -35,7 +35,7 @@ def test_a_run_asked_to_end_saves_its_present_step(start: Callable[..., Run], st
     assert storm > 1 or "have saved and ended, as SIGTERM asked" in run.said
     again = start()
     assert again.end() == 0, again.said
-    is_right(again)
+    assert_result(again)
     assert [e["attempt"] for e in again.record() if e["kind"] == "start"] == [0, 1]
 
 
@@ -50,7 +50,7 @@ def test_a_frozen_and_thawed_host_has_no_hang(start: Callable[..., Run]) -> None
     for pid in pids:  # ckpt-run first, so that it polls the ranks before their next heartbeat
         os.kill(pid, signal.SIGCONT)
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     assert run.failures() == []
 
 
@@ -144,4 +144,4 @@ def test_children_of_a_killed_rank_end_with_it(start: Callable[..., Run]) -> Non
     run.until_step(8, attempt=1)
     assert processes.process_state(child) in ("", "Z")
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)

@@ -10,14 +10,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.faulty_runs import Starter, ends_well, nodes, url_of, with_bytes
+from helpers.faulty_runs import Starter, assert_ends_well, nodes, nonempty_files, url_of
 from helpers.faulty_runs import start as start
 from helpers.folders import fast_folder
 from helpers.host_runs import job as job
 from helpers.processes import until
 from helpers.repositories import snapshot
-from helpers.runs import RANKS, in_memory
-from helpers.tier_places import flip
+from helpers.runs import RANKS, memory_folder_of
+from helpers.tier_places import flip_bit
 
 import ckpt
 from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide
@@ -29,7 +29,7 @@ def test_a_job_continues_after_a_storage_node_is_killed(start: Starter, tmp_path
         run = start(url=url_of(storage), seconds=0.05)
         run.until_step(12)
         storage[0].kill()
-        ends_well(run)
+        assert_ends_well(run)
         assert run.failures() == []
         assert ckpt.open(url_of(storage)).steps()[-1] == 39
 
@@ -41,7 +41,7 @@ def test_a_job_restarts_although_a_storage_node_is_killed(start: Starter, tmp_pa
         run.kill_ranks()
         until(lambda: (beat := run.beat(0, attempt=1)) is not None and beat.phase == "load", "it restores")
         storage[1].kill()
-        ends_well(run)
+        assert_ends_well(run)
         assert [cause for cause, _ in run.failures()] == ["signal"]
 
 
@@ -55,7 +55,7 @@ def test_a_job_survives_all_storage_nodes_being_away_for_a_while(start: Starter,
         until(lambda: run.kinds().count("failure") > MAX_REPEATED_FAILURES, "a save has failed, and then some restarts")
         for node in storage:
             node.start()
-        ends_well(run)
+        assert_ends_well(run)
         assert min(run.restored()) >= 5
 
 
@@ -91,7 +91,7 @@ def test_memory_on_two_nodes_survives_the_loss_of_one_with_a_rank(start: Starter
         run.until_step(12)
         memory[0].kill()
         os.kill(run.pid(1), signal.SIGKILL)
-        ends_well(run)
+        assert_ends_well(run)
         (failure,) = [e for e in run.log() if e.kind == "failure"]
         assert min(run.restored()) > failure.facts["committed"]
         assert min(run.restored()) >= failure.facts["step"] - 1 >= 11
@@ -101,7 +101,7 @@ def test_memory_on_two_nodes_survives_the_loss_of_one_with_a_rank(start: Starter
 @pytest.mark.parametrize("point", ["save.append=full@2", "local.fsync=error@3", "save.commit=full@2"])
 def test_a_failed_background_save_restarts_the_job(start: Starter, point: str) -> None:
     run = start(fault=f"points:0:{point}")
-    ends_well(run)
+    assert_ends_well(run)
     assert [cause for cause, _ in run.failures()] == ["exit"], run.said
     assert f"injected at fail point {point.partition('=')[0]}" in run.said
     assert ckpt.open(run.folder / "repo").steps()[-1] == 39
@@ -121,7 +121,7 @@ def test_a_job_survives_a_disk_that_is_full_for_a_while(start: Starter, tmp_path
                 file.write(bytes(4096))
         until(lambda: "failure" in run.kinds(), "a save has failed")
         (small / "ballast").unlink()
-        ends_well(run)
+        assert_ends_well(run)
         assert run.failures()
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
@@ -133,19 +133,19 @@ def test_a_flipped_byte_in_a_tier_is_read_from_the_next_one(start: Starter, tmp_
     loaded."""
     nvme = str(tmp_path / "nvme")
     run = start(tiers=("memory", nvme), seconds=0.06, steps=24)
-    places = {"memory": in_memory(run), "nvme": Path(nvme), "repo": run.folder / "repo"}
+    places = {"memory": memory_folder_of(run), "nvme": Path(nvme), "repo": run.folder / "repo"}
     run.until_step(13)
     run.process.send_signal(signal.SIGSTOP)
     run.kill_ranks()
     flipped = 0
     for name in where.split():
         commits = sorted(places[name].rglob("steps/*/commit.json"), key=lambda path: int(path.parent.name))
-        for path in with_bytes(commits[-1].parent, "*"):
-            flip(path)
+        for path in nonempty_files(commits[-1].parent, "*"):
+            flip_bit(path)
             flipped += 1
     assert flipped >= 2
     run.process.send_signal(signal.SIGCONT)
-    ends_well(run, 24)
+    assert_ends_well(run, 24)
     assert len(run.failures()) == 1
     least = {"memory": 10, "nvme": 12, "repo": 12, "memory nvme": 5}
     assert min(run.restored()) >= least[where]
@@ -157,22 +157,22 @@ def test_a_flipped_byte_in_a_tier_is_read_from_the_next_one(start: Starter, tmp_
 def test_a_job_survives_a_cleared_memory_tier(start: Starter) -> None:
     """Another user may clean up /dev/shm while the ranks save to it."""
     run = start(tiers=("memory",), seconds=0.06, steps=40)
-    memory = in_memory(run)
+    memory = memory_folder_of(run)
     run.until_step(13)
     shutil.rmtree(memory, ignore_errors=True)
-    ends_well(run, 40)
+    assert_ends_well(run, 40)
     assert len(run.failures()) == 1
 
 
 def test_a_job_whose_steps_are_all_damaged_is_given_up(start: Starter) -> None:
     """All tiers are damaged. The job is given up with the reason; the damaged steps are neither overwritten nor removed."""
     run = start(tiers=("memory",), seconds=0.06, steps=10_000)
-    places = [in_memory(run), run.folder / "repo"]
+    places = [memory_folder_of(run), run.folder / "repo"]
     run.until_step(7)
     run.process.send_signal(signal.SIGSTOP)
     run.kill_ranks()
-    for path in [path for place in places for path in with_bytes(place, "steps/**/*")]:
-        flip(path)
+    for path in [path for place in places for path in nonempty_files(place, "steps/**/*")]:
+        flip_bit(path)
     before = snapshot(run.folder / "repo/steps")
     run.process.send_signal(signal.SIGCONT)
     assert run.end() == 1

@@ -11,7 +11,7 @@ import pytest
 from helpers.faulty_runs import RUN, Faulty, Starter
 from helpers.faulty_runs import start as start
 from helpers.host_runs import job as job
-from helpers.runs import no_memory_is_left
+from helpers.runs import assert_no_memory_is_left
 
 from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES
 
@@ -45,7 +45,7 @@ def test_a_metrics_port_in_use_does_not_end_a_run(start: Starter) -> None:
         assert run.end() == 0
     no_metrics = f"no metrics are served: {where} can't be listened on: Address already in use; give another --metrics"
     assert one_line(run) == no_metrics
-    no_memory_is_left(run.files)
+    assert_no_memory_is_left(run.files)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_unusable_options_are_refused_in_one_line(tmp_path: Path, options: list[
     assert done.returncode == status, done.stderr
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    no_memory_is_left(tmp_path / "run", socket.gethostname())
+    assert_no_memory_is_left(tmp_path / "run", socket.gethostname())
 
 
 def test_a_command_that_is_no_program_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Literal
 
 import click
 import pytest
-from helpers.runs import Run, no_memory_is_left
+from helpers.runs import Run, assert_no_memory_is_left
 from helpers.runs import start as start
 
 import ckpt
@@ -93,7 +93,7 @@ def test_wrong_usage_is_refused_with_advice(tmp_path: Path, arguments: list[str]
     assert "Traceback" not in done.stderr
     assert status != 1 or len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.glob("run/logs/0/rank-0.log"))
-    no_memory_is_left(tmp_path / "run")
+    assert_no_memory_is_left(tmp_path / "run")
 
 
 def test_nan_is_refused_for_each_number_option() -> None:
@@ -194,7 +194,7 @@ def test_a_plain_command_runs_on_each_rank(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["I am 0 of 2", "I am 1 of 2"]
-    no_memory_is_left(tmp_path / "run")
+    assert_no_memory_is_left(tmp_path / "run")
 
 
 def test_a_job_in_the_folder_of_another_one_warns_of_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from helpers.agent_worlds import agent, world
 from helpers.certificates import certificates
 from helpers.host_runs import RUN
-from helpers.memory_runs import InMemory, failures, in_full, keepers, memories_of
+from helpers.memory_runs import InMemory, failures, memories_of, memory_server_pids, with_make_soak
 from helpers.memory_runs import job as job
 from helpers.processes import until
 from hypothesis import given, settings
@@ -31,7 +31,7 @@ from ckpt.recovery.run_log.memory_placement import MemoryNamespace, choose_memor
 from ckpt.storage.base.errors import InvalidArgument
 
 
-@in_full
+@with_make_soak
 def test_memory_nodes_use_a_token_and_tls(job: Callable[..., InMemory], tmp_path: Path) -> None:
     certificate, key = certificates(tmp_path)
     token = tmp_path / "token"
@@ -44,14 +44,14 @@ def test_memory_nodes_use_a_token_and_tls(job: Callable[..., InMemory], tmp_path
     at = memories_of(run.log())[0][0][0][1]
     with pytest.raises(ckpt.CkptError):
         ckpt.open(f"ckpt://{at}/x").steps()
-    for pid in keepers(run):
+    for pid in memory_server_pids(run):
         assert token.read_text().encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     os.kill(run.pid(1), signal.SIGKILL)
     assert run.ends(*"ab") == {"a": 1, "b": 1}
     log = run.log()
     assert run.saved()[-1] >= failures(log)[0].facts["step"] - 2
     assert not any(token.read_text() in str(e) for e in log)
-    run.is_gone(*"ab")
+    run.assert_memory_is_released(*"ab")
 
 
 def test_memory_on_reachable_hosts_needs_a_token_and_certificates(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_memory_stays_named_until_a_newer_step_is_committed(seed: int) -> None:
     namespace_of_node: dict[str, frozenset[str]] = {}  # for each node that was written to, all nodes of its namespace
 
     def next_report(name: str, report: AgentReport) -> AgentReport:
-        named = memory_placement.node_addresses(run.course.memory)
+        named = memory_placement.node_addresses(run.run_state.memory)
         own_nodes = nodes_of_host[name] = [at for at in nodes_of_host.setdefault(name, []) if at in named or at == report.fresh]
         fresh = report.fresh if report.fresh in own_nodes and report.fresh not in named else ""
         if not fresh and rng.random() < 0.7:
@@ -144,8 +144,8 @@ def test_memory_stays_named_until_a_newer_step_is_committed(seed: int) -> None:
         for each, report in list(run.agents.items()):
             saved = run.step if newer and report.doing == "running" else -1
             run.agents[each] = replace(next_report(each, report), saved=saved)
-        before, entries_before = run.course.memory, len(run.log)
-        run.turn()
+        before, entries_before = run.run_state.memory, len(run.log)
+        run.advance()
         for entry in run.log[entries_before:]:
             now = memory_placement.from_facts(entry.facts["memory"]) if "memory" in entry.facts else before
             if entry.kind == "start" and now:
@@ -158,7 +158,7 @@ def test_memory_stays_named_until_a_newer_step_is_committed(seed: int) -> None:
             elif entry.kind == "memory":
                 assert newer
                 assert now == before[:1]
-        if run.course.has_ended:
+        if run.run_state.has_ended:
             break
 
 

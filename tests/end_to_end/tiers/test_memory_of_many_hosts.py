@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.etcd_server import needs_etcd
 from helpers.host_runs import OnHosts, answers, leader_of, starts
-from helpers.memory_runs import InMemory, failures, in_full, keepers, memories_of
+from helpers.memory_runs import InMemory, failures, memories_of, memory_server_pids, with_make_soak
 from helpers.memory_runs import job as job
 from helpers.network_namespaces import hosts_on_a_wire
 from helpers.processes import until
@@ -22,7 +22,7 @@ from helpers.runs import none_left
 from ckpt.recovery.ranks import processes
 
 
-@in_full
+@with_make_soak
 def test_killed_ranks_of_a_host_restart_from_memory(job: Callable[..., InMemory]) -> None:
     """All ranks of a host are killed: their saves are in its memory and in that of another host, and at most the step under way
     is repeated."""
@@ -34,13 +34,13 @@ def test_killed_ranks_of_a_host_restart_from_memory(job: Callable[..., InMemory]
     assert run.ends(*"ab") == {"a": 0, "b": 0}
     log = run.log()
     assert len(failures(log)) == 1
-    assert run.begins(1) >= 5, "more than the save under way, of step 5, is lost"
+    assert run.first_step(1) >= 5, "more than the save under way, of step 5, is lost"
     assert memories_of(log)[1][1:] == memories_of(log)[0], (
         "the next attempt does not have fresh nodes and the earlier ones to read from"
     )
     assert run.saved()[-1] == 12
     run.is_right(2)
-    run.is_gone(*"ab")
+    run.assert_memory_is_released(*"ab")
 
 
 def test_a_spare_restarts_from_the_memory_of_the_remaining_host(job: Callable[..., InMemory]) -> None:
@@ -56,7 +56,7 @@ def test_a_spare_restarts_from_the_memory_of_the_remaining_host(job: Callable[..
     assert set(run.ends(*rest).values()) == {0}
     log = run.log()
     assert len(failures(log)) == 1
-    assert run.begins(1) >= 5, "more than the save under way, of step 5, is lost"
+    assert run.first_step(1) >= 5, "more than the save under way, of step 5, is lost"
     first, second = memories_of(log)
     assert [host for host, _ in second[0]] == rest
     assert second[1:] == first
@@ -64,7 +64,7 @@ def test_a_spare_restarts_from_the_memory_of_the_remaining_host(job: Callable[..
     assert dropped.facts["memory"] == second[:1]
     assert ended.facts["memory"] == []
     run.is_right(2)
-    run.is_gone(*rest)
+    run.assert_memory_is_released(*rest)
 
 
 def test_a_job_that_is_given_up_copies_its_memory_to_the_record(job: Callable[..., InMemory]) -> None:
@@ -80,10 +80,10 @@ def test_a_job_that_is_given_up_copies_its_memory_to_the_record(job: Callable[..
     assert [e.kind for e in log][-2:] == ["end", "memory"]
     assert "was brought from ckpt://127.0.0.1:" in run.said("a")
     assert run.saved()[-1] >= max(4, failure.facts["committed"])
-    run.is_gone(*"ab")
+    run.assert_memory_is_released(*"ab")
 
 
-@in_full
+@with_make_soak
 @pytest.mark.parametrize("which", ["both", "one"])
 def test_restarted_agents_serve_the_memory_of_killed_ones(job: Callable[..., InMemory], which: str) -> None:
     """Of two hosts, the steps that are still in memory are served again, at the same ports."""
@@ -101,12 +101,12 @@ def test_restarted_agents_serve_the_memory_of_killed_ones(job: Callable[..., InM
     assert run.ends(*"ab") == {"a": 0, "b": 0}
     log = run.log()
     assert memories_of(log)[0][0] in memories_of(log)[-1]
-    assert run.begins(len(starts(log)) - 1) >= done - 1
+    assert run.first_step(len(starts(log)) - 1) >= done - 1
     run.is_right(2)
-    run.is_gone(*"ab")
+    run.assert_memory_is_released(*"ab")
 
 
-@in_full
+@with_make_soak
 def test_the_last_of_two_hosts_continues_alone(job: Callable[..., InMemory]) -> None:
     run = job("--min", "1", hosts=2, steps=20)
     for name in "ab":
@@ -117,29 +117,29 @@ def test_the_last_of_two_hosts_continues_alone(job: Callable[..., InMemory]) -> 
     run.agents[leader].kill()
     assert run.ends(other) == {other: 0}
     log = run.log()
-    assert run.begins(1) >= failures(log)[0].facts["step"] - 1
+    assert run.first_step(1) >= failures(log)[0].facts["step"] - 1
     assert [len(each[0]) for each in memories_of(log)] == [2, 1]
     run.is_right(1)
-    run.is_gone(other)
+    run.assert_memory_is_released(other)
 
 
-@in_full
+@with_make_soak
 def test_killed_agents_leave_memory_and_no_process(job: Callable[..., InMemory]) -> None:
     """All agents are killed. The memory stays for agents that are started again."""
     run = job(hosts=2, steps=10_000)
     for name in "ab":
         run.start(name)
     run.until_step(6)
-    assert len(keepers(run)) == 2
+    assert len(memory_server_pids(run)) == 2
     pids = [run.pid(rank) for rank in range(2)]
     for process in run.agents.values():
         process.kill()
-    until(lambda: not keepers(run))
+    until(lambda: not memory_server_pids(run))
     assert none_left(pids)
     assert all(run.files(name) for name in "ab")
 
 
-@in_full
+@with_make_soak
 def test_no_host_waits_for_a_stopped_one(job: Callable[..., InMemory]) -> None:
     """Its agent and its memory nodes are stopped: they accept calls, and never answer."""
     run = job("--min", "2", steps=30)
@@ -148,20 +148,20 @@ def test_no_host_waits_for_a_stopped_one(job: Callable[..., InMemory]) -> None:
     run.until_step(6)
     victim = starts(run.log())[0][1]
     agent = run.agents[victim].pid
-    (keeper,) = [pid for pid in keepers(run) if int(processes._stat_fields(pid)[1]) == agent]
+    (keeper,) = [pid for pid in memory_server_pids(run) if int(processes._stat_fields(pid)[1]) == agent]
     for pid in (agent, keeper):
         os.kill(pid, signal.SIGSTOP)
     run.until_step(25, attempt=1)
-    assert run.begins(1) >= failures(run.log())[0].facts["step"] - 1
+    assert run.first_step(1) >= failures(run.log())[0].facts["step"] - 1
     for pid in (keeper, agent):
         os.kill(pid, signal.SIGCONT)
     assert set(run.ends(*"abc").values()) == {0}
     run.is_right(2)
-    run.is_gone(*"abc")
+    run.assert_memory_is_released(*"abc")
 
 
 @needs_etcd
-@in_full
+@with_make_soak
 def test_a_job_continues_without_a_host_whose_connection_is_cut(job: Callable[..., InMemory], tmp_path: Path) -> None:
     """Messages to it are lost without an error."""
     with hosts_on_a_wire(4) as hosts:
@@ -186,10 +186,10 @@ def test_a_job_continues_without_a_host_whose_connection_is_cut(job: Callable[..
         hosts.plug("abc".index(victim))
         assert set(run.ends(*"abc").values()) == {0}
         InMemory.is_right(run, 2)  # type: ignore[arg-type]
-        assert not keepers(run)
+        assert not memory_server_pids(run)
 
 
-@in_full
+@with_make_soak
 def test_the_next_leader_completes_the_drain_of_a_killed_one(job: Callable[..., InMemory]) -> None:
     """It copies the newest step from the memory that the other hosts still serve."""
     run = job("--restarts", "0", steps=10_000)
@@ -204,10 +204,10 @@ def test_the_next_leader_completes_the_drain_of_a_killed_one(job: Callable[..., 
     assert len([e for e in log if e.kind == "lead"]) == 2
     assert log[-1].kind == "memory"
     assert run.saved()[-1] >= failures(log)[0].facts["step"] - 2
-    run.is_gone(*"bc")
+    run.assert_memory_is_released(*"bc")
 
 
-@in_full
+@with_make_soak
 def test_memory_is_kept_while_the_repository_is_away_at_the_end(job: Callable[..., InMemory]) -> None:
     """The next run finds the steps in it."""
     run = job("--restarts", "0", hosts=2, steps=13)
@@ -220,7 +220,7 @@ def test_memory_is_kept_while_the_repository_is_away_at_the_end(job: Callable[..
     repo.write_text("no folder")
     assert run.ends(*"ab") == {"a": 1, "b": 1}
     assert "the memory is kept: start ckpt-run again" in run.said("a")
-    assert not keepers(run)
+    assert not memory_server_pids(run)
     assert run.files("a")
     repo.unlink()
     away.rename(repo)
@@ -230,12 +230,12 @@ def test_memory_is_kept_while_the_repository_is_away_at_the_end(job: Callable[..
     for name in "ab":
         run.start(name)
     assert run.ends(*"ab") == {"a": 0, "b": 0}
-    assert run.begins(1) >= done - 1
+    assert run.first_step(1) >= done - 1
     run.is_right(2)
-    run.is_gone(*"ab")
+    run.assert_memory_is_released(*"ab")
 
 
-@in_full
+@with_make_soak
 def test_a_run_asked_to_end_saves_its_last_step(job: Callable[..., InMemory]) -> None:
     run = job(hosts=2, steps=10_000)
     for name in "ab":
@@ -245,10 +245,10 @@ def test_a_run_asked_to_end_saves_its_last_step(job: Callable[..., InMemory]) ->
         run.agents[name].send_signal(signal.SIGTERM)
     assert set(run.ends(*"ab").values()) == {128 + signal.SIGTERM}
     assert run.saved()[-1] == failures(run.log())[0].facts["step"], "the last step is not saved"
-    run.is_gone(*"ab")
+    run.assert_memory_is_released(*"ab")
 
 
-@in_full
+@with_make_soak
 def test_no_step_is_repeated_when_a_host_leaves(job: Callable[..., InMemory]) -> None:
     run = job("--min", "2", steps=40)
     for name in "abc":
@@ -259,12 +259,12 @@ def test_no_step_is_repeated_when_a_host_leaves(job: Callable[..., InMemory]) ->
     assert not run.files("b")
     assert run.ends("a", "c") == {"a": 0, "c": 0}
     log = run.log()
-    assert run.begins(1) == failures(log)[0].facts["step"] + 1, "a step is repeated"
+    assert run.first_step(1) == failures(log)[0].facts["step"] + 1, "a step is repeated"
     run.is_right(2)
-    run.is_gone(*"abc")
+    run.assert_memory_is_released(*"abc")
 
 
-@in_full
+@with_make_soak
 def test_a_flipped_byte_in_memory_is_read_from_the_other_copy(job: Callable[..., InMemory]) -> None:
     """A byte of each object of one host is flipped."""
     run = job(hosts=2, steps=15)
@@ -284,42 +284,42 @@ def test_a_flipped_byte_in_memory_is_read_from_the_other_copy(job: Callable[...,
             flipped += 1
     assert flipped
     assert run.ends(*"ab") == {"a": 0, "b": 0}
-    assert run.begins(1) >= failures(run.log())[0].facts["committed"] + 1
+    assert run.first_step(1) >= failures(run.log())[0].facts["committed"] + 1
     run.is_right(2)
-    run.is_gone(*"ab")
+    run.assert_memory_is_released(*"ab")
 
 
-@in_full
+@with_make_soak
 def test_a_killed_memory_node_restarts_with_its_objects(job: Callable[..., InMemory]) -> None:
     """The job continues without it meanwhile."""
     run = job(steps=60)
     for name in "abc":
         run.start(name)
     run.until_step(6)
-    killed = keepers(run)[1]
+    killed = memory_server_pids(run)[1]
     os.kill(killed, signal.SIGKILL)
     run.until_step(30)
-    assert len(keepers(run)) == 3
-    assert killed not in keepers(run)
+    assert len(memory_server_pids(run)) == 3
+    assert killed not in memory_server_pids(run)
     assert not failures(run.log())
     os.kill(run.pid(1), signal.SIGKILL)
     assert set(run.ends(*"abc").values()) == {0}
-    assert run.begins(1) >= 29
+    assert run.first_step(1) >= 29
     run.is_right(3)
-    run.is_gone(*"abc")
+    run.assert_memory_is_released(*"abc")
 
 
-@in_full
+@with_make_soak
 def test_ranks_restart_after_all_memory_nodes_are_killed(job: Callable[..., InMemory]) -> None:
     """A save fails, and the ranks start again from the steps that restarted nodes serve."""
     run = job(hosts=2, steps=30)
     for name in "ab":
         run.start(name)
     run.until_step(6)
-    for pid in keepers(run):
+    for pid in memory_server_pids(run):
         os.kill(pid, signal.SIGKILL)
     assert run.ends(*"ab") == {"a": 0, "b": 0}
     for attempt, failure in enumerate(failures(run.log()), 1):
-        assert run.begins(attempt) >= max(5, failure.facts["step"] - 1)
+        assert run.first_step(attempt) >= max(5, failure.facts["step"] - 1)
     run.is_right(2)
-    run.is_gone(*"ab")
+    run.assert_memory_is_released(*"ab")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.runs import RANKS, Run, in_memory, is_right, kill_all, none_left
+from helpers.runs import RANKS, Run, assert_result, kill_ranks, memory_folder_of, none_left
 from helpers.runs import start as start
 
 import ckpt
@@ -54,7 +54,7 @@ def test_status_and_metrics_show_the_bytes_in_memory(start: Callable[..., Run], 
     """They count the steps that are kept, and one that is being saved."""
     port = free_port("127.0.0.1")
     run = start("--metrics", f"127.0.0.1:{port}", seconds=0.1)
-    in_memory(run)
+    memory_folder_of(run)
     run.until_step(12)
     until, status = time.monotonic() + 30, ""
     while "of the memory of" not in status and time.monotonic() < until:
@@ -72,36 +72,36 @@ def test_status_and_metrics_show_the_bytes_in_memory(start: Callable[..., Run], 
 def test_no_step_in_memory_is_lost_when_all_ranks_are_killed(start: Callable[..., Run], tiered: None) -> None:
     """At most the step under way is repeated."""
     run = start(seconds=0.1)
-    in_memory(run)
+    memory_folder_of(run)
     run.until_step(12)
-    kill_all(run)
+    kill_ranks(run)
     assert run.end() == 0, run.said
-    is_right(run)
+    assert_result(run)
     (failure,) = [e for e in run.record() if e["kind"] == "failure"]
     assert failure["facts"]["committed"] >= failure["facts"]["step"] - 1 >= 11
     assert ckpt.open(run.folder / "repo").steps()[-1] == 39
-    assert not [p for p in in_memory(run).rglob("*") if p.is_file()], "a file is left in memory"
+    assert not [p for p in memory_folder_of(run).rglob("*") if p.is_file()], "a file is left in memory"
 
 
 def test_a_job_that_is_given_up_drains_its_memory(start: Callable[..., Run], tiered: None) -> None:
     """No rank can copy steps any more when the job is given up."""
     run = start("--restarts", "0", seconds=0.1)
-    in_memory(run)
+    memory_folder_of(run)
     run.until_step(12)
     os.kill(run.pid(1), signal.SIGKILL)
     assert run.end() == 1, run.said
     assert re.search(r"step \d+ was brought from file:///dev/shm/\S+ to file://", run.said), run.said
     assert ckpt.open(run.folder / "repo").steps()[-1] >= 11
     assert run.record()[-1]["kind"] == "note"
-    assert not [p for p in in_memory(run).rglob("*") if p.is_file()]
+    assert not [p for p in memory_folder_of(run).rglob("*") if p.is_file()]
     again = start()
     assert again.end() == 0, again.said
-    is_right(again)
+    assert_result(again)
 
 
 def test_a_restarted_ckpt_run_finds_the_steps_in_memory(start: Callable[..., Run], tiered: None) -> None:
     run = start(seconds=0.1)
-    in_memory(run)
+    memory_folder_of(run)
     run.until_step(12)
     pids = [run.pid(rank) for rank in range(RANKS)]
     run.process.kill()
@@ -109,5 +109,5 @@ def test_a_restarted_ckpt_run_finds_the_steps_in_memory(start: Callable[..., Run
     assert none_left(pids)
     again = start()
     assert again.end() == 0, again.said
-    is_right(again)
+    assert_result(again)
     assert min(int(line) for line in (run.folder / "begun").read_text().split()[RANKS:]) >= 12

@@ -13,8 +13,8 @@ from helpers.messages import one_line
 from helpers.processes import python
 from helpers.repositories import assert_all_load, files, reachable
 from helpers.states import assert_same, state_of
-from helpers.tier_places import Places, leave, move_on, train
-from helpers.tier_places import places as places
+from helpers.tier_places import TierFolders, close_as_if_failed, switch_memory_folder, train
+from helpers.tier_places import tier_folders as tier_folders
 from helpers.two_writers import take_over
 
 import ckpt
@@ -38,52 +38,52 @@ POINTS = ("promote.pack", "promote.manifest", "promote.commit", "promote.committ
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
-def test_a_kill_at_any_point_of_a_promotion_loses_no_step(places: Places) -> None:
+def test_a_kill_at_any_point_of_a_promotion_loses_no_step(tier_folders: TierFolders) -> None:
     """One run passes all fail points; each start finds the newest acknowledged step."""
     newest = -1
     for number, point in enumerate(POINTS):
-        process = python(KILLED, places.base, env={"CKPT_FAILPOINTS": f"{point}=kill@{number % 2 + 1}"})
+        process = python(KILLED, tier_folders.base, env={"CKPT_FAILPOINTS": f"{point}=kill@{number % 2 + 1}"})
         out, err = process.communicate(timeout=120)
         assert process.returncode == -signal.SIGKILL, (point, err)
         newest = max([newest, *map(int, out.split())])
-        places.check()
-        with places.open() as ck:
+        tier_folders.check()
+        with tier_folders.open() as ck:
             state, start = ck.restore(state_of(0))
             assert start > newest, point
             assert_same(state, state_of(start - 1) if start else state_of(0))
-            leave(ck)
+            close_as_if_failed(ck)
         newest = start - 1
-    with places.open() as ck:
+    with tier_folders.open() as ck:
         _, start = ck.restore(state_of(0))
         train(ck, range(start, start + 8))
-    places.check()
-    for place in (places.nvme, places.run):
+    tier_folders.check()
+    for place in (tier_folders.nvme, tier_folders.run):
         assert {name for name in files(place) if name.startswith("steps/")} == reachable(place), (
             "a file is left that no step needs"
         )
 
 
-def test_drain_copies_the_newest_step_of_a_dead_process_once(places: Places) -> None:
+def test_drain_copies_the_newest_step_of_a_dead_process_once(tier_folders: TierFolders) -> None:
     """ckpt-run drains the memory of ranks that died in this way."""
-    process = python(KILLED, places.base, env={"CKPT_FAILPOINTS": "save.commit=kill@3"})
+    process = python(KILLED, tier_folders.base, env={"CKPT_FAILPOINTS": "save.commit=kill@3"})
     out, err = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL, err
     assert out.split() == ["0", "1"]
-    assert places.steps() == [[0, 1], places.steps()[1], []]
+    assert tier_folders.steps() == [[0, 1], tier_folders.steps()[1], []]
     memory = os.environ["CKPT_MEMORY"]
-    assert drain(memory) == f"step 1 was brought from {places.memory.as_uri()} to {places.run.as_uri()}"
-    assert_all_load(places.run, 1)
-    assert drain(memory) == f"{places.run.as_uri()} has step 1 already"
-    shutil.rmtree(places.run)
+    assert drain(memory) == f"step 1 was brought from {tier_folders.memory.as_uri()} to {tier_folders.run.as_uri()}"
+    assert_all_load(tier_folders.run, 1)
+    assert drain(memory) == f"{tier_folders.run.as_uri()} has step 1 already"
+    shutil.rmtree(tier_folders.run)
     assert "could not be drained" in drain(memory)
     (Path(memory) / "other").mkdir()
-    shutil.rmtree(places.memory)
+    shutil.rmtree(tier_folders.memory)
     assert drain(memory) == ""
 
 
-def test_the_memory_of_a_live_process_is_not_drained(places: Places) -> None:
+def test_the_memory_of_a_live_process_is_not_drained(tier_folders: TierFolders) -> None:
     code = KILLED.replace("ck.wait()", "ck.wait(); sys.stdin.readline()")
-    process = python(code, places.base)
+    process = python(code, tier_folders.base)
     assert process.stdout is not None
     assert process.stdin is not None
     while process.stdout.readline() != "7\n":
@@ -91,73 +91,73 @@ def test_the_memory_of_a_live_process_is_not_drained(places: Places) -> None:
     assert f"process {process.pid}" in drain(os.environ["CKPT_MEMORY"])
     process.communicate("\n", timeout=60)
     assert process.returncode == 0
-    assert_all_load(places.run, 7)
+    assert_all_load(tier_folders.run, 7)
 
 
 def test_the_memory_of_the_previous_job_is_read_until_a_newer_step_exists(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ck = ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None)
+    ck = ckpt.Checkpointer(tier_folders.run, every=4, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(7))
-    leave(ck)
-    old = files(places.memory)
-    new = move_on(places, monkeypatch, "ckpt://127.0.0.1:1?redundancy=1x")  # no node answers at this address
-    with ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None) as ck:
+    close_as_if_failed(ck)
+    old = files(tier_folders.memory)
+    new = switch_memory_folder(tier_folders, monkeypatch, "ckpt://127.0.0.1:1?redundancy=1x")  # no node answers at this address
+    with ckpt.Checkpointer(tier_folders.run, every=4, tiers=[ckpt.Tier("memory")], group=None) as ck:
         state, start = ck.restore(state_of(0))
         assert start == 7
         assert_same(state, state_of(6))
         assert ckpt.open(new).steps() == []
-        assert places.memory.as_uri() in [place.url for place in ck.repository.places]
+        assert tier_folders.memory.as_uri() in [place.url for place in ck.repository.places]
         train(ck, range(7, 8))
         ck.wait()
         assert ckpt.open(new).steps() == [7]
-        assert [place.url for place in ck.repository.places] == [new.as_uri(), places.run.as_uri()]
-    assert files(places.memory) == old, "the memory of the previous job was written to"
-    assert assert_all_load(places.run, 7)[-1] == 7
+        assert [place.url for place in ck.repository.places] == [new.as_uri(), tier_folders.run.as_uri()]
+    assert files(tier_folders.memory) == old, "the memory of the previous job was written to"
+    assert assert_all_load(tier_folders.run, 7)[-1] == 7
 
 
 def test_a_step_only_in_the_memory_of_the_previous_job_is_copied_to_the_record(
-    places: Places, monkeypatch: pytest.MonkeyPatch
+    tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that only starts and ends copies it to the repository of record."""
-    ck = ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None)
+    ck = ckpt.Checkpointer(tier_folders.run, every=4, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(6))
-    leave(ck)
-    move_on(places, monkeypatch)
-    with ckpt.Checkpointer(places.run, every=4, tiers=[ckpt.Tier("memory")], group=None) as ck:
+    close_as_if_failed(ck)
+    switch_memory_folder(tier_folders, monkeypatch)
+    with ckpt.Checkpointer(tier_folders.run, every=4, tiers=[ckpt.Tier("memory")], group=None) as ck:
         assert ck.restore(state_of(0))[1] == 6
-    assert assert_all_load(places.run, 5)[-1] == 5
+    assert assert_all_load(tier_folders.run, 5)[-1] == 5
 
 
-def test_drain_of_several_memories_copies_the_newest_step(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_of_several_memories_copies_the_newest_step(tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory with the newest step counts; a newer step in the repository of record is not undone."""
     old = os.environ["CKPT_MEMORY"]
-    ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
+    ck = ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(6))
-    leave(ck)
-    move_on(places, monkeypatch)
+    close_as_if_failed(ck)
+    switch_memory_folder(tier_folders, monkeypatch)
     new = os.environ["CKPT_MEMORY"]
     unreachable = "ckpt://127.0.0.1:1?redundancy=1x"
     assert "step 5 was brought" in drain(new, old)
-    ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
+    ck = ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(6, 8))
-    leave(ck)
+    close_as_if_failed(ck)
     assert "could not be drained" in drain(unreachable, new)
-    assert ckpt.open(places.run).steps()[-1] == 7
-    shutil.rmtree(places.run / "steps" / "7")
+    assert ckpt.open(tier_folders.run).steps()[-1] == 7
+    shutil.rmtree(tier_folders.run / "steps" / "7")
     report = drain(new, unreachable, old)
     assert "step 7 was brought" in report
     assert len(report.splitlines()) == 1, "an older memory is reported, although it was neither read nor needed"
     assert "has step 7 already, which is newer than step 5" in drain(old)
-    assert 5 in ckpt.open(places.run).steps()
+    assert 5 in ckpt.open(tier_folders.run).steps()
 
 
-def test_a_fenced_job_promotes_no_step(places: Places) -> None:
+def test_a_fenced_job_promotes_no_step(tier_folders: TierFolders) -> None:
     """The older job runs on another host without a connection, and has a memory of its own."""
-    with places.open() as ck:
+    with tier_folders.open() as ck:
         ck.save(0, state_of(0))
         ck.wait()
-        take_over(places.run, 77)
+        take_over(tier_folders.run, 77)
         with failing("promote.pack=sleep:0.3@*"):  # so that a step waits behind the refused one
             for step in (1, 2):
                 ck.save(step, {**state_of(step), "name": "old"}).result()  # in memory
@@ -168,7 +168,7 @@ def test_a_fenced_job_promotes_no_step(places: Places) -> None:
         one_line(error, "process 4711 on elsewhere", "stop it")
         with pytest.raises(ckpt.Fenced):
             ck.close()
-    assert ckpt.open(places.run).steps() == [0]
+    assert ckpt.open(tier_folders.run).steps() == [0]
 
 
 def test_a_new_pack_reuses_the_memory_of_a_deleted_one(tmp_path: Path) -> None:

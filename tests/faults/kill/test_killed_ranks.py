@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.folders import fast_folder
 from helpers.processes import SOAK, until
-from helpers.saving_ranks import SIZE, clean, ends, lines, start
+from helpers.saving_ranks import SIZE, clean, next_lines, results_of, start
 
 import ckpt
 
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts and kill
 
 def check_next_job_continues(root: Path, least: int | None, size: int) -> int:
     """Check that earlier steps are whole and that the next job of all ranks continues; return the first step of that job."""
-    ended = ends(start(size, "train", root, steps=1, wait=True))
+    ended = results_of(start(size, "train", root, steps=1, wait=True))
     assert all(status == 0 for status, _, _ in ended), [err[-2000:] for _, _, err in ended]
-    first = {line["start"] for _, lines, _ in ended for line in lines if "start" in line}
+    first = {line["start"] for _, next_lines, _ in ended for line in next_lines if "start" in line}
     assert len(first) == 1, "the ranks continued from different steps"
     first_step = first.pop()
     assert least is None or first_step > least
@@ -49,9 +49,9 @@ CASES = [
 
 def check_killed_rank(root: Path, point: str, victim: int, k: int) -> None:
     """Run a job whose rank `victim` dies at a fail point: all its ranks end, and the next job continues from a whole step."""
-    ended = ends(start(SIZE, "train", root, steps=k + 2, victim=victim, failpoints=f"{point}=kill@{k}", timeout=8))
+    ended = results_of(start(SIZE, "train", root, steps=k + 2, victim=victim, failpoints=f"{point}=kill@{k}", timeout=8))
     assert ended[victim][0] == -signal.SIGKILL, ended[victim]
-    committed = [line["committed"] for _, lines, _ in ended for line in lines if "committed" in line]
+    committed = [line["committed"] for _, next_lines, _ in ended for line in next_lines if "committed" in line]
     for rank, (status, _, err) in enumerate(ended):
         if rank != victim:
             assert status == 1, (rank, err[-2000:])
@@ -108,14 +108,14 @@ def test_the_other_ranks_do_not_wait_for_a_killed_rank(tmp_path: Path) -> None:
     """Ranks on the same host see that it is dead, so they do not wait for a timeout."""
     ranks = start_savers(3, tmp_path / "r")
     try:
-        assert lines(ranks) == ["0"] * 3
+        assert next_lines(ranks) == ["0"] * 3
         save_next_step(ranks)
-        assert lines(ranks) == ["1"] * 3
+        assert next_lines(ranks) == ["1"] * 3
         ranks[1].kill()
         ranks[1].wait()
         others = [ranks[0], ranks[2]]
         save_next_step(others)
-        for line in lines(others):
+        for line in next_lines(others):
             assert line.startswith("RanksMissing"), line
             assert "rank 1 of 3 did not bring its part of step 1 and has ended" in line
     finally:
@@ -130,17 +130,17 @@ def test_waiting_ranks_report_that_the_repository_was_deleted(tmp_path: Path) ->
     arrive."""
     ranks = start_savers(2, tmp_path / "r")
     try:
-        assert lines(ranks) == ["0"] * 2
+        assert next_lines(ranks) == ["0"] * 2
         save_next_step(ranks)
-        assert lines(ranks) == ["1"] * 2
+        assert next_lines(ranks) == ["1"] * 2
         save_next_step(ranks[:1])
         while not list((tmp_path / "r").glob("steps/1/part/0-*.arrow")):
             assert ranks[0].poll() is None
         shutil.rmtree(tmp_path / "r")
-        (line,) = lines(ranks[:1])
+        (line,) = next_lines(ranks[:1])
         assert "is missing: the folder was deleted or emptied during a save" in line, line
         save_next_step(ranks[1:])
-        (line,) = lines(ranks[1:])
+        (line,) = next_lines(ranks[1:])
         assert "is missing: the folder was deleted or emptied during a save" in line, line
     finally:
         for rank in ranks:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from helpers.processes import python
-from helpers.tier_places import Places
-from helpers.tier_places import places as places
+from helpers.tier_places import TierFolders
+from helpers.tier_places import tier_folders as tier_folders
 
 import ckpt
 
@@ -24,14 +24,14 @@ with Places(Path(sys.argv[1])).open(group="auto", timeout=60) as ck:
 """
 
 
-def test_killed_ranks_with_tiers_lose_no_acknowledged_step(places: Places) -> None:
+def test_killed_ranks_with_tiers_lose_no_acknowledged_step(tier_folders: TierFolders) -> None:
     """The ranks know of each other by the environment only. Every acknowledged step is found again."""
     newest = -1
     for attempt, (steps, victim) in enumerate(((1000, 1), (1000, 0), (5, None))):
         ranks = [
             python(
-                RANK, places.base, steps,
-                env={"RANK": str(rank), "WORLD_SIZE": "2", "CKPT_RUN_ID": f"{places.base.name}-{attempt}"},
+                RANK, tier_folders.base, steps,
+                env={"RANK": str(rank), "WORLD_SIZE": "2", "CKPT_RUN_ID": f"{tier_folders.base.name}-{attempt}"},
             )
             for rank in range(2)
         ]  # fmt: skip
@@ -52,7 +52,7 @@ def test_killed_ranks_with_tiers_lose_no_acknowledged_step(places: Places) -> No
             for rank in ranks:
                 rank.kill()
                 rank.communicate()
-    found = ckpt.open(places.run).steps()
+    found = ckpt.open(tier_folders.run).steps()
     assert found[-1] == int(lines[0][1]) + 4
     for step in found:
-        assert np.array_equal(ckpt.load(places.run, step=step)["w"], np.arange(6400.0).reshape(64, 100) * (step + 1))
+        assert np.array_equal(ckpt.load(tier_folders.run, step=step)["w"], np.arange(6400.0).reshape(64, 100) * (step + 1))

@@ -17,7 +17,14 @@ from helpers.folders import TESTS
 from helpers.nodes import Process, directories, nodes_config, quick
 from helpers.processes import SOAK
 from helpers.registers import Flaky, words
-from helpers.replica_sets import CONTENT, all_there, keepers, kill_at, spots, three_of
+from helpers.replica_sets import (
+    CONTENT,
+    assert_all_files_exist,
+    kill_at,
+    locations_of,
+    make_three_member_namespace,
+    record_members,
+)
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance
@@ -36,7 +43,7 @@ POINTS = [
 @pytest.mark.parametrize("by", ["forget", "repair"])
 def test_the_next_change_or_a_repair_completes_a_killed_ring_change(tmp_path: Path, point: str, by: str) -> None:
     """Clients that started before and after it work; the next change, or a repair, completes it."""
-    three_of(tmp_path, 5)
+    make_three_member_namespace(tmp_path, 5)
     config = tmp_path / "config.toml"
     members = ", ".join(f'{{url = "{tmp_path}/disk{i}", name = "disk{i}"}}' for i in range(5))
     config.write_text(f"[namespaces.lab]\nmembers = [{members}]\n")
@@ -46,29 +53,33 @@ def test_the_next_change_or_a_repair_completes_a_killed_ring_change(tmp_path: Pa
     )
     environment = os.environ | {"CKPT_FAILPOINTS": kill_at(point), "CKPT_CONFIG": str(config)}
     before = Namespace(directories(tmp_path, 5, deadline_seconds=5.0))
-    assert keepers(before) == {"disk0", "disk1", "disk2"}
+    assert record_members(before) == {"disk0", "disk1", "disk2"}
     assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == -9
     before.put("d/f0", CONTENT["d/f0"])
-    all_there(before)
+    assert_all_files_exist(before)
     after = Namespace(directories(tmp_path, 5, deadline_seconds=5.0))
-    all_there(after)
+    assert_all_files_exist(after)
     after.put("d/f1", CONTENT["d/f1"])
     if by == "repair":
         repairs.repair_namespace(after, surveys.scrub_namespace(after))
         assert after.ring.previous is None
-        assert keepers(after) == {"disk0", "disk1", "disk2"} if point == "ring.joined" else "disk2" not in keepers(after)
+        assert (
+            record_members(after) == {"disk0", "disk1", "disk2"}
+            if point == "ring.joined"
+            else "disk2" not in record_members(after)
+        )
     else:
         rebalance.remove_member(after, "disk2")
-        assert keepers(after) == {"disk0", "disk1", "disk3", "disk4"}
+        assert record_members(after) == {"disk0", "disk1", "disk3", "disk4"}
         shutil.rmtree(tmp_path / "disk2")
-    all_there(after)
-    all_there(before)
+    assert_all_files_exist(after)
+    assert_all_files_exist(before)
 
 
 @pytest.mark.parametrize("point", POINTS[1:] if SOAK else ["ring.decided", "ring.settled", "ring.moved"])
 def test_the_next_writer_completes_a_killed_growth_of_the_record_ring(tmp_path: Path, point: str) -> None:
     """The next writer completes it; no acknowledged file is lost meanwhile."""
-    three_of(tmp_path, 6)
+    make_three_member_namespace(tmp_path, 6)
     rebalance.rebalance_fragments(grown := Namespace(directories(tmp_path, 6)))
     program = (
         "import sys; from pathlib import Path; from helpers.nodes import directories\n"
@@ -78,13 +89,13 @@ def test_the_next_writer_completes_a_killed_growth_of_the_record_ring(tmp_path: 
     environment = os.environ | {"CKPT_FAILPOINTS": kill_at(point), "PYTHONPATH": str(TESTS)}
     command = [sys.executable, "-c", program, str(tmp_path)]
     assert subprocess.run(command, env=environment, check=False).returncode == -9
-    all_there(grown)
+    assert_all_files_exist(grown)
     after = Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=1.0))
     after.put("d/new", b"2")
     assert after.delete(["d/new"])
     assert after.ring.can_tolerate(2, 6)
-    all_there(after)
-    all_there(grown)
+    assert_all_files_exist(after)
+    assert_all_files_exist(grown)
 
 
 SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(300 if SOAK else 8)
@@ -144,7 +155,9 @@ def test_registers_keep_one_history_while_their_ring_changes(tmp_path: Path, see
                     raise StoreError("given up")
 
             try:
-                change_ring(namespace, spots(namespace, *next_members), progress=stop, tolerated_losses=draws.choice([0, 2]))  # type: ignore[arg-type]
+                change_ring(
+                    namespace, locations_of(namespace, *next_members), progress=stop, tolerated_losses=draws.choice([0, 2])
+                )  # type: ignore[arg-type]
                 if namespace.ring.epoch > 1:
                     changed.set()
             except StoreError:
@@ -191,7 +204,7 @@ def test_clients_continue_after_a_lost_node_was_replaced(tmp_path: Path) -> None
         assert f"{nodes[1].address} is forgotten" in done.stdout
         assert "Exception" not in done.stderr
         client.put("after", b"by a client that knows of four")
-        assert keepers(client) == {n.address for n in nodes} - {nodes[1].address}
+        assert record_members(client) == {n.address for n in nodes} - {nodes[1].address}
         all_but_after = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
         scrub = surveys.scrub_namespace(all_but_after, verify=True)
         assert scrub.is_whole, scrub
@@ -199,7 +212,7 @@ def test_clients_continue_after_a_lost_node_was_replaced(tmp_path: Path) -> None
         rest = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
         assert rest.get("after") == b"by a client that knows of four"
         rest.delete(["after"])
-        all_there(rest)
+        assert_all_files_exist(rest)
     finally:
         for node in nodes:
             node.close()

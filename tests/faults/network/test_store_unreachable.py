@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.folders import PROGRAMS
-from helpers.meetings import env_groups, no_launcher, together
+from helpers.meetings import env_groups, no_launcher, run_in_threads
 
 from ckpt.groups import host_notes
 from ckpt.recovery.ranks.launch import free_port
@@ -85,12 +85,12 @@ def test_all_ranks_report_that_one_cannot_join_at_the_store(tmp_path: Path, monk
     store = LocalStore(store_folder)
     failing = LocalStore(store_folder)
     monkeypatch.setattr(failing, "put", _unreachable_put(store))
-    first = together(lambda: groups[0].meet_at(store), lambda: groups[1].meet_at(failing))
+    first = run_in_threads(lambda: groups[0].meet_at(store), lambda: groups[1].meet_at(failing))
     assert "rank 1 cannot join the other ranks" in str(first[0])
     for error in first:
         assert "no way to the store" in str(error)
         assert store_folder.as_uri() in str(error)
-    assert together(*(lambda group=group: group.meet_at(store) for group in groups)) == [None, None], (
+    assert run_in_threads(*(lambda group=group: group.meet_at(store) for group in groups)) == [None, None], (
         "the note of the first failure was read twice"
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.nodes import Here, Process, nodes_config
-from helpers.stopped_client import Stopped
+from helpers.stopped_client import StoppedClient
 
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import rebalance
@@ -56,12 +56,12 @@ def test_a_write_completes_after_the_only_member_with_its_record_is_forgotten(
         namespace.delete(["a"])
         assert collect_tombstones(namespace, 0.0) == 1
     path = path_ordered_by(namespace, nodes[2])
-    writer = Stopped(url_of(nodes), f"namespace.put({path!r}, random_bytes({nbytes}, 2))", point)
+    writer = StoppedClient(url_of(nodes), f"namespace.put({path!r}, random_bytes({nbytes}, 2))", point)
     try:
         nodes[2].kill()
         rest, _ = open_namespace(url_of(nodes))
         assert not rebalance.remove_member(rest, nodes[2].address).failed
-        outcome = writer.goes_on()
+        outcome = writer.finish()
     finally:
         writer.close()
     assert outcome.startswith("acknowledged"), outcome
@@ -78,10 +78,10 @@ def test_a_write_completes_although_a_new_era_begins(nodes: list[Process], colle
     assert begin_era(namespace) is not None
     if collects:
         namespace.delete(["a"])
-    writer = Stopped(url_of(nodes), "namespace.put('b', random_bytes(1 << 20, 2))", "ledger.accept")
+    writer = StoppedClient(url_of(nodes), "namespace.put('b', random_bytes(1 << 20, 2))", "ledger.accept")
     try:
         assert collect_tombstones(namespace, 0.0) == 1 if collects else begin_era(namespace) is not None
-        outcome = writer.goes_on()
+        outcome = writer.finish()
     finally:
         writer.close()
     assert outcome.startswith("acknowledged"), outcome

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgpack
 import pytest
-from helpers.races import FIRST, SECOND, Down, swap
-from helpers.races import old_enough as old_enough
-from helpers.races import open_one as open_one
+from helpers.races import FIRST, SECOND, Down, replace_registers
+from helpers.races import collect_orphans_at_once as collect_orphans_at_once
+from helpers.races import open_client as open_client
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair as repairs
@@ -23,19 +23,19 @@ from ckpt.storage.registers.base import RegisterValue
 from ckpt.storage.testing import random_bytes
 
 
-def test_a_delete_after_a_rename_that_a_member_missed_deletes_nothing(open_one: Callable[[], Namespace]) -> None:
-    one, other = open_one(), open_one()
+def test_a_delete_after_a_rename_that_a_member_missed_deletes_nothing(open_client: Callable[[], Namespace]) -> None:
+    one, other = open_client(), open_client()
     one.put("x", FIRST)
-    swap(other, one.ring.replica_set("/x").members[0], Down())
+    replace_registers(other, one.ring.replica_set("/x").members[0], Down())
     other.rename("x", "y")
     assert not one.delete(["x"])
     assert one.get("y") == FIRST
 
 
 def test_a_file_renamed_twice_at_once_is_readable_by_both_names(
-    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch
+    open_client: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = open_one(), open_one()
+    one, other = open_client(), open_client()
     one.put("x", FIRST)
     publish = one.publish
 
@@ -51,8 +51,10 @@ def test_a_file_renamed_twice_at_once_is_readable_by_both_names(
     assert one.get("c") == FIRST
 
 
-def test_a_second_rename_after_an_interrupted_one_loses_no_data(open_one: Callable[[], Namespace], old_enough: None) -> None:
-    one = open_one()
+def test_a_second_rename_after_an_interrupted_one_loses_no_data(
+    open_client: Callable[[], Namespace], collect_orphans_at_once: None
+) -> None:
+    one = open_client()
     one.put("q", FIRST)
     set_failpoints("namespace.renamed=error")
     with pytest.raises(OSError, match="injected"):
@@ -68,8 +70,8 @@ def test_a_second_rename_after_an_interrupted_one_loses_no_data(open_one: Callab
     assert not any(member.inventory() for member in one.open_members.values())
 
 
-def test_a_repair_of_a_file_renamed_meanwhile_loses_no_data(open_one: Callable[[], Namespace]) -> None:
-    one = open_one()
+def test_a_repair_of_a_file_renamed_meanwhile_loses_no_data(open_client: Callable[[], Namespace]) -> None:
+    one = open_client()
     one.put("x", FIRST)
     file = one.stat("x")
     assert file is not None
@@ -83,9 +85,9 @@ def test_a_repair_of_a_file_renamed_meanwhile_loses_no_data(open_one: Callable[[
 
 
 def test_a_repair_after_a_scrub_during_a_rename_loses_no_data(
-    open_one: Callable[[], Namespace], old_enough: None, monkeypatch: pytest.MonkeyPatch
+    open_client: Callable[[], Namespace], collect_orphans_at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = open_one()
+    one = open_client()
     one.put("z", FIRST)
     read = one.read_records
 
@@ -101,9 +103,11 @@ def test_a_repair_after_a_scrub_during_a_rename_loses_no_data(
     assert one.get("a") == FIRST
 
 
-def test_a_scrub_deletes_no_objects_while_it_cannot_read_a_record(open_one: Callable[[], Namespace], old_enough: None) -> None:
+def test_a_scrub_deletes_no_objects_while_it_cannot_read_a_record(
+    open_client: Callable[[], Namespace], collect_orphans_at_once: None
+) -> None:
     """The record is of a newer version, so the objects that it names are unknown: none counts as an orphan."""
-    one = open_one()
+    one = open_client()
     one.put("n", FIRST)
     value = one.read_records(["/n"])["/n"]
     assert value is not None
@@ -115,21 +119,23 @@ def test_a_scrub_deletes_no_objects_while_it_cannot_read_a_record(open_one: Call
     assert not found.is_whole
 
 
-def test_a_partial_write_on_an_absent_member_is_settled_for_good(open_one: Callable[[], Namespace], old_enough: None) -> None:
+def test_a_partial_write_on_an_absent_member_is_settled_for_good(
+    open_client: Callable[[], Namespace], collect_orphans_at_once: None
+) -> None:
     """Its only trace is on a member that does not answer while the others are scrubbed."""
-    one, other = open_one(), open_one()
+    one, other = open_client(), open_client()
     one.put("x", FIRST)
     members = one.ring.replica_set("/x").members
     for member in members[1:]:
-        swap(other, member, Down())
+        replace_registers(other, member, Down())
     with pytest.raises(Unavailable):
         other.put("x", SECOND)
-    registers = swap(one, members[0], Down())
+    registers = replace_registers(one, members[0], Down())
     assert one.get("x") == FIRST
     repairs.repair_namespace(one, surveys.scrub_namespace(one))
     assert one.get("x") == FIRST
-    swap(one, members[0], registers)
-    fresh = open_one()
+    replace_registers(one, members[0], registers)
+    fresh = open_client()
     found = fresh.get("x")
     assert found in (FIRST, SECOND)
     repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh))
@@ -137,8 +143,8 @@ def test_a_partial_write_on_an_absent_member_is_settled_for_good(open_one: Calla
 
 
 @pytest.mark.parametrize("size", [1000, 300_000])
-def test_an_append_to_a_changed_file_is_refused(open_one: Callable[[], Namespace], size: int) -> None:
-    one = open_one()
+def test_an_append_to_a_changed_file_is_refused(open_client: Callable[[], Namespace], size: int) -> None:
+    one = open_client()
     more = memoryview(b"more" * 20_000)
     changes: list[Callable[[str], object]] = [
         lambda path: one.put(path, SECOND), lambda path: one.rename(path, f"{path}-renamed"), lambda path: one.delete([path]),
@@ -172,11 +178,11 @@ def test_an_append_to_a_changed_file_is_refused(open_one: Callable[[], Namespace
     ("others", "size", "recognised"), [(3, 40_000, True), (9, 40_000, True), (3, 100, True), (9, 100, False)]
 )
 def test_a_stopped_writer_recognises_its_append_by_its_objects(
-    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, others: int, size: int, recognised: bool
+    open_client: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, others: int, size: int, recognised: bool
 ) -> None:
     """Other clients completed the append and then added so often that the record no longer has its version. The objects of the
     append show that it succeeded; without objects the writer can't know whether it was refused."""
-    one, other = open_one(), open_one()
+    one, other = open_client(), open_client()
     first, second = FIRST[:size], SECOND[:size]
     one.put("log", first)
     stopped, resume = threading.Event(), threading.Event()
@@ -213,11 +219,11 @@ def test_a_stopped_writer_recognises_its_append_by_its_objects(
     else:
         assert isinstance(outcome[0], Unavailable), outcome
         assert "it can't be known whether this was added" in str(outcome[0])
-    assert open_one().get("log") == first + second + b"".join(bytes([i]) * size for i in range(others))
+    assert open_client().get("log") == first + second + b"".join(bytes([i]) * size for i in range(others))
 
 
-def test_an_append_to_an_erasure_coded_file_is_read_back(open_one: Callable[[], Namespace]) -> None:
-    one = open_one()
+def test_an_append_to_an_erasure_coded_file_is_read_back(open_client: Callable[[], Namespace]) -> None:
+    one = open_client()
     one.put("e", FIRST, redundancy=parse_redundancy("4+2"))
     with one.create("e", aligned=False, base=one.stat("e")) as writer:
         writer.append(memoryview(SECOND))
@@ -228,10 +234,10 @@ def test_an_append_to_an_erasure_coded_file_is_read_back(open_one: Callable[[], 
 @pytest.mark.parametrize("redundancy", ["2x", "3+2"])
 @pytest.mark.parametrize("how", ["repair", "drain"])
 def test_an_append_to_a_file_that_was_moved_meanwhile_is_read_back(
-    open_one: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, redundancy: str, how: str
+    open_client: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, redundancy: str, how: str
 ) -> None:
     """A repair or a drain moves stripes of the file while a client appends to it."""
-    one, other = open_one(), open_one()
+    one, other = open_client(), open_client()
     one.put("x", FIRST, redundancy=parse_redundancy(redundancy))
     base = one.stat("x")
     assert base is not None
@@ -249,7 +255,7 @@ def test_an_append_to_a_file_that_was_moved_meanwhile_is_read_back(
         assert moved is not None
         assert moved.layout != base.layout
         published = writer.publish()
-    assert open_one().get("x") == FIRST + SECOND
+    assert open_client().get("x") == FIRST + SECOND
     assert published == one.stat("x")
     assert published.layout is not None
     assert lost not in published.layout.objects
@@ -258,13 +264,13 @@ def test_an_append_to_a_file_that_was_moved_meanwhile_is_read_back(
         writer.commit()
     assert one.get("x") == FIRST + SECOND + b"more"
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
-    found = surveys.scrub_namespace(open_one(), verify=True)
+    found = surveys.scrub_namespace(open_client(), verify=True)
     assert (found.damaged_files, found.orphans) == ([], {})
 
 
 @pytest.mark.parametrize("redundancy", ["2x", "4+2"])
-def test_an_append_to_a_truncated_file_is_read_back(open_one: Callable[[], Namespace], redundancy: str) -> None:
-    one = open_one()
+def test_an_append_to_a_truncated_file_is_read_back(open_client: Callable[[], Namespace], redundancy: str) -> None:
+    one = open_client()
     whole = random_bytes(8 << 20)
     with one.create("c", parse_redundancy(redundancy), aligned=False) as writer:
         writer.write_at(0, memoryview(whole))

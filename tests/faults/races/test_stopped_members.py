@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from helpers.nodes import directories
-from helpers.races import FIRST, SECOND, Down, swap
-from helpers.races import open_one as open_one
+from helpers.races import FIRST, SECOND, Down, replace_registers
+from helpers.races import open_client as open_client
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair as repairs
@@ -36,22 +36,22 @@ class Silent(Registers):
 
 
 @pytest.mark.parametrize("point", ["ledger.changed", "namespace.recorded", "ledger.change"])
-def test_a_write_interrupted_at_its_record_is_old_or_new_for_good(open_one: Callable[[], Namespace], point: str) -> None:
+def test_a_write_interrupted_at_its_record_is_old_or_new_for_good(open_client: Callable[[], Namespace], point: str) -> None:
     """The client cannot know whether the members have the record: the objects stay, and the file is the old or the new one for
     good."""
-    one = open_one()
+    one = open_client()
     one.put("x", FIRST)
     set_failpoints(f"{point}=error")
     with pytest.raises(OSError, match="injected"):
         one.put("x", SECOND)
     set_failpoints("")
-    found = open_one().get("x")
+    found = open_client().get("x")
     assert found in (FIRST, SECOND)
     assert one.get("x") == found
 
 
-def test_a_repair_restores_a_record_with_a_damaged_head(open_one: Callable[[], Namespace], tmp_path: Path) -> None:
-    one = open_one()
+def test_a_repair_restores_a_record_with_a_damaged_head(open_client: Callable[[], Namespace], tmp_path: Path) -> None:
+    one = open_client()
     one.put("x", FIRST)
     member = one.ring.replica_set("/x").members[0]
     one.close()
@@ -59,7 +59,7 @@ def test_a_repair_restores_a_record_with_a_damaged_head(open_one: Callable[[], N
         (head,) = db.execute("SELECT head FROM registers WHERE name = '/x'").fetchone()
         db.execute("UPDATE registers SET head = ? WHERE name = '/x'", (head[:1] + b"\x02" + head[2:],))
     db.close()
-    reopened = open_one()
+    reopened = open_client()
     assert list(reopened.list()) == ["x"]
     found = surveys.scrub_namespace(reopened, verify=True)
     assert found.lagging_paths == ["x"]
@@ -68,16 +68,16 @@ def test_a_repair_restores_a_record_with_a_damaged_head(open_one: Callable[[], N
 
 
 def test_a_member_with_an_empty_disk_does_not_vote_until_it_has_the_records(
-    open_one: Callable[[], Namespace], tmp_path: Path
+    open_client: Callable[[], Namespace], tmp_path: Path
 ) -> None:
     """It must not vote that a record does not exist before it has the records of the other members."""
-    one = open_one()
+    one = open_client()
     for i in range(10):
         one.put(f"x{i}", FIRST)
     one.close()
     for name in ("registers.sqlite", "registers.sqlite-wal", "registers.sqlite-shm"):
         (tmp_path / "disk0" / name).unlink(missing_ok=True)
-    reopened = open_one()
+    reopened = open_client()
     for i in range(10):
         assert reopened.get(f"x{i}") == FIRST
         with pytest.raises(StoreError, match="exists already"):
@@ -88,8 +88,8 @@ def test_a_member_with_an_empty_disk_does_not_vote_until_it_has_the_records(
     assert all(getattr(r, "value", None) is not None for r in reopened.open_members["disk0"].registers.read(paths_of_member))
 
 
-def test_a_stopped_member_does_not_block_all_threads(open_one: Callable[[], Namespace]) -> None:
-    one = open_one()
+def test_a_stopped_member_does_not_block_all_threads(open_client: Callable[[], Namespace]) -> None:
+    one = open_client()
     for i in range(30):
         one.put(f"x{i}", b"1")
     member = one.ring.replica_set("/x0").members[0]
@@ -100,7 +100,7 @@ def test_a_stopped_member_does_not_block_all_threads(open_one: Callable[[], Name
             resume.wait(20)
             raise Unavailable("stopped")
 
-    swap(one, member, Stopped())
+    replace_registers(one, member, Stopped())
     done: list[int] = []
 
     def stat_repeatedly() -> None:
@@ -121,21 +121,21 @@ def test_a_stopped_member_does_not_block_all_threads(open_one: Callable[[], Name
 
 @pytest.mark.parametrize("what", ["list", "get", "lagging", "put", "replace", "large", "delete", "rename"])
 def test_no_operation_waits_for_a_stopped_member(
-    open_one: Callable[[], Namespace], tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+    open_client: Callable[[], Namespace], tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process is new and has measured no member yet, and its deadline is far longer than the test."""
-    one = open_one()
+    one = open_client()
     one.put("x", FIRST[:1000])
     first, second, third = one.ring.replica_set("/x").members
     stopped = first
     if what == "lagging":  # of the other two members, one has missed a change
-        down = swap(one, second, Down())
+        down = replace_registers(one, second, Down())
         one.put("x", SECOND[:1000])
-        swap(one, second, down)
+        replace_registers(one, second, down)
         stopped = third
     test_ended = threading.Event()
     fresh = Namespace(directories(tmp_path, 6, deadline_seconds=1000.0))
-    swap(fresh, stopped, Silent(test_ended))
+    replace_registers(fresh, stopped, Silent(test_ended))
     monkeypatch.setattr(fresh.open_members[stopped], "info", lambda: test_ended.wait() and None)
     monkeypatch.setattr(fresh.open_members[stopped].store, "create", lambda *_: test_ended.wait())
     work: dict[str, Callable[[], object]] = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.nodes import Process
-from helpers.stopped_client import Stopped
+from helpers.stopped_client import StoppedClient
 
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import scrub as surveys
@@ -78,10 +78,10 @@ with namespace.create('a', aligned=False, base=namespace.stat('a')) as writer:
 @pytest.mark.parametrize("work", [PUT, PUT_NEW, MANY_APPENDS, APPEND])
 def test_objects_that_a_repair_deletes_are_not_published(url: str, namespace: Namespace, work: str) -> None:
     """The writer is stopped between its objects and its record: no record names the objects."""
-    writer = Stopped(url, work, "namespace.record")
+    writer = StoppedClient(url, work, "namespace.record")
     try:
         assert "2 forgotten objects deleted" in run_repair(url) or work == MANY_APPENDS
-        outcome = writer.goes_on()
+        outcome = writer.finish()
     finally:
         writer.close()
     assert outcome.startswith("refused"), outcome
@@ -94,10 +94,10 @@ def test_objects_that_a_repair_deletes_are_not_published(url: str, namespace: Na
 @pytest.mark.parametrize("point", ["ledger.change", "ledger.changed"])
 def test_a_repair_deletes_no_object_of_a_record_that_a_member_has(url: str, namespace: Namespace, point: str) -> None:
     """At the second point one member has the record already: its objects stay, though the writer has no reply yet."""
-    writer = Stopped(url, PUT, point)
+    writer = StoppedClient(url, PUT, point)
     try:
         run_repair(url)
-        outcome = writer.goes_on()
+        outcome = writer.finish()
     finally:
         writer.close()
     if outcome.startswith("acknowledged"):
@@ -108,12 +108,12 @@ def test_a_repair_deletes_no_object_of_a_record_that_a_member_has(url: str, name
 
 def test_a_refused_writer_that_stops_again_publishes_its_data_or_fails(url: str, namespace: Namespace) -> None:
     """It has renamed its objects, and is stopped again while a repair deletes them."""
-    writer = Stopped(url, PUT, "namespace.record", "ledger.change")
+    writer = StoppedClient(url, PUT, "namespace.record", "ledger.change")
     try:
         assert begin_era(namespace) is not None
-        writer.goes_on_to_the_next_point()
+        writer.continue_to_next_point()
         assert "forgotten objects deleted" in run_repair(url)
-        outcome = writer.goes_on()
+        outcome = writer.finish()
     finally:
         writer.close()
     assert content(namespace, "a") == (NEW if outcome.startswith("acknowledged") else OLD), outcome
@@ -122,10 +122,10 @@ def test_a_refused_writer_that_stops_again_publishes_its_data_or_fails(url: str,
 
 def test_a_writer_without_a_repair_publishes_its_objects_in_a_new_era(url: str, namespace: Namespace) -> None:
     """An era begins, and the objects exist: the writer publishes them under other names."""
-    writer = Stopped(url, PUT, "namespace.record")
+    writer = StoppedClient(url, PUT, "namespace.record")
     try:
         assert begin_era(namespace) is not None
-        outcome = writer.goes_on()
+        outcome = writer.finish()
     finally:
         writer.close()
     assert outcome.startswith("acknowledged"), outcome
@@ -138,12 +138,12 @@ def test_a_stopped_writer_does_not_bring_back_a_collected_file(url: str, namespa
     """The writer stops while members may have its record. The collection removes every trace of whether the file was deleted
     since."""
     collect_tombstones(namespace, 0.0)
-    writer = Stopped(url, "namespace.put('b', b'small')", "ledger.accept")
+    writer = StoppedClient(url, "namespace.put('b', b'small')", "ledger.accept")
     try:
         namespace.put("b", b"other")
         namespace.delete(["b"])
         assert collect_tombstones(namespace, 0.0) >= 1
-        outcome = writer.goes_on()
+        outcome = writer.finish()
     finally:
         writer.close()
     assert outcome.startswith("refused"), outcome
@@ -153,11 +153,11 @@ def test_a_stopped_writer_does_not_bring_back_a_collected_file(url: str, namespa
 
 def test_a_stopped_rename_of_a_deleted_file_is_refused(url: str, namespace: Namespace) -> None:
     """Another client deletes the file meanwhile, and a repair deletes its objects: the file gets no second name."""
-    client = Stopped(url, "namespace.rename('a', 'b')", "namespace.rename")
+    client = StoppedClient(url, "namespace.rename('a', 'b')", "namespace.rename")
     try:
         namespace.delete(["a"])
         run_repair(url)
-        outcome = client.goes_on()
+        outcome = client.finish()
     finally:
         client.close()
     assert outcome.startswith("refused"), outcome
@@ -177,10 +177,10 @@ def test_a_stopped_repair_or_drain_names_no_deleted_fragment(url: str, namespace
     holder = file.layout.objects[0]
     if work.startswith("repair"):
         namespace.open_members[holder.member].store.delete([holder.name])
-    client = Stopped(url, work.replace("MEMBER", repr(holder.member)), "repair.record")
+    client = StoppedClient(url, work.replace("MEMBER", repr(holder.member)), "repair.record")
     try:
         run_repair(url)
-        client.goes_on()
+        client.finish()
     finally:
         client.close()
     assert content(namespace, "a") == OLD

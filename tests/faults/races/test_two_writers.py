@@ -21,7 +21,7 @@ from helpers.messages import one_line
 from helpers.processes import SOAK, finish, python
 from helpers.repositories import assert_all_load, assert_clean
 from helpers.states import assert_same, state_of
-from helpers.two_writers import HOLD, take_over, zombie
+from helpers.two_writers import HOLDER_PROGRAM, is_zombie, take_over
 
 import ckpt
 from ckpt.format import json_records
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="detects live pr
 
 
 def test_the_second_writer_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
-    first = python(HOLD, tmp_path)
+    first = python(HOLDER_PROGRAM, tmp_path)
     assert first.stdout is not None
     assert first.stdout.readline() == "holding\n"
     for call in (
@@ -55,14 +55,14 @@ def test_the_second_writer_is_refused_with_the_name_of_the_first(tmp_path: Path)
 
 
 def test_a_killed_writer_is_taken_over_at_once(tmp_path: Path) -> None:
-    first = python(HOLD, tmp_path)
+    first = python(HOLDER_PROGRAM, tmp_path)
     assert first.stdout is not None
     assert first.stdout.readline() == "holding\n"
     first.send_signal(signal.SIGSTOP)  # a stopped process is not dead
     with pytest.raises(ckpt.RepositoryBusy):
         ckpt.save(state_of(1), tmp_path, 1)
     first.kill()
-    while not zombie(first.pid):  # a zombie that was not reaped has no lease
+    while not is_zombie(first.pid):  # a zombie that was not reaped has no lease
         time.sleep(0.001)
     ckpt.save(state_of(1), tmp_path, 1)
     first.communicate()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from helpers.namespace_files import NEW, there
+from helpers.namespace_files import NEW, fragment_counts
 from helpers.nodes import Here, Process, directories, nodes_config, quick
 
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -38,8 +38,8 @@ def test_files_are_written_with_fewer_members_while_a_loss_is_tolerated(
         nodes[0].signal(number)
         namespace.put("b", contents["b"])
         namespace.put("c", contents["c"])
-        assert there(namespace, "a") == {full}
-        assert there(namespace, "c") == {full - 1}
+        assert fragment_counts(namespace, "a") == {full}
+        assert fragment_counts(namespace, "c") == {full - 1}
         assert f"of {namespace.url} is on {full - 1} members where {redundancy} needs {full}" in caplog.text
         for node in nodes[1 : full - code.min_write_fragments + 1]:
             node.signal(number)
@@ -57,7 +57,7 @@ def test_files_are_written_with_fewer_members_while_a_loss_is_tolerated(
         assert {f.path for f in surveys.scrub_namespace(fresh).damaged_files} >= {"c"}
         assert not repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh)).failed
         for path, data in contents.items():
-            assert there(fresh, path) == {full}
+            assert fragment_counts(fresh, path) == {full}
             assert fresh.get(path) == data
         fresh.close()
     finally:
@@ -84,7 +84,7 @@ def test_a_file_survives_one_of_six_nodes_lost_before_its_commit(tmp_path: Path,
                 with pytest.raises(Unavailable):
                     writer.commit()
         if lost == 1:
-            assert there(namespace, "a") == {5}
+            assert fragment_counts(namespace, "a") == {5}
             assert namespace.get("a") == data
         else:
             assert namespace.stat("a") is None
@@ -120,7 +120,7 @@ def test_a_commit_succeeds_with_the_fewest_fragments_it_accepts(
         for member in list(writer._object_by_member)[:2]:
             fail_member(namespace, monkeypatch, writer, member)
         writer.commit()
-    assert there(namespace, "a") == {parse_redundancy(redundancy).min_write_fragments}
+    assert fragment_counts(namespace, "a") == {parse_redundancy(redundancy).min_write_fragments}
     assert not list(tmp_path.rglob("*.ckpt-tmp")), "a temporary file of a failed member is left"
     assert namespace.get("a") == data
     namespace.close()
@@ -156,7 +156,7 @@ def test_a_member_that_answers_before_the_commit_gets_all_fragments(tmp_path: Pa
         namespace.fan_out.health.record_answer("disk3")
         writer.append(memoryview(data))
         writer.commit()
-    assert there(namespace, "a") == {6}
+    assert fragment_counts(namespace, "a") == {6}
     assert surveys.scrub_namespace(namespace, verify=True).is_whole
     assert namespace.get("a") == data + data
     namespace.close()

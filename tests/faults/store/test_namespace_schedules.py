@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.damaged_namespaces import content, filled, whole
+from helpers.damaged_namespaces import assert_whole, content, filled_namespace
 from helpers.folders import TESTS
 from helpers.nodes import directories
 
@@ -25,7 +25,7 @@ from ckpt.storage.base.errors import StoreError
 
 @pytest.mark.parametrize("point", ["repair.piece", "repair.commit", "ledger.change", "ledger.changed"])
 def test_the_next_repair_completes_a_killed_one(tmp_path: Path, point: str) -> None:
-    filled(tmp_path, "2x", 4).close()
+    filled_namespace(tmp_path, "2x", 4).close()
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))  # not every disk has objects
     program = (
         "import sys; from pathlib import Path; from helpers.nodes import directories\n"
@@ -41,7 +41,7 @@ def test_the_next_repair_completes_a_killed_one(tmp_path: Path, point: str) -> N
     for path, data in content().items():
         assert namespace.get(path) == data
     assert not repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace)).failed
-    whole(namespace, "2x")
+    assert_whole(namespace, "2x")
     namespace.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from helpers.failing_store import FailingStore
 from helpers.states import assert_same, state_of
-from helpers.tier_places import Places, flip, leave, places, train
+from helpers.tier_places import TierFolders, close_as_if_failed, flip_bit, tier_folders, train
 
 import ckpt
 from ckpt.block_io.replicated_store import bad_files
@@ -29,19 +29,19 @@ from ckpt.storage.remote.fsspec_store import FsspecStore
 from ckpt.tiers.manager import NOT_DRAINED, _remove_freed_commits, drain
 from ckpt.tools.restore import _atomic_destination
 
-__all__ = ["places"]
+__all__ = ["tier_folders"]
 
 
-def save_in_memory(places: Places, steps: range = range(3)) -> None:
-    ck = ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
+def save_in_memory(tier_folders: TierFolders, steps: range = range(3)) -> None:
+    ck = ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, steps)
     ck.wait()
-    leave(ck)
+    close_as_if_failed(ck)
 
 
 def damage(path: Path, how: str) -> None:
     if how == "flip":
-        flip(path, 20)
+        flip_bit(path, 20)
     elif how == "truncate":
         path.write_bytes(path.read_bytes()[:20])
     elif how == "missing":
@@ -51,95 +51,95 @@ def damage(path: Path, how: str) -> None:
         path.mkdir()
 
 
-@pytest.mark.parametrize("how", ["flip", "truncate", "missing", "unreadable"])
-def test_memory_with_a_damaged_tier_note_counts_as_not_drained(places: Places, how: str) -> None:
-    save_in_memory(places)
-    damage(places.memory / "tier.json", how)
+@pytest.mark.parametrize("how", ["flip_bit", "truncate", "missing", "unreadable"])
+def test_memory_with_a_damaged_tier_note_counts_as_not_drained(tier_folders: TierFolders, how: str) -> None:
+    save_in_memory(tier_folders)
+    damage(tier_folders.memory / "tier.json", how)
     report = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert NOT_DRAINED in report
     assert "tier.json" in report
-    assert_same(ckpt.load(places.memory, step=2), state_of(2))
+    assert_same(ckpt.load(tier_folders.memory, step=2), state_of(2))
 
 
-@pytest.mark.parametrize("how", ["flip", "truncate"])
-def test_memory_with_a_damaged_newest_record_counts_as_not_drained(places: Places, how: str) -> None:
-    save_in_memory(places)
-    damage(places.memory / "steps/2/commit.json", how)
+@pytest.mark.parametrize("how", ["flip_bit", "truncate"])
+def test_memory_with_a_damaged_newest_record_counts_as_not_drained(tier_folders: TierFolders, how: str) -> None:
+    save_in_memory(tier_folders)
+    damage(tier_folders.memory / "steps/2/commit.json", how)
     assert NOT_DRAINED in local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
-    assert (places.memory / "steps/2").is_dir()
+    assert (tier_folders.memory / "steps/2").is_dir()
 
 
-def test_files_of_an_uncommitted_attempt_do_not_replace_an_older_memory(places: Places) -> None:
-    save_in_memory(places)
+def test_files_of_an_uncommitted_attempt_do_not_replace_an_older_memory(tier_folders: TierFolders) -> None:
+    save_in_memory(tier_folders)
     newer = Path(f"{os.environ['CKPT_MEMORY']}-newer")
-    unfinished = newer / places.memory.name / "steps" / "3" / "pack"
+    unfinished = newer / tier_folders.memory.name / "steps" / "3" / "pack"
     unfinished.mkdir(parents=True)
     (unfinished / "0-9-0.pack").write_bytes(b"x")
     assert "step 2 was brought" in drain(str(newer), os.environ["CKPT_MEMORY"])
 
 
-def test_a_disk_tier_with_a_damaged_note_is_refused(places: Places) -> None:
+def test_a_disk_tier_with_a_damaged_note_is_refused(tier_folders: TierFolders) -> None:
     """Otherwise the `keep` of this job would delete steps of another repository."""
-    ck = ckpt.Checkpointer(places.base / "other", every=100, tiers=[ckpt.Tier(places.nvme, keep=5)], group=None)
+    ck = ckpt.Checkpointer(tier_folders.base / "other", every=100, tiers=[ckpt.Tier(tier_folders.nvme, keep=5)], group=None)
     train(ck, range(3))
     ck.wait()
-    leave(ck)
-    flip(places.nvme / "tier.json", 20)
+    close_as_if_failed(ck)
+    flip_bit(tier_folders.nvme / "tier.json", 20)
     with pytest.raises(ckpt.InvalidArgument, match=r"tier\.json"):
-        ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier(places.nvme, keep=1)], group=None)
-    assert ckpt.open(places.nvme).steps() == [0, 1, 2]
+        ckpt.Checkpointer(tier_folders.run, every=100, tiers=[ckpt.Tier(tier_folders.nvme, keep=1)], group=None)
+    assert ckpt.open(tier_folders.nvme).steps() == [0, 1, 2]
 
 
-def test_an_unreadable_step_is_not_taken_for_missing(places: Places) -> None:
+def test_an_unreadable_step_is_not_taken_for_missing(tier_folders: TierFolders) -> None:
     """Otherwise its copy would count as done, and the memory would be freed."""
-    save_in_memory(places)
-    store = FailingStore(LocalStore(places.memory), "get", 1)
-    empty = LocalStore(places.base / "empty")
+    save_in_memory(tier_folders)
+    store = FailingStore(LocalStore(tier_folders.memory), "get", 1)
+    empty = LocalStore(tier_folders.base / "empty")
     repo = TieredRepository([ckpt.repository.repository.Repository(store), ckpt.repository.repository.Repository(empty)])
     with pytest.raises(StoreError, match="injected"):
         repo.record(2)
 
 
-def test_memory_stays_while_the_newest_step_of_record_is_damaged(places: Places) -> None:
-    ck = ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
+def test_memory_stays_while_the_newest_step_of_record_is_damaged(tier_folders: TierFolders) -> None:
+    ck = ckpt.Checkpointer(tier_folders.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(3))
     ck.wait()
-    flip(places.run / "steps/2/commit.json", 20)
+    flip_bit(tier_folders.run / "steps/2/commit.json", 20)
     ck._tiers._free_memory(2)  # type: ignore[union-attr]
-    assert ckpt.open(places.memory).steps()[-1] == 2
-    leave(ck)
+    assert ckpt.open(tier_folders.memory).steps()[-1] == 2
+    close_as_if_failed(ck)
 
 
-def test_memory_stays_while_the_newer_step_of_record_lacks_a_pack(places: Places) -> None:
+def test_memory_stays_while_the_newer_step_of_record_lacks_a_pack(tier_folders: TierFolders) -> None:
     """The commit record alone does not prove that the step can be loaded."""
-    save_in_memory(places)
-    ckpt.save(state_of(7), places.run, step=7)
-    next(iter(places.run.glob("steps/7/pack/*.pack"))).unlink()
+    save_in_memory(tier_folders)
+    ckpt.save(state_of(7), tier_folders.run, step=7)
+    next(iter(tier_folders.run.glob("steps/7/pack/*.pack"))).unlink()
     local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
-    assert_same(ckpt.load(places.run, step=2), state_of(2))
+    assert_same(ckpt.load(tier_folders.run, step=2), state_of(2))
 
 
-def test_a_later_save_without_its_packs_does_not_count_as_a_copy(places: Places) -> None:
-    save_in_memory(places)
-    ckpt.save(state_of(5), places.run, step=2, overwrite=True)
-    next(iter(places.run.glob("steps/2/pack/*.pack"))).unlink()
+def test_a_later_save_without_its_packs_does_not_count_as_a_copy(tier_folders: TierFolders) -> None:
+    save_in_memory(tier_folders)
+    ckpt.save(state_of(5), tier_folders.run, step=2, overwrite=True)
+    next(iter(tier_folders.run.glob("steps/2/pack/*.pack"))).unlink()
     report = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
     assert NOT_DRAINED in report
     assert "without" in report
-    assert_same(ckpt.load(places.memory, step=2), state_of(2))
+    assert_same(ckpt.load(tier_folders.memory, step=2), state_of(2))
 
 
-def test_the_only_readable_record_of_a_step_stays_in_memory(places: Places) -> None:
+def test_the_only_readable_record_of_a_step_stays_in_memory(tier_folders: TierFolders) -> None:
     """Its packs are in the repository of record, whose own record is damaged."""
-    ck = ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
+    ck = ckpt.Checkpointer(tier_folders.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(1))
     ck.wait()
-    leave(ck)
-    flip(places.run / "steps/0/commit.json", 20)
+    close_as_if_failed(ck)
+    flip_bit(tier_folders.run / "steps/0/commit.json", 20)
     for name in ("pack", "manifest"):
-        shutil.rmtree(places.memory / "steps/0" / name)
-    _remove_freed_commits(ckpt.open(places.memory), ckpt.open(places.run))
-    assert (places.memory / "steps/0/commit.json").exists()
+        shutil.rmtree(tier_folders.memory / "steps/0" / name)
+    _remove_freed_commits(ckpt.open(tier_folders.memory), ckpt.open(tier_folders.run))
+    assert (tier_folders.memory / "steps/0/commit.json").exists()
 
 
 # --- records that are listed and missing ---------------------------------------------------------------------------
@@ -185,21 +185,23 @@ def test_a_failed_restore_puts_the_replaced_folder_back(tmp_path: Path) -> None:
 # --- a copy that was not read ------------------------------------------------------------------------------------
 
 
-def test_a_damaged_near_copy_stays_while_the_farther_one_is_damaged_elsewhere(places: Places) -> None:
+def test_a_damaged_near_copy_stays_while_the_farther_one_is_damaged_elsewhere(tier_folders: TierFolders) -> None:
     """Each copy has blocks that the other does not have."""
-    ck = ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
+    ck = ckpt.Checkpointer(tier_folders.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(1))
     ck.wait()
-    leave(ck)
-    near, far = (next(iter(tier.glob("steps/0/pack/*.pack"))) for tier in (places.memory, places.run))
-    flip(near, 0)
-    flip(far, far.stat().st_size - 4096)
-    with ckpt.Checkpointer(places.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
+    close_as_if_failed(ck)
+    near, far = (next(iter(tier.glob("steps/0/pack/*.pack"))) for tier in (tier_folders.memory, tier_folders.run))
+    flip_bit(near, 0)
+    flip_bit(far, far.stat().st_size - 4096)
+    with ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
         assert_same(ck.restore(state_of(0))[0], state_of(0))
         assert near.exists(), "the near copy was deleted, although the farther one was never read whole"
-        assert bad_files(places.memory.as_uri())
-        leave(ck)
-    assert_same(ckpt.Checkpointer(places.run, tiers=[ckpt.Tier("memory")], group=None).restore(state_of(0))[0], state_of(0))
+        assert bad_files(tier_folders.memory.as_uri())
+        close_as_if_failed(ck)
+    assert_same(
+        ckpt.Checkpointer(tier_folders.run, tiers=[ckpt.Tier("memory")], group=None).restore(state_of(0))[0], state_of(0)
+    )
 
 
 # --- listings that leave out unreadable folders --------------------------------------------------------------

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.registers import Flaky, fresh, ledger, record, words
+from helpers.registers import Flaky, ledger, new_registers, record, words
 
 from ckpt.aggregator.placement.redundancy import quorum
 from ckpt.storage.base.errors import Unavailable
@@ -43,7 +43,7 @@ SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(2
 def test_competing_clients_see_one_history(tmp_path: Path, seed: int, members: int) -> None:
     """Four clients add words to one value over registers that lose calls. Each result is a prefix of the last value."""
     draw = random.Random(f"{seed} {members}")
-    inner: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(members)}
+    inner: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(members)}
     rate = draw.choice([0.0, 0.02, 0.1, 0.25])
     results: list[tuple[str | None, list[str]]] = []
     lock = threading.Lock()
@@ -84,7 +84,7 @@ def test_competing_clients_see_one_history(tmp_path: Path, seed: int, members: i
 
 def test_a_half_done_change_is_settled_by_a_read(tmp_path: Path) -> None:
     """The writer died after the first member. Once a read returns the change, all later reads do, whichever members answer."""
-    registers: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
+    registers: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)}
     registers["m0"].change([DirectChange("x", NO_BALLOT, RegisterValue(b"", b"half"))], "dead")
     seen = [words(ledger(registers).read(["x"])["x"]) for _ in range(5)]
     assert seen == sorted(seen), "nothing while only the other members answer, then the value, and never nothing again"
@@ -96,7 +96,7 @@ def test_a_half_done_change_is_settled_by_a_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("member", ["m0", "m1", "m2"])
 def test_a_final_value_that_one_member_knows_is_kept(tmp_path: Path, member: str) -> None:
     """The other members may not have learned it. A competing proposal reads the final value and leaves it readable."""
-    registers: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
+    registers: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)}
     replicated = ledger(registers)
     replicated.update(["x"], lambda _, value: RegisterValue(b"", b"agreed"))
     registers[member].learn("x", RegisterValue(b"", b"agreed"))
@@ -111,7 +111,7 @@ def test_a_final_value_that_one_member_knows_is_kept(tmp_path: Path, member: str
 
 
 def test_reads_and_changes_need_a_quorum(tmp_path: Path) -> None:
-    inner: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
+    inner: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)}
     ledger(inner).update(["x"], lambda _, value: RegisterValue(b"", b"there"))
     one = {n: r if n == "m2" else Flaky(r, random.Random(0), 1.0) for n, r in inner.items()}
     with pytest.raises(Unavailable, match=r"can't read x: 1 of the 3 members .* 2 are needed .*start the missing ones"):
@@ -122,7 +122,7 @@ def test_reads_and_changes_need_a_quorum(tmp_path: Path) -> None:
 
 
 def test_a_damaged_record_is_replaced_by_the_next_change(tmp_path: Path) -> None:
-    inner: dict[str, Registers] = {f"m{i}": fresh(tmp_path / f"{i}.sqlite") for i in range(3)}
+    inner: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)}
     replicated = ledger(inner)
     replicated.update(["x"], lambda _, value: RegisterValue(b"", b"one"))
     for register in inner.values():

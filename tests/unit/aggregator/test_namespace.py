@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.namespaces import holders, objects
+from helpers.namespaces import member_objects, objects
 from helpers.nodes import Here, directories, nodes_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +92,7 @@ def test_files_are_read_after_any_tolerated_loss_of_members(tmp_path: Path, redu
 def test_a_file_with_too_few_fragments_raises_an_error(tmp_path: Path) -> None:
     namespace = Namespace(directories(tmp_path, 4, redundancy="2x"))
     namespace.put("a", random_bytes(100_000))
-    for member, name in holders(namespace, "a"):
+    for member, name in member_objects(namespace, "a"):
         (tmp_path / member / "objects" / name).unlink()
     message = r"bytes 0 to 100000 of a in ckpt://test can't be read: 1 of 2 fragments are needed, 0 answer"
     with pytest.raises(StoreError, match=message):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.namespaces import holders
+from helpers.namespaces import member_objects
 from helpers.nodes import Here, nodes_config, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,7 +121,7 @@ def test_labels_of_nodes_keep_copies_in_different_racks(tmp_path: Path) -> None:
         namespace, _ = open_namespace(f"{url}/?redundancy=2x{near}")
         for i in range(30):
             namespace.put(f"f{i}", random_bytes(70_000, i))
-            members = [member for member, _ in holders(namespace, f"f{i}")]
+            members = [member for member, _ in member_objects(namespace, f"f{i}")]
             assert len({rack[m] for m in members}) == 2
             assert not near or nodes[3].address in members
     assert {s.domain[0] for s in namespace.ring.members} == {"r0", "r1", "r2"}, "records are spread, too"
@@ -129,7 +129,7 @@ def test_labels_of_nodes_keep_copies_in_different_racks(tmp_path: Path) -> None:
     later = quick(nodes_config(nodes))
     for i in range(10):
         later.put(f"g{i}", random_bytes(70_000, i))
-        assert len({rack[m] for m, _ in holders(later, f"g{i}")}) == 2
+        assert len({rack[m] for m, _ in member_objects(later, f"g{i}")}) == 2
     done = subprocess.run(
         [sys.executable, "-m", "ckpt.tools.node", "admin", "status", f"{url}/"], capture_output=True, text=True, check=False
     )

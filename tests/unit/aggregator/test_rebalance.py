@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from helpers.damaged_namespaces import content, filled, whole
+from helpers.damaged_namespaces import assert_whole, content, filled_namespace
 from helpers.nodes import Here, directories
 
 from ckpt.aggregator.cluster.config import config_from_table
@@ -21,10 +21,10 @@ from ckpt.storage.testing import random_bytes
 @pytest.mark.parametrize("redundancy", ["1x", "2x", "4+2"])
 def test_a_drained_member_has_no_objects(tmp_path: Path, redundancy: str) -> None:
     """All objects move to other members, also those of files with one copy; then the disk may be removed."""
-    namespace = filled(tmp_path, redundancy, 7)
+    namespace = filled_namespace(tmp_path, redundancy, 7)
     assert not rebalance.drain_member(namespace, "disk1").failed
     assert not namespace.open_members["disk1"].inventory()
-    whole(namespace, redundancy)
+    assert_whole(namespace, redundancy)
     with pytest.raises(InvalidArgument, match="disk9 is not a member"):
         rebalance.drain_member(namespace, "disk9")
     namespace.close()

@@ -15,7 +15,7 @@ import pytest
 from helpers.nodes import Process, directories
 from helpers.processes import SOAK
 from helpers.registers import Flaky
-from helpers.replica_sets import CONTENT, all_there, keepers, spots, three_of
+from helpers.replica_sets import CONTENT, assert_all_files_exist, locations_of, make_three_member_namespace, record_members
 
 import ckpt
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -69,23 +69,23 @@ def test_joining_a_ring_drops_records_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", [(0, 1, 3), (3, 4, 5), (0, 1, 2, 3, 4, 5), (0,), (1, 2)])
 def test_records_move_to_any_other_replica_set(tmp_path: Path, to: tuple[int, ...]) -> None:
-    three_of(tmp_path, 6)
+    make_three_member_namespace(tmp_path, 6)
     old, new = (Namespace(directories(tmp_path, 6, deadline_seconds=5.0)) for _ in range(2))
-    assert keepers(old) == {"disk0", "disk1", "disk2"}
-    assert change_ring(new, spots(new, *to)).epoch == 3  # type: ignore[arg-type]
-    assert keepers(new) == {f"disk{i}" for i in to}
+    assert record_members(old) == {"disk0", "disk1", "disk2"}
+    assert change_ring(new, locations_of(new, *to)).epoch == 3  # type: ignore[arg-type]
+    assert record_members(new) == {f"disk{i}" for i in to}
     old.put("d/later", b"by a client that did not know")
-    assert keepers(old) == {f"disk{i}" for i in to}, "the client has the new ring"
+    assert record_members(old) == {f"disk{i}" for i in to}, "the client has the new ring"
     assert new.get("d/later") == b"by a client that did not know"
     assert new.delete(["d/later"]) == ["d/later"]
-    all_there(new)
-    all_there(old)
+    assert_all_files_exist(new)
+    assert_all_files_exist(old)
     for i in range(6):
         names = {name for name, _ in new.open_members[f"disk{i}"].registers.scan("/")}
         kept = {name for name in names if f"disk{i}" in new.ring.replica_set(name).members}
         assert names == kept, "no member keeps records of others"
         assert len(kept) == (len(CONTENT) + 1) * (i in to) or len(to) > 3
-    assert change_ring(new, spots(new, *to)).epoch == 3, "nothing is left to do"  # type: ignore[arg-type]
+    assert change_ring(new, locations_of(new, *to)).epoch == 3, "nothing is left to do"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("absent", [0, 2])
@@ -93,13 +93,13 @@ def test_a_returning_member_of_an_old_ring_answers_no_read(
     tmp_path: Path, absent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was never fenced, and has the old records. A client that reaches only old members gets an error."""
-    three_of(tmp_path, 4)
+    make_three_member_namespace(tmp_path, 4)
     stale = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
     assert stale.ring.epoch == 1
     new = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
     inner = new.open_members[f"disk{absent}"].registers
     new._member_registers[f"disk{absent}"] = new.open_members[f"disk{absent}"].registers = Flaky(inner, random.Random(0), 1.0)
-    change_ring(new, spots(new, *({0, 1, 2, 3} - {absent})))  # type: ignore[arg-type]
+    change_ring(new, locations_of(new, *({0, 1, 2, 3} - {absent})))  # type: ignore[arg-type]
     new.put("many/1", b"changed")
     new.delete(["many/2"])
     for other in {0, 1, 2} - {absent}:  # a client that reaches the member that was absent, and one more
@@ -116,14 +116,14 @@ def test_a_returning_member_of_an_old_ring_answers_no_read(
     fresh = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
     assert fresh.get("many/1") == b"changed"
     assert fresh.stat("many/2") is None
-    assert keepers(fresh) == {"disk0", "disk1", "disk2", "disk3"} - {f"disk{absent}"}
+    assert record_members(fresh) == {"disk0", "disk1", "disk2", "disk3"} - {f"disk{absent}"}
 
 
 @pytest.mark.parametrize("writer", ["0", "zzzz"])
 @pytest.mark.parametrize("after", [(0, 2, 3), (1, 2, 3)])
 def test_a_value_without_a_quorum_does_not_replace_a_later_one(tmp_path: Path, writer: str, after: tuple[int, ...]) -> None:
     """One member accepted it before it was absent; its writer died. Later agreed values stay when that member is back."""
-    three_of(tmp_path, 4)
+    make_three_member_namespace(tmp_path, 4)
     paths = [f"half/{i}" for i in range(12)]
     half = Namespace(directories(tmp_path, 4)).open_members["disk0"].registers
     lost = Namespace(directories(tmp_path, 4))
@@ -136,29 +136,29 @@ def test_a_value_without_a_quorum_does_not_replace_a_later_one(tmp_path: Path, w
     half.change([DirectChange(f"/{path}", Ballot(0, ""), full.value) for path in paths], writer)
     mover = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
     mover._member_registers["disk0"] = mover.open_members["disk0"].registers = Flaky(half, random.Random(0), 1.0)
-    change_ring(mover, spots(mover, 1, 2, 3))  # type: ignore[arg-type]
+    change_ring(mover, locations_of(mover, 1, 2, 3))  # type: ignore[arg-type]
     for path in paths:
         mover.put(path, b"agreed", new=True)
     for to in (after, (0, 1, 2)):
         back = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))
-        change_ring(back, spots(back, *to))  # type: ignore[arg-type]
+        change_ring(back, locations_of(back, *to))  # type: ignore[arg-type]
         for _ in range(3):
             assert {back.get(path) for path in paths} == {b"agreed"}
 
 
 def test_a_ring_change_without_a_quorum_changes_nothing(tmp_path: Path) -> None:
     """Members that can't be fenced could still agree on a value: nothing moves, and clients go on with the old ring."""
-    three_of(tmp_path, 5)  # of three members, two are a quorum
+    make_three_member_namespace(tmp_path, 5)  # of three members, two are a quorum
     namespace = Namespace(directories(tmp_path, 5, deadline_seconds=1.0))
     whole = dict(namespace._member_registers)
     for gone in ("disk1", "disk2"):
         namespace._member_registers[gone] = namespace.open_members[gone].registers = Flaky(whole[gone], random.Random(0), 1.0)
     with pytest.raises(Unavailable, match="start"):
-        change_ring(namespace, spots(namespace, 0, 3, 4))  # type: ignore[arg-type]
+        change_ring(namespace, locations_of(namespace, 0, 3, 4))  # type: ignore[arg-type]
     for gone in ("disk1", "disk2"):
         namespace._member_registers[gone] = namespace.open_members[gone].registers = whole[gone]
     namespace.invalidate_ring()
-    all_there(namespace)
+    assert_all_files_exist(namespace)
 
 
 def test_one_of_two_members_is_removed_as_destroyed(tmp_path: Path) -> None:
@@ -174,21 +174,21 @@ def test_one_of_two_members_is_removed_as_destroyed(tmp_path: Path) -> None:
         rebalance.remove_member(namespace, "disk1")
     done = rebalance.remove_member(namespace, "disk1", is_destroyed=True)
     assert not done.failed
-    assert keepers(namespace) == {"disk0", "disk2"}
-    all_there(namespace)
+    assert record_members(namespace) == {"disk0", "disk2"}
+    assert_all_files_exist(namespace)
     assert surveys.scrub_namespace(namespace, verify=True).is_whole
     with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2; start the others"):
         rebalance.remove_member(namespace, "disk0")
 
 
 def test_of_two_ring_changes_at_once_one_wins(tmp_path: Path) -> None:
-    three_of(tmp_path, 6)
+    make_three_member_namespace(tmp_path, 6)
     both = [Namespace(directories(tmp_path, 6, deadline_seconds=5.0)) for _ in range(2)]
     ends: list[object] = []
 
     def change(namespace: Namespace, *to: int) -> None:
         try:
-            ends.append({s.name for s in change_ring(namespace, spots(namespace, *to)).members})  # type: ignore[arg-type]
+            ends.append({s.name for s in change_ring(namespace, locations_of(namespace, *to)).members})  # type: ignore[arg-type]
         except StoreError as error:
             ends.append(error)
 
@@ -199,9 +199,9 @@ def test_of_two_ring_changes_at_once_one_wins(tmp_path: Path) -> None:
         thread.join()
     assert len(ends) == 2
     complete_ring_change(both[0])
-    assert keepers(both[0]) in [{"disk0", "disk1", "disk3"}, {"disk2", "disk4", "disk5"}], ends
+    assert record_members(both[0]) in [{"disk0", "disk1", "disk3"}, {"disk2", "disk4", "disk5"}], ends
     for namespace in both:
-        all_there(namespace)
+        assert_all_files_exist(namespace)
 
 
 @pytest.mark.parametrize("lost", [(0, 1), (2, 3), (4, 5)] if not SOAK else list(itertools.combinations(range(6), 2)))
@@ -226,7 +226,7 @@ def test_a_write_of_higher_redundancy_enlarges_the_replica_sets(tmp_path: Path, 
 
 
 def test_many_clients_enlarge_the_replica_sets_at_once(tmp_path: Path) -> None:
-    three_of(tmp_path, 6)
+    make_three_member_namespace(tmp_path, 6)
     rebalance.rebalance_fragments(Namespace(directories(tmp_path, 6)))
     clients = [Namespace(directories(tmp_path, 6, redundancy="4+2", deadline_seconds=5.0)) for _ in range(4)]
     ends: list[object] = []
@@ -247,7 +247,7 @@ def test_many_clients_enlarge_the_replica_sets_at_once(tmp_path: Path) -> None:
     for i in range(4):
         assert clients[0].get(f"more/{i}") == random_bytes(50_000, i)
     clients[0].delete([f"more/{i}" for i in range(4)])
-    all_there(clients[0])
+    assert_all_files_exist(clients[0])
 
 
 def test_replica_sets_grow_while_a_member_is_absent(tmp_path: Path) -> None:
@@ -290,28 +290,28 @@ def test_too_few_members_for_the_redundancy_cause_one_warning(tmp_path: Path, ca
     caplog.clear()
     grown.put("b", b"2")
     assert not any("the records can't be read" in r.message for r in caplog.records)
-    assert keepers(grown) == {"disk0", "disk1", "disk2", "disk3"}, "the new member keeps records, too"
+    assert record_members(grown) == {"disk0", "disk1", "disk2", "disk3"}, "the new member keeps records, too"
 
 
 def test_a_repair_enlarges_replica_sets_that_are_too_small(tmp_path: Path) -> None:
     """A namespace has such sets after the loss of a member, or if a writer was killed in a ring change."""
     namespace = Namespace(directories(tmp_path, 4, redundancy="3x"))
     namespace.put("a", random_bytes(100_000))
-    change_ring(namespace, spots(namespace, 0, 1, 2))  # type: ignore[arg-type]
+    change_ring(namespace, locations_of(namespace, 0, 1, 2))  # type: ignore[arg-type]
     found = surveys.scrub_namespace(namespace, verify=True)
     assert found.insufficient_redundancy == parse_redundancy("3x")
     assert not found.is_whole
     assert not repairs.repair_namespace(namespace, found).failed
     assert surveys.scrub_namespace(namespace, verify=True).is_whole
-    assert keepers(namespace) == {"disk0", "disk1", "disk2", "disk3"}
+    assert record_members(namespace) == {"disk0", "disk1", "disk2", "disk3"}
 
 
 def test_rebalancing_enlarges_replica_sets_for_the_redundancy(tmp_path: Path) -> None:
-    three_of(tmp_path, 3)
+    make_three_member_namespace(tmp_path, 3)
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     rebalance.rebalance_fragments(namespace)
     assert len(namespace.ring.replica_set("/d/f0").members) == 5
-    all_there(namespace)
+    assert_all_files_exist(namespace)
 
 
 def test_a_checkpoint_of_higher_redundancy_outlives_two_nodes(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_checkpoint_of_higher_redundancy_outlives_two_nodes(tmp_path: Path) ->
 
 
 def test_removing_an_unknown_member_is_refused(tmp_path: Path) -> None:
-    three_of(tmp_path, 3)
+    make_three_member_namespace(tmp_path, 3)
     namespace = Namespace(directories(tmp_path, 3))
     with pytest.raises(InvalidArgument, match="nobody is not a member of ckpt://test; its members are disk0"):
         rebalance.remove_member(namespace, "nobody")

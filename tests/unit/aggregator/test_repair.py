@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.damaged_namespaces import content, filled, large, rot, whole
+from helpers.damaged_namespaces import assert_whole, content, damage_fragment, filled_namespace, large_file
 from helpers.nodes import Here, directories, nodes_config, quick
 
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -19,7 +19,7 @@ from ckpt.storage.testing import random_bytes
 @pytest.mark.parametrize(("redundancy", "lost"), [("2x", 1), ("3x", 2), ("4+2", 1)])
 def test_lost_disks_are_rebuilt_in_turn(tmp_path: Path, redundancy: str, lost: int) -> None:
     """Empty folders replace lost ones, one after the other."""
-    namespace = filled(tmp_path, redundancy)
+    namespace = filled_namespace(tmp_path, redundancy)
     assert surveys.scrub_namespace(namespace, verify=True).is_whole
     namespace.close()
     for i in range(3):
@@ -32,13 +32,13 @@ def test_lost_disks_are_rebuilt_in_turn(tmp_path: Path, redundancy: str, lost: i
         )
         done = repairs.repair_namespace(namespace, found)
         assert not done.failed
-        whole(namespace, redundancy)
+        assert_whole(namespace, redundancy)
         namespace.close()
 
 
 def test_a_repair_with_too_few_members_restores_what_it_can(tmp_path: Path) -> None:
     """4+2 on six: one member is absent, another returns empty. Its fragments are made again; the absent one keeps its own."""
-    namespace = filled(tmp_path, "4+2", 6)
+    namespace = filled_namespace(tmp_path, "4+2", 6)
     namespace.close()
     shutil.rmtree(tmp_path / "disk1" / "objects")
     (tmp_path / "disk0").rename(tmp_path / "away")
@@ -56,7 +56,7 @@ def test_a_repair_with_too_few_members_restores_what_it_can(tmp_path: Path) -> N
     (tmp_path / "away").rename(tmp_path / "disk0")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     namespace.settle([f"/{path}" for path in content()])
-    whole(namespace, "4+2")  # without a second repair, and with each fragment on another member
+    assert_whole(namespace, "4+2")  # without a second repair, and with each fragment on another member
     namespace.close()
 
 
@@ -66,11 +66,11 @@ def test_members_with_rot_in_one_stripe_serve_the_other_stripes(tmp_path: Path) 
     namespace = quick(nodes_config(nodes, redundancy="4+2"))
     data = random_bytes(30_000_000, 1)
     namespace.put("a", data)
-    layout = large(namespace, "a").layout
+    layout = large_file(namespace, "a").layout
     namespace.close()
     assert layout is not None
     for index, node in enumerate(nodes[1:3]):
-        rot(layout, index, node.address, node.folder)
+        damage_fragment(layout, index, node.address, node.folder)
     nodes[0].close()
     namespace = quick(nodes_config(nodes, redundancy="4+2"))
     for _ in range(3):
@@ -86,11 +86,11 @@ def test_rot_is_repaired_while_a_member_is_absent(tmp_path: Path) -> None:
     data = random_bytes(30_000_000, 1)
     namespace.put("a", data)
     namespace.settle(["/a"])
-    layout = large(namespace, "a").layout
+    layout = large_file(namespace, "a").layout
     namespace.close()
     assert layout is not None
     for index, member in enumerate(["disk1", "disk2"]):
-        rot(layout, index, member, tmp_path / member)
+        damage_fragment(layout, index, member, tmp_path / member)
     (tmp_path / "disk0").rename(tmp_path / "away")
     (tmp_path / "disk0").write_text("no directory")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.damaged_namespaces import content, filled, large, whole
+from helpers.damaged_namespaces import assert_whole, content, filled_namespace, large_file
 from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -20,8 +20,8 @@ from ckpt.storage.testing import random_bytes
 
 
 def test_a_scrub_that_verifies_finds_rot(tmp_path: Path) -> None:
-    namespace = filled(tmp_path, "2x", 4)
-    file = large(namespace)
+    namespace = filled_namespace(tmp_path, "2x", 4)
+    file = large_file(namespace)
     assert file.layout is not None
     holder = file.layout.objects[0]
     victim = tmp_path / holder.member / "objects" / holder.name
@@ -34,7 +34,7 @@ def test_a_scrub_that_verifies_finds_rot(tmp_path: Path) -> None:
         ("d/f4", "endangered", ((holder.member, holder.name),))
     ]
     assert not repairs.repair_namespace(namespace, found).failed
-    whole(namespace, "2x")
+    assert_whole(namespace, "2x")
     assert not victim.exists()
     (aside,) = (tmp_path / holder.member / "quarantine").iterdir()
     assert aside.read_bytes() == raw, "the damaged object is kept for a later examination"
@@ -42,8 +42,8 @@ def test_a_scrub_that_verifies_finds_rot(tmp_path: Path) -> None:
 
 
 def test_a_lost_file_is_reported_and_keeps_its_record(tmp_path: Path) -> None:
-    namespace = filled(tmp_path, "2x", 4)
-    file = large(namespace)
+    namespace = filled_namespace(tmp_path, "2x", 4)
+    file = large_file(namespace)
     assert file.layout is not None
     for holder in file.layout.objects:
         (tmp_path / holder.member / "objects" / holder.name).unlink()
@@ -71,7 +71,7 @@ def test_a_scrub_that_could_not_check_all_bytes_is_not_whole(tmp_path: Path) -> 
 
 
 def test_files_deleted_during_a_scrub_do_not_count_as_unchecked(tmp_path: Path) -> None:
-    namespace = filled(tmp_path, "2x")
+    namespace = filled_namespace(tmp_path, "2x")
 
     def delete(nbytes: int) -> None:
         namespace.delete(list(content()))
@@ -80,7 +80,7 @@ def test_files_deleted_during_a_scrub_do_not_count_as_unchecked(tmp_path: Path) 
 
 
 def test_probes_of_a_dropped_member_end_without_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace = filled(tmp_path, "2x")
+    namespace = filled_namespace(tmp_path, "2x")
     health, broken = namespace.fan_out.health, []
     monkeypatch.setattr(threading, "excepthook", broken.append)
     monkeypatch.setattr(health, "_first_pause_seconds", 0.0)
@@ -93,7 +93,7 @@ def test_probes_of_a_dropped_member_end_without_an_error(tmp_path: Path, monkeyp
 
 def test_objects_of_a_dead_writer_are_deleted_after_the_grace_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept while the writer may be alive."""
-    namespace = filled(tmp_path, "2x", 4)
+    namespace = filled_namespace(tmp_path, "2x", 4)
     writer = namespace.create("torn")
     writer.append(memoryview(random_bytes(1 << 20)))
     writer._commit_objects()
@@ -102,13 +102,13 @@ def test_objects_of_a_dead_writer_are_deleted_after_the_grace_period(tmp_path: P
     found = surveys.scrub_namespace(namespace)
     assert sum(map(len, found.orphans.values())) == 2
     assert repairs.repair_namespace(namespace, found).orphans == 2
-    whole(namespace, "2x")
+    assert_whole(namespace, "2x")
     namespace.close()
 
 
 def test_no_object_is_deleted_while_a_record_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the record that names the object. Once it is repaired, the object is deleted."""
-    namespace = filled(tmp_path, "2x", 4)
+    namespace = filled_namespace(tmp_path, "2x", 4)
     writer = namespace.create("torn")
     writer.append(memoryview(random_bytes(1 << 20)))
     writer._commit_objects()
@@ -121,13 +121,13 @@ def test_no_object_is_deleted_while_a_record_is_damaged(tmp_path: Path, monkeypa
     assert found.lagging_paths == ["d/f4"]
     assert found.orphans == {}
     assert repairs.repair_namespace(namespace, found).orphans == 2
-    whole(namespace, "2x")
+    assert_whole(namespace, "2x")
     namespace.close()
 
 
 def test_deleted_files_do_not_return_with_an_absent_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that was absent still has the record and the objects: the tombstone wins, and the objects are deleted."""
-    namespace = filled(tmp_path, "2x", 4)
+    namespace = filled_namespace(tmp_path, "2x", 4)
     namespace.close()
     (tmp_path / "disk1").rename(tmp_path / "away")
     (tmp_path / "disk1").write_text("not mounted")
@@ -155,7 +155,7 @@ def test_deleted_files_do_not_return_with_an_absent_member(tmp_path: Path, monke
 
 def test_records_of_a_damaged_register_file_are_restored(tmp_path: Path) -> None:
     """A whole register file is damaged: no object is deleted meanwhile, and the records are restored from the others."""
-    namespace = filled(tmp_path, "2x", 4)
+    namespace = filled_namespace(tmp_path, "2x", 4)
     namespace.close()
     file = tmp_path / "disk2" / "registers.sqlite"
     file.write_bytes(b"\xff" * file.stat().st_size)
@@ -171,12 +171,12 @@ def test_records_of_a_damaged_register_file_are_restored(tmp_path: Path) -> None
     repairs.repair_namespace(namespace, found)
     assert not surveys.scrub_namespace(namespace).lagging_paths
     assert namespace.open_members["disk2"].registers.read(["/none"]) == [Record()]
-    whole(namespace, "2x")
+    assert_whole(namespace, "2x")
     namespace.close()
 
 
 def test_a_repair_keeps_to_its_rate(tmp_path: Path) -> None:
-    namespace = filled(tmp_path, "2x", 4)
+    namespace = filled_namespace(tmp_path, "2x", 4)
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))
     found = surveys.scrub_namespace(namespace)
     assert found.damaged_files
@@ -187,8 +187,8 @@ def test_a_repair_keeps_to_its_rate(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_after_the_scrub_keeps_its_new_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace = filled(tmp_path, "2x", 4)
-    file = large(namespace)
+    namespace = filled_namespace(tmp_path, "2x", 4)
+    file = large_file(namespace)
     assert file.layout is not None
     holder = file.layout.objects[0]
     (tmp_path / holder.member / "objects" / holder.name).unlink()

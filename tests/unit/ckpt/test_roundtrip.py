@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers.values import ML_TYPES, NUMPY_TYPES, TORCH_TYPES, Frozen, Point, Progress, random_bytes, same
+from helpers.values import ML_TYPES, NUMPY_TYPES, TORCH_TYPES, Frozen, Point, Progress, assert_identical, random_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -26,10 +26,10 @@ def test_every_type_of_ml_dtypes_is_restored(tmp_path, name):
     array = np.arange(-8, 9).astype(np.float32).clip(0 if name.startswith("uint") else -8, 8).astype(dtype).reshape(17, 1)
     state = {"a": array, "scalar": array[3, 0], "empty": array[:0]}
     ckpt.save(state, tmp_path / "r")
-    same(ckpt.load(tmp_path / "r"), state)
+    assert_identical(ckpt.load(tmp_path / "r"), state)
     like = {k: np.zeros_like(v) for k, v in state.items()}
     like["scalar"] = dtype.type(0)
-    same(ckpt.load(tmp_path / "r", like), state)
+    assert_identical(ckpt.load(tmp_path / "r", like), state)
 
 
 @pytest.mark.parametrize("dtype", NUMPY_TYPES, ids=str)
@@ -38,7 +38,7 @@ def test_every_type_of_numpy_is_restored(tmp_path, dtype, shape):
     array = random_bytes(dtype, shape) if dtype not in ("?", "U7") else np.zeros(shape, dtype)
     ckpt.save([array], tmp_path / "r")
     (loaded,) = ckpt.load(tmp_path / "r")
-    same(loaded, array)
+    assert_identical(loaded, array)
 
 
 @pytest.mark.parametrize("name", TORCH_TYPES)
@@ -49,13 +49,13 @@ def test_every_type_of_torch_is_restored(tmp_path, name, shape):
     raw = torch.randint(0, 2 if name == "bool" else 256, (math.prod(shape) * size,), dtype=torch.uint8)
     tensor = raw.view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
     ckpt.save({"t": tensor}, tmp_path / "r")
-    same(ckpt.load(tmp_path / "r"), {"t": tensor})
+    assert_identical(ckpt.load(tmp_path / "r"), {"t": tensor})
     like = {"t": torch.zeros(raw.shape, dtype=torch.uint8).view(dtype).view(shape) if raw.numel() else tensor.clone()}
     address = like["t"].data_ptr()
     loaded = ckpt.load(tmp_path / "r", like)
     assert loaded is like
     assert like["t"].data_ptr() == address
-    same(like, {"t": tensor})
+    assert_identical(like, {"t": tensor})
 
 
 def test_plain_values_and_containers_are_restored(tmp_path):
@@ -73,7 +73,7 @@ def test_plain_values_and_containers_are_restored(tmp_path):
     }  # fmt: skip
     ckpt.save(state, tmp_path / "r")
     loaded = ckpt.load(tmp_path / "r")
-    same(loaded, state)
+    assert_identical(loaded, state)
     assert loaded["default"].default_factory is list
     assert type(loaded["counter"]) is collections.Counter
 
@@ -100,10 +100,10 @@ def test_subclasses_of_containers_are_restored_as_their_base_class(tmp_path):
     """They are restored as their base class; objects of `like` keep their class."""
     state = {"c": Configuration(a=1), "l": Layers([1, np.ones(2)]), "t": torch.Size([1, 2])}
     ckpt.save(state, tmp_path / "r")
-    same(ckpt.load(tmp_path / "r"), {"c": {"a": 1}, "l": [1, np.ones(2)], "t": (1, 2)})
+    assert_identical(ckpt.load(tmp_path / "r"), {"c": {"a": 1}, "l": [1, np.ones(2)], "t": (1, 2)})
     like = {"c": Configuration(a=0), "l": Layers([0, np.zeros(2)]), "t": torch.Size([0, 0])}
     loaded = ckpt.load(tmp_path / "r", like)
-    same(loaded, state)
+    assert_identical(loaded, state)
     assert loaded["c"] is like["c"]
 
 
@@ -112,10 +112,10 @@ def test_bytes_and_bytearrays_are_restored(tmp_path, size):
     state = {"b": bytes(size), "a": bytearray(b"\1" * size), "set": {b"x"}}
     ckpt.save(state, tmp_path / "r")
     loaded = ckpt.load(tmp_path / "r")
-    same(loaded, state)
+    assert_identical(loaded, state)
     loaded["a"] += b"more"
     assert ckpt.load(tmp_path / "r", {"a": bytearray(), "b": b""}, only=["a", "b"])["a"] == state["a"]
-    same(ckpt.load(tmp_path / "r", {"b": b"", "a": bytearray(), "set": set()}), state)
+    assert_identical(ckpt.load(tmp_path / "r", {"b": b"", "a": bytearray(), "set": set()}), state)
 
 
 @pytest.mark.parametrize("factory", [None, int, list, dict, tuple, collections.Counter, collections.OrderedDict], ids=str)
@@ -123,7 +123,7 @@ def test_default_factories_are_restored(tmp_path, factory):
     state = {"d": collections.defaultdict(factory, {"a": 1})}
     ckpt.save(state, tmp_path / "r")
     loaded = ckpt.load(tmp_path / "r")
-    same(loaded, state)
+    assert_identical(loaded, state)
     assert loaded["d"].default_factory is factory
 
 
@@ -139,9 +139,9 @@ def test_very_long_integers_are_restored(tmp_path):
 def test_two_entries_of_one_leaf_name_are_restored(tmp_path):
     state = {"a.b": np.zeros(3), "a": {"b": np.ones(3)}}
     ckpt.save(state, tmp_path / "r")
-    same(ckpt.load(tmp_path / "r"), state)
+    assert_identical(ckpt.load(tmp_path / "r"), state)
     like = {"a.b": np.full(3, 7.0), "a": {"b": np.full(3, 7.0)}}
-    same(ckpt.load(tmp_path / "r", like), state)
+    assert_identical(ckpt.load(tmp_path / "r", like), state)
 
 
 def test_classes_that_do_not_exist_are_restored_as_similar_ones(tmp_path, monkeypatch):
@@ -202,12 +202,12 @@ def test_tied_jax_arrays_are_tied_again(tmp_path):
     zeros = jnp.zeros(5)
     filled = ckpt.load(tmp_path / "r", {"a": zeros, "b": zeros})
     assert filled["a"] is filled["b"]
-    same(filled, {"a": a, "b": a})
+    assert_identical(filled, {"a": a, "b": a})
     ckpt.save(filled, tmp_path / "r", step=2)
     assert list(ckpt.open(tmp_path / "r")[2]) == ["a"]
     untied = ckpt.load(tmp_path / "r", {"a": jnp.zeros(5), "b": jnp.ones(5)})
     assert untied["a"] is not untied["b"]
-    same(untied, {"a": a, "b": a})
+    assert_identical(untied, {"a": a, "b": a})
 
 
 def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
@@ -288,10 +288,10 @@ def test_jax_arrays_and_keys_are_restored(tmp_path):
         "i4": jnp.arange(5, dtype=jnp.int4), "zero": jnp.zeros((0, 3)), "scalar": jnp.float32(2),
     }  # fmt: skip
     ckpt.save(state, tmp_path / "r")
-    same(ckpt.load(tmp_path / "r"), state)
+    assert_identical(ckpt.load(tmp_path / "r"), state)
     like = {k: v if k == "key" else jnp.zeros_like(v) for k, v in state.items()}
     like["key"] = jax.random.key(77)
-    same(ckpt.load(tmp_path / "r", like), state)
+    assert_identical(ckpt.load(tmp_path / "r", like), state)
 
 
 def test_a_leaf_loads_into_an_array_of_another_framework(tmp_path):
@@ -331,8 +331,8 @@ trees = st.recursive(
 def test_any_tree_is_restored(tmp_path_factory, state):
     path = tmp_path_factory.mktemp("t") / "r"
     ckpt.save(state, path)
-    same(ckpt.load(path), state)
-    same(ckpt.load(path, state), state)
+    assert_identical(ckpt.load(path), state)
+    assert_identical(ckpt.load(path, state), state)
 
 
 def test_a_record_of_foreign_types_is_refused_rather_than_changed(tmp_path):

@@ -24,12 +24,12 @@ def test_a_host_with_two_failures_is_replaced_by_a_spare() -> None:
     """Without a spare it is used again."""
     for spares, expected in ((1, ["a", "d", "c"]), (0, ["a", "b", "c"])):
         run = world(agents=3 + spares, patience_seconds=0.0)
-        run.turn()
+        run.advance()
         for _ in range(2):
             run.agents["b"] = replace(run.agents["b"], wrong=HostFailure("exit", (2,), "exited with status 1"))
             for _ in range(3):
                 run.clock += 31.0
-                run.turn()
+                run.advance()
         assert [m["name"] for m in run.starts()[-1].facts["members"]] == expected
         if spares:
             assert "without b (suspected) with d instead" in run.starts()[-1].text

@@ -57,21 +57,21 @@ def test_the_memory_with_the_newest_step_is_kept() -> None:
 def test_memory_with_newer_steps_is_kept_until_they_are_computed_again() -> None:
     """The job went on from an older step."""
     run = world(hosts=1, least=1, agents=1)
-    run.turn()
+    run.advance()
     run.agents["a"] = replace(run.agents["a"], committed=14, wrong=HostFailure("exit", (0,), "failed"))
-    run.turn()
+    run.advance()
     run.agents["a"] = replace(run.agents["a"], doing="idle", wrong=None)
-    run.course = replace(run.course, memory=(MemoryNamespace((("a", "a:1"),)),))
+    run.run_state = replace(run.run_state, memory=(MemoryNamespace((("a", "a:1"),)),))
     run.agents["a"] = replace(run.agents["a"], memory="ready", fresh="a:2", nodes=("a:1", "a:2"))
     run.clock += 100
-    run.turn()
-    assert len(run.course.memory) == 2
+    run.advance()
+    assert len(run.run_state.memory) == 2
     run.agents["a"] = replace(run.agents["a"], restored=9, saved=10)
-    run.turn()
-    assert len(run.course.memory) == 2, "only the first memory has step 14"
+    run.advance()
+    assert len(run.run_state.memory) == 2, "only the first memory has step 14"
     run.agents["a"] = replace(run.agents["a"], saved=15)
-    run.turn()
-    assert len(run.course.memory) == 1
+    run.advance()
+    assert len(run.run_state.memory) == 1
 
 
 def test_a_leaving_host_is_needed_where_others_lack_a_copy() -> None:
@@ -85,14 +85,16 @@ def test_a_leaving_host_is_needed_where_others_lack_a_copy() -> None:
 def test_the_run_after_a_killed_one_uses_its_last_reports() -> None:
     """No end was written: the next run must know which steps the memory may have."""
     run = world(hosts=1, least=1, agents=1)
-    run.turn()
-    run.course = replace(run.course, memory=(TWO,))
+    run.advance()
+    run.run_state = replace(run.run_state, memory=(TWO,))
     last = replace(run.agents["a"], committed=14, durable=9, step_seconds=2.0)
-    number = run.course.number
+    number = run.run_state.number
 
     def next_run(command: tuple[str, ...]) -> RunState:
         draft = entry_drafts.draft_run(1, "s", replace(run.spec, command=command), [last])
-        return run.course.apply_entries([LogEntry(number + 1, 0.0, draft.attempt, draft.kind, draft.text, dict(draft.facts))])
+        return run.run_state.apply_entries(
+            [LogEntry(number + 1, 0.0, draft.attempt, draft.kind, draft.text, dict(draft.facts))]
+        )
 
     course = next_run(run.spec.command)
     assert (course.saved, course.newest) == (14, NewestStep(14, 9, TWO, 5, 2.0))

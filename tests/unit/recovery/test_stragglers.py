@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.agent_worlds import world
 from helpers.host_runs import job as job
-from helpers.step_times import found, measured, pace, slow
+from helpers.step_times import measured_pace, pace, slow_down, straggler_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +42,7 @@ def test_jitter_of_steps_makes_no_straggler(seed: int, ranks: int, kind: str) ->
         "even": lambda: rng.uniform(0.1, 1.0), "two": lambda: rng.choice([0.1, 1.0]),
         "rare": lambda: 1.0 if rng.random() < 0.1 else 0.1, "heavy": lambda: min(20.0, 0.1 * rng.paretovariate(1.2)),
     }[kind]  # fmt: skip
-    assert found(*([draw() for _ in range(300)] for _ in range(ranks))) == []
+    assert straggler_ranks(*([draw() for _ in range(300)] for _ in range(ranks))) == []
 
 
 @settings(deadline=None, max_examples=25)
@@ -52,35 +52,37 @@ def test_a_pause_makes_no_straggler(at: int, seconds: float, count: int) -> None
     steps = [0.1] * 400
     for pause in range(count):
         steps[(at + 60 * pause) % 400] = seconds
-    assert found(steps, *[[0.1] * 400] * 3) == []
-    assert found([0.1] * 340 + [0.4] * 15, *[[0.1] * 400] * 3) == []
+    assert straggler_ranks(steps, *[[0.1] * 400] * 3) == []
+    assert straggler_ranks([0.1] * 340 + [0.4] * 15, *[[0.1] * 400] * 3) == []
 
 
 @settings(deadline=None, max_examples=10)
 @given(st.floats(1.0, 10.0))
 def test_a_slowdown_of_all_ranks_makes_no_straggler(factor: float) -> None:
-    assert found(*[[0.1] * 200 + [0.1 * factor] * 200] * 4) == []
+    assert straggler_ranks(*[[0.1] * 200 + [0.1 * factor] * 200] * 4) == []
 
 
 def test_half_of_the_ranks_may_be_stragglers_but_few_steps_prove_nothing() -> None:
-    slow, quick = [0.5] * 400, [0.1] * 400
-    assert found(slow, quick) == [0]
-    assert found(slow, quick, slow, quick) == [0, 2]
-    assert found(slow, slow, slow, quick) == [], "one rank is quick; the others are normal"
-    assert found(slow) == []
-    assert measured([0.1] * 50) is None, "five of the ten seconds that are needed"
-    assert measured([20.0] * 31) is None, "fewer steps than are needed"
-    assert measured([20.0] * 32) is not None
+    slow_down, quick = [0.5] * 400, [0.1] * 400
+    assert straggler_ranks(slow_down, quick) == [0]
+    assert straggler_ranks(slow_down, quick, slow_down, quick) == [0, 2]
+    assert straggler_ranks(slow_down, slow_down, slow_down, quick) == [], "one rank is quick; the others are normal"
+    assert straggler_ranks(slow_down) == []
+    assert measured_pace([0.1] * 50) is None, "five of the ten seconds that are needed"
+    assert measured_pace([20.0] * 31) is None, "fewer steps than are needed"
+    assert measured_pace([20.0] * 32) is not None
 
 
 def test_marked_computation_shows_the_straggler_of_a_synchronous_job() -> None:
     together = [0.5] * 400
-    assert found(together, together, together) == [], "they end together: step times show no difference"
+    assert straggler_ranks(together, together, together) == [], "they end together: step times show no difference"
     few, much = [0.1] * 400, [0.4] * 400
-    assert found((together, few), (together, much), (together, few)) == [1]
-    assert found((together, few), (together, much), (together, few), [9.0] * 400) == [1], "then only marked times count"
+    assert straggler_ranks((together, few), (together, much), (together, few)) == [1]
+    assert straggler_ranks((together, few), (together, much), (together, few), [9.0] * 400) == [1], (
+        "then only marked times count"
+    )
     tiny, more = [0.001] * 400, [0.01] * 400
-    assert found((together, tiny), (together, more), (together, tiny)) == [], "the difference is too small"
+    assert straggler_ranks((together, tiny), (together, more), (together, tiny)) == [], "the difference is too small"
 
 
 def test_time_between_steps_does_not_count_as_pace() -> None:
@@ -155,39 +157,39 @@ def test_marked_computation_on_a_device_is_counted_without_waiting(tmp_path: Pat
 
 def test_a_straggler_is_reported_once_an_attempt() -> None:
     run = world()
-    run.turn()
-    slow(run, "b")
+    run.advance()
+    slow_down(run, "b")
     for _ in range(3):
-        run.turn()
+        run.advance()
     (note,) = [e for e in run.log if e.kind == "note"]
     assert (note.facts["straggler"], note.facts["host"]) == (3, "b")
     assert note.text == (
         "rank 3 on b takes 3.0 times as long as the median (300 ms instead of 100 ms a step) for 60 s or longer; "
         "--straggler 2 starts the job again without it, where a spare waits"
     )
-    assert run.course.last is not None
-    assert run.course.last.kind == "start", "the job goes on"
+    assert run.run_state.last is not None
+    assert run.run_state.last.kind == "start", "the job goes on"
 
 
 def test_a_spare_replaces_a_straggler_once() -> None:
     """All ranks save and go on without it. If the spare is slow, too, and no other host waits, it is only reported."""
     run = world(agents=4, straggler=2.0)
-    run.turn()
-    slow(run, "b")
-    run.turn()
+    run.advance()
+    slow_down(run, "b")
+    run.advance()
     assert [e.kind for e in run.log[-3:]] == ["note", "note", "stop"]
     assert run.log[-2].text == "b is left out, as rank 3 there is slow, and d waits"
     while len(run.starts()) < 2:
         run.clock += 0.1
-        run.turn()
+        run.advance()
     assert [m["name"] for m in run.starts()[-1].facts["members"]] == ["a", "d", "c"]
     (failure,) = [e for e in run.log if e.kind == "failure"]
     assert (failure.facts["cause"], failure.facts["host"]) == ("straggler", "b")
-    assert run.course.budget.restarts_left == run.spec.restarts, "it was no failure"
-    slow(run, "d")
+    assert run.run_state.budget.restarts_left == run.spec.restarts, "it was no failure"
+    slow_down(run, "d")
     for _ in range(5):
         run.clock += 100.0
-        run.turn()
+        run.advance()
     assert len(run.starts()) == 2
     assert run.log[-1].text.endswith("; no other host waits")
 
@@ -198,34 +200,34 @@ def test_no_host_is_left_out_without_a_spare_or_the_option(case: str) -> None:
         hosts=1 if case == "one host" else 3, least=1, agents={"no spare": 3, "one host": 1}.get(case, 4),
         straggler=0.0 if case == "no wish" else 2.0,
     )  # fmt: skip
-    run.turn()
+    run.advance()
     if case == "the spare leaves":
         run.agents["d"] = replace(run.agents["d"], leaving=15)
-    slow(run, "a")
+    slow_down(run, "a")
     for _ in range(3):
-        run.turn()
+        run.advance()
     assert [e.kind for e in run.log if e.kind in ("note", "stop")] == ["note"]
 
 
 def test_a_rank_that_dies_while_all_save_for_a_straggler_is_the_failure() -> None:
     """That failure counts: its host is at fault, and the straggler is not left out."""
     run = world(agents=4, straggler=2.0)
-    run.turn()
-    slow(run, "b")
+    run.advance()
+    slow_down(run, "b")
     run.append(len(run.log), draft_next_entries(run.view()))
     run.agents["c"] = replace(run.agents["c"], heard=True, wrong=HostFailure("signal", (5,), "was killed by SIGKILL"))
-    run.turn()
+    run.advance()
     (failure,) = [e for e in run.log if e.kind == "failure"]
     assert (failure.facts["cause"], failure.facts["host"]) == ("signal", "c")
 
 
 def test_missing_spares_are_reported_once() -> None:
     run = world(agents=5, spares=2, patience_seconds=30.0)
-    run.turn()
+    run.advance()
 
     def notes() -> list[str]:
         run.clock += 31.0
-        run.turn()
+        run.advance()
         return [e.text for e in run.log if e.kind == "note"]
 
     assert notes() == []

@@ -26,32 +26,32 @@ from ckpt.recovery.run_log.base import Draft
 
 def test_missing_hosts_are_reported_once() -> None:
     run = world(3, 2, 1)
-    run.turn()
+    run.advance()
     assert [e.kind for e in run.log] == ["run", "lead"], "hosts that start at the same time need a moment"
     run.clock += 5
-    run.turn()
+    run.advance()
     assert (run.log[-1].kind, run.log[-1].text.split(";")[0]) == ("note", "1 of 3 hosts are here")
     assert "on 2 more" in run.log[-1].text
     assert "gives up 600 s" in run.log[-1].text
     run.clock += 5
-    run.turn()
+    run.advance()
     assert len(run.log) == 3, "once"
     run.agents["b"] = agent("b", 1)
     run.clock += 5
-    run.turn()
+    run.advance()
     assert run.log[-1].text.startswith("2 of 3 hosts are here")
     assert "the run continues with these 600 s" in run.log[-1].text
     run.agents["c"] = agent("c", 2)
-    run.turn()
+    run.advance()
     assert run.log[-1].kind == "start"
     del run.agents["c"]
-    run.turn()
+    run.advance()
     assert [e.kind for e in run.log[-2:]] == ["failure", "decision"]
     for name in ("a", "b"):
         run.agents[name] = replace(run.agents[name], doing="idle")
     for _ in range(5):
         run.clock += 1
-        run.turn()
+        run.advance()
     assert [e.kind for e in run.log[-2:]] == ["decision", "note"]
     assert "the run continues with these 30 s" in run.log[-1].text
 
@@ -59,7 +59,7 @@ def test_missing_hosts_are_reported_once() -> None:
 def test_a_host_is_not_blamed_while_another_may_be_lost() -> None:
     """Ranks that have lost a peer end with an error at once; only a loss that is not finite has no such cause."""
     run = world()
-    run.turn()
+    run.advance()
     wrong = {cause: replace(run.agents["a"], wrong=HostFailure(cause, (0,), "failed")) for cause in ("exit", "diverged")}
     view = replace(run.view(), silent_since_failure=frozenset("b"))
     exits = replace(view, maybe_living={**view.maybe_living, "a": wrong["exit"]})
@@ -96,7 +96,7 @@ def test_a_run_with_any_failures_ends(seed: int, hosts: int, fewer: int, spares:
         elif chance < 0.4:
             run.agents[name] = replace(agent(name, run.clock), incarnation=f"{name}-{run.clock}")
         before = len(run.log)
-        run.turn()
+        run.advance()
         for entry in run.log[before:]:
             if entry.kind == "start":
                 names = [m["name"] for m in entry.facts["members"]]
@@ -106,14 +106,14 @@ def test_a_run_with_any_failures_ends(seed: int, hosts: int, fewer: int, spares:
     for _ in range(400):
         run.clock += 5.0
         run.step += 5
-        run.turn()
-        if run.course.has_ended:
+        run.advance()
+        if run.run_state.has_ended:
             break
-        if run.course.last is not None and run.course.last.kind == "start" and rng.random() < 0.3:
+        if run.run_state.last is not None and run.run_state.last.kind == "start" and rng.random() < 0.3:
             for name, report in run.agents.items():
                 if report.doing == "running" and report.wrong is None:
                     run.agents[name] = replace(report, doing="over")
-    assert run.course.has_ended
+    assert run.run_state.has_ended
     assert run.log[-1].kind == "end"
     attempts = [e.attempt for e in run.starts()]
     assert attempts == list(range(len(attempts)))
@@ -138,8 +138,8 @@ def test_two_leaders_write_one_log(seed: int) -> None:
             run.agents["b"] = replace(run.agents["b"], wrong=HostFailure("exit", (2,), "failed"))
         drafts = draft_next_entries(stale) if stale.run_state.last is not None else []
         took = run.append(stale.run_state.number, drafts)
-        assert not (took and drafts and stale.run_state.number != run.course.number - len(drafts))
-        run.turn()
+        assert not (took and drafts and stale.run_state.number != run.run_state.number - len(drafts))
+        run.advance()
     attempts = [e.attempt for e in run.starts()]
     assert attempts == list(range(len(attempts)))
 
@@ -148,20 +148,20 @@ def test_the_next_leader_decides_a_failure_without_a_decision() -> None:
     """The leader that wrote the failure died. The next one makes the same decision."""
     one, other = world(), world()
     for run in (one, other):
-        run.turn()
+        run.advance()
         run.agents["b"] = replace(run.agents["b"], wrong=HostFailure("signal", (3,), "was killed by SIGKILL"))
-    one.turn()
+    one.advance()
     drafts = draft_next_entries(other.view())
     other.append(len(other.log), drafts[:1])
     assert other.log[-1].kind == "failure"
     other.follow()
-    other.turn()
+    other.advance()
     assert [(e.kind, e.text) for e in other.log] == [(e.kind, e.text) for e in one.log]
 
 
 def test_of_simultaneous_failures_a_signal_is_the_cause() -> None:
     run = world()
-    run.turn()
+    run.advance()
     run.agents["a"] = replace(run.agents["a"], wrong=HostFailure("exit", (0,), "exited: connection reset by peer"))
     run.agents["c"] = replace(run.agents["c"], wrong=HostFailure("signal", (5,), "was killed by SIGSEGV"))
     failure = draft_next_entries(run.view())[0]
@@ -171,7 +171,7 @@ def test_of_simultaneous_failures_a_signal_is_the_cause() -> None:
 def test_the_step_of_a_failure_is_that_of_the_failed_host() -> None:
     """The other hosts reported their steps earlier. A committed step is complete on all hosts."""
     run = world()
-    run.turn()
+    run.advance()
     run.agents["a"] = replace(run.agents["a"], step=41, committed=49)
     run.agents["b"] = replace(run.agents["b"], step=55, wrong=HostFailure("signal", (3,), "was killed by SIGKILL"))
     drafts = draft_next_entries(run.view())
@@ -184,13 +184,13 @@ def test_the_step_of_a_failure_is_that_of_the_failed_host() -> None:
 def test_a_restore_of_an_older_step_than_the_saved_one_is_noted() -> None:
     """It is noted once, and not where it was decided."""
     run = world()
-    run.turn()
+    run.advance()
     run.step = 29
     run.agents["b"] = replace(run.agents["b"], wrong=HostFailure("signal", (3,), "was killed by SIGKILL"))
     run.follow()
     for _ in range(3):
-        run.turn()
-    assert [len(run.starts()), run.course.failures[-1].committed] == [2, 25]
+        run.advance()
+    assert [len(run.starts()), run.run_state.failures[-1].committed] == [2, 25]
     assert draft_next_entries(run.view()) == []
     run.agents["a"] = replace(run.agents["a"], restored=25)
     assert draft_next_entries(run.view()) == []
@@ -198,7 +198,7 @@ def test_a_restore_of_an_older_step_than_the_saved_one_is_noted() -> None:
     drafts = draft_next_entries(run.view())
     assert [(draft.kind, draft.facts) for draft in drafts] == [("note", {"restored": 20})]
     assert drafts[0].text.startswith("the ranks go on from step 20, as no later one is whole: 25 was saved")
-    before = replace(run.view(), run_state=replace(run.course, before=25))
+    before = replace(run.view(), run_state=replace(run.run_state, before=25))
     assert draft_next_entries(before) == []
     run.append(len(run.log), drafts)
     assert draft_next_entries(run.view()) == []
@@ -208,14 +208,14 @@ def test_a_restore_of_an_older_step_than_the_saved_one_is_noted() -> None:
 def test_the_next_run_of_the_same_job_notes_an_older_restored_step(command: str) -> None:
     """Saved steps may have been damaged in between; the steps of another job do not count."""
     run = world()
-    run.turn()
+    run.advance()
     ended = [entry_drafts.draft_failure(0, failure("a", 25, "asked")), Draft(0, "end", "as drain asked", {"status": 0})]
     again = [entry_drafts.draft_run(1, "s", replace(run.spec, command=(command,))), Draft(1, "lead", "", {"name": "a"})]
     run.append(len(run.log), [*ended, *again])
     run.follow()
     for _ in range(2):
-        run.turn()
-    assert (run.course.attempt, run.course.last and run.course.last.kind) == (1, "start")
+        run.advance()
+    assert (run.run_state.attempt, run.run_state.last and run.run_state.last.kind) == (1, "start")
     run.agents["a"] = replace(run.agents["a"], restored=20)
     texts = [draft.text for draft in draft_next_entries(run.view())]
     assert [text[:34] for text in texts] == (["the ranks go on from step 20, as n"] if command == "train" else [])
@@ -224,7 +224,7 @@ def test_the_next_run_of_the_same_job_notes_an_older_restored_step(command: str)
 def test_a_hang_is_blamed_on_the_rank_that_is_behind() -> None:
     """This is decided over all hosts, not by the host that noticed the hang first."""
     run = world()
-    run.turn()
+    run.advance()
     run.agents["a"] = replace(run.agents["a"], wrong=HostFailure("hang", (1,), "…"), slowest=SlowestRank(1, 8, 31.0, "step"))
     run.agents["b"] = replace(run.agents["b"], slowest=SlowestRank(2, 7, 30.5, "step"))
     run.agents["c"] = replace(run.agents["c"], slowest=SlowestRank(5, 8, 30.0, "step"))
@@ -235,23 +235,23 @@ def test_a_hang_is_blamed_on_the_rank_that_is_behind() -> None:
 
 def test_a_job_waits_for_hosts_up_to_its_limits() -> None:
     run = world(least=2, patience_seconds=30.0, give_up_seconds=100.0)
-    run.turn()
+    run.advance()
     del run.agents["c"]
-    run.turn()
+    run.advance()
     assert run.log[-1].kind == "decision"
     run.clock += 29.0
-    run.turn()
+    run.advance()
     assert len(run.starts()) == 1
     run.clock += 2.0
-    run.turn()
+    run.advance()
     assert [m["name"] for m in run.starts()[-1].facts["members"]] == ["a", "b"]
     del run.agents["b"]
-    run.turn()
+    run.advance()
     run.clock += 99.0
-    run.turn()
+    run.advance()
     assert len(run.starts()) == 2
     run.clock += 2.0
-    run.turn()
+    run.advance()
     assert run.log[-1].text == "1 of 2 hosts came within 100 s; start ckpt-run on more, or lower --min"
     assert run.log[-1].facts["status"] == 1
 
@@ -281,7 +281,7 @@ def test_a_report_is_decoded_as_it_was_encoded() -> None:
 ])  # fmt: skip
 def test_a_dry_run_predicts_the_entries_and_writes_none(lost: tuple[str, ...], killed: int | None, kinds: list[str]) -> None:
     run = world(least=2)
-    run.turn()
+    run.advance()
     before = list(run.log)
     drafts = predict_entries(run.log, run.agents, lost, killed)
     assert [draft.kind for draft in drafts] == kinds

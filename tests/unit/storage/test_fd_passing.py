@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.near_nodes import DATA, _open_now, files, moved, opened
+from helpers.near_nodes import DATA, files, moved, open_objects_now, opened
 from helpers.near_nodes import here as here
 from helpers.near_nodes import node as node
 from helpers.nodes import Here, Process, nodes_config, quick
@@ -99,9 +99,9 @@ def test_a_forgotten_writer_keeps_no_descriptor_open(node: Process) -> None:
     """A writer may neither commit nor abort, for example if a thread pool ends before its calls."""
     writer = NodeStore(node.address).create("a", len(DATA))
     writer.append(memoryview(DATA))
-    assert _open_now()
+    assert open_objects_now()
     del writer
-    assert not _open_now()
+    assert not open_objects_now()
 
 
 def test_growing_uploads_share_the_free_space_exactly(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.failing_store import FailingStore, Injected
-from helpers.meetings import env_groups, gather, meet, rank_process, together, words
+from helpers.meetings import env_groups, gather, meet, rank_process, run_in_threads, words
 from helpers.meetings import folder as folder
 from helpers.messages import one_line
 from helpers.processes import until
@@ -40,7 +40,7 @@ def test_ranks_meet_at_any_store(folder: Path, monkeypatch: pytest.MonkeyPatch, 
         meeting_rank.check(group, 100_000)
         group.close()
 
-    assert together(*(lambda g=g: run(g) for g in groups)) == [None] * 4
+    assert run_in_threads(*(lambda g=g: run(g) for g in groups)) == [None] * 4
     assert not [*store.list()]
 
 
@@ -61,7 +61,7 @@ def test_ranks_meet_once_at_each_of_several_stores(folder: Path, monkeypatch: py
         assert meet(groups, store) == [None, None]
         assert gather(groups, f"gather {number}") == [words(f"gather {number}", 2)] * 2
     assert [len([*(folder / name / "meet").iterdir()]) for name in "ab"] == [1, 1]
-    together(*(g.close for g in groups))
+    run_in_threads(*(g.close for g in groups))
     assert not files(folder)
 
 
@@ -87,7 +87,7 @@ def test_two_jobs_at_one_store_do_not_mix(folder: Path, monkeypatch: pytest.Monk
 
     # Rank by rank, so that ranks of both jobs wait for each other at every moment.
     pairs = [(name, jobs[name][rank]) for rank in (2, 1, 0) for name in jobs]
-    for (name, _), received in zip(pairs, together(*(lambda p=p: run(*p) for p in pairs)), strict=True):
+    for (name, _), received in zip(pairs, run_in_threads(*(lambda p=p: run(*p) for p in pairs)), strict=True):
         assert received == [words(f"{name} {number}", 3) for number in range(5)]
 
 
@@ -208,7 +208,7 @@ def test_ranks_that_gave_up_do_not_count_as_missing(folder: Path, monkeypatch: p
     """Ranks 1 and 2 joined, and gave up before rank 0 does: it names the rank that never joined."""
     groups = env_groups(4, monkeypatch, timeout=1)
     groups[0]._timeout = 4
-    errors = together(*(lambda g=g: g.meet_at(LocalStore(folder)) for g in groups[:3]))
+    errors = run_in_threads(*(lambda g=g: g.meet_at(LocalStore(folder)) for g in groups[:3]))
     for error in errors:
         assert isinstance(error, GroupError)
         one_line(error, ": rank 3 did not join")
@@ -226,7 +226,7 @@ def test_two_processes_of_one_rank_are_refused(folder: Path, monkeypatch: pytest
         groups[2].meet_at(store)
 
     calls = [lambda: groups[0].meet_at(store), rank_2, *(lambda g=g: g.meet_at(store) for g in ones)]
-    errors = together(*calls)
+    errors = run_in_threads(*calls)
     assert [type(error) for error in errors] == [GroupError] * 4
     process = f"process {os.getpid()} on {socket.gethostname()}"
     one_line(errors[0], f"{process} and {process} both claim to be rank 1", "CKPT_RUN_ID")
@@ -265,7 +265,7 @@ def test_closing_does_not_wait_for_dead_ranks(folder: Path, monkeypatch: pytest.
     groups[1].close()
     groups[0].close()
     assert {p.name for p in folder.glob("meet/*/*")} >= {"members.json", "bye-1"}
-    together(groups[0].close, groups[2].close)  # closed twice
+    run_in_threads(groups[0].close, groups[2].close)  # closed twice
 
 
 def test_a_rank_that_leaves_late_leaves_no_object(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

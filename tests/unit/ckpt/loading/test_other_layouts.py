@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.mesh_layouts import held, layouts, same
+from helpers.mesh_layouts import are_equal, layouts, part_of_rank
 from helpers.processes import SOAK
-from helpers.rank_threads import Counting, all_well, assert_equal, on_ranks
+from helpers.rank_threads import CountingStore, all_well, assert_equal, on_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +37,7 @@ def test_any_layout_loads_into_any_other(tmp_path_factory: pytest.TempPathFactor
         after[f"x{i}"] = data.draw(layouts(shape, readers))
 
     def state(rank: int, layout: dict[str, Any], fill: bool) -> dict[str, Any]:
-        return {name: held(array, layout[name][rank], fill) for name, array in arrays.items()}
+        return {name: part_of_rank(array, layout[name][rank], fill) for name, array in arrays.items()}
 
     all_well(on_ranks(writers, lambda g: ckpt.save(state(g.rank, before, True), root, 0, group=g)))
     assert_equal(ckpt.load(root, group=None), arrays)
@@ -45,7 +45,7 @@ def test_any_layout_loads_into_any_other(tmp_path_factory: pytest.TempPathFactor
     def load(group: Group) -> bool:
         like, expected = state(group.rank, after, False), state(group.rank, after, True)
         loaded = ckpt.load(root, like, group=group)
-        return all(same(loaded[name], expected[name]) for name in expected)
+        return all(are_equal(loaded[name], expected[name]) for name in expected)
 
     assert all(all_well(on_ranks(readers, load)))
 
@@ -91,13 +91,13 @@ def test_three_ranks_read_a_step_of_four_with_few_additional_bytes(tmp_path: Pat
     for share, most in (("auto", 1.3), (True, 1.05)):  # with whole blocks: 1.5
 
         def load(group: Group, share: Any = share) -> None:
-            loaded = ckpt.load(Counting(tmp_path), rows(group.rank, 3, False), group=group, share_reads=share)
+            loaded = ckpt.load(CountingStore(tmp_path), rows(group.rank, 3, False), group=group, share_reads=share)
             expected = rows(group.rank, 3, True)
             assert all(np.array_equal(loaded[name].local, expected[name].local) for name in full)
 
-        Counting.read = 0
+        CountingStore.read = 0
         all_well(on_ranks(3, load))
-        assert unique <= Counting.read <= most * unique, (share, Counting.read / unique)
+        assert unique <= CountingStore.read <= most * unique, (share, CountingStore.read / unique)
 
 
 def test_experts_move_to_another_number_of_ranks(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers.values import random_bytes, same
+from helpers.values import assert_identical, random_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -19,15 +19,15 @@ from ckpt.storage.local.directory import LocalStore
 def test_only_the_named_leaves_are_loaded(tmp_path):
     state = {"model": {"w": np.ones(3), "b": np.zeros(2)}, "opt": [np.ones(1), 5, {"x": 1}], "step": 3}
     ckpt.save(state, tmp_path / "r")
-    same(ckpt.load(tmp_path / "r", only="model.*"), {"model": state["model"]})
-    same(ckpt.load(tmp_path / "r", only="model"), {"model": state["model"]})
-    same(
+    assert_identical(ckpt.load(tmp_path / "r", only="model.*"), {"model": state["model"]})
+    assert_identical(ckpt.load(tmp_path / "r", only="model"), {"model": state["model"]})
+    assert_identical(
         ckpt.load(tmp_path / "r", only=["*.w", "opt.2.x"]),
         {"model": {"w": state["model"]["w"]}, "opt": [None, None, {"x": 1}]},
     )
     like = {"model": {"w": np.zeros(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 0}
     ckpt.load(tmp_path / "r", like, only=["*.w", "step"])
-    same(like, {"model": {"w": np.ones(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 3})
+    assert_identical(like, {"model": {"w": np.ones(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 3})
 
 
 def test_only_the_named_leaves_of_an_object_are_loaded(tmp_path):
@@ -42,7 +42,7 @@ def test_only_the_named_leaves_of_an_object_are_loaded(tmp_path):
 def test_a_state_that_is_no_dict_is_restored(tmp_path):
     for i, state in enumerate([np.arange(5), [1, 2], 3.5, None, "x", (np.ones(2), 1), {}, torch.ones(3)]):
         ckpt.save(state, tmp_path / str(i))
-        same(ckpt.load(tmp_path / str(i)), state)
+        assert_identical(ckpt.load(tmp_path / str(i)), state)
 
 
 def test_reading_a_slice_reads_only_those_bytes(tmp_path):

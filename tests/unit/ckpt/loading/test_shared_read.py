@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.page_cache import bypasses_cache, drop_cache, is_cached
-from helpers.rank_threads import Counting, RemoteStore, all_well, on_ranks, one_array, united
+from helpers.rank_threads import CountingStore, RemoteStore, all_well, on_ranks, one_array, union_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,13 +48,13 @@ def test_the_store_is_read_once_for_all_ranks(tmp_path: Path, codec: Any, share:
         def load(group: Group, edges: list[int] = edges) -> None:
             low, high = edges[group.rank], edges[group.rank + 1]
             like = {"w": ckpt.Shard(np.zeros((4096, high - low), np.float32), full.shape, (0, low)), "c": copied * 0}
-            loaded = ckpt.load(Counting(tmp_path), like, group=group, share_reads=share)
+            loaded = ckpt.load(CountingStore(tmp_path), like, group=group, share_reads=share)
             assert np.array_equal(loaded["w"].local, full[:, low:high])
             assert np.array_equal(loaded["c"], copied)
 
-        Counting.read = 0
+        CountingStore.read = 0
         all_well(on_ranks(size, load))
-        assert stored * 0.9 <= Counting.read <= 1.05 * stored, (Counting.read, stored)
+        assert stored * 0.9 <= CountingStore.read <= 1.05 * stored, (CountingStore.read, stored)
 
 
 LAYOUTS: dict[str, Callable[[int, int, int], tuple[int, int, int, int]]] = {
@@ -84,15 +84,15 @@ def test_auto_shares_reads_where_ranks_need_the_same_parts(tmp_path: Path, codec
     def load(group: Group, share: Any) -> None:
         boxes = {name: LAYOUTS[layout](group.rank, *shape) for name, shape in full.items()}
         like = {n: ckpt.Shard(np.zeros((b - a, d - c), np.float32), full[n], (a, c)) for n, (a, b, c, d) in boxes.items()}
-        loaded = ckpt.load(Counting(tmp_path), like, group=group, share_reads=share)
+        loaded = ckpt.load(CountingStore(tmp_path), like, group=group, share_reads=share)
         assert all(np.array_equal(loaded[n].local, state[n][a:b, c:d]) for n, (a, b, c, d) in boxes.items())
 
     def read_with(share: Any) -> list[tuple[str, int, int]]:
-        Counting.stretches = []
+        CountingStore.read_ranges = []
         all_well(on_ranks(4, functools.partial(load, share=share)))
-        return Counting.stretches
+        return CountingStore.read_ranges
 
-    alone = united(read_with(False))
+    alone = union_bytes(read_with(False))
     for share in ("auto", True):
         read = sum(end - begin for _, begin, end in read_with(share))
         assert read <= 1.05 * alone, (read, alone)
@@ -121,10 +121,10 @@ def test_a_schedule_gives_each_rank_what_it_needs(data: st.DataObject) -> None:
         needed = {rank: need[position] for rank, need in enumerate(needs) if position in need}
         all_runs = [("", *run) for runs in needed.values() for run in runs]
         if turn is None:
-            assert united(all_runs) == sum(b - a for _, a, b in all_runs)
+            assert union_bytes(all_runs) == sum(b - a for _, a, b in all_runs)
             continue
-        assert united([("", a, b) for a, b, _ in turn.jobs]) == sum(b - a for a, b, _ in turn.jobs)
-        assert sum(b - a for a, b, _ in turn.jobs) == united(all_runs)
+        assert union_bytes([("", a, b) for a, b, _ in turn.jobs]) == sum(b - a for a, b, _ in turn.jobs)
+        assert sum(b - a for a, b, _ in turn.jobs) == union_bytes(all_runs)
         for rank, runs in needed.items():
             received = [message for run in runs for message in turn.received_by(rank, *run)]
             for peer in needed:
@@ -132,8 +132,8 @@ def test_a_schedule_gives_each_rank_what_it_needs(data: st.DataObject) -> None:
             read = [(a, b) for a, b, reader in turn.jobs if reader == rank]
             assert all(any(first <= a < b <= last for first, last in runs) for a, b in read)
             obtained = [*read, *(m[1:] for m in received)]
-            assert sum(b - a for a, b in obtained) == united([("", *h) for h in obtained]) == sum(b - a for a, b in runs)
-            assert united([("", *r) for r in [*runs, *obtained]]) == sum(b - a for a, b in runs)
+            assert sum(b - a for a, b in obtained) == union_bytes([("", *h) for h in obtained]) == sum(b - a for a, b in runs)
+            assert union_bytes([("", *r) for r in [*runs, *obtained]]) == sum(b - a for a, b in runs)
             rounds[turn.round, rank] = rounds.get((turn.round, rank), 0) + sum(b - a for a, b in runs)
     assert max(rounds.values(), default=0) <= ROUND_BYTES
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.rank_threads import Counting, all_well, on_ranks
+from helpers.rank_threads import CountingStore, all_well, on_ranks
 from helpers.shared_windows import empty, mappings, saved, window_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,14 +91,14 @@ def test_blocks_that_all_ranks_need_are_read_once(
     progress: list[int] = []
 
     def load(group: Group) -> None:
-        loaded = ckpt.load(Counting(tmp_path), empty(state), group=group, progress=progress.append)
+        loaded = ckpt.load(CountingStore(tmp_path), empty(state), group=group, progress=progress.append)
         assert all(np.array_equal(loaded[name], array) for name, array in state.items())
 
     for size in (2, 3):
-        Counting.read = 0
+        CountingStore.read = 0
         progress.clear()
         all_well(on_ranks(size, load))
-        assert 0.9 * stored <= Counting.read <= 1.05 * stored
+        assert 0.9 * stored <= CountingStore.read <= 1.05 * stored
         assert 0.9 * stored <= sum(progress) <= 1.05 * stored
 
 

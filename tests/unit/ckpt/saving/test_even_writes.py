@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from helpers.rank_threads import all_well, assert_equal, on_ranks, packed, replicated
+from helpers.rank_threads import all_well, assert_equal, on_ranks, pack_bytes_by_rank, replicated
 
 import ckpt
 from ckpt.groups.base import Group
@@ -18,7 +18,7 @@ def test_a_replicated_state_is_written_once_and_evenly(tmp_path: Path) -> None:
     unique = sum(a.nbytes for a in [state["embed"], state["odd"], *state["layers"], *state["norms"].values()])
     saved = all_well(on_ranks(4, lambda g: ckpt.save(replicated(), tmp_path, 1, group=g, codec="none")))
     assert {c.step for c in saved} == {1}
-    written = packed(tmp_path)
+    written = pack_bytes_by_rank(tmp_path)
     assert unique <= sum(written.values()) <= 1.05 * unique
     assert max(written.values()) <= 1.05 * sum(written.values()) / 4
     assert min(written.values()) >= 0.95 * sum(written.values()) / 4
@@ -49,7 +49,7 @@ def test_a_layout_of_data_tensor_and_pipeline_ranks_is_written_evenly(tmp_path: 
         return found
 
     all_well(on_ranks(8, lambda g: ckpt.save(state(g.rank), tmp_path, 1, group=g, codec="none")))
-    written = packed(tmp_path)
+    written = pack_bytes_by_rank(tmp_path)
     even = sum(a.nbytes for a in full.values()) / 8
     assert set(written) == set(range(8))
     assert all(0.95 * even <= n <= 1.05 * even + 4096 for n in written.values())

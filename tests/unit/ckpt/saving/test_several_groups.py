@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.rank_threads import all_well, on_ranks, one_array, owner
+from helpers.rank_threads import all_well, lease_owner, on_ranks, one_array
 from helpers.repositories import assert_clean
 
 import ckpt
@@ -124,12 +124,12 @@ def test_the_last_group_that_closes_releases_the_writer_lease(tmp_path: Path) ->
     one, other = ThreadGroup.make(2), ThreadGroup.make(2)
     savers = [all_well(on_ranks(2, lambda g: ckpt.Checkpointer(tmp_path, every=1, group=g), gs)) for gs in (one, other)]
     on_ranks(2, lambda g: savers[0][g.rank].close())
-    assert owner(tmp_path) is not None
+    assert lease_owner(tmp_path) is not None
     all_well(on_ranks(2, lambda g: savers[1][g.rank].save(0, one_array(0)).result()))
     all_well(on_ranks(2, lambda g: ckpt.Checkpointer(tmp_path, every=1, group=g).close(), one))
     all_well(on_ranks(2, lambda g: savers[1][g.rank].save(1, one_array(1)).result()))
     on_ranks(2, lambda g: savers[1][g.rank].close())
-    assert owner(tmp_path) is None
+    assert lease_owner(tmp_path) is None
 
 
 def test_a_group_that_this_process_has_superseded_is_fenced(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import warnings
 import pytest
 from helpers.repositories import assert_all_load
 from helpers.states import assert_same, state_of
-from helpers.tier_places import Places, flip, leave, saved_everywhere, train
-from helpers.tier_places import places as places
+from helpers.tier_places import TierFolders, close_as_if_failed, flip_bit, saved_everywhere, train
+from helpers.tier_places import tier_folders as tier_folders
 
 import ckpt
 from ckpt.storage.base.store import ALIGNMENT
@@ -18,17 +18,17 @@ from ckpt.storage.base.store import ALIGNMENT
 @pytest.mark.parametrize("kind", ["pack", "manifest/*.parquet", "manifest/*.json", "commit"])
 @pytest.mark.parametrize("which", ["memory", "nvme", "run", "memory nvme", "nvme run"])
 def test_a_flipped_byte_in_a_tier_is_avoided_and_its_copy_removed(
-    places: Places, which: str, kind: str, caplog: pytest.LogCaptureFixture
+    tier_folders: TierFolders, which: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The step is loaded from the next tier, and the damaged copy is not used again."""
-    saved_everywhere(places)
+    saved_everywhere(tier_folders)
     pattern = {"pack": "steps/*/pack/*.pack", "commit": "steps/7/commit.json"}.get(kind, f"steps/7/{kind}")
     for name in which.split():
-        for path in getattr(places, name).glob(pattern):
-            flip(path)
+        for path in getattr(tier_folders, name).glob(pattern):
+            flip_bit(path)
     for again in (False, True):
         caplog.clear()
-        with warnings.catch_warnings(record=True) as raised, places.open() as ck:
+        with warnings.catch_warnings(record=True) as raised, tier_folders.open() as ck:
             warnings.simplefilter("always")
             state, start = ck.restore(state_of(0))
             assert start == 8
@@ -36,36 +36,36 @@ def test_a_flipped_byte_in_a_tier_is_avoided_and_its_copy_removed(
             found = not again and which.startswith("memory")
             assert ("bad copy in the tier" in caplog.text) == (found or kind == "commit")
             assert any("is removed" in str(each.message) for each in raised) == (found and kind != "commit")
-            leave(ck)
-    with places.open() as ck:
+            close_as_if_failed(ck)
+    with tier_folders.open() as ck:
         train(ck, range(8, 10))
         ck.wait()
-        assert_same(ckpt.load(places.memory, step=9), state_of(9))
-        assert_same(ckpt.load(places.nvme, step=9), state_of(9))
-        leave(ck)
+        assert_same(ckpt.load(tier_folders.memory, step=9), state_of(9))
+        assert_same(ckpt.load(tier_folders.nvme, step=9), state_of(9))
+        close_as_if_failed(ck)
 
 
-def test_flipped_bytes_in_the_small_files_of_a_tier_do_no_harm(places: Places) -> None:
+def test_flipped_bytes_in_the_small_files_of_a_tier_do_no_harm(tier_folders: TierFolders) -> None:
     """The steps of a near tier do not depend on these files."""
-    saved_everywhere(places)
-    for tier in (places.memory, places.nvme):
+    saved_everywhere(tier_folders)
+    for tier in (tier_folders.memory, tier_folders.nvme):
         for name in ("ckpt.json", "tier.json", "generations/*.json"):
             for path in tier.glob(name):
-                flip(path, 20)
-    with places.open() as ck:
+                flip_bit(path, 20)
+    with tier_folders.open() as ck:
         state, start = ck.restore(state_of(0))
         assert start == 8
         assert_same(state, state_of(7))
         train(ck, range(8, 10))
-    places.check()
+    tier_folders.check()
 
 
-def test_rot_at_the_same_position_in_all_tiers_falls_back(places: Places) -> None:
-    saved_everywhere(places)
-    for tier in places.all():
+def test_rot_at_the_same_position_in_all_tiers_falls_back(tier_folders: TierFolders) -> None:
+    saved_everywhere(tier_folders)
+    for tier in tier_folders.all():
         for path in tier.glob("steps/7/pack/*.pack"):
-            flip(path, 0)
-    with places.open() as ck:
+            flip_bit(path, 0)
+    with tier_folders.open() as ck:
         with pytest.warns(UserWarning, match="loaded the older step 3"):
             state, start = ck.restore(state_of(0))
         assert start == 4
@@ -73,49 +73,49 @@ def test_rot_at_the_same_position_in_all_tiers_falls_back(places: Places) -> Non
         with pytest.raises(ckpt.IntegrityError):
             ck.restore(state_of(0), step=7)
         train(ck, range(4, 8))  # the same blocks bit for bit: they are written again
-    assert_all_load(places.run, 7)
+    assert_all_load(tier_folders.run, 7)
 
 
-def test_each_block_comes_from_a_good_copy(places: Places) -> None:
+def test_each_block_comes_from_a_good_copy(tier_folders: TierFolders) -> None:
     """No tier has a whole step any more, but together they have all blocks."""
-    saved_everywhere(places)
-    packs = [sorted(tier.glob("steps/7/pack/*.pack")) for tier in places.all()]
+    saved_everywhere(tier_folders)
+    packs = [sorted(tier.glob("steps/7/pack/*.pack")) for tier in tier_folders.all()]
     size = packs[0][0].stat().st_size
     for number, (path,) in enumerate(packs):
-        flip(path, (0, ALIGNMENT, size - ALIGNMENT)[number])
-    with places.open() as ck:
+        flip_bit(path, (0, ALIGNMENT, size - ALIGNMENT)[number])
+    with tier_folders.open() as ck:
         assert_same(ck.restore(state_of(0))[0], state_of(7))
-        leave(ck)
+        close_as_if_failed(ck)
 
 
-def test_rot_is_not_promoted(places: Places, caplog: pytest.LogCaptureFixture) -> None:
-    ck = ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier("memory")], group=None)
+def test_rot_is_not_promoted(tier_folders: TierFolders, caplog: pytest.LogCaptureFixture) -> None:
+    ck = ckpt.Checkpointer(tier_folders.run, every=100, tiers=[ckpt.Tier("memory")], group=None)
     train(ck, range(3))
     ck.wait()
-    leave(ck)
-    for path in places.memory.glob("steps/2/pack/*.pack"):
-        flip(path)
-    ck = ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier("memory")], group=None)
+    close_as_if_failed(ck)
+    for path in tier_folders.memory.glob("steps/2/pack/*.pack"):
+        flip_bit(path)
+    ck = ckpt.Checkpointer(tier_folders.run, every=100, tiers=[ckpt.Tier("memory")], group=None)
     with pytest.raises(ckpt.SaveFailed, match="is damaged"):
         ck.close()
-    assert ckpt.open(places.run).steps() == []
+    assert ckpt.open(tier_folders.run).steps() == []
     assert "could not be promoted" in caplog.text
-    with ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier("memory")], group=None) as ck:
+    with ckpt.Checkpointer(tier_folders.run, every=100, tiers=[ckpt.Tier("memory")], group=None) as ck:
         assert ck.restore(state_of(0))[1] == 2
         train(ck, range(2, 4))
-    assert_all_load(places.run, 3)
+    assert_all_load(tier_folders.run, 3)
 
 
-def test_a_damaged_pack_in_the_repository_of_record_is_replaced(places: Places) -> None:
+def test_a_damaged_pack_in_the_repository_of_record_is_replaced(tier_folders: TierFolders) -> None:
     """A load found the damage; the next step that needs the block writes it again."""
-    saved_everywhere(places)
-    for tier in (places.memory, places.nvme):
+    saved_everywhere(tier_folders)
+    for tier in (tier_folders.memory, tier_folders.nvme):
         shutil.rmtree(tier)
-    bad = [*places.run.glob("steps/*/pack/*.pack")]
+    bad = [*tier_folders.run.glob("steps/*/pack/*.pack")]
     for path in bad:
-        flip(path, 0)
+        flip_bit(path, 0)
     with pytest.raises(ckpt.IntegrityError):
-        ckpt.load(places.run)
-    with places.open() as ck:
+        ckpt.load(tier_folders.run)
+    with tier_folders.open() as ck:
         train(ck, range(8, 9))
-    assert_same(ckpt.load(places.run, step=8), state_of(8))
+    assert_same(ckpt.load(tier_folders.run, step=8), state_of(8))

@@ -12,17 +12,19 @@ from helpers.failing_store import FailingStore
 from helpers.messages import one_line
 from helpers.repositories import assert_all_load
 from helpers.states import assert_same, state_of
-from helpers.tier_places import FullStore, Places, leave, train
-from helpers.tier_places import places as places
+from helpers.tier_places import FullStore, TierFolders, close_as_if_failed, train
+from helpers.tier_places import tier_folders as tier_folders
 
 import ckpt
 from ckpt.storage.local.directory import LocalStore
 
 
-def test_a_full_repository_of_record_does_not_stop_training(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_repository_of_record_does_not_stop_training(
+    tier_folders: TierFolders, caplog: pytest.LogCaptureFixture
+) -> None:
     """Training goes on in the nearer tiers; the failure is reported once, and again at the end."""
-    store = FullStore(LocalStore(places.run))
-    ck = places.open(store)
+    store = FullStore(LocalStore(tier_folders.run))
+    ck = tier_folders.open(store)
     for step in range(8):
         ck.step(step, state_of(step))
     with pytest.raises(ckpt.SaveFailed, match="the disk is full"):
@@ -32,29 +34,29 @@ def test_a_full_repository_of_record_does_not_stop_training(places: Places, capl
     with pytest.raises(ckpt.SaveFailed) as raised:
         ck.close()
     one_line(raised, "promoting to", "the disk is full")
-    assert places.steps()[2] == []
-    assert places.steps()[0][-1] == 8, "the nearer copy stays"
+    assert tier_folders.steps()[2] == []
+    assert tier_folders.steps()[0][-1] == 8, "the nearer copy stays"
     store.full = False
-    with places.open(store) as ck:
+    with tier_folders.open(store) as ck:
         state, start = ck.restore(state_of(0))
         assert start == 9
         assert_same(state, state_of(8))
-    assert_all_load(places.run, 8)
+    assert_all_load(tier_folders.run, 8)
 
 
-def test_a_full_middle_tier_does_not_block_the_last(places: Places) -> None:
-    ck = places.open(near=FullStore(LocalStore(places.nvme)))
+def test_a_full_middle_tier_does_not_block_the_last(tier_folders: TierFolders) -> None:
+    ck = tier_folders.open(near=FullStore(LocalStore(tier_folders.nvme)))
     train(ck, range(7))
     with pytest.raises(ckpt.SaveFailed, match=r"promoting to .*nvme.*the disk is full"):
         ck.close()
-    assert places.steps()[1:] == [[], [3, 6]]
-    assert_all_load(places.run, 6)
+    assert tier_folders.steps()[1:] == [[], [3, 6]]
+    assert_all_load(tier_folders.run, 6)
 
 
 @pytest.mark.parametrize("method", ["put", "put_new", "create", "append", "commit", "list"])
-def test_a_promotion_that_fails_once_is_tried_again(places: Places, method: str) -> None:
-    store = FailingStore(LocalStore(places.run))
-    with places.open(store) as ck:
+def test_a_promotion_that_fails_once_is_tried_again(tier_folders: TierFolders, method: str) -> None:
+    store = FailingStore(LocalStore(tier_folders.run))
+    with tier_folders.open(store) as ck:
         train(ck, range(3))
         ck.wait()
         store._method, store._at = method, store.calls.get(method, 0) + 1
@@ -67,47 +69,49 @@ def test_a_promotion_that_fails_once_is_tried_again(places: Places, method: str)
                 assert "injected" in str(error)
         assert store.failed
         ck.wait()
-        assert places.steps()[2] == [3]
-    places.check()
+        assert tier_folders.steps()[2] == [3]
+    tier_folders.check()
 
 
-def test_steps_that_are_too_fast_for_promotion_are_skipped(places: Places) -> None:
+def test_steps_that_are_too_fast_for_promotion_are_skipped(tier_folders: TierFolders) -> None:
     """The newest step is promoted next, and a step that is being copied is not deleted."""
-    store = FullStore(LocalStore(places.run))
+    store = FullStore(LocalStore(tier_folders.run))
     store.full = False
     store.gate.clear()
-    with places.open(store, every=1) as ck:
+    with tier_folders.open(store, every=1) as ck:
         train(ck, range(1))
         while not store.began:
             threading.Event().wait(0.001)
         for step in range(1, 9):
             ck.step(step, state_of(step)).result()
-        assert {0, 7, 8} <= set(places.steps()[0]), "step 0 is being copied, step 8 waits"
-        assert not {1, 3, 5} & set(places.steps()[0]), "the steps between, except an even one that still goes to the disk"
+        assert {0, 7, 8} <= set(tier_folders.steps()[0]), "step 0 is being copied, step 8 waits"
+        assert not {1, 3, 5} & set(tier_folders.steps()[0]), "the steps between, except an even one that still goes to the disk"
         store.gate.set()
         ck.wait()
-        assert places.steps()[2] == [0, 8]
-    places.check()
+        assert tier_folders.steps()[2] == [0, 8]
+    tier_folders.check()
 
 
-def test_a_save_to_a_full_near_tier_goes_to_the_next(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_to_a_full_near_tier_goes_to_the_next(tier_folders: TierFolders, caplog: pytest.LogCaptureFixture) -> None:
     """In the background that step is lost and the next one goes to the next tier; with `blocking` no step is lost."""
-    store = FullStore(LocalStore(places.base / "near"))
-    with ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier(store)], group=None) as ck:
+    store = FullStore(LocalStore(tier_folders.base / "near"))
+    with ckpt.Checkpointer(tier_folders.run, every=100, tiers=[ckpt.Tier(store)], group=None) as ck:
         ck.save(0, state_of(0), blocking=True)
-        assert ckpt.open(places.run).steps() == [0]
+        assert ckpt.open(tier_folders.run).steps() == [0]
         assert caplog.text.count("could not be saved to the tier") == 1
         ck.step(1, state_of(1))
         ck.wait()
-        assert ckpt.open(places.run).steps() == [0, 1]
+        assert ckpt.open(tier_folders.run).steps() == [0, 1]
         store.full = False
         ck.step(2, state_of(2))
         ck.step(3, state_of(3))
-        assert ckpt.open(places.base / "near").steps()[-1:] in ([2], [3])
-    assert assert_all_load(places.run, 3) == [0, 1, 3]
+        assert ckpt.open(tier_folders.base / "near").steps()[-1:] in ([2], [3])
+    assert assert_all_load(tier_folders.run, 3) == [0, 1, 3]
 
 
-def test_saves_beyond_a_really_full_tmpfs_succeed(places: Places, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_beyond_a_really_full_tmpfs_succeed(
+    tier_folders: TierFolders, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The tier is on a file system that is really full."""
     small = tmp_path / "small"
     small.mkdir()
@@ -115,63 +119,63 @@ def test_saves_beyond_a_really_full_tmpfs_succeed(places: Places, tmp_path: Path
     if mount.returncode:
         pytest.skip("mounting needs root")
     try:
-        with ckpt.Checkpointer(places.run, every=100, tiers=[ckpt.Tier(small / "t", keep=5)], group=None) as ck:
+        with ckpt.Checkpointer(tier_folders.run, every=100, tiers=[ckpt.Tier(small / "t", keep=5)], group=None) as ck:
             for step in range(12):
                 ck.save(step, state_of(step), blocking=True)
             assert ck.repository.steps() == list(range(12))
         assert "the disk is full" in caplog.text
-        assert_all_load(places.run, 11)
+        assert_all_load(tier_folders.run, 11)
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_a_tier_keeps_to_its_limit(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tier_keeps_to_its_limit(tier_folders: TierFolders, caplog: pytest.LogCaptureFixture) -> None:
     """Steps that do not fit go to the next tier, and a warning says so."""
-    tiers = [ckpt.Tier("memory", limit=300_000), ckpt.Tier(places.nvme, every=100)]
-    with ckpt.Checkpointer(places.run, every=None, tiers=tiers, group=None) as ck:
+    tiers = [ckpt.Tier("memory", limit=300_000), ckpt.Tier(tier_folders.nvme, every=100)]
+    with ckpt.Checkpointer(tier_folders.run, every=None, tiers=tiers, group=None) as ck:
         for step in range(9):
             ck.step(step, state_of(step)).result()
-            stored = sum(path.stat().st_size for path in places.memory.glob("steps/**/*.*"))
+            stored = sum(path.stat().st_size for path in tier_folders.memory.glob("steps/**/*.*"))
             assert stored <= 300_000
         assert set(ck.repository.steps()) >= {7, 8}
-        assert set(places.steps()[1]), "some went on to the next"
+        assert set(tier_folders.steps()[1]), "some went on to the next"
         assert "of at most 0.000 GB" in caplog.text
         assert "higher limit=" in caplog.text
-    assert_all_load(places.run, 8)
+    assert_all_load(tier_folders.run, 8)
 
 
-def test_an_unusable_tier_is_not_used(places: Places) -> None:
+def test_an_unusable_tier_is_not_used(tier_folders: TierFolders) -> None:
     """A broken disk must not stop the training."""
-    places.nvme.write_text("no folder")
+    tier_folders.nvme.write_text("no folder")
     with pytest.warns(UserWarning, match="the tier .*nvme is not used"):
-        ck = places.open()
+        ck = tier_folders.open()
     with ck:
         train(ck, range(5))
         ck.wait()
-        assert ckpt.open(places.memory).steps() == [3, 4]
-        assert ckpt.open(places.run).steps() == [3]
-    shutil.rmtree(places.memory)
-    places.memory.write_text("no folder")
+        assert ckpt.open(tier_folders.memory).steps() == [3, 4]
+        assert ckpt.open(tier_folders.run).steps() == [3]
+    shutil.rmtree(tier_folders.memory)
+    tier_folders.memory.write_text("no folder")
     with pytest.warns(UserWarning, match="is not used"):
-        ck = places.open()
+        ck = tier_folders.open()
     with ck:
         assert ck.restore(state_of(0))[1] == 5
         train(ck, range(5, 9))
-    assert assert_all_load(places.run, 7) == [4, 7], "the interval of the repository of record, as no tier is nearer"
+    assert assert_all_load(tier_folders.run, 7) == [4, 7], "the interval of the repository of record, as no tier is nearer"
 
 
-def test_a_read_only_tier_is_restored_from(places: Places) -> None:
+def test_a_read_only_tier_is_restored_from(tier_folders: TierFolders) -> None:
     """A tier of two nodes is read-only if one is lost. A step that only it has is found."""
-    ck = places.open()
+    ck = tier_folders.open()
     train(ck, range(6))
     ck._require_open().wait()
     ck._tiers.wait_ignoring_errors()  # type: ignore[union-attr]
-    leave(ck)
-    assert [steps[-1] for steps in places.steps()] == [5, 5, 3]
-    shutil.rmtree(places.memory)
-    broken = FailingStore(LocalStore(places.nvme), "put_new", 1)
+    close_as_if_failed(ck)
+    assert [steps[-1] for steps in tier_folders.steps()] == [5, 5, 3]
+    shutil.rmtree(tier_folders.memory)
+    broken = FailingStore(LocalStore(tier_folders.nvme), "put_new", 1)
     with pytest.warns(UserWarning, match="the tier .*nvme is not used"):
-        ck = places.open(near=broken)
+        ck = tier_folders.open(near=broken)
     with ck:
         state, start = ck.restore(state_of(0))
         assert start == 6
@@ -179,5 +183,5 @@ def test_a_read_only_tier_is_restored_from(places: Places) -> None:
         train(ck, range(6, 9))
         ck.wait()
     assert broken.failed
-    assert assert_all_load(places.run, 8)[-1] == 8
-    places.check()
+    assert assert_all_load(tier_folders.run, 8)[-1] == 8
+    tier_folders.check()

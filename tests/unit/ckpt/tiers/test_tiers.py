@@ -13,108 +13,110 @@ import pytest
 from helpers.messages import one_line
 from helpers.repositories import assert_all_load, files, reachable
 from helpers.states import assert_same, state_of
-from helpers.tier_places import Places, leave, train
-from helpers.tier_places import places as places
+from helpers.tier_places import TierFolders, close_as_if_failed, train
+from helpers.tier_places import tier_folders as tier_folders
 
 import ckpt
 from ckpt.tiers.tier_spec import memory_folder_name
 
 
-def test_each_tier_keeps_its_own_steps(places: Places) -> None:
-    with places.open() as ck:
+def test_each_tier_keeps_its_own_steps(tier_folders: TierFolders) -> None:
+    with tier_folders.open() as ck:
         for step in range(10):
             ck.step(step, state_of(step))
             ck.wait()
-        assert places.steps() == [[8, 9], [7, 9], [3, 7]]
+        assert tier_folders.steps() == [[8, 9], [7, 9], [3, 7]]
         assert ck.repository.steps() == [3, 7, 8, 9]
-        places.check()  # referenced packs of earlier steps were copied, too
-    assert places.steps() == [[], [7, 9], [7, 9]], "the newest step is in the repository of record, and the memory is free"
-    assert {name.split("/")[0] for name in files(places.memory)} == {"ckpt.json", "tier.json", "generations"}
-    places.check()
-    for tier in (places.nvme, places.run):
+        tier_folders.check()  # referenced packs of earlier steps were copied, too
+    assert tier_folders.steps() == [[], [7, 9], [7, 9]], (
+        "the newest step is in the repository of record, and the memory is free"
+    )
+    assert {name.split("/")[0] for name in files(tier_folders.memory)} == {"ckpt.json", "tier.json", "generations"}
+    tier_folders.check()
+    for tier in (tier_folders.nvme, tier_folders.run):
         assert {name for name in files(tier) if name.startswith("steps/")} == reachable(tier)
 
 
-def test_an_explicit_save_is_copied_to_all_tiers(places: Places) -> None:
-    with places.open(every=None) as ck:
+def test_an_explicit_save_is_copied_to_all_tiers(tier_folders: TierFolders) -> None:
+    with tier_folders.open(every=None) as ck:
         assert ck.save(4, state_of(4)).result().step == 4
         ck.wait()
-        assert places.steps() == [[4], [4], [4]]
+        assert tier_folders.steps() == [[4], [4], [4]]
 
 
-def test_tiers_with_an_interval_of_time_copy_the_next_step(places: Places) -> None:
+def test_tiers_with_an_interval_of_time_copy_the_next_step(tier_folders: TierFolders) -> None:
     """They copy the next step of a nearer tier; the newest step reaches the repository of record in any case."""
     hour, now = timedelta(hours=1), timedelta(0)
-    tiers = [ckpt.Tier("memory", keep=3), ckpt.Tier(places.nvme, every=now, keep=None)]
-    with ckpt.Checkpointer(places.run, every=hour, tiers=tiers, group=None) as ck:
+    tiers = [ckpt.Tier("memory", keep=3), ckpt.Tier(tier_folders.nvme, every=now, keep=None)]
+    with ckpt.Checkpointer(tier_folders.run, every=hour, tiers=tiers, group=None) as ck:
         for step in range(3):
             ck.step(step, state_of(step))
             ck.wait()
-        assert places.steps() == [[0, 1, 2], [0, 1, 2], []]
-    assert places.steps() == [[], [0, 1, 2], [2]]
-    tiers = [ckpt.Tier("memory", every=hour), ckpt.Tier(places.nvme, every=None)]
-    with ckpt.Checkpointer(places.run, every=4, tiers=tiers, group=None) as ck:
+        assert tier_folders.steps() == [[0, 1, 2], [0, 1, 2], []]
+    assert tier_folders.steps() == [[], [0, 1, 2], [2]]
+    tiers = [ckpt.Tier("memory", every=hour), ckpt.Tier(tier_folders.nvme, every=None)]
+    with ckpt.Checkpointer(tier_folders.run, every=4, tiers=tiers, group=None) as ck:
         train(ck, range(3, 7))
         ck.wait()
-        assert places.steps() == [[3], [0, 1, 2], [2, 3]], "the near tier is due because the last one is"
+        assert tier_folders.steps() == [[3], [0, 1, 2], [2, 3]], "the near tier is due because the last one is"
         ck.save(6, state_of(6))
-    assert_all_load(places.run, 6)
+    assert_all_load(tier_folders.run, 6)
 
 
-def test_a_restart_restores_a_step_from_memory_and_promotes_it(places: Places) -> None:
-    ck = places.open()
+def test_a_restart_restores_a_step_from_memory_and_promotes_it(tier_folders: TierFolders) -> None:
+    ck = tier_folders.open()
     for step in range(7):
         ck.step(step, state_of(step))
         ck.wait()
-    leave(ck)
-    shutil.rmtree(places.run / "steps")  # as if killed before any promotion
-    assert places.steps() == [[5, 6], [3, 5], []]
-    with places.open() as ck:
+    close_as_if_failed(ck)
+    shutil.rmtree(tier_folders.run / "steps")  # as if killed before any promotion
+    assert tier_folders.steps() == [[5, 6], [3, 5], []]
+    with tier_folders.open() as ck:
         state, start = ck.restore(state_of(0))
         assert start == 7
         assert_same(state, state_of(6))
         ck.wait()
-        assert places.steps() == [[5, 6], [3, 5], [3]], "the step that is due there by its number"
-    assert places.steps()[2] == [3, 6]
-    places.check()
+        assert tier_folders.steps() == [[5, 6], [3, 5], [3]], "the step that is due there by its number"
+    assert tier_folders.steps()[2] == [3, 6]
+    tier_folders.check()
 
 
-def test_a_restart_without_memory_uses_the_other_tiers(places: Places) -> None:
-    with places.open() as ck:
+def test_a_restart_without_memory_uses_the_other_tiers(tier_folders: TierFolders) -> None:
+    with tier_folders.open() as ck:
         train(ck, range(6))
-    shutil.rmtree(places.memory)
-    with places.open() as ck:
+    shutil.rmtree(tier_folders.memory)
+    with tier_folders.open() as ck:
         state, start = ck.restore(state_of(0))
         assert start == 6
         assert_same(state, state_of(5))
         train(ck, range(6, 9))
-    assert places.steps()[2][-1] == 8
-    places.check()
+    assert tier_folders.steps()[2][-1] == 8
+    tier_folders.check()
 
 
-def test_the_later_save_of_a_step_wins_after_a_roll_back(places: Places) -> None:
-    with places.open(every=1) as ck:
+def test_the_later_save_of_a_step_wins_after_a_roll_back(tier_folders: TierFolders) -> None:
+    with tier_folders.open(every=1) as ck:
         for step in range(4):
             train(ck, range(step, step + 1))
             ck.wait()  # otherwise a slow copy may skip a step
-    with places.open(every=8) as ck:
+    with tier_folders.open(every=8) as ck:
         ck.restore(state_of(0), step=2)
         changed = {**state_of(3), "name": "again"}
         ck.step(3, changed)
         assert_same(ck.restore(state_of(0))[0], changed)
-    assert_same(ckpt.load(places.run), changed)
-    with places.open() as ck:
+    assert_same(ckpt.load(tier_folders.run), changed)
+    with tier_folders.open() as ck:
         assert_same(ck.restore(state_of(0))[0], changed)
 
 
-def test_steps_of_another_repository_are_refused(places: Places) -> None:
-    ck = places.open()
+def test_steps_of_another_repository_are_refused(tier_folders: TierFolders) -> None:
+    ck = tier_folders.open()
     train(ck, range(1))
-    leave(ck)
-    shutil.rmtree(places.run)
+    close_as_if_failed(ck)
+    shutil.rmtree(tier_folders.run)
     with pytest.raises(ckpt.InvalidArgument) as raised:
-        places.open()
-    one_line(raised, str(places.memory), "not of the one at", "delete the folder")
+        tier_folders.open()
+    one_line(raised, str(tier_folders.memory), "not of the one at", "delete the folder")
 
 
 @pytest.mark.parametrize(
@@ -124,9 +126,9 @@ def test_steps_of_another_repository_are_refused(places: Places) -> None:
         (lambda p: [ckpt.Tier("memory"), ckpt.Tier("memory")], "have the same URL"),
     ],
 )
-def test_two_tiers_of_one_url_are_refused(places: Places, tiers: Any, word: str) -> None:
+def test_two_tiers_of_one_url_are_refused(tier_folders: TierFolders, tiers: Any, word: str) -> None:
     with pytest.raises(ckpt.InvalidArgument, match=word):
-        ckpt.Checkpointer(places.run, tiers=tiers(places), group=None)
+        ckpt.Checkpointer(tier_folders.run, tiers=tiers(tier_folders), group=None)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_without_ckpt_run_memory_is_a_folder_of_this_user(tmp_path: Path, monkey
     try:
         ck = ckpt.Checkpointer(tmp_path / "run", tiers=[ckpt.Tier("memory")], every=100, group=None)
         ck.step(0, state_of(0))
-        leave(ck)
+        close_as_if_failed(ck)
         assert_all_load(memory, 0)
         assert memory.parent.stat().st_mode & 0o077 == 0
     finally:

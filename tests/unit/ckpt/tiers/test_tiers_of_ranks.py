@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.rank_threads import all_well, on_ranks
-from helpers.tier_places import FullStore, Places, leave, shard_of
-from helpers.tier_places import places as places
+from helpers.tier_places import FullStore, TierFolders, close_as_if_failed, shard_of
+from helpers.tier_places import tier_folders as tier_folders
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,34 +22,34 @@ from ckpt.storage.local.directory import LocalStore
 from ckpt.tiers.copy_step import _copy_ranges
 
 
-def test_ranks_with_an_automatic_interval_save_the_same_steps(places: Places) -> None:
+def test_ranks_with_an_automatic_interval_save_the_same_steps(tier_folders: TierFolders) -> None:
     def work(group: Group) -> list[int]:
         tiers = [ckpt.Tier("memory", every="auto")]
-        with ckpt.Checkpointer(places.run, every=5, tiers=tiers, group=group, timeout=30) as ck:
+        with ckpt.Checkpointer(tier_folders.run, every=5, tiers=tiers, group=group, timeout=30) as ck:
             handles = [ck.step(step, shard_of(group.rank, 2, step)) for step in range(12)]
         return [handle.step for handle in handles if handle is not None]
 
     saved = all_well(on_ranks(2, work))
     assert saved[0] == saved[1]
     assert {0, 4, 9} <= set(saved[0])
-    assert ckpt.open(places.run).steps()[-1] == saved[0][-1]
+    assert ckpt.open(tier_folders.run).steps()[-1] == saved[0][-1]
 
 
-def test_ranks_restore_from_memory_into_other_layouts(places: Places) -> None:
+def test_ranks_restore_from_memory_into_other_layouts(tier_folders: TierFolders) -> None:
     def work(group: Group) -> None:
-        ck = places.open(group=group)
+        ck = tier_folders.open(group=group)
         for step in range(6):
             ck.step(step, shard_of(group.rank, 4, step)).result()
         ck.wait()
-        leave(ck)
+        close_as_if_failed(ck)
 
     all_well(on_ranks(4, work))
-    shutil.rmtree(places.run / "steps")
-    assert places.steps()[0] == [4, 5]
+    shutil.rmtree(tier_folders.run / "steps")
+    assert tier_folders.steps()[0] == [4, 5]
 
     def reload(size: int) -> Any:
         def load(group: Group) -> None:
-            ck = places.open(group=group)
+            ck = tier_folders.open(group=group)
             state, start = ck.restore(shard_of(group.rank, size, 0))
             assert start == 6
             assert np.array_equal(state["w"].local, shard_of(group.rank, size, 5)["w"].local)
@@ -59,14 +59,16 @@ def test_ranks_restore_from_memory_into_other_layouts(places: Places) -> None:
         return load
 
     all_well(on_ranks(2, reload(2)))
-    assert np.array_equal(ckpt.load(places.run, step=6)["w"], np.arange(6400.0).reshape(64, 100) * 7)
+    assert np.array_equal(ckpt.load(tier_folders.run, step=6)["w"], np.arange(6400.0).reshape(64, 100) * 7)
 
 
-def test_memory_freed_by_ranks_is_no_damage_to_the_next_start(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_freed_by_ranks_is_no_damage_to_the_next_start(
+    tier_folders: TierFolders, caplog: pytest.LogCaptureFixture
+) -> None:
     """The record of the last step stays, as a rank may still wait for it, and the next start deletes it."""
 
     def work(group: Group) -> int:
-        with ckpt.Checkpointer(places.run, every=1, tiers=[ckpt.Tier("memory")], group=group) as ck:
+        with ckpt.Checkpointer(tier_folders.run, every=1, tiers=[ckpt.Tier("memory")], group=group) as ck:
             _, start = ck.restore(shard_of(group.rank, 2, 0))
             for step in range(start, start + 2):
                 ck.step(step, shard_of(group.rank, 2, step))
@@ -75,18 +77,18 @@ def test_memory_freed_by_ranks_is_no_damage_to_the_next_start(places: Places, ca
     assert all_well(on_ranks(2, work)) == [0, 0]
     assert all_well(on_ranks(2, work)) == [2, 2]
     assert "falling back" not in caplog.text
-    assert [path.parent.name for path in places.memory.rglob("commit.json")] == ["3"]
+    assert [path.parent.name for path in tier_folders.memory.rglob("commit.json")] == ["3"]
 
 
-def test_ranks_agree_on_the_tier_when_one_is_full(places: Places) -> None:
+def test_ranks_agree_on_the_tier_when_one_is_full(tier_folders: TierFolders) -> None:
     """The disk of one rank is full; all ranks lose the step in this tier, and save the next one to the next tier."""
-    stores = [FullStore(LocalStore(places.base / "near")) for _ in range(4)]
+    stores = [FullStore(LocalStore(tier_folders.base / "near")) for _ in range(4)]
     for store in stores[:2] + stores[3:]:
         store.full = False
 
     def work(group: Group) -> None:
         tiers = [ckpt.Tier(stores[group.rank])]
-        ck = ckpt.Checkpointer(places.run, every=100, tiers=tiers, group=group, timeout=30)
+        ck = ckpt.Checkpointer(tier_folders.run, every=100, tiers=tiers, group=group, timeout=30)
         for step in range(6):
             ck.step(step, shard_of(group.rank, 4, step))
         if group.rank == 2:
@@ -94,21 +96,21 @@ def test_ranks_agree_on_the_tier_when_one_is_full(places: Places) -> None:
         ck.close()
 
     all_well(on_ranks(4, work))
-    assert ckpt.open(places.run).steps()[-1] == 5
-    for step in ckpt.open(places.run).steps():
-        assert np.array_equal(ckpt.load(places.run, step=step)["w"], np.arange(6400.0).reshape(64, 100) * (step + 1))
+    assert ckpt.open(tier_folders.run).steps()[-1] == 5
+    for step in ckpt.open(tier_folders.run).steps():
+        assert np.array_equal(ckpt.load(tier_folders.run, step=step)["w"], np.arange(6400.0).reshape(64, 100) * (step + 1))
 
 
-def test_ranks_save_beyond_the_limit_of_a_tier(places: Places) -> None:
+def test_ranks_save_beyond_the_limit_of_a_tier(tier_folders: TierFolders) -> None:
     def work(group: Group) -> None:
         tiers = [ckpt.Tier("memory", limit=100_000)]
-        ck = ckpt.Checkpointer(places.run, every=100, tiers=tiers, group=group, timeout=30)
+        ck = ckpt.Checkpointer(tier_folders.run, every=100, tiers=tiers, group=group, timeout=30)
         for step in range(5):
             ck.step(step, shard_of(group.rank, 2, step))
         ck.close()
 
     all_well(on_ranks(2, work))
-    assert ckpt.open(places.run).steps()[-1] == 4
+    assert ckpt.open(tier_folders.run).steps()[-1] == 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20_000_000)), max_size=8), st.integers(0, 40_000_000))

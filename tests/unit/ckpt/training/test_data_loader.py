@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.sample_data import Numbers, Shaken, loader, torch, uninterrupted
+from helpers.sample_data import Numbers, RandomlyTransformed, loader, torch, uninterrupted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,14 +171,14 @@ def test_a_loop_over_an_epoch_continues_after_a_break() -> None:
 
 def test_randomness_depends_on_the_sample_alone() -> None:
     """It does not depend on workers, ranks, or the start of a run; the random generators of the loop are unchanged."""
-    expected = [x for batch in itertools.islice(loader(dataset=Shaken(10)).forever(), 5) for x in batch]
+    expected = [x for batch in itertools.islice(loader(dataset=RandomlyTransformed(10)).forever(), 5) for x in batch]
     assert len({x[1] for x in expected}) == len({x[3] for x in expected}) == len(expected), (
         "the second epoch has other random numbers"
     )
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     free = [(random.random(), np.random.rand(), float(torch.rand(()))) for _ in range(5)]
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    many = [loader(dataset=Shaken(10), rank=r, world_size=2, num_workers=r).forever() for r in range(2)]
+    many = [loader(dataset=RandomlyTransformed(10), rank=r, world_size=2, num_workers=r).forever() for r in range(2)]
     found, drawn = [], []
     for _ in range(5):
         found += [x for batches in many for x in next(batches)]
