@@ -23,7 +23,7 @@ from ckpt.repository.completeness import note_complete
 from ckpt.repository.repository import step_folder
 from ckpt.repository.retention import has_all_files
 from ckpt.repository.writer_lease import Attempt
-from ckpt.saving import rank_parts
+from ckpt.saving import rank_failures, rank_part_merge, rank_parts
 from ckpt.saving.options import Options
 from ckpt.saving.replica_check import PublishedDigests
 from ckpt.saving.writer_session import Session
@@ -87,7 +87,7 @@ class Committer:
             table = manifest.write_table(rows, extra)
         raw_bytes = sum(leaf.nbytes for leaf in self._flat.leaves.values())
         if sharded:  # the boxes of a single process must cover whole arrays
-            raw_bytes = rank_parts.require_complete_leaves(table, self._flat.node, self._step, self._store.url)
+            raw_bytes = rank_part_merge.require_complete_leaves(table, self._flat.node, self._step, self._store.url)
         return self._publish_step(table, self._tree, packs, len(self._flat.leaves), raw_bytes, written_bytes, algorithm)
 
     def _commit_in_group(self, rows: Any, extra: dict[str, str], packs: dict[str, int], written_bytes: int) -> Checkpoint:
@@ -102,14 +102,16 @@ class Committer:
             self.is_outcome_reported = True
             commit = rank_parts.await_commit(repo, lease, self._group, attempt, 2 * timeout)
             return repo.checkpoint(commit, lease.rank)
-        merged = rank_parts.merge_parts(repo, self._step, rank_parts.gather_parts(repo, lease, self._group, attempt, timeout))
+        merged = rank_part_merge.merge_parts(
+            repo, self._step, rank_parts.gather_parts(repo, lease, self._group, attempt, timeout)
+        )
         self._session.drift.check(self._step, merged.tree, self._previous_step_tree)
         self._session.pin_packs(attempt, merged.packs)
         rank_parts.require_packs(self._store, self._step, merged.packs)
         with collector_paused():
             table = manifest.write_table(merged.table, {**extra, "digest": merged.algorithm})
             tree = encode_tree(merged.tree)
-            leaves, raw_bytes = rank_parts.totals(merged.table)
+            leaves, raw_bytes = rank_part_merge.totals(merged.table)
         checkpoint = self._publish_step(table, tree, merged.packs, leaves, raw_bytes, merged.written_bytes, merged.algorithm)
         self.is_outcome_reported = True
         with suppress(CkptError, OSError):  # otherwise a sweep of the next generation deletes them
@@ -219,4 +221,4 @@ class Committer:
             to_delete = [e.name for e in self._store.list(folder.rstrip("/")) if name in e.name and "failed" not in e.name]
             self._store.delete(to_delete)
         if not is_outcome_known and self._is_part_offered and self._group.size > 1:
-            rank_parts.note_unknown_outcome(self._store, self._session.lease, self._group, self._attempt, error)
+            rank_failures.note_unknown_outcome(self._store, self._session.lease, self._group, self._attempt, error)

@@ -1,0 +1,100 @@
+"""Reports of ranks that failed or ended: files in the store and notes in the group, which end the wait of the other ranks."""
+
+from __future__ import annotations
+
+import logging
+
+from ckpt.errors import RanksMissing, StepRefused, UnsupportedLeaf
+from ckpt.format import json_records
+from ckpt.groups.base import Group
+from ckpt.repository.group_lease import GroupLease
+from ckpt.repository.writer_lease import Attempt
+from ckpt.saving.rank_part_files import part_stem
+from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
+from ckpt.storage.base.store import Store
+
+log = logging.getLogger("ckpt")
+
+
+def publish_failure(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
+    """Report that this rank will write no part: first to the group, because the store may take long to fail."""
+    reason = str(error) or type(error).__name__
+    unreachable = isinstance(error, (StoreError, OSError))
+    if unreachable and store.url not in reason:
+        reason = f"{store.url}: {reason}"
+    # For another rank, the committer adds this text. Other errors of rank 0 already describe what is wrong with all ranks.
+    if attempt.rank == 0 and (unreachable or isinstance(error, UnsupportedLeaf) or not isinstance(error, CkptError)):
+        reason = give_up_reason(attempt, 0, reason)
+    failure = {"reason": reason, "missing": isinstance(error, RanksMissing), "rank": attempt.rank}
+    data = json_records.encode("failure", failure)
+    group.leave_note(_note_key(lease, attempt, attempt.rank == 0), data)
+    store.put(f"{part_stem(attempt)}-failed.json", data)
+
+
+def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
+    """Report, from rank 0, that the store failed during the commit, so that the other ranks check the record once more."""
+    reason = (
+        f"rank 0 failed while it committed step {attempt.step} of {store.url}, and can't find out whether the step exists: "
+        f"{error}"
+    )
+    failure = {"reason": reason, "missing": False, "rank": 0}
+    group.leave_note(_note_key(lease, attempt, True), json_records.encode("failure", failure))
+
+
+def note_ended(lease: GroupLease, group: Group) -> None:
+    """Report through the group that this rank saves no more, in case the store can't be reached."""
+    if group.size > 1:
+        group.leave_note(_end_key(lease, lease.rank == 0), str(lease.rank).encode())
+
+
+def _note_key(lease: GroupLease, attempt: Attempt, from_rank_0: bool) -> str:
+    """Return the key of a note about an attempt, from rank 0 to all or from another rank to rank 0."""
+    return f"{lease.writer.token}/{lease.number}/{attempt.step}/{attempt.number}/{'given-up' if from_rank_0 else 'failed'}"
+
+
+def _end_key(lease: GroupLease, from_rank_0: bool) -> str:
+    return f"{lease.writer.token}/{lease.number}/ended{'-0' if from_rank_0 else ''}"
+
+
+def noted_failure(lease: GroupLease, group: Group, attempt: Attempt) -> StepRefused | None:
+    """Return the error in a note about this attempt: on rank 0 of another rank that failed, elsewhere of rank 0."""
+    data = group.note(_note_key(lease, attempt, lease.rank != 0))
+    if data is None:
+        return None
+    try:
+        failure = json_records.decode("failure", data, "a note of another rank")
+        reason, missing, rank = str(failure["reason"]), bool(failure["missing"]), int(failure["rank"])
+    except (CkptError, KeyError, TypeError, ValueError) as error:
+        log.debug("ignoring a note of another rank: %s", error)
+        return None
+    if lease.rank == 0:
+        return StepRefused(give_up_reason(attempt, rank, reason))
+    return _refusal(reason, missing)
+
+
+def give_up_reason(attempt: Attempt, rank: int, reason: object) -> str:
+    """Return the message of rank 0 for an attempt that another rank's error ends."""
+    return f"step {attempt.step} is given up because rank {rank} failed: {reason}"
+
+
+def read_failure(store: Store, name: str) -> StepRefused:
+    """Return the error that a rank has reported instead of its part."""
+    try:
+        failure = json_records.load(store, "failure", name)
+        return _refusal(str(failure["reason"]), bool(failure.get("missing")))
+    except (NotFound, IntegrityError, KeyError) as error:
+        return StepRefused(str(error))
+
+
+def _refusal(reason: str, missing: bool) -> StepRefused:
+    if not missing:
+        return StepRefused(reason)
+    error = RanksMissing(reason)
+    error.given_up = True
+    return error
+
+
+def ended_ranks(lease: GroupLease, group: Group) -> set[int]:
+    """Return the rank that has ended its saves by a note: on rank 0 one of the others, elsewhere rank 0."""
+    text = group.note(_end_key(lease, lease.rank != 0)) or b""
+    return {int(text)} if text.isdigit() else set()
