@@ -1,4 +1,4 @@
-"""The class Checkpointer for a training loop: it restores at the start, saves when due, and waits for its saves at the end."""
+"""The class Checkpointer for a training loop: it restores at the start, and saves when a save is due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that the targets of a load share no memory: of two leaves in one memory, the one read last would win."""
+"""Checks that no two targets of a load share memory: the leaf that is read last would overwrite the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads shared by the ranks of a group: one rank reads the bytes that several need, and passes them to the others.
+"""Reads shared by the ranks of a group: one rank reads bytes that several need, and passes them on.
 
 All ranks exchange what they need, and each computes the same schedule (`shared_read_schedule.py`). Ranks of one host pass bytes
 through shared memory (`shared_window.py`), other ranks by messages in rounds, so that a rank has only some blocks in memory

@@ -1,4 +1,4 @@
-"""Pure functions that decide which rank reads which bytes for which others. Every rank computes the same schedule."""
+"""Decides which rank reads which bytes for which others. Pure; every rank computes the same schedule."""
 
 from __future__ import annotations
 

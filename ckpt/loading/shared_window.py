@@ -1,4 +1,4 @@
-"""The class SharedWindow, shared memory through which the ranks of one host pass blocks that one of them has read.
+"""The class SharedWindow, memory through which the ranks of a host pass blocks that one of them has read.
 
 Shared block k lies in slot k modulo the number of slots. The rank that reads a part of it waits until every rank has released
 the block that was in the slot before. A rank that needs a part waits until the part is ready. The ranks communicate only

@@ -1,4 +1,4 @@
-"""The class TargetMatcher, which matches saved leaves with the arrays of `like` and checks them before a byte is written.
+"""The class TargetMatcher, which matches saved leaves with the arrays of `like`, and checks them first.
 
 Arrays are filled in place. Dicts and lists get the saved plain values in place. Tuples and other immutable objects are replaced
 by new ones if something in them changes. The state is also returned, so that an immutable root works.

@@ -1,4 +1,4 @@
-"""The class Promoter, which copies steps to one tier in the background; a newer step replaces one that waits."""
+"""The class Promoter, which copies steps to a tier in the background; a newer step replaces a waiting one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that a copy of a file is intact, by reading it and comparing it with the digests of every step that refers to it.
+"""Checks that a copy of a file is intact, by the digests of every step that refers to the file.
 
 Only an intact copy justifies the deletion of another one. A copy of the right length may still have damaged bytes.
 """

@@ -1,4 +1,4 @@
-"""The class TierManager, which saves to the nearest tier and has steps copied to further ones; and `drain` for memory tiers.
+"""The class TierManager, which saves to the nearest tier and has steps copied to further ones; and `drain`.
 
 A save ends when the nearest tier has committed it. Rank 0 copies committed steps to further tiers in the background
 (background_copier.py). Each tier has its own `every` and `keep`. A load reads each block from the nearest undamaged copy

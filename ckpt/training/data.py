@@ -1,4 +1,4 @@
-"""Loaders of training data whose position is saved, so that no sample is missed or repeated on any number of ranks.
+"""Loaders of training data with a saved position: no sample is missed or repeated on any number of ranks.
 
 Usage:
 

@@ -1,4 +1,4 @@
-"""Marks in the heartbeat page around work of a rank: its phase, its compute time, and an error that a restart does not fix."""
+"""Marks in the heartbeat page: the phase of a rank, its compute time, an error that no restart fixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heartbeat page: one page of shared memory for each rank, in which the rank and its agent exchange their state.
+"""The heartbeat page: a page of shared memory in which a rank and its agent exchange their state.
 
 `ckpt-run` creates the page and sets CKPT_PULSE to its path. Without the variable, the functions here do nothing. Each field has
 eight bytes, written in one piece. A heartbeat costs a microsecond and no system call.

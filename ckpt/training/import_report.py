@@ -1,4 +1,4 @@
-"""Writes a file with the modules that a rank has imported, from which the fork server pre-imports for the next start.
+"""Writes the list of the modules that a rank has imported, which the fork server imports for the next start.
 
 The file lies beside the heartbeat page of the rank. Local rank 0 writes it at its first step, after late imports, and again
 after its first save:

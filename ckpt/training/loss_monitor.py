@@ -1,4 +1,4 @@
-"""The class LossMonitor, which publishes the first bad loss of a rank in its heartbeat page, without waiting for a device."""
+"""The class LossMonitor, which publishes the first bad loss of a rank without waiting for a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The class SpikeDetector, which finds a loss that jumps above the median and the spread of the losses before it."""
+"""The class SpikeDetector, which finds a loss that jumps far above the losses before it."""
 
 from __future__ import annotations
 

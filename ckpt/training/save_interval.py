@@ -1,4 +1,4 @@
-"""Pure functions that choose the interval between saves, from the cost of a save and the time between failures."""
+"""Chooses the interval between saves, from the cost of a save and the time between failures. Pure."""
 
 from __future__ import annotations
 
