@@ -1,4 +1,4 @@
-"""Somebody who may write to etcd, and does not know the token of a job, writes into the log of its run."""
+"""An attacker who can write to etcd, and does not know the token of a job, writes into the log of its run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _state(server: EtcdProcess, token: str | None = TOKEN, read_only: bool = Fal
 
 
 def _forge(server: EtcdProcess, kind: str, facts: dict[str, Any], signer: Signer | None = None) -> int:
-    """Write an entry behind the last one, as anybody can who reaches etcd; its number."""
+    """Write an entry after the last one, as anybody who reaches etcd can, and return its number."""
     etcd = EtcdClient(server.endpoints)
     while True:
         number = len(etcd.range(LOG)) + 1
@@ -39,7 +39,7 @@ def _forge(server: EtcdProcess, kind: str, facts: dict[str, Any], signer: Signer
 
 
 @needs_etcd
-def test_a_forged_start_starts_nothing(server: EtcdProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forged_start_entry_starts_no_rank(server: EtcdProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_TOKEN", TOKEN)
     job = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", hosts=2, steps=1_000_000)
     try:
@@ -53,7 +53,7 @@ def test_a_forged_start_starts_nothing(server: EtcdProcess, tmp_path: Path, monk
         forged.append(_forge(server, "end", {"status": 0, "final": True}, other))
         etcd = EtcdClient(server.endpoints)
         report = json.loads(Signer(TOKEN).verify(f"{AGENTS}a", etcd.get(f"{AGENTS}a").value))
-        for name in "zy":  # of an agent that is none, and one that is signed, for another name
+        for name in "zy":  # one of no agent, and a signed one for another name
             stolen = Signer(TOKEN).sign(f"{AGENTS}a", json.dumps(report).encode())
             etcd.put(f"{AGENTS}{name}", stolen if name == "y" else json.dumps({**report, "name": "z"}).encode())
         expected = [f"entry {number} of the log of the run is passed over" for number in forged]
@@ -70,7 +70,7 @@ def test_a_forged_start_starts_nothing(server: EtcdProcess, tmp_path: Path, monk
         monkeypatch.delenv("CKPT_TOKEN")
         refused = job.ask("drain")
         assert refused.returncode == 1
-        assert "Give the token of that run" in refused.stderr, "an unsigned request would be passed over"
+        assert "Give the token of that run" in refused.stderr, "an unsigned request would be ignored"
         assert "was not checked, as there is no token" in job.ask("why").stderr
         monkeypatch.setenv("CKPT_TOKEN", TOKEN)
         assert job.ask("drain").returncode == 0
@@ -80,15 +80,15 @@ def test_a_forged_start_starts_nothing(server: EtcdProcess, tmp_path: Path, monk
 
 
 @needs_etcd
-def test_an_entry_counts_only_in_its_place(server: EtcdProcess) -> None:
+def test_a_copied_entry_counts_only_at_its_own_key(server: EtcdProcess) -> None:
     state = _state(server)
     assert state.append(0, [Draft(0, "note", "first"), Draft(0, "note", "second")])
     etcd = EtcdClient(server.endpoints)
     first = etcd.get(f"{LOG}{1:012d}").value
-    etcd.put(f"{LOG}{3:012d}", first)  # again, as a later one
-    etcd.put("/ckpt-run/other/log/000000000001", first)  # and in another job
+    etcd.put(f"{LOG}{3:012d}", first)  # the same entry at a later number
+    etcd.put("/ckpt-run/other/log/000000000001", first)  # the same entry in another job
     assert [entry.text[:8] for entry in state.entries()] == ["first", "second", "entry 3 "]
-    assert state.append(3, [Draft(0, "note", "fourth")]), "what is passed over has its number"
+    assert state.append(3, [Draft(0, "note", "fourth")]), "an ignored entry has its number, too"
     assert state.entries(3)[0].text == "fourth"
     with pytest.raises(Refused, match="is of a job with another token"):
         EtcdRunLog(f"etcd://{server.endpoint.removeprefix('http://')}/other", TOKEN).entries()
@@ -110,7 +110,7 @@ def test_keys_that_no_agent_writes_are_ignored(server: EtcdProcess, caplog: pyte
 
 
 @needs_etcd
-def test_who_has_another_token_or_none_takes_no_part(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_agent_with_another_token_or_none_takes_no_part(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
     assert _state(server).append(0, [Draft(0, "note", "first")])
     for token in ("another token, which is long enough, too", None):
         with pytest.raises(Refused, match="Give the token of that run .*, or another NAME"):
@@ -129,7 +129,7 @@ def test_without_a_token_there_is_a_warning_beyond_loopback(caplog: pytest.LogCa
     assert "give --token-file" in caplog.text
 
 
-def test_a_signature_is_of_the_key_and_the_value() -> None:
+def test_a_signature_covers_the_key_and_the_value() -> None:
     signer = Signer(TOKEN)
     stored = signer.sign("a", b"[1]")
     assert signer.verify("a", stored) == b"[1]"

@@ -1,4 +1,5 @@
-"""A host that has lost contact ends its own ranks, and no other does: hosts are network namespaces, one has etcd."""
+"""A host that has lost contact ends its own ranks, and no other host does: hosts are network namespaces, one of which has
+etcd."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ NAME = "etcd0.example"
 
 
 class Lab:
-    """Three hosts with two ranks each, which save nothing: only their ends show what they did."""
+    """Three hosts with two ranks each, which save nothing: only the files of their ends show what they did."""
 
     def __init__(self, hosts: Hosts, folder: Path, *options: str, at: str = "", steps: int = 900) -> None:
         self.hosts = hosts
         self.etcd = hosts.run_etcd(ETCD, folder / "etcd")
         until(lambda: answers(f"http://{hosts.etcd_at(ETCD)}"))
         self.run = OnHosts(folder / "job", f"etcd://{at or hosts.etcd_at(ETCD)}/lab", *options, steps=steps)
-        self.run.state = ["--state", f"etcd://{hosts.etcd_at(ETCD)}/lab"]  # as this process names it
+        self.run.state = ["--state", f"etcd://{hosts.etcd_at(ETCD)}/lab"]  # the URL as this process reaches it
         self.run.hosts = hosts
         self._state = ["--state", f"etcd://{at or hosts.etcd_at(ETCD)}/lab"]
 
@@ -52,11 +53,11 @@ class Lab:
         return "abc".index(starts(self.run.log())[0][place])
 
     def step(self, rank: int, attempt: int = 0) -> int:
-        """The last one that it has done. For this etcd need not answer."""
+        """Return the last step that a rank has done. This needs no reply of etcd."""
         return self.run._step(self.run.folder / f"at-{attempt}-{rank}")
 
     def goes_on(self, steps: int, ranks: int = 6) -> None:
-        """Until all ranks have done as many steps more."""
+        """Wait until all ranks have done this many more steps."""
         begun = [self.step(rank) for rank in range(ranks)]
         until(lambda: all(self.step(rank) >= begun[rank] + steps for rank in range(ranks)))
 
@@ -66,7 +67,7 @@ class Lab:
         return self.run.log()
 
     def lost(self) -> list[str]:
-        """Who has said that it lost contact."""
+        """Return the hosts that have reported lost contact."""
         return [name for name in "abc" if LOST in self.run.said(name)]
 
 
@@ -82,8 +83,9 @@ def failures(log: list[LogEntry]) -> list[LogEntry]:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_host_that_is_cut_off_ends_its_ranks(lab: Callable[..., Lab], place: int) -> None:
-    """By itself, while the others go on without it. When the wire is back it is a spare, and nothing is lost."""
+def test_a_host_that_is_cut_off_ends_its_own_ranks(lab: Callable[..., Lab], place: int) -> None:
+    """It does so by itself, while the other hosts continue without it. When the connection is back it is a spare, and no step
+    is lost."""
     one = lab("--min", "2", steps=600)
     one.start()
     victim = one.host_of(place)
@@ -91,7 +93,7 @@ def test_a_host_that_is_cut_off_ends_its_ranks(lab: Callable[..., Lab], place: i
     pids = [one.run.pid(rank) for rank in ranks]
     one.hosts.unplug(victim)
     assert none_left(pids)
-    assert max(one.step(rank) for rank in ranks) < one.run.steps - 1, "they have not come to their own end"
+    assert max(one.step(rank) for rank in ranks) < one.run.steps - 1, "the ranks have ended by themselves"
     until(lambda: one.lost() == [name])
     one.run.until(lambda log: len(starts(log)) == 2, "gone on")
     one.run.until_step(12, attempt=1)
@@ -102,7 +104,7 @@ def test_a_host_that_is_cut_off_ends_its_ranks(lab: Callable[..., Lab], place: i
     assert one.lost() == [name]
 
 
-def test_a_host_that_the_others_wait_for_takes_part_again(lab: Callable[..., Lab]) -> None:
+def test_a_host_without_a_replacement_rejoins_after_its_cut(lab: Callable[..., Lab]) -> None:
     one = lab("--min", "3", steps=600)
     one.start()
     victim = one.host_of(1)
@@ -115,8 +117,9 @@ def test_a_host_that_the_others_wait_for_takes_part_again(lab: Callable[..., Lab
     assert len(starts(log)) == 2
 
 
-def test_all_hosts_are_cut_off(lab: Callable[..., Lab]) -> None:
-    """The attempt is still the newest one when the wires are back, and each host reports what it did: all start again."""
+def test_all_hosts_restart_after_all_were_cut_off(lab: Callable[..., Lab]) -> None:
+    """The attempt is still the newest one when the connections are back, and each host reports what it did: all ranks start
+    again."""
     one = lab("--min", "2", steps=600)
     one.start()
     pids = [one.run.pid(rank) for rank in range(6)]
@@ -131,8 +134,8 @@ def test_all_hosts_are_cut_off(lab: Callable[..., Lab]) -> None:
     assert any("had no contact with the state or 2 other hosts" in e.text for e in failures(log))
 
 
-def test_etcd_stands_still(lab: Callable[..., Lab]) -> None:
-    """Its machine takes connections, and nobody answers them."""
+def test_a_run_continues_while_etcd_accepts_and_does_not_answer(lab: Callable[..., Lab]) -> None:
+    """The machine of etcd accepts connections, but no process answers them."""
     one = lab()
     one.start()
     os.kill(one.etcd.pid, signal.SIGSTOP)
@@ -143,8 +146,8 @@ def test_etcd_stands_still(lab: Callable[..., Lab]) -> None:
     assert not one.lost()
 
 
-def test_the_machine_of_etcd_is_cut_off(lab: Callable[..., Lab]) -> None:
-    """All hosts reach each other: it is the state that is away."""
+def test_a_run_continues_while_the_machine_of_etcd_is_cut_off(lab: Callable[..., Lab]) -> None:
+    """All hosts reach each other: only the run log is unreachable."""
     one = lab()
     one.start()
     one.hosts.unplug(ETCD)
@@ -155,13 +158,13 @@ def test_the_machine_of_etcd_is_cut_off(lab: Callable[..., Lab]) -> None:
     assert not one.lost()
 
 
-def test_a_whole_host_stands_still(lab: Callable[..., Lab]) -> None:
-    """For longer than the lease, with etcd and the network as ever. The others have gone on; it has contact once it wakes."""
+def test_a_host_stopped_beyond_its_lease_rejoins_as_it_wakes(lab: Callable[..., Lab]) -> None:
+    """etcd and the network work as before. The other hosts have continued; the host has contact again as soon as it wakes."""
     one = lab("--min", "2", steps=600)
     one.start()
     victim = one.host_of(1)
     pids = one.hosts.processes(victim)
-    assert len(pids) >= 4, "the agent, its guardian and two ranks"
+    assert len(pids) >= 4, "expected the agent, its orphan guard and two ranks"
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     one.run.until(lambda log: len(starts(log)) == 2, "gone on")
@@ -173,12 +176,12 @@ def test_a_whole_host_stands_still(lab: Callable[..., Lab]) -> None:
     assert not one.lost()
 
 
-# --- names that nobody can look up -------------------------------------------------------------------------------
+# --- host names that cannot be resolved -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def named(lab: Callable[..., Lab]) -> Iterator[Callable[..., tuple[Lab, Callable[[], None]]]]:
-    """Hosts that reach etcd by a name, and what takes the name away: the server of names does not answer then, for a while."""
+    """Hosts that reach etcd by a name, and a function that stops the name server: it does not answer then, for a while."""
     made: list[Path] = []
 
     def begin(*options: str) -> tuple[Lab, Callable[[], None]]:
@@ -199,8 +202,9 @@ def named(lab: Callable[..., Lab]) -> Iterator[Callable[..., tuple[Lab, Callable
         folder.rmdir()
 
 
-def test_no_server_of_names_answers(named: Callable[..., tuple[Lab, Callable[[], None]]]) -> None:
-    """Calls to the state take as long as the look-up, which is longer than the lease. The state is in reach all the same."""
+def test_a_name_server_that_does_not_answer_ends_no_rank(named: Callable[..., tuple[Lab, Callable[[], None]]]) -> None:
+    """Calls to the run log take as long as the look-up, which is longer than the lease. The run log is reachable all the
+    same."""
     one, forget = named()
     one.start()
     forget()
@@ -211,8 +215,8 @@ def test_no_server_of_names_answers(named: Callable[..., tuple[Lab, Callable[[],
     assert not one.lost()
 
 
-def test_a_host_that_is_cut_off_while_it_looks_up_a_name(named: Callable[..., tuple[Lab, Callable[[], None]]]) -> None:
-    """All calls of its agent are in a look-up, which takes 30 s: its ranks do not wait for that."""
+def test_a_host_cut_off_during_a_name_look_up_ends_its_ranks(named: Callable[..., tuple[Lab, Callable[[], None]]]) -> None:
+    """All calls of its agent are in a look-up, which takes 30 s: its ranks do not wait for it."""
     one, forget = named("--min", "2")
     one.start()
     victim = one.host_of(1)
@@ -220,17 +224,17 @@ def test_a_host_that_is_cut_off_while_it_looks_up_a_name(named: Callable[..., tu
     forget()
     one.hosts.unplug(victim)
     until(lambda: not any(processes.process_state(pid) not in ("", "Z") for pid in pids))
-    # Its main thread is mostly still in a look-up then. Where it was between two calls, it has reported the loss already.
+    # Its main thread is mostly still in a look-up then. Between two calls it has reported the loss already.
     assert one.lost() in ([], ["abc"[victim]])
     one.hosts.plug(victim)
     until(lambda: one.lost() == ["abc"[victim]])
 
 
-# --- what is in reach --------------------------------------------------------------------------------------------
+# --- reachable machines --------------------------------------------------------------------------------------------
 
 
-def test_machines_in_reach() -> None:
-    """A machine whose port is closed, or whose server never accepts, answers; one without a wire does not."""
+def test_only_machines_that_do_not_answer_are_unreachable() -> None:
+    """A machine with a closed port or with a server that never accepts answers; one without a connection does not."""
     with hosts_on_a_wire(3) as hosts:
         addresses = AddressCache()
         found = {i: addresses.look_up(hosts.address(i), 4000) for i in range(3)}
@@ -241,14 +245,14 @@ def test_machines_in_reach() -> None:
         assert find_unreachable(both, 0.75) == frozenset(found[1])
         hosts.plug(1)
         until(lambda: find_unreachable(both, 0.75) == frozenset())
-        assert addresses.look_up(hosts.here, 4000) == (), "this machine itself"
+        assert addresses.look_up(hosts.here, 4000) == (), "this machine itself is among the addresses"
         assert addresses.look_up("127.0.0.1", 4000) == ()
         assert addresses.look_up("localhost", 4000) == ()
         assert addresses.look_up("no such name", 4000) == ()
 
 
-def test_a_server_that_never_accepts_is_in_reach() -> None:
+def test_a_server_that_never_accepts_is_reachable() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=8) as server:
         address = Address(socket.AF_INET, server.getsockname())
         assert find_unreachable([address] * 3, 0.5) == frozenset()
-    assert find_unreachable([address], 0.5) == frozenset(), "refused"
+    assert find_unreachable([address], 0.5) == frozenset(), "a refused connection counts as unreachable"

@@ -1,4 +1,4 @@
-"""Bad values in etcd, beside those of a run under way: its agents go on."""
+"""Malformed values in etcd, beside those of a running job: its agents continue."""
 
 from __future__ import annotations
 

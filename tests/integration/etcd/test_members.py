@@ -1,4 +1,4 @@
-"""Members through etcd: the real one, started, killed and started again, with nodes as users start them."""
+"""Members through etcd: a real server, started, killed and started again, with nodes as users start them."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def nodes(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 
 @needs_etcd
-def test_a_member_comes_and_goes(server: EtcdProcess) -> None:
+def test_a_member_is_listed_as_up_while_it_is_announced(server: EtcdProcess) -> None:
     assert server.up() == {}
     with closing(announce(server.endpoints, "lab", FACTS.address, FACTS)):
         assert etcd.list_members(server.endpoints, "lab") == (etcd.ClusterMember("127.0.0.1:7070", FACTS, True),)
-        assert server.up("lab2") == {}, "clusters do not mix"
+        assert server.up("lab2") == {}, "a member of one cluster is listed in another"
     assert etcd.list_members(server.endpoints, "lab") == (etcd.ClusterMember("127.0.0.1:7070", FACTS, False),), (
-        "known, but not up"
+        "the member is not known any more"
     )
 
 
 @needs_etcd
-def test_a_lease_that_is_lost(server: EtcdProcess) -> None:
+def test_a_member_announces_itself_again_after_a_lost_lease(server: EtcdProcess) -> None:
     with closing(announce(server.endpoints, "lab", FACTS.address, FACTS, lease_seconds=2)) as announced:
         lost = announced.lease
         assert lost is not None
@@ -64,12 +64,14 @@ def test_a_lease_that_is_lost(server: EtcdProcess) -> None:
         until(lambda: server.up()[FACTS.address] and announced.lease is not None)
         assert announced.lease not in (None, lost)
         time.sleep(6)
-        assert server.up() == {FACTS.address: True}, "it is kept alive"
+        assert server.up() == {FACTS.address: True}, "the new lease is not kept alive"
 
 
 @needs_etcd
 @pytest.mark.parametrize("forgets", [False, True])
-def test_etcd_is_killed_and_comes_back(server: EtcdProcess, caplog: pytest.LogCaptureFixture, forgets: bool) -> None:
+def test_members_are_announced_again_after_etcd_is_restarted(
+    server: EtcdProcess, caplog: pytest.LogCaptureFixture, forgets: bool
+) -> None:
     with (
         caplog.at_level(logging.INFO, "ckpt"),
         closing(announce(server.endpoints, "lab", FACTS.address, FACTS, lease_seconds=2)),
@@ -86,12 +88,12 @@ def test_etcd_is_killed_and_comes_back(server: EtcdProcess, caplog: pytest.LogCa
         until(lambda: "announced 127.0.0.1:7070 in cluster lab now" in caplog.text)
         time.sleep(5)
         assert server.up() == {FACTS.address: True}
-    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1, "said once"
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1, "the warning is not logged exactly once"
     assert server.up() == {FACTS.address: False}
 
 
 @needs_etcd
-def test_etcd_starts_after_the_node(tmp_path: Path) -> None:
+def test_a_node_is_announced_when_etcd_starts_after_it(tmp_path: Path) -> None:
     server = EtcdProcess(tmp_path / "etcd")
     with closing(announce(server.endpoints, "lab", FACTS.address, FACTS, lease_seconds=2)) as announced:
         assert announced.lease is None
@@ -101,20 +103,20 @@ def test_etcd_starts_after_the_node(tmp_path: Path) -> None:
         finally:
             server.kill()
         began = time.monotonic()
-    assert time.monotonic() - began < 3, "nobody waits long for an etcd that is gone"
+    assert time.monotonic() - began < 3, "the end waits for an etcd that has ended"
 
 
 @needs_etcd
-def test_two_nodes_under_one_name(server: EtcdProcess) -> None:
+def test_a_second_node_with_the_name_of_another_is_refused(server: EtcdProcess) -> None:
     other = AnnouncedNode(FACTS.address, device="disk-2")
     with closing(announce(server.endpoints, "lab", FACTS.address, FACTS)):
         with pytest.raises(InvalidArgument, match="is another node"):
             announce(server.endpoints, "lab", FACTS.address, other)
-        same = announce(server.endpoints, "lab", FACTS.address, FACTS)  # restarted before its lease ran out
+        same = announce(server.endpoints, "lab", FACTS.address, FACTS)  # the same node, restarted before its lease has expired
         with closing(same):
             assert server.up() == {FACTS.address: True}
     with closing(announce(server.endpoints, "lab", FACTS.address, other)):
-        assert etcd.list_members(server.endpoints, "lab")[0].node == other, "a new disk in its place"
+        assert etcd.list_members(server.endpoints, "lab")[0].node == other, "a new device does not replace the earlier one"
 
 
 @needs_etcd
@@ -125,7 +127,7 @@ def test_endpoints_are_tried_in_turn(server: EtcdProcess) -> None:
         client.grant_lease(10)
         began = time.monotonic()
         client.grant_lease(10)
-        assert time.monotonic() - began < 1, "that which answered is asked first"
+        assert time.monotonic() - began < 1, "the endpoint that answered is not asked first"
         began = time.monotonic()
         with pytest.raises(Unavailable, match=r"127.0.0.1:1: Connection refused.*timed out"):
             EtcdClient(endpoints[:2], deadline_seconds=1).grant_lease(10)
@@ -133,7 +135,7 @@ def test_endpoints_are_tried_in_turn(server: EtcdProcess) -> None:
 
 
 @needs_etcd
-def test_a_value_that_is_nonsense_is_passed_over(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_malformed_announcement_is_ignored(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
     client = EtcdClient(server.endpoints)
     client.put("/ckpt/lab/known/h:2", b'{"address": "h:2", "added_later": [1]}')
     values = ("", "[]", "{}", '{"address": "/etc"}', '{"address": 5}', '{"address": "h:1", "weight": ""}', "[" * 100_000)
@@ -143,13 +145,13 @@ def test_a_value_that_is_nonsense_is_passed_over(server: EtcdProcess, caplog: py
     assert caplog.text.count("/ckpt/lab/known/h:1 in etcd can't be read, and is passed over") == len(values)
     client.put("/ckpt/lab/known/h:1", b'{"address": "h:1"}')
     client.put("/ckpt/lab/members/h:1", b"?")
-    assert server.up() == {"h:1": True, "h:2": False}, "what it said before counts"
+    assert server.up() == {"h:1": True, "h:2": False}, "the earlier announcement does not count"
     with closing(announce(server.endpoints, "lab", "h:1", AnnouncedNode("h:1"))):
-        assert etcd.list_members(server.endpoints, "lab")[0].node == AnnouncedNode("h:1"), "the node writes it again"
+        assert etcd.list_members(server.endpoints, "lab")[0].node == AnnouncedNode("h:1"), "the node has not written it again"
 
 
 @pytest.mark.parametrize(("status", "text"), [(404, "Not Found"), (200, "<html>"), (200, "[]"), (400, "{}")])
-def test_something_else_than_etcd(status: int, text: str) -> None:
+def test_a_server_that_is_not_etcd_is_reported(status: int, text: str) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.send_response(status)
@@ -167,7 +169,7 @@ def test_something_else_than_etcd(status: int, text: str) -> None:
 
 
 @needs_etcd
-def test_etcd_without_a_majority(tmp_path: Path) -> None:
+def test_etcd_without_a_quorum_is_reported_as_unavailable(tmp_path: Path) -> None:
     first, second = EtcdProcess(tmp_path / "e0"), EtcdProcess(tmp_path / "e1")
     first.peers = second.peers = f"{first.name}={first.peer},{second.name}={second.peer}"
     try:
@@ -177,7 +179,7 @@ def test_etcd_without_a_majority(tmp_path: Path) -> None:
             second.kill()
             time.sleep(4)
             client = EtcdClient(first.endpoints, 15)
-            for call in (lambda: client.grant_lease(10), lambda: client.keep_lease_alive(1)):  # get waits even longer
+            for call in (lambda: client.grant_lease(10), lambda: client.keep_lease_alive(1)):  # a get waits even longer
                 with pytest.raises(Unavailable, match=r"127.0.0.1:\d+: etcdserver: |127.0.0.1:\d+: context deadline exceeded"):
                     call()
             second.start()
@@ -187,7 +189,7 @@ def test_etcd_without_a_majority(tmp_path: Path) -> None:
         second.kill()
 
 
-def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:2")
     with pytest.raises(Unavailable, match=r"\(http://127.0.0.1:1: Connection refused\)"):
         etcd.list_members(("http://127.0.0.1:1",), "lab")
@@ -196,13 +198,13 @@ def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "url", ["etcd://", "etcd:///lab", "etcd://h:1", "etcd://h/lab", "etcd://h:1/", "etcd://h:1/a/b", "http://h:1/lab", "h:1"]
 )
-def test_a_wrong_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def test_a_malformed_etcd_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     with pytest.raises(InvalidArgument):
         config.config_from_table("lab", {"members": url}, "the test")
 
 
 @needs_etcd
-def test_a_namespace_in_which_nodes_die(
+def test_a_namespace_through_etcd_survives_killed_nodes(
     server: EtcdProcess, nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = server.endpoint.removeprefix("http://")
@@ -214,7 +216,7 @@ def test_a_namespace_in_which_nodes_die(
     with pytest.raises(InvalidArgument, match="needs 2 members, there are 1"):
         open_namespace("ckpt://lab/")
     every += [nodes(f"node{i}", *options, "--domain", f"rack=r{i},host=h{i}") for i in (1, 2, 3)]
-    assert server.up() == {node.address: True for node in every}, "who says that it serves is announced"
+    assert server.up() == {node.address: True for node in every}, "a node serves and is not announced"
 
     namespace, _ = open_namespace("ckpt://lab/")
     assert namespace.open_members[every[1].address].member.location.domain == ("r1", "h1")
@@ -231,7 +233,7 @@ def test_a_namespace_in_which_nodes_die(
     stopped.signal(signal.SIGCONT)
     until(lambda: server.up()[stopped.address])
     again, _ = open_namespace("ckpt://lab/")
-    assert again is namespace, "the same members, though one of them is down"
+    assert again is namespace, "the namespace was opened again, although its members are the same"
     assert again.get("b") == data
 
     every[3].signal(signal.SIGTERM)
@@ -241,30 +243,31 @@ def test_a_namespace_in_which_nodes_die(
     killed.start()
     assert server.up()[killed.address]
     server.kill()
-    assert open_namespace("ckpt://lab/")[0] is namespace, "who knew the members goes on"
+    assert open_namespace("ckpt://lab/")[0] is namespace, "a client that knew the members was opened again"
     assert namespace.get("a0") == data
     every[0].signal(signal.SIGTERM)
-    assert every[0].process.wait(30) == 0, "and nodes end without etcd"
+    assert every[0].process.wait(30) == 0, "a node does not end without etcd"
 
 
 @needs_etcd
-def test_another_process_finds_it(
+def test_another_process_opens_a_namespace_through_etcd(
     server: EtcdProcess, nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configured(tmp_path, monkeypatch, server.endpoint.removeprefix("http://"))
     every = [nodes(f"node{i}", "--etcd", server.endpoint, "--cluster", "lab") for i in range(2)]
     done = admin_status()
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert {m["member"]: m["state"] for m in told["members"]} == {node.address: "serving" for node in every}
-    assert told["redundancy"] == "2x"
+    listed = json.loads(done.stdout)
+    assert {m["member"]: m["state"] for m in listed["members"]} == {node.address: "serving" for node in every}
+    assert listed["redundancy"] == "2x"
 
 
 @needs_etcd
-def test_a_node_is_forgotten(
+def test_clients_continue_after_a_node_is_forgotten(
     server: EtcdProcess, nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has opened the namespace before goes on, with a node that came later; who comes after that hears of three."""
+    """A client that opened the namespace before continues, with a node that arrived later; a client that opens it afterwards
+    finds three nodes."""
     configured(tmp_path, monkeypatch, server.endpoint.removeprefix("http://"))
     announced = ("--etcd", server.endpoint, "--cluster", "lab")
     every = [nodes(f"node{i}", *announced) for i in range(3)]
@@ -278,8 +281,8 @@ def test_a_node_is_forgotten(
     assert every[1].address not in server.up()
     namespace.put("b", data)
     assert set(namespace.ring.all_members) == {every[i].address for i in (0, 2, 3)}
-    told = json.loads(admin("status", "--json", "ckpt://lab").stdout)
-    assert {m["member"]: m["state"] for m in told["members"]} == {every[i].address: "serving" for i in (0, 2, 3)}
+    listed = json.loads(admin("status", "--json", "ckpt://lab").stdout)
+    assert {m["member"]: m["state"] for m in listed["members"]} == {every[i].address: "serving" for i in (0, 2, 3)}
     every[2].kill()
     assert namespace.get("a") == namespace.get("b") == data
 
@@ -293,7 +296,9 @@ def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_etcd_is_unreachable(nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_etcd_is_reported_in_one_line(
+    nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     configured(tmp_path, monkeypatch, "127.0.0.1:1,127.0.0.1:2")
     done = admin_status()
     assert done.returncode == 1
@@ -310,7 +315,7 @@ def test_etcd_is_unreachable(nodes: Callable[..., Process], tmp_path: Path, monk
 
 
 @needs_etcd
-def test_a_node_under_the_name_of_another(server: EtcdProcess, tmp_path: Path) -> None:
+def test_a_node_command_with_the_name_of_another_node_is_refused(server: EtcdProcess, tmp_path: Path) -> None:
     with closing(announce(server.endpoints, "lab", FACTS.address, FACTS)):
         command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "node"), "--listen", "127.0.0.1:0",
                    "--etcd", server.endpoint, "--cluster", "lab", "--advertise", FACTS.address]  # fmt: skip
@@ -335,7 +340,7 @@ def test_a_node_under_the_name_of_another(server: EtcdProcess, tmp_path: Path) -
         (["--etcd", "h:1", "--cluster", "lab", "--listen", "0.0.0.0:7070", "--insecure"], "give --advertise"),
     ],
 )
-def test_wrong_usage(tmp_path: Path, options: list[str], message: str) -> None:
+def test_wrong_options_of_etcd_are_refused_with_advice(tmp_path: Path, options: list[str], message: str) -> None:
     command = [sys.executable, "-m", "ckpt.tools.node", "--data", "d", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     assert done.returncode == 2, done.stderr
@@ -343,7 +348,7 @@ def test_wrong_usage(tmp_path: Path, options: list[str], message: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_announcement_is_closed_while_it_tries() -> None:
+def test_an_announcement_can_be_closed_while_it_retries() -> None:
     announced: Announcement = announce(("http://127.0.0.1:1",), "lab", FACTS.address, FACTS, lease_seconds=3)
     announced.close()
     assert not announced._thread.is_alive()

@@ -1,4 +1,4 @@
-"""A real etcd that is spoken to by TLS, asks for certificates of its clients, or has users with passwords."""
+"""A real etcd that serves TLS, requires client certificates, or has users with passwords."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SecureEtcd(EtcdProcess):
 
 
 def _trust(monkeypatch: pytest.MonkeyPatch, certificates: Path, client: str = "") -> None:
-    """As a user sets the environment."""
+    """Set the environment variables for TLS as a user does."""
     monkeypatch.setenv("CKPT_ETCD_CA_FILE", str(certificates / "ca.pem"))
     if client:
         monkeypatch.setenv("CKPT_ETCD_CERT_FILE", str(certificates / f"{client}.pem"))
@@ -72,8 +72,8 @@ def _trust(monkeypatch: pytest.MonkeyPatch, certificates: Path, client: str = ""
 
 
 @pytest.fixture
-def asks_for_certificates(tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecureEtcd]:
-    """An etcd that answers only those who have a certificate, as this process has by its environment."""
+def requires_certificates(tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecureEtcd]:
+    """Yield an etcd that answers only clients with a certificate; the environment of this process names one."""
     server = SecureEtcd(
         tmp_path / "etcd", certificates, "--client-cert-auth", "--trusted-ca-file", str(certificates / "ca.pem")
     )
@@ -85,10 +85,10 @@ def asks_for_certificates(tmp_path: Path, certificates: Path, monkeypatch: pytes
         server.kill()
 
 
-def test_all_three_uses_work_by_tls_with_a_certificate(
-    asks_for_certificates: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_members_run_logs_and_nodes_work_by_tls_with_a_certificate(
+    requires_certificates: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = asks_for_certificates
+    server = requires_certificates
     hosts = server.endpoint.removeprefix("https://")
     state = EtcdRunLog(f"etcd://{hosts}/job")
     assert state.append(0, [Draft(0, "note", "a")])
@@ -107,10 +107,10 @@ def test_all_three_uses_work_by_tls_with_a_certificate(
         node.close()
 
 
-def test_who_is_not_trusted_is_told_what_to_do(
-    asks_for_certificates: SecureEtcd, certificates: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_client_without_a_trusted_certificate_gets_advice(
+    requires_certificates: SecureEtcd, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endpoints = asks_for_certificates.endpoints
+    endpoints = requires_certificates.endpoints
     for client in ("stranger", ""):
         for variable in ("CKPT_ETCD_CERT_FILE", "CKPT_ETCD_KEY_FILE"):
             monkeypatch.delenv(variable)
@@ -131,7 +131,7 @@ def test_who_is_not_trusted_is_told_what_to_do(
 
 @pytest.fixture
 def has_users(tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecureEtcd]:
-    """An etcd with authentication enabled: root, and `trainer`, who may use the keys of one job only."""
+    """Yield an etcd with authentication: root, and `trainer`, who may use the keys of one job only."""
     server = SecureEtcd(tmp_path / "etcd", certificates, "--auth-token", "simple")
     _trust(monkeypatch, certificates)
     try:
@@ -150,7 +150,9 @@ def has_users(tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatc
         server.kill()
 
 
-def test_user_and_password(has_users: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_log_and_members_work_with_user_and_password(
+    has_users: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts = has_users.endpoint.removeprefix("https://")
     with pytest.raises(Refused, match="CKPT_ETCD_USER"):
         EtcdRunLog(f"etcd://{hosts}/job").entries()
@@ -163,7 +165,7 @@ def test_user_and_password(has_users: SecureEtcd, tmp_path: Path, monkeypatch: p
     with pytest.raises(Refused, match="permission denied"):
         EtcdRunLog(f"etcd://{hosts}/another").append(0, [Draft(0, "note", "a")])
 
-    has_users.kill()  # it forgets the tokens that it gave
+    has_users.kill()  # the restarted server has no tokens of before
     monkeypatch.setenv("CKPT_ETCD_USER", "root")
     has_users.start()
     assert [entry.text for entry in state.entries()] == ["a"]
@@ -177,7 +179,7 @@ def test_user_and_password(has_users: SecureEtcd, tmp_path: Path, monkeypatch: p
         EtcdClient(has_users.endpoints).range("/")
 
 
-def test_a_password_is_sent_by_tls_or_to_this_host() -> None:
+def test_a_password_is_sent_only_by_tls_or_to_this_host() -> None:
     access = EtcdCredentials(user="trainer", password=PASSWORD)
     with pytest.raises(InvalidArgument, match="without encryption"):
         EtcdClient(["192.0.2.1:2379"], credentials=access)
@@ -226,7 +228,7 @@ def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["/v3/auth/authenticate", "/v3/kv/range"]
 
 
-def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_etcd_access_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_ETCD_USER", "u")
     monkeypatch.setenv("CKPT_ETCD_PASSWORD", "p")
     access = etcd_credentials_from_environment()
@@ -234,12 +236,12 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert etcd_credentials_from_environment({"user": "v"}).user == "v"
 
 
-def test_ckpt_run_tells_what_is_missing(
-    asks_for_certificates: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ckpt_run_names_the_missing_certificate_variable(
+    requires_certificates: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CKPT_ETCD_CERT_FILE")
     command = [sys.executable, "-m", "ckpt.tools.run", "--nnodes", "2", "--run-dir", str(tmp_path / "run"), "--no-memory"]
-    state = f"etcd://{asks_for_certificates.endpoint.removeprefix('https://')}/job"
+    state = f"etcd://{requires_certificates.endpoint.removeprefix('https://')}/job"
     done = subprocess.run([*command, "--state", state, "true"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "CKPT_ETCD_CERT_FILE and CKPT_ETCD_KEY_FILE go together" in done.stderr

@@ -1,4 +1,4 @@
-"""The namespace as a filesystem: what is refused, folders, open files, transactions."""
+"""The namespace as an fsspec filesystem: refusals, folders, open files, transactions."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ckpt.storage.base.errors import AlreadyExists, Changed, NoSpace, NotFound, 
 from ckpt.storage.testing import random_bytes
 
 
-def test_a_url_is_all_it_needs(address: str, filesystem: CkptFileSystem) -> None:
+def test_a_url_alone_opens_the_filesystem(address: str, filesystem: CkptFileSystem) -> None:
     url = f"ckpt://{address}/a/b.txt"
     with fsspec.open(url, "w") as file:
         file.write("hello")
     with fsspec.open(url) as file:
         assert file.read() == b"hello"
     found, path = fsspec.core.url_to_fs(f"{url}?redundancy=1x")
-    assert path == f"{address}/a/b.txt", "it says its namespace, so that a URL can be made of it again"
+    assert path == f"{address}/a/b.txt", "the path does not have its namespace, so no URL can be made from it again"
     assert found.cat(path) == found.cat("a/b.txt") == b"hello"
     assert found.unstrip_protocol("a/b.txt") == url
     assert fsspec.core.url_to_fs(url)[0] is filesystem
 
 
-def test_one_rule_for_urls(address: str, filesystem: CkptFileSystem) -> None:
+def test_urls_mean_the_same_as_for_checkpoints(address: str, filesystem: CkptFileSystem) -> None:
     near = address.split(",")[1]
     with fsspec.open(f"ckpt://{address}/a/b?near={near}&redundancy=3x", "wb") as file:
         file.write(b"1" * 100_000)
@@ -59,7 +59,7 @@ def test_one_rule_for_urls(address: str, filesystem: CkptFileSystem) -> None:
         assert filesystem.exists(again)
 
 
-def test_looking(filesystem: CkptFileSystem) -> None:
+def test_a_listing_shows_files_and_folders(filesystem: CkptFileSystem) -> None:
     fs = filesystem
     for path, data in {"r/a": b"1", "r/b/c": b"22", "r/b/d/e.txt": b"333", "x": b""}.items():
         fs.pipe(path, data)
@@ -86,7 +86,7 @@ def test_looking(filesystem: CkptFileSystem) -> None:
         fs.ls("none")
 
 
-def test_times_and_sums(filesystem: CkptFileSystem) -> None:
+def test_times_and_checksums_change_with_the_content(filesystem: CkptFileSystem) -> None:
     fs = filesystem
     fs.pipe("a", b"1")
     first = fs.checksum("a")
@@ -98,7 +98,7 @@ def test_times_and_sums(filesystem: CkptFileSystem) -> None:
     assert fs.modified("a") > created
 
 
-def test_moving(filesystem: CkptFileSystem, tmp_path: Path) -> None:
+def test_files_are_moved_and_copied(filesystem: CkptFileSystem, tmp_path: Path) -> None:
     fs = filesystem
     data = random_bytes(9_000_000)
     fs.pipe("a/big", data)
@@ -119,7 +119,7 @@ def test_moving(filesystem: CkptFileSystem, tmp_path: Path) -> None:
         fs.rm("none")
 
 
-def test_folders(filesystem: CkptFileSystem) -> None:
+def test_folders_are_created_and_removed(filesystem: CkptFileSystem) -> None:
     fs = filesystem
     fs.mkdir("empty")
     assert fs.isdir("empty")
@@ -145,7 +145,7 @@ def test_folders(filesystem: CkptFileSystem) -> None:
     assert fs.cat("t") == b""
 
 
-def test_what_would_lose_something_is_refused(filesystem: CkptFileSystem) -> None:
+def test_an_operation_that_would_lose_a_file_is_refused(filesystem: CkptFileSystem) -> None:
     fs = filesystem
     everything = {"d/a": b"1", "d/e/b": b"2", "file": b"precious", "o": b"3"}
     fs.pipe(everything)
@@ -184,7 +184,7 @@ def test_what_would_lose_something_is_refused(filesystem: CkptFileSystem) -> Non
     assert fs.find("d") == ["d/e/b"]
 
 
-def test_there_is_nothing_below_a_file(filesystem: CkptFileSystem, tmp_path: Path) -> None:
+def test_no_path_below_a_file_can_be_used(filesystem: CkptFileSystem, tmp_path: Path) -> None:
     fs = filesystem
     everything = {"d/e/a": b"1", "file": b"precious"}
     fs.pipe(everything)
@@ -214,7 +214,7 @@ def test_there_is_nothing_below_a_file(filesystem: CkptFileSystem, tmp_path: Pat
     assert fs.find("") == ["d/e/a", "file"]
 
 
-def test_moving_folders(filesystem: CkptFileSystem) -> None:
+def test_folders_are_moved(filesystem: CkptFileSystem) -> None:
     fs = filesystem
     big = random_bytes(100_000)
     fs.pipe({"d/a": b"1", "d/e/b": big, "o": b"3"})
@@ -236,13 +236,13 @@ def test_moving_folders(filesystem: CkptFileSystem) -> None:
     assert fs.namespace.stat("flat/e/b").head.nbytes == len(big)
 
 
-def test_open_files(filesystem: CkptFileSystem) -> None:
+def test_open_files_are_written_appended_and_read(filesystem: CkptFileSystem) -> None:
     fs = filesystem
     data = random_bytes(13_000_001)
     with fs.open("a", "wb") as file:
         for start in range(0, len(data), 777_777):
             file.write(data[start : start + 777_777])
-        assert not fs.exists("a"), "it is not there before it is closed"
+        assert not fs.exists("a"), "the file exists before it is closed"
     with fs.open("a") as file:
         assert file.size == len(data)
         file.seek(12_000_000)
@@ -270,7 +270,9 @@ def test_open_files(filesystem: CkptFileSystem) -> None:
         fs.pipe("a/../b", b"")
 
 
-def test_what_another_wrote_meanwhile_stays(filesystem: CkptFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_does_not_replace_what_another_client_wrote_meanwhile(
+    filesystem: CkptFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fs = filesystem
     for path, before, after in (("none", None, b"2" * 10), ("empty", b"", b"2" * 100_000), ("a", b"0", b"2")):
         if before is not None:
@@ -287,16 +289,16 @@ def test_what_another_wrote_meanwhile_stays(filesystem: CkptFileSystem, monkeypa
             if before is not None:
                 fs.pipe(path, before)
     nodes = fs.namespace.open_members.values()
-    assert not any(node.inventory() or node.info().uploads for node in nodes), "who is refused leaves nothing behind"
+    assert not any(node.inventory() or node.info().uploads for node in nodes), "a refused write leaves an object"
     stat = fs.namespace.stat
 
-    def late(path: str) -> Any:
+    def stat_then_write(path: str) -> Any:
         found = stat(path)
         fs.pipe(path, b"precious")
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(fs.namespace, "stat", late)
+        patched.setattr(fs.namespace, "stat", stat_then_write)
         fs.touch("t", truncate=False)
     assert fs.cat("t") == b"precious"
 
@@ -330,17 +332,17 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(
             with pytest.raises(OSError, match="two members are missing") as refused:
                 work()
             assert refused.value.errno == errno.EHOSTDOWN
-        told_of: list[OSError] = []
+        errors_of: list[OSError] = []
         roots = ["r", "r/s0", "r/s1", "r/s2"]
         assert [root for root, _, _ in fs.walk("r", on_error="omit")] == roots
-        assert [root for root, _, _ in fs.walk("r", on_error=told_of.append)] == roots
-        assert [error.errno for error in told_of] == [errno.EHOSTDOWN]
+        assert [root for root, _, _ in fs.walk("r", on_error=errors_of.append)] == roots
+        assert [error.errno for error in errors_of] == [errno.EHOSTDOWN]
         with pytest.raises(OSError, match="two members are missing"):
             list(fs.walk("r", on_error="raise"))
     assert fs.cat(fs.find("")) == everything
     walk = fs.walk("r")
     assert next(walk)[0] == "r"
-    fs.rm("r/s1", recursive=True)  # meanwhile
+    fs.rm("r/s1", recursive=True)  # another client removes it meanwhile
     assert [files for _, _, files in walk] == [["f0", "f1"], [], ["f0", "f1"]]
     assert not fs.isdir("r/s1")
 
@@ -352,7 +354,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(
         (Unavailable, errno.EHOSTDOWN), (Changed, errno.ESTALE), (StoreError, errno.EIO),
     ],
 )  # fmt: skip
-def test_errors_have_their_numbers(error: type[StoreError], number: int) -> None:
+def test_errors_have_the_numbers_of_the_system(error: type[StoreError], number: int) -> None:
     def fail() -> None:
         raise error("why")
 
@@ -362,7 +364,7 @@ def test_errors_have_their_numbers(error: type[StoreError], number: int) -> None
     assert type(caught.value) is type(OSError(number, "why"))
 
 
-def test_transactions(filesystem: CkptFileSystem) -> None:
+def test_a_transaction_publishes_all_files_or_none(filesystem: CkptFileSystem) -> None:
     fs = filesystem
     with fs.transaction, fs.open("a", "wb") as file:
         file.write(b"1" * 100_000)

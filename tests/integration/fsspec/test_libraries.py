@@ -1,4 +1,4 @@
-"""zarr, h5py, parquet, torch and pandas on the namespace, through fsspec alone."""
+"""zarr, h5py, parquet, torch and pandas on the namespace, through fsspec only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.folders import EXAMPLES
 from ckpt.aggregator.interfaces.fsspec_filesystem import CkptFileSystem
 
 
-def test_zarr(filesystem: CkptFileSystem, address: str) -> None:
+def test_zarr_arrays_are_read_back(filesystem: CkptFileSystem, address: str) -> None:
     import zarr
 
     data = np.random.default_rng(0).standard_normal((300, 400))
@@ -29,7 +29,7 @@ def test_zarr(filesystem: CkptFileSystem, address: str) -> None:
     assert np.array_equal(again[50:250, 1::7], data[50:250, 1::7])
 
 
-def test_h5py(filesystem: CkptFileSystem) -> None:
+def test_hdf5_files_are_read_back(filesystem: CkptFileSystem) -> None:
     import h5py
 
     data = np.arange(500_000.0)
@@ -41,14 +41,14 @@ def test_h5py(filesystem: CkptFileSystem) -> None:
         assert np.array_equal(file["x/y"][1000:2000], data[1000:2000])
 
 
-def test_parquet(filesystem: CkptFileSystem) -> None:
+def test_parquet_data_sets_are_read_back(filesystem: CkptFileSystem) -> None:
     table = pa.table({"a": np.arange(100_000), "b": [f"row {i}" for i in range(100_000)]})
     pq.write_table(table, "t/x.parquet", filesystem=filesystem)
     assert pq.read_table("t/x.parquet", filesystem=filesystem).equals(table)
     assert pq.read_table("t/x.parquet", columns=["a"], filesystem=filesystem).num_columns == 1
 
 
-def test_torch_dcp(filesystem: CkptFileSystem, address: str) -> None:
+def test_torch_dcp_checkpoints_are_read_back(filesystem: CkptFileSystem, address: str) -> None:
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -61,14 +61,14 @@ def test_torch_dcp(filesystem: CkptFileSystem, address: str) -> None:
     assert all(torch.equal(state[k], into[k]) for k in state)
 
 
-def test_pandas(filesystem: CkptFileSystem, address: str) -> None:
+def test_pandas_frames_are_read_back(filesystem: CkptFileSystem, address: str) -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"a": range(1000), "b": [f"row {i}" for i in range(1000)]})
     frame.to_parquet(f"ckpt://{address}/p/x.parquet")
     assert pandas.read_parquet(f"ckpt://{address}/p/x.parquet").equals(frame)
 
 
-def test_the_example(tmp_path: Path) -> None:
+def test_the_example_of_the_libraries_runs(tmp_path: Path) -> None:
     example = EXAMPLES / "cluster.py"
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Libraries that take a URL apart into protocol and path, and build URLs from both again: the namespace survives that."""
+"""Libraries that split a URL into protocol and path, and build URLs from both again: the namespace survives that."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=["addresses", "name"])
 def names(request: pytest.FixtureRequest, address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What stands between ckpt:// and the path."""
+    """Return each form of the part of a URL between ckpt:// and the path."""
     config = tmp_path_factory.mktemp("config") / "config.toml"
     members = ", ".join(f'"{each}"' for each in address.split(","))
     config.write_text(f"[namespaces.lab]\nmembers = [{members}]\n")
@@ -50,7 +50,7 @@ def files(names: str) -> Iterator[CkptFileSystem]:
     found.rm(found.ls("", detail=False), recursive=True)
 
 
-def test_each_path_makes_its_url_again(names: str, files: CkptFileSystem) -> None:
+def test_each_path_can_be_made_a_url_again(names: str, files: CkptFileSystem) -> None:
     url = f"ckpt://{names}/run"
     fs, path = fsspec.core.url_to_fs(url)
     assert fs is files
@@ -73,7 +73,7 @@ def test_paths_in_the_namespace_are_as_before(names: str, files: CkptFileSystem)
     assert files.cat_file(f"ckpt://{names}/12:30/lab/x") == files.cat_file("12:30/lab/x")
 
 
-def test_without_members_each_path_says_its_namespace(names: str, files: CkptFileSystem) -> None:
+def test_a_filesystem_without_members_has_paths_with_their_namespace(names: str, files: CkptFileSystem) -> None:
     fs = fsspec.filesystem("ckpt")
     url = f"ckpt://{names}/run/a.json"
     assert fs.cat_file(url) == fs.cat_file(fs._strip_protocol(url)) == FILES["run/a.json"]
@@ -88,7 +88,7 @@ def test_without_members_each_path_says_its_namespace(names: str, files: CkptFil
             fs.info(path)
 
 
-def test_rsync(names: str, files: CkptFileSystem, tmp_path: Path) -> None:
+def test_fsspec_rsync_copies_a_folder(names: str, files: CkptFileSystem, tmp_path: Path) -> None:
     rsync(f"ckpt://{names}/run", f"file://{tmp_path}/out")
     assert (tmp_path / "out" / "d" / "b c.txt").read_bytes() == b"22"
     assert (tmp_path / "out" / "d" / "ü#+.txt").read_bytes() == b"33"
@@ -98,7 +98,7 @@ def test_rsync(names: str, files: CkptFileSystem, tmp_path: Path) -> None:
         assert {f"run{path[len(folder) :]}": files.cat_file(path) for path in files.find(folder)} == FILES
 
 
-def test_upath(names: str, files: CkptFileSystem) -> None:
+def test_upath_reads_and_writes(names: str, files: CkptFileSystem) -> None:
     upath: Any = pytest.importorskip("upath")
     path = upath.UPath(f"ckpt://{names}/run")
     file = upath.UPath(str(path / "a.json"))
@@ -110,7 +110,7 @@ def test_upath(names: str, files: CkptFileSystem) -> None:
     assert files.cat_file("run/new.txt") == b"new"
 
 
-def test_datasets(names: str, files: CkptFileSystem, tmp_path: Path) -> None:
+def test_datasets_loads_files(names: str, files: CkptFileSystem, tmp_path: Path) -> None:
     datasets: Any = pytest.importorskip("datasets")
     options = {"split": "train", "cache_dir": str(tmp_path)}
     for data_files in (f"ckpt://{names}/run/a.json", f"ckpt://{names}/run/*.json"):

@@ -1,4 +1,4 @@
-"""zarr's own suite for stores, on the namespace through fsspec."""
+"""The store test suite of zarr, on the namespace through fsspec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Three nodes, as they stand in a URL."""
+    """Three nodes, as written in a URL."""
     with three_nodes(tmp_path_factory.mktemp("nodes")) as found:
         yield found
 

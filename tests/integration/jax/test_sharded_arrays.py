@@ -23,7 +23,7 @@ WHOLE = np.arange(48 * 80, dtype=np.float32).reshape(48, 80)
 
 
 def run(what: str, url: Path, size: int, devices: int, rows: int) -> None:
-    """A job of `size` processes with `devices` each, in a mesh of so many rows."""
+    """Run a job of `size` processes with `devices` each, in a mesh of `rows` rows; return the lines of its ranks."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -45,8 +45,8 @@ def run(what: str, url: Path, size: int, devices: int, rows: int) -> None:
             process.kill()
 
 
-def test_eight_devices_of_one_process(tmp_path: Path) -> None:
-    """Nothing is gathered: each shard is a row of the manifest, written once though some devices hold copies."""
+def test_each_shard_of_eight_devices_is_written_once(tmp_path: Path) -> None:
+    """Nothing is gathered: each shard is a row of the manifest, written once although some devices have copies."""
     run("save", tmp_path, 1, 8, 4)
     step = ckpt.open(tmp_path)[7]
     assert step.commit.raw_bytes == 5 * WHOLE.nbytes + 8
@@ -56,7 +56,7 @@ def test_eight_devices_of_one_process(tmp_path: Path) -> None:
     run("load", tmp_path, 1, 8, 2)
 
 
-def test_two_processes_save_and_other_layouts_load(tmp_path: Path) -> None:
+def test_a_step_of_two_processes_loads_into_other_layouts(tmp_path: Path) -> None:
     run("save", tmp_path, 2, 4, 4)
     assert ckpt.open(tmp_path)[7].commit.world_size == 2
     for i, array in ckpt.load(tmp_path, only="arrays")["arrays"].items():
@@ -65,7 +65,7 @@ def test_two_processes_save_and_other_layouts_load(tmp_path: Path) -> None:
     run("load", tmp_path, 1, 3, 3)
 
 
-def test_the_example_goes_on_with_half_of_the_devices(tmp_path: Path) -> None:
+def test_the_example_continues_with_half_of_the_devices(tmp_path: Path) -> None:
     def losses(devices: int, steps: int, url: Path) -> dict[int, float]:
         environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, str(TESTS.parent / "examples/jax_mesh.py"), "--steps", str(steps), "--url", str(url)]
@@ -81,7 +81,7 @@ def test_the_example_goes_on_with_half_of_the_devices(tmp_path: Path) -> None:
     assert all(abs(loss - straight[step]) < 1e-4 * straight[step] for step, loss in rest.items())
 
 
-def test_a_registered_pytree(tmp_path: Path) -> None:
+def test_a_registered_pytree_is_restored_in_place(tmp_path: Path) -> None:
     import jax
 
     from ckpt.adapters.jax import Tree
@@ -108,8 +108,8 @@ def test_a_registered_pytree(tmp_path: Path) -> None:
     assert like.value["pair"].b[1] == 3
 
 
-def test_leaves_of_a_tree_that_have_one_name(tmp_path: Path) -> None:
-    """Each comes back to its own place; where only one of them is asked for, it is not guessed which."""
+def test_leaves_of_a_pytree_with_equal_names_are_restored_separately(tmp_path: Path) -> None:
+    """Each is loaded into its own target; where only one of them is asked for, the load does not guess which."""
     import jax
     from jax import numpy as jnp
 
@@ -125,7 +125,7 @@ def test_leaves_of_a_tree_that_have_one_name(tmp_path: Path) -> None:
     ckpt.load(tmp_path, {"train": like})
     assert jax.tree.all(jax.tree.map(jnp.array_equal, like.value, want))
     alone = Tree({"a.b": jnp.zeros(2)})
-    with pytest.raises(ckpt.LeafMismatch) as told:
+    with pytest.raises(ckpt.LeafMismatch) as error:
         ckpt.load(tmp_path, {"train": alone})
-    one_line(told, "leaf train", "two leaves were saved as a.b")
+    one_line(error, "leaf train", "two leaves were saved as a.b")
     assert alone.value["a.b"].tolist() == [0, 0]

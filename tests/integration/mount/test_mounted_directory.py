@@ -1,4 +1,4 @@
-"""The namespace as a mounted directory, with the programs that people use on one."""
+"""The namespace as a mounted directory, used by common programs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Mounted:
     def mount(self) -> None:
         command = [sys.executable, "-m", "ckpt.tools.mount", self.url, str(self.folder)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not os.path.ismount(self.folder):
-            if self.process.poll() is not None or time.monotonic() > until:
+            if self.process.poll() is not None or time.monotonic() > deadline:
                 assert self.process.stderr is not None
                 self.process.kill()
                 pytest.fail(f"not mounted: {self.process.stderr.read()}")
@@ -66,7 +66,7 @@ def mount(mounted: Mounted) -> Path:
     return mounted.folder
 
 
-def test_programs(mount: Path, tmp_path: Path) -> None:
+def test_common_programs_work_on_a_mount(mount: Path, tmp_path: Path) -> None:
     data = random_bytes(19_000_001)
     (tmp_path / "x").write_bytes(data)
     subprocess.run(["cp", str(tmp_path / "x"), str(mount / "a")], check=True)
@@ -88,7 +88,7 @@ def test_programs(mount: Path, tmp_path: Path) -> None:
     assert (mount / "new" / "moved" / "e" / "b").read_bytes() == data
 
 
-def test_what_is_refused(mount: Path) -> None:
+def test_unsupported_operations_on_a_mount_are_refused(mount: Path) -> None:
     (mount / "a").write_bytes(b"hello")
     with pytest.raises(OSError, match="not supported") as refused, open(mount / "a", "r+b") as file:
         file.write(b"x")
@@ -106,7 +106,7 @@ def test_what_is_refused(mount: Path) -> None:
         (mount / "d").rmdir()
 
 
-def test_write_sync_rename(mount: Path) -> None:
+def test_a_file_is_written_synced_and_renamed_on_a_mount(mount: Path) -> None:
     (mount / "final").write_bytes(b"before")
     for data in (b"payload", random_bytes(19_000_001)):
         with NamedTemporaryFile(dir=mount, delete=False) as file:
@@ -123,7 +123,7 @@ def test_write_sync_rename(mount: Path) -> None:
         assert (mount / "final").read_bytes() == data
 
 
-def test_names_change_while_it_is_written(mount: Path) -> None:
+def test_a_file_is_renamed_or_deleted_while_it_is_written(mount: Path) -> None:
     with open(mount / "a", "wb", buffering=0) as file:
         file.write(b"1")
         (mount / "a").rename(mount / "b")
@@ -151,7 +151,7 @@ def test_names_change_while_it_is_written(mount: Path) -> None:
     assert (mount / "full" / "x").read_bytes() == b"x"
 
 
-def test_what_was_synced_survives_the_mount(mounted: Mounted) -> None:
+def test_synced_bytes_survive_a_killed_mount(mounted: Mounted) -> None:
     files = {n: os.open(mounted.folder / str(n), os.O_CREAT | os.O_WRONLY) for n in (10, 100_000, 9_000_000)}
     for n, file in files.items():
         os.write(file, b"x" * n)
@@ -162,14 +162,14 @@ def test_what_was_synced_survives_the_mount(mounted: Mounted) -> None:
     for file in files.values():
         with pytest.raises(OSError, match="not connected"):
             os.fsync(file)
-        with suppress(OSError):  # of the mount that is gone
+        with suppress(OSError):  # the mount of these files is gone
             os.close(file)
     mounted.mount()
     for n in files:
         assert (mounted.folder / str(n)).read_bytes() == b"x" * n
 
 
-def test_checkpoints_through_it(mount: Path) -> None:
+def test_checkpoints_are_saved_and_loaded_through_a_mount(mount: Path) -> None:
     import numpy as np
 
     import ckpt
@@ -179,7 +179,7 @@ def test_checkpoints_through_it(mount: Path) -> None:
     assert np.array_equal(ckpt.load(mount / "run")["w"], state["w"])
 
 
-def test_emptied_while_another_client_writes(mounted: Mounted) -> None:
+def test_a_truncation_of_a_file_replaced_meanwhile_is_refused(mounted: Mounted) -> None:
     namespace, _ = open_namespace(mounted.url)
     namespace.put("a", b"old")
     file = os.open(mounted.folder / "a", os.O_WRONLY)
@@ -198,7 +198,7 @@ def test_emptied_while_another_client_writes(mounted: Mounted) -> None:
     assert namespace.get("a") == b"newer"
 
 
-def test_names_that_are_not_text(mounted: Mounted) -> None:
+def test_file_names_that_are_not_text_are_refused(mounted: Mounted) -> None:
     folder = os.fsencode(mounted.folder)
     for wrong in (b"\xff", b"a\xe4b"):
         for refused in (

@@ -1,4 +1,4 @@
-"""Who may do what in a mounted namespace that other users can reach."""
+"""Permissions in a mounted namespace that other users can reach."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _as_other(*command: str, group: int = _OTHER) -> subprocess.CompletedProcess
 
 @contextmanager
 def _mounted(*options: str) -> Iterator[Path]:
-    """An empty namespace, mounted with --allow-other, in a folder that every user can reach."""
+    """Yield an empty namespace, mounted with --allow-other, in a folder that every user can reach."""
     pytest.importorskip("fuse")
     base = Path(tempfile.mkdtemp(prefix="ckpt-test-"))
     base.chmod(0o755)
@@ -38,10 +38,10 @@ def _mounted(*options: str) -> Iterator[Path]:
     command = [sys.executable, "-m", "ckpt.tools.mount", "--allow-other", *options]
     process = subprocess.Popen([*command, f"ckpt://{node.address}/?redundancy=1x", str(folder)])
     try:
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not os.path.ismount(folder):
             assert process.poll() is None
-            assert time.monotonic() < until, "not mounted"
+            assert time.monotonic() < deadline, "the mount does not appear"
             time.sleep(0.05)
         yield folder
     finally:
@@ -51,7 +51,7 @@ def _mounted(*options: str) -> Iterator[Path]:
         shutil.rmtree(base)
 
 
-def test_other_users_read_but_neither_write_nor_delete() -> None:
+def test_other_users_can_read_but_neither_write_nor_delete() -> None:
     with _mounted() as folder:
         (folder / "a").write_bytes(b"mine")
         assert _as_other("cat", str(folder / "a")).stdout == "mine"

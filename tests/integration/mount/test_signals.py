@@ -1,4 +1,4 @@
-"""A mount ends when its process gets a signal, and what is open there is kept until it is closed."""
+"""A mount ends when its process gets a signal, and files that are open in it are kept until they are closed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_signal_unmounts(node: Process, folder: Path, number: signal.Signals) 
     assert open_namespace(f"ckpt://{node.address}/")[0].get("file") == b"here"
 
 
-def test_a_file_that_is_open_is_written_to_its_end(node: Process, folder: Path) -> None:
+def test_an_open_file_is_completed_before_the_mount_ends(node: Process, folder: Path) -> None:
     process = begin(node, folder)
     with (folder / "file").open("w") as file:
         file.write("begun, ")
@@ -63,25 +63,25 @@ def test_a_file_that_is_open_is_written_to_its_end(node: Process, folder: Path) 
         until(lambda: not os.path.ismount(folder))
         assert process.poll() is None
         file.write("ended")
-    _, said = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "is still in use" in said
+    assert "is still in use" in stderr
     assert open_namespace(f"ckpt://{node.address}/")[0].get("file") == b"begun, ended"
 
 
-def test_a_second_signal_ends_it_at_once(node: Process, folder: Path) -> None:
+def test_a_second_signal_ends_a_mount_at_once(node: Process, folder: Path) -> None:
     process = begin(node, folder)
     file = os.open(folder / "file", os.O_WRONLY | os.O_CREAT)
     process.send_signal(signal.SIGTERM)
     until(lambda: not os.path.ismount(folder))
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
-    with suppress(OSError):  # nobody serves it any more
+    with suppress(OSError):  # no process serves it any more
         os.close(file)
 
 
-def test_in_the_background(node: Process, folder: Path) -> None:
-    """It returns when the folder can be used, and what it has started serves it."""
+def test_a_background_mount_is_usable_when_the_command_returns(node: Process, folder: Path) -> None:
+    """The process that serves it continues."""
     command = [*COMMAND, "--background", f"ckpt://{node.address}/", str(folder)]
     done = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -90,7 +90,7 @@ def test_in_the_background(node: Process, folder: Path) -> None:
     assert (folder / "file").read_text() == "here"
 
 
-def test_in_the_background_without_a_node(folder: Path) -> None:
+def test_a_background_mount_without_a_node_fails(folder: Path) -> None:
     command = [*COMMAND, "--background", "ckpt://127.0.0.1:1/", str(folder)]
     done = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
     assert done.returncode != 0

@@ -19,7 +19,7 @@ from ckpt.storage.local.directory import LocalStore
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_ranks_come_when_they_come(folder: Path, first: int) -> None:
+def test_ranks_meet_in_any_order_of_arrival(folder: Path, first: int) -> None:
     early = rank_process(folder, first, 3)
     time.sleep(0.5)
     assert early.poll() is None
@@ -29,28 +29,29 @@ def test_ranks_come_when_they_come(folder: Path, first: int) -> None:
 
 
 @pytest.mark.parametrize("when", ["before all have met", "in a gather"])
-def test_a_meeting_of_killed_processes(folder: Path, when: str) -> None:
-    """Killed with all that they had said; the next incarnation, of the same names, meets as if nothing had been."""
-    meeting = folder / "repository/meet"
+def test_restarted_ranks_meet_despite_a_rendezvous_of_killed_ones(folder: Path, when: str) -> None:
+    """The ranks are killed and leave all their messages; the next incarnation, with the same names, meets as if there were
+    none."""
+    rendezvous = folder / "repository/meet"
     if when == "in a gather":
         killed = [rank_process(folder, rank, 3, AFTER="gather" if rank < 2 else "stay") for rank in range(3)]
-        until(lambda: [*meeting.glob("*/0-0")] and [*meeting.glob("*/0-1")])
+        until(lambda: [*rendezvous.glob("*/0-0")] and [*rendezvous.glob("*/0-1")])
     else:
         killed = [rank_process(folder, rank, 3) for rank in (0, 1)]
-        until(lambda: [*meeting.glob("*/hello-1-*")])
+        until(lambda: [*rendezvous.glob("*/hello-1-*")])
     for process in killed:
         process.kill()
         process.communicate()
-    (stale,) = meeting.iterdir()
+    (stale,) = rendezvous.iterdir()
     assert (stale / "members.json").exists() is (when == "in a gather")
     ranks = [rank_process(folder, rank, 3) for rank in (2, 1, 0)]
     for rank in ranks:
         finish(rank)
-    assert not files(folder / "repository"), "neither meeting is left"
+    assert not files(folder / "repository"), "files of a rendezvous are left"
 
 
-def test_a_meeting_of_the_living_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that reads the same repository meets there too."""
+def test_a_rendezvous_of_live_processes_is_not_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job that reads the same repository meets there, too."""
     other = rank_process(folder, 0, 2, CKPT_RUN_ID="other", TIMEOUT=60)
     until(lambda: [*(folder / "repository").glob("meet/*/open")])
     groups = env_groups(2, monkeypatch)
@@ -63,8 +64,8 @@ def test_a_meeting_of_the_living_is_left_alone(folder: Path, monkeypatch: pytest
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("launcher_lives", [False, True])
-def test_a_rank_of_another_start_is_not_taken(folder: Path, launcher_lives: bool) -> None:
-    """Of the job as it was before it was started again, or of another one at the same time: nothing names either."""
+def test_a_rank_of_another_start_does_not_join(folder: Path, launcher_lives: bool) -> None:
+    """It belongs to an earlier start of the job, or to another job at the same time; neither has a name."""
     launcher, other = elsewhere(folder, 1, 2)
     try:
         if not launcher_lives:
@@ -77,7 +78,7 @@ def test_a_rank_of_another_start_is_not_taken(folder: Path, launcher_lives: bool
         one = rank_process(folder, 1, 2)
         finish(zero)
         finish(one)
-        assert Path(f"/proc/{other}").exists(), "it waits for its own rank 0"
+        assert Path(f"/proc/{other}").exists(), "the other rank has ended instead of waiting for its own rank 0"
     finally:
         os.kill(other, signal.SIGKILL)
         launcher.kill()
@@ -86,8 +87,9 @@ def test_a_rank_of_another_start_is_not_taken(folder: Path, launcher_lives: bool
 
 @pytest.mark.parametrize("shell", ["stays", "ends"])
 @pytest.mark.parametrize(("settle", "timeout"), [(0.2, 60), (60, 3)])
-def test_ranks_that_different_processes_have_started(folder: Path, shell: str, settle: float, timeout: float) -> None:
-    """Each in a shell of its own, which may end: they meet, once it is plain, or too late, that nobody else says to be one."""
+def test_ranks_started_by_different_shells_meet(folder: Path, shell: str, settle: float, timeout: float) -> None:
+    """Each is started by a shell of its own, which may end: they meet as soon as it is certain, or at the timeout, that no
+    other process claims the same rank."""
     launcher, other = elsewhere(folder, 1, 2)
     try:
         if shell == "ends":

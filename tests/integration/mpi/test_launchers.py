@@ -31,7 +31,7 @@ def launcher(kind: str, size: int) -> list[str]:
     [("mpiexec", ["mpi4py.MPI"], "MPI"), ("mpiexec", [], "environment"), ("torchrun", ["torch.distributed"], "torch"),
      ("torchrun", [], "environment")],
 )  # fmt: skip
-def test_a_launcher_s_ranks_save_and_load(tmp_path: Path, kind: str, imports: list[str], name: str) -> None:
+def test_ranks_of_a_launcher_save_and_load(tmp_path: Path, kind: str, imports: list[str], name: str) -> None:
     options = json.dumps({"steps": 2, "imports": imports})
     saved = run([*launcher(kind, 4), str(PROGRAM), "train", str(tmp_path), options])
     assert [(line["rank"], line["size"]) for line in saved] == [(r, 4) for r in range(4)]

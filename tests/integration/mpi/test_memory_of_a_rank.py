@@ -1,4 +1,4 @@
-"""A rank needs little memory beside its shard."""
+"""A rank needs little memory besides its shard."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ print(peak() - before)
 
 
 @pytest.mark.parametrize(("ranks", "by"), [(1, "itself"), (2, "memory"), (2, "messages")])
-def test_a_rank_needs_little_beside_its_shard(tmp_path: Path, ranks: int, by: str) -> None:
-    """Columns of 512 MiB that were saved by rows, alone and with shared reads: 256 MiB more than the shards, at most."""
+def test_a_rank_needs_little_memory_besides_its_shard(tmp_path: Path, ranks: int, by: str) -> None:
+    """Columns of 512 MiB that were saved by rows are loaded, with and without shared reads: at most 256 MiB more than the
+    shards."""
     whole = np.full((16384, 8192), 7, np.float32)
     ckpt.save({"w": whole}, tmp_path / "run", 0, codec="none")
     del whole

@@ -1,4 +1,4 @@
-"""A node of this host, as a process, fails at its fail points: the client goes over the wire, or gets an error."""
+"""A node process of this host fails at its fail points: the client uses the network, or gets an error."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abst
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_node_fails_once_an_object_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The file goes elsewhere; what was begun there is not kept open here, though nobody answers for it."""
+def test_a_file_moves_on_when_a_node_fails_after_its_object_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The file goes to other members; this process does not keep the begun object open."""
     nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x", deadline_seconds=2.0))
-    begin, hurt = FileWriter._open_object, threading.Lock()
+    begin, failed = FileWriter._open_object, threading.Lock()
 
     def begun(self: FileWriter, member: str) -> int:
         found = begin(self, member)
-        if hurt.acquire(blocking=False):
+        if failed.acquire(blocking=False):
             next(n for n in nodes if n.address == member).signal(number)
         return found
 
@@ -39,7 +41,7 @@ def test_a_node_fails_once_an_object_is_begun(tmp_path: Path, monkeypatch: pytes
         gc.disable()
         data = random_bytes(2_000_001, 1)
         namespace.put("a", data)
-        assert hurt.locked()
+        assert failed.locked()
         assert namespace.get("a") == data
         namespace.close()
         assert not opened()
@@ -51,8 +53,8 @@ def test_a_node_fails_once_an_object_is_begun(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("point", ["node.append=kill@1", "node.get=error@*"])
-def test_a_node_fails_at_the_door(tmp_path: Path, point: str) -> None:
-    """In a namespace others stand in."""
+def test_other_members_replace_a_node_that_fails_at_a_call(tmp_path: Path, point: str) -> None:
+    """The namespace has enough other members."""
     nodes = [Process(tmp_path / f"n{i}", failpoints=point if i == 0 else "") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x"))
     try:

@@ -17,17 +17,17 @@ from ckpt.storage.testing import random_bytes
 
 
 @pytest.mark.parametrize("redundancy", ["1x", "2x"])
-def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: str) -> None:
-    """Whose configuration still names it: nothing that is acknowledged lies there alone, and it can be thrown away."""
+def test_no_acknowledged_file_is_only_on_a_forgotten_live_node(tmp_path: Path, redundancy: str) -> None:
+    """The configuration of the writer still names the node; afterwards the node can be thrown away."""
     nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
-    table = {"redundancy": redundancy, "deadline_seconds": 60.0}  # whether a busy machine is slow is not the question here
+    table = {"redundancy": redundancy, "deadline_seconds": 60.0}  # a busy machine may be slow
     writer = Namespace(nodes_config(nodes, **table))
     acknowledged: list[int] = []
-    over = threading.Event()
+    writes_done = threading.Event()
 
     def write() -> None:
         number = 0
-        while not over.is_set():
+        while not writes_done.is_set():
             writer.put(f"f{number}", random_bytes(50_000, number))
             acknowledged.append(number)
             number += 1
@@ -41,12 +41,12 @@ def test_a_living_node_is_forgotten_under_a_writer(tmp_path: Path, redundancy: s
         admin = Namespace(nodes_config(nodes, **table))
         done = rebalance.remove_member(admin, nodes[2].address)
         assert not done.failed
-        there = len(acknowledged)
-        while len(acknowledged) < there + 20:
+        acknowledged_before = len(acknowledged)
+        while len(acknowledged) < acknowledged_before + 20:
             assert thread.is_alive(), "a write failed"
             time.sleep(0.01)
     finally:
-        over.set()
+        writes_done.set()
         thread.join()
     nodes[2].close()
     shutil.rmtree(tmp_path / "n2")

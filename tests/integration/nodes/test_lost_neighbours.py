@@ -1,4 +1,4 @@
-"""Nodes and clients of one host are killed, stopped and cut off while bytes go through descriptors."""
+"""Nodes and clients of one host are killed, stopped and cut off while bytes are passed through file descriptors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ckpt.storage.testing import read_range, write_object
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abstract names are Linux's")
 
 
-def test_another_network_namespace(tmp_path: Path) -> None:
+def test_a_client_in_another_network_namespace_uses_the_network(tmp_path: Path) -> None:
     with hosts_on_a_wire(1) as hosts:
         address = f"{hosts.address(0)}:7070"
         process = hosts.run(
@@ -51,8 +51,8 @@ def test_another_network_namespace(tmp_path: Path) -> None:
         store.close()
 
 
-def test_a_namespace_on_one_host(tmp_path: Path) -> None:
-    """Checkpoints as shares and as copies: near, and equal when two nodes are gone."""
+def test_checkpoints_of_a_namespace_on_one_host_pass_descriptors(tmp_path: Path) -> None:
+    """The steps are erasure-coded or copied; they are equal when two nodes are gone."""
     nodes = [Process(tmp_path / f"n{i}") for i in range(6)]
     state = {"w": np.arange(5 << 20, dtype=np.uint32), "b": np.arange(1000.0)}
     try:
@@ -75,13 +75,13 @@ def test_a_namespace_on_one_host(tmp_path: Path) -> None:
             node.close()
 
 
-def test_a_node_is_killed_while_it_is_written_to(node: Process) -> None:
+def test_a_client_reconnects_after_its_node_was_killed_in_a_write(node: Process) -> None:
     store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
     store.put("kept", b"1")
     writer = store.create("torn", 2 * len(DATA))
     writer.append(memoryview(DATA))
     node.kill()
-    writer.append(memoryview(DATA))  # the file is still there for those who have it open
+    writer.append(memoryview(DATA))  # the file still exists for a process that has it open
     with pytest.raises(Unavailable):
         writer.commit()
     with pytest.raises(Unavailable):
@@ -91,19 +91,19 @@ def test_a_node_is_killed_while_it_is_written_to(node: Process) -> None:
         writer.commit()
     writer.abort()
     assert [path.name for path in files(node.folder)] == ["kept"]
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while True:
         try:
             write_object(store, "torn", DATA)
             break
-        except Unavailable:  # a connection that tries again only after a while
-            assert time.monotonic() < until
+        except Unavailable:  # the connection retries only after a while
+            assert time.monotonic() < deadline
     assert store.get("torn") == DATA
-    assert moved(node) == {"near": len(DATA)}, "and it is near again"
+    assert moved(node) == {"near": len(DATA)}, "the bytes are not passed by descriptors again"
     assert not opened()
 
 
-def test_a_node_stands_still(node: Process) -> None:
+def test_open_files_need_no_reply_of_a_stopped_node(node: Process) -> None:
     store = NodeStore(node.address, NodeCredentials(deadline_seconds=1))
     write_object(store, "a", DATA)
     reader, buffer = store.open("a"), memoryview(bytearray(len(DATA)))
@@ -114,7 +114,7 @@ def test_a_node_stands_still(node: Process) -> None:
         store.get("a")
     with pytest.raises(Unavailable):
         store.create("c")
-    assert reader.read_into(0, buffer) == len(DATA), "what is open needs no node"
+    assert reader.read_into(0, buffer) == len(DATA), "a read of an open file needs the node"
     assert buffer == DATA
     writer.append(memoryview(DATA))
     with pytest.raises(Unavailable):
@@ -137,28 +137,28 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_client_vanishes(tmp_path: Path, number: int) -> None:
-    """Its space is free again after the lease, also where it still has the file open."""
+def test_the_space_of_a_vanished_client_is_freed_after_its_lease(tmp_path: Path, number: int) -> None:
+    """This also holds where the client still has the file open."""
     node = Here(tmp_path / "data", NodeOptions(lease_seconds=1.0), capacity=10_000_000)
     client = subprocess.Popen([sys.executable, "-c", WRITER, node.address], stdout=subprocess.PIPE, text=True)
     try:
         assert client.stdout is not None
         assert client.stdout.readline() == "written\n"
         client.send_signal(number)
-        held = []
+        open_files = []
         if number == signal.SIGSTOP:
-            held = [fd for fd in Path(f"/proc/{client.pid}/fd").iterdir() if "/objects/" in os.readlink(fd)]
-            assert held
+            open_files = [fd for fd in Path(f"/proc/{client.pid}/fd").iterdir() if "/objects/" in os.readlink(fd)]
+            assert open_files
         store = NodeStore(node.address)
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while True:
             try:
                 writer = store.create("b", 8_000_000)
                 break
             except NoSpace:
-                assert time.monotonic() < until
+                assert time.monotonic() < deadline
                 time.sleep(0.05)
-        assert all(os.stat(fd).st_blocks == 0 for fd in held), "who holds a deleted file holds no space"
+        assert all(os.stat(fd).st_blocks == 0 for fd in open_files), "a deleted file that a client has open takes space"
         writer.append(memoryview(DATA))
         assert writer.commit() == len(DATA)
         assert [path.name for path in files(node.folder)] == ["b"]
@@ -168,15 +168,15 @@ def test_a_client_vanishes(tmp_path: Path, number: int) -> None:
         node.close()
 
 
-def test_a_client_comes_back_too_late(tmp_path: Path) -> None:
+def test_a_client_that_returns_after_its_lease_is_refused(tmp_path: Path) -> None:
     node = Here(tmp_path / "data", NodeOptions(lease_seconds=0.2))
     try:
         store = NodeStore(node.address)
         late, later = store.create("a"), store.create("b")
         for writer in (late, later):
             writer.append(memoryview(DATA))
-        until = time.monotonic() + 30
-        while len(node.server.uploads) and time.monotonic() < until:
+        deadline = time.monotonic() + 30
+        while len(node.server.uploads) and time.monotonic() < deadline:
             time.sleep(0.05)
         with pytest.raises(NotFound, match="write the object again"):
             late.append(memoryview(DATA))
@@ -190,13 +190,13 @@ def test_a_client_comes_back_too_late(tmp_path: Path) -> None:
         node.close()
 
 
-def test_the_lease_lives_while_a_client_writes(tmp_path: Path) -> None:
+def test_a_client_renews_its_lease_while_it_writes(tmp_path: Path) -> None:
     node = Here(tmp_path / "data")
     try:
         store = NodeStore(node.address)
         with store.create("a", 10 * len(DATA)) as writer:
             (upload,) = node.server.uploads._uploads.values()
-            writer._renewed_at -= 100.0  # as after a long time
+            writer._renewed_at -= 100.0  # as if the last renewal were long ago
             upload.touched_at -= 50.0
             before = upload.touched_at
             writer.append(memoryview(DATA))
@@ -205,38 +205,38 @@ def test_the_lease_lives_while_a_client_writes(tmp_path: Path) -> None:
         node.close()
 
 
-def test_strangers(tmp_path: Path) -> None:
-    """Who has the name, which all of the host can see, but not the secret, gets nothing, and keeps nobody."""
+def test_a_process_without_the_secret_gets_nothing_and_blocks_nobody(tmp_path: Path) -> None:
+    """It knows the name of the socket, which every process of the host can see, but not the secret."""
     node = Here(tmp_path / "data")
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=20))
         write_object(store, "a", DATA)
         assert store.get("a") == DATA
-        door = store._fd_client._address
-        assert door is not None
+        address = store._fd_client._address
+        assert address is not None
         with pytest.raises(ConnectionError):
-            fd_passing_server.request_descriptors(replace(door, secret=secrets.token_bytes(32)), "open", "a", 5.0)
-        for packet in (b"", b"x", secrets.token_bytes(100), door.secret, secrets.token_bytes(10_000)):
+            fd_passing_server.request_descriptors(replace(address, secret=secrets.token_bytes(32)), "open", "a", 5.0)
+        for packet in (b"", b"x", secrets.token_bytes(100), address.secret, secrets.token_bytes(10_000)):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                 peer.settimeout(20)
-                peer.connect(f"\0{door.socket_name}")
+                peer.connect(f"\0{address.socket_name}")
                 peer.send(packet)
                 assert socket.recv_fds(peer, 1000, 4)[:2] == (b"", [])
         for verb, argument in (("open", "../device.json"), ("open", "none"), ("append", "none"), ("other", "a")):
             with pytest.raises((StoreError, ValueError)):
-                fd_passing_server.request_descriptors(door, verb, argument, 20.0)
+                fd_passing_server.request_descriptors(address, verb, argument, 20.0)
         with ExitStack() as silent:
             for _ in range(20):
                 peer = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                peer.connect(f"\0{door.socket_name}")
+                peer.connect(f"\0{address.socket_name}")
             assert store.get("a") == DATA
         assert not opened()
     finally:
         node.close()
 
 
-def test_somebody_takes_the_name(tmp_path: Path) -> None:
-    """Of a node that has ended: no bytes of his are taken, and none given to him."""
+def test_a_process_that_takes_the_name_of_an_ended_node_gets_no_bytes(tmp_path: Path) -> None:
+    """The client neither accepts bytes from it nor sends it any."""
     node = Here(tmp_path / "data")
     (tmp_path / "objects").mkdir()
     (tmp_path / "objects" / "false").write_bytes(b"false")
@@ -268,7 +268,7 @@ def test_somebody_takes_the_name(tmp_path: Path) -> None:
         node.close()
 
 
-def test_descriptors_are_not_inherited(here: Here) -> None:
+def test_descriptors_are_not_inherited_by_child_processes(here: Here) -> None:
     store = NodeStore(here.address)
     write_object(store, "a", DATA)
     fd = store.descriptor("a")

@@ -1,4 +1,4 @@
-"""A namespace over nodes that are processes: nodes fail and come back, and checkpoints are saved and loaded."""
+"""A namespace over node processes: nodes fail and return, and checkpoints are saved and loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def processes(tmp_path: Path) -> Iterator[list[Process]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_node_fails_while_a_file_is_written(processes: list[Process], number: int) -> None:
+def test_a_file_is_written_with_full_redundancy_when_a_node_fails(processes: list[Process], number: int) -> None:
     namespace = quick(nodes_config(processes, deadline_seconds=3.0))
     namespace.put("before", random_bytes(5 << 20))
     data = random_bytes(48 << 20)
@@ -46,10 +46,10 @@ def test_a_node_fails_while_a_file_is_written(processes: list[Process], number: 
     file = namespace.stat("during")
     assert file is not None
     assert file.layout is not None
-    for piece in file.layout.stripes:
-        there = {file.layout.objects[f.object_index].member for f in piece.fragments if f is not None}
-        assert len(there) == 2, "as redundant as was asked for"
-        assert processes[1].address not in there
+    for stripe in file.layout.stripes:
+        members_of_file = {file.layout.objects[f.object_index].member for f in stripe.fragments if f is not None}
+        assert len(members_of_file) == 2, "the file has less redundancy than requested"
+        assert processes[1].address not in members_of_file
     namespace.put("after", b"1")
     assert namespace.get("after") == b"1"
     namespace.delete(["before"])
@@ -57,8 +57,8 @@ def test_a_node_fails_while_a_file_is_written(processes: list[Process], number: 
     namespace.close()
 
 
-def test_a_node_comes_back(processes: list[Process]) -> None:
-    """What was changed while it was away is not undone by what it still has."""
+def test_a_node_that_returns_undoes_no_change(processes: list[Process]) -> None:
+    """Its old records and fragments do not undo changes that were made while it was away."""
     namespace = quick(nodes_config(processes, deadline_seconds=3.0))
     for i in range(12):
         namespace.put(f"kept{i}", b"old")
@@ -78,7 +78,7 @@ def test_a_node_comes_back(processes: list[Process]) -> None:
         each.close()
 
 
-def test_too_few_nodes(processes: list[Process]) -> None:
+def test_too_few_nodes_are_reported(processes: list[Process]) -> None:
     namespace = quick(nodes_config(processes, deadline_seconds=2.0))
     namespace.put("a", random_bytes(100_000))
     for process in processes[:3]:
@@ -93,8 +93,10 @@ def test_too_few_nodes(processes: list[Process]) -> None:
     namespace.close()
 
 
-def test_checkpoints(processes: list[Process], caplog: pytest.LogCaptureFixture) -> None:
-    """A node is lost between save and load, and another in the middle of a save."""
+def test_checkpoints_survive_nodes_lost_between_and_during_saves(
+    processes: list[Process], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node is lost between save and load, and another one in the middle of a save."""
     url = f"ckpt://{','.join(p.address for p in processes)}/run?redundancy=2x"
     state: dict[str, Any] = {"w": np.random.default_rng(0).standard_normal((512, 4096)), "step": 1}
     ckpt.save(state, url, 1)
@@ -102,9 +104,9 @@ def test_checkpoints(processes: list[Process], caplog: pytest.LogCaptureFixture)
     got = ckpt.load(url)
     assert np.array_equal(got["w"], state["w"])
     lost = f"{processes[0].address} gets no calls until it answers"
-    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and lost in r.getMessage()]
-    assert len(told) == 1
-    assert "start it" in told[0]
+    error = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and lost in r.getMessage()]
+    assert len(error) == 1
+    assert "start it" in error[0]
     state["w"] += 1
     ckpt.save(state, url, 2, keep=1)
     processes[0].start()
@@ -133,8 +135,8 @@ print("done")
 """
 
 
-def ranks(size: int, what: str, url: str) -> None:
-    """So many processes that know of each other by their environment only."""
+def run_ranks(size: int, what: str, url: str) -> None:
+    """Run processes that know of each other by their environment only."""
     made = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, what, url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -147,11 +149,11 @@ def ranks(size: int, what: str, url: str) -> None:
         assert "done" in out, err
 
 
-def test_checkpoints_of_many_ranks(processes: list[Process]) -> None:
-    """They meet at the namespace, save there together, and load into other numbers of ranks with a node dead."""
+def test_many_ranks_save_and_load_through_a_namespace(processes: list[Process]) -> None:
+    """The ranks meet at the namespace, save there together, and load with other numbers of ranks and one dead node."""
     url = f"ckpt://{','.join(p.address for p in processes)}/run"
-    ranks(4, "save", url)
+    run_ranks(4, "save", url)
     processes[1].kill()
-    ranks(2, "load", url)
-    ranks(1, "load", url)
+    run_ranks(2, "load", url)
+    run_ranks(1, "load", url)
     assert ckpt.open(url).steps() == [0, 1]

@@ -31,8 +31,8 @@ from ckpt.storage.testing import random_bytes, read_range, write_object
 
 
 @pytest.mark.parametrize("near", [True, False])
-def test_a_token_that_is_replaced(tmp_path: Path, near: bool) -> None:
-    """At first both are right, then the old one is not any more: not for who was let in before, either."""
+def test_an_old_token_is_refused_after_its_replacement(tmp_path: Path, near: bool) -> None:
+    """At first both tokens are accepted, then the old one is not any more, also for clients that are already connected."""
     file = tmp_path / "token"
     tokens = {which: f"the {which} one, long enough" for which in ("old", "new")}
     file.write_text(tokens["old"] + "\n")
@@ -53,7 +53,7 @@ def test_a_token_that_is_replaced(tmp_path: Path, near: bool) -> None:
                 call()
         for useless in ("short", ""):
             file.write_text(useless)
-            assert new.get("a") == b"1", "nobody is let in, and nobody locked out, by a mistake"
+            assert new.get("a") == b"1", "an invalid token file changes who is accepted"
             with pytest.raises(Refused):
                 old.get("a")
         file.unlink()
@@ -62,7 +62,7 @@ def test_a_token_that_is_replaced(tmp_path: Path, near: bool) -> None:
         node.close()
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_node_command_serves_and_reports_metrics(tmp_path: Path) -> None:
     node = Process(tmp_path / "data", "--domain", "rack=r1,host=h3", "--capacity", "1GB", "--no-near")
     try:
         store = NodeStore(node.address)
@@ -85,7 +85,7 @@ def test_the_command(tmp_path: Path) -> None:
         node.close()
 
 
-def test_a_killed_node_comes_back_clean(tmp_path: Path) -> None:
+def test_a_killed_node_restarts_without_partial_objects(tmp_path: Path) -> None:
     node = Process(tmp_path / "data", "--no-near")
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
@@ -99,7 +99,7 @@ def test_a_killed_node_comes_back_clean(tmp_path: Path) -> None:
         node.start()
         assert {e.name for e in store.list()} == {"kept"}
         assert store.get("kept") == b"1"
-        assert len([p for p in (tmp_path / "data" / "objects").rglob("*") if p.is_file()]) == 1, "what was torn is gone"
+        assert len([p for p in (tmp_path / "data" / "objects").rglob("*") if p.is_file()]) == 1, "a partial object is left"
         assert (tmp_path / "data" / "device.json").read_bytes() == identity
         with pytest.raises(NotFound):
             writer.commit()
@@ -107,8 +107,8 @@ def test_a_killed_node_comes_back_clean(tmp_path: Path) -> None:
         node.close()
 
 
-def test_a_node_that_serves_again_is_reached_at_once(tmp_path: Path) -> None:
-    """Who was refused all the while, too: gRPC repeats the refusal of before for up to a second."""
+def test_a_restarted_node_is_reached_at_once(tmp_path: Path) -> None:
+    """This also holds for a client that was refused all the time: gRPC repeats the earlier refusal for up to a second."""
     node = Process(tmp_path / "data", "--no-near")
     store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
     ended = threading.Event()
@@ -133,7 +133,7 @@ def test_a_node_that_serves_again_is_reached_at_once(tmp_path: Path) -> None:
         node.close()
 
 
-def test_over_ipv6(tmp_path: Path) -> None:
+def test_a_node_serves_on_ipv6(tmp_path: Path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -149,8 +149,8 @@ def test_over_ipv6(tmp_path: Path) -> None:
         node.close()
 
 
-def test_a_line_an_event(tmp_path: Path) -> None:
-    """What is refused, and what nobody has thought of."""
+def test_a_node_logs_one_line_for_each_event(tmp_path: Path) -> None:
+    """The events are refused calls, and an unexpected error with its traceback."""
     node = Process(tmp_path / "data", "--no-near", failpoints="node.get=error")
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=20))
@@ -169,7 +169,7 @@ def test_a_line_an_event(tmp_path: Path) -> None:
         node.close()
 
 
-def test_a_stopped_node(tmp_path: Path) -> None:
+def test_a_call_to_a_stopped_node_ends_at_its_deadline(tmp_path: Path) -> None:
     node = Process(tmp_path / "data")
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=1))
@@ -184,21 +184,21 @@ def test_a_stopped_node(tmp_path: Path) -> None:
         node.close()
 
 
-def test_useless_certificates(tmp_path: Path) -> None:
+def test_unusable_certificates_are_refused_in_one_line(tmp_path: Path) -> None:
     cert, key = certificates(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     wrong = certificates(other)[1]
-    for options, told in (([cert, wrong], "--tls-cert"), ([cert, key, __file__], "--tls-ca")):
+    for options, message in (([cert, wrong], "--tls-cert"), ([cert, key, __file__], "--tls-ca")):
         named = [str(x) for pair in zip(("--tls-cert", "--tls-key", "--tls-ca"), options, strict=False) for x in pair]
         command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "data"), "--listen", "127.0.0.1:0", *named]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 1
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-        assert told in done.stderr
+        assert message in done.stderr
 
 
-def test_tls(tmp_path: Path) -> None:
+def test_a_node_serves_by_tls_with_a_token(tmp_path: Path) -> None:
     cert, key = certificates(tmp_path)
     token = tmp_path / "token"
     token.write_text("a token that is long enough\n")
@@ -229,7 +229,7 @@ def test_tls(tmp_path: Path) -> None:
         (["--data", "d", "--token-file", "/dev/null"], "use 16 or more"),
     ],
 )
-def test_wrong_usage(tmp_path: Path, options: list[str], message: str) -> None:
+def test_wrong_options_of_a_node_are_refused_with_advice(tmp_path: Path, options: list[str], message: str) -> None:
     command = [sys.executable, "-m", "ckpt.tools.node", *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2, done.stderr
@@ -237,7 +237,7 @@ def test_wrong_usage(tmp_path: Path, options: list[str], message: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_port_that_is_taken(tmp_path: Path, node: Here) -> None:
+def test_a_node_on_a_port_in_use_is_refused_in_one_line(tmp_path: Path, node: Here) -> None:
     command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "other"), "--listen", node.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""The commands that scrub, repair and drain a namespace, and the node that does so by itself."""
+"""The commands that scrub, repair and drain a namespace, and nodes that repair it by themselves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_commands(tmp_path: Path) -> None:
-    """What an operator sees: all well, a lost disk, the repair, all well again; a member that is down."""
+def test_status_and_repair_commands_show_the_health_of_a_namespace(tmp_path: Path) -> None:
+    """The operator sees a whole namespace, a lost disk, the repair, a whole namespace again, and a member that is down."""
     nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
     try:
         url = f"ckpt://{','.join(node.address for node in nodes)}"
@@ -34,8 +34,8 @@ def test_the_commands(tmp_path: Path) -> None:
         assert "4 of 4 members answer; new files are written as 2x" in done.stdout
         done = admin("scrub", url)
         assert (done.returncode, "4 files, 12.0 MB" in done.stdout, "all whole" in done.stdout) == (0, True, True), done
-        disk = next(tmp_path.glob("n*/objects"))  # of a node that holds something
-        disk.rename(tmp_path / "lost")  # at once: the node may be removing something there
+        disk = next(tmp_path.glob("n*/objects"))  # of a node that has objects
+        disk.rename(tmp_path / "lost")  # in one step: the node may be deleting a file below it
         disk.mkdir()
         done = admin("scrub", "--quick", url)
         assert done.returncode == 1
@@ -63,31 +63,31 @@ def test_the_commands(tmp_path: Path) -> None:
             node.close()
 
 
-def test_one_node_looks_after_the_namespace(tmp_path: Path) -> None:
-    """A lost disk is made whole by itself; when the node that does it dies, another goes on."""
+def test_one_node_at_a_time_repairs_the_namespace(tmp_path: Path) -> None:
+    """It restores a lost disk by itself; when it dies, another node continues."""
     nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
     url = f"ckpt://{','.join(node.address for node in nodes)}"
     namespace, _ = open_namespace(url)
-    for i in range(24):  # so that each node holds some
+    for i in range(24):  # so that each node has some
         namespace.put(f"f{i}", random_bytes(100_000, i))
-    carers = [
+    repair_nodes = [
         Process(tmp_path / f"c{i}", "--repair", url, "--repair-every", "0.3", failpoints="") for i in range(2)
-    ]  # beside the namespace: they only look after it
+    ]  # not members of the namespace: they only repair it
     try:
         for victim in (0, 1):
             for path in (tmp_path / f"n{victim}" / "objects").rglob("*"):
                 if path.is_file():
                     path.unlink()
-            until = time.monotonic() + 60
-            while not surveys.scrub_namespace(namespace).is_whole and time.monotonic() < until:
+            deadline = time.monotonic() + 60
+            while not surveys.scrub_namespace(namespace).is_whole and time.monotonic() < deadline:
                 time.sleep(0.2)
             assert surveys.scrub_namespace(namespace, verify=True).is_whole
-            at_work = [c for c in carers if any(": repaired " in line for line in c.log)]
-            assert len(at_work) == 1 + victim, "one at a time"
+            at_work = [c for c in repair_nodes if any(": repaired " in line for line in c.log)]
+            assert len(at_work) == 1 + victim, "two nodes repair at the same time"
             if not victim:
                 at_work[0].kill()
         for i in range(24):
             assert namespace.get(f"f{i}") == random_bytes(100_000, i)
     finally:
-        for node in (*nodes, *carers):
+        for node in (*nodes, *repair_nodes):
             node.close()

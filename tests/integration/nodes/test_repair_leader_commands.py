@@ -1,4 +1,4 @@
-"""Commands that repair, drain and rebalance wait for the repair leader."""
+"""Commands that drain, forget and rebalance members keep to their rate and show their progress."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ckpt.tools.node import command
 
 
 @pytest.mark.parametrize("what", ["drain", "forget", "rebalance"])
-def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """They write no faster than --rate, and their bar knows how much there is to do."""
+def test_commands_keep_to_their_rate_and_know_their_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """They write no faster than --rate, and their progress bar knows the total."""
     config = tmp_path / "config.toml"
     folders = [f"{tmp_path}/disk{i}" for i in range(5 if what == "rebalance" else 4)]
     members = ", ".join(f'{{ url = "{folder}", name = "disk{i}" }}' for i, folder in enumerate(folders))
@@ -33,12 +33,12 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
     began = time.monotonic()
     member = [] if what == "rebalance" else ["disk1"]
     done = CliRunner().invoke(command, ["admin", what, "ckpt://n", *member, "--rate", "1200kB"], standalone_mode=False)
-    took = time.monotonic() - began
+    seconds = time.monotonic() - began
     assert done.exception is None, done.output
     found = re.search(r"(\d+) files moved, ([\d.]+) (kB|MB)", done.output)
     assert found is not None, done.output
     moved = float(found[2]) * {"kB": 1e3, "MB": 1e6}[found[3]]
     assert moved >= 200_000
-    assert took >= 0.9 * moved / 1200e3
+    assert seconds >= 0.9 * moved / 1200e3
     totals = {float(text) for text in re.findall(r"[\d.]+/([\d.]+) [kM]B", done.output)}
     assert max(totals) == float(found[2])

@@ -46,33 +46,33 @@ def test_an_empty_bucket_does_not_vote(bucket: str) -> None:
     assert registers.read(["a"]) == [Record()]
 
 
-def test_promises_and_changes(registers: Registers) -> None:
+def test_registers_in_a_bucket_keep_promises_and_changes(registers: Registers) -> None:
     low, high = Ballot(1, "a"), Ballot(2, "a")
     assert registers.prepare(["x"], high) == [Record(high, NO_BALLOT, None)]
-    assert registers.prepare(["x"], low) == [Record(high, NO_BALLOT, None)], "a lower one is told of the higher"
+    assert registers.prepare(["x"], low) == [Record(high, NO_BALLOT, None)], "a lower ballot does not learn the higher one"
     assert registers.accept([("x", RegisterValue(b"h", b"b"))], low) == [False]
     assert registers.accept([("x", RegisterValue(b"h", b"b"))], high) == [True]
     assert registers.read(["x", "y"]) == [Record(high, high, RegisterValue(b"h", b"b")), Record()]
     first = DirectChange("y", NO_BALLOT, RegisterValue(b"1"))
     assert registers.change([first], "w") == [True]
-    assert registers.change([first], "w") == [True], "the same again, as after an answer that was lost"
+    assert registers.change([first], "w") == [True], "the same change is refused after a lost reply"
     assert registers.change([first], "v") == [False]
     assert registers.change([DirectChange("y", NO_BALLOT, RegisterValue(b"2"))], "w") == [False]
     registers.prepare(["y"], Ballot(1, "p"))
     assert registers.change([DirectChange("y", NO_BALLOT.next_step("w"), RegisterValue(b"4"))], "v") == [False], (
-        "a promise was given"
+        "a change is accepted despite a promise"
     )
 
 
-def test_what_is_final(registers: Registers) -> None:
+def test_a_complete_register_in_a_bucket_stays_final(registers: Registers) -> None:
     check_final(registers)
 
 
-def test_eras(registers: Registers) -> None:
+def test_eras_of_registers_in_a_bucket(registers: Registers) -> None:
     check_eras(registers)
 
 
-def test_second_names_of_objects(bucket: str, tmp_path: Path) -> None:
+def test_a_linked_object_survives_the_deletion_of_its_first_name(bucket: str, tmp_path: Path) -> None:
     for member in (Bucket(f"{bucket}/links"), Device(tmp_path / "disk")):
         member.store.put("aa/one", b"content")
         member.link("aa/one", "bb/two")
@@ -83,10 +83,12 @@ def test_second_names_of_objects(bucket: str, tmp_path: Path) -> None:
         assert list(member.inventory()) == ["bb/two"]
 
 
-def test_names_and_listings(registers: Registers) -> None:
+def test_registers_in_a_bucket_are_listed_by_any_name(registers: Registers) -> None:
     names = ["/a", "/a/1", "/a/2", "/a0", "/A", "/.hidden", "/ä/1", "/a/\U0001f600", "/a_b", "/a%20b", "/a b", "ring"]
     names.append("/" + "ü" * 500)
-    assert len({_object_key(name).lower() for name in names}) == len(names) - 1, "all but A differ where case is ignored, too"
+    assert len({_object_key(name).lower() for name in names}) == len(names) - 1, (
+        "names other than A collide where case is ignored"
+    )
     registers.change([DirectChange(n, NO_BALLOT, RegisterValue(n.encode(), b"body")) for n in names], "w")
     assert [n for n, _ in registers.scan("")] == sorted(names)
     assert {_register_name(_object_key(n)) for n in names} == {n for n in names if len(n) < 500} | {""}
@@ -94,27 +96,29 @@ def test_names_and_listings(registers: Registers) -> None:
     assert [n for n, _ in registers.scan("/a/", "/a/1", 1)] == ["/a/2"]
     found = dict(registers.scan_all("/"))["/a b"]
     assert isinstance(found, Record)
-    assert found.value == RegisterValue(b"/a b"), "the body is left out"
+    assert found.value == RegisterValue(b"/a b"), "the listing has the body, too"
     registers.drop(["/a", "/none"], 0)
     assert registers.read(["/a"]) == [Record()]
 
 
-def test_rot_does_not_vote(registers: Registers, bucket: str, s3_client: Any) -> None:
+def test_a_damaged_register_in_a_bucket_does_not_vote(registers: Registers, bucket: str, s3_client: Any) -> None:
     registers.change([DirectChange("/x", NO_BALLOT, RegisterValue(b"head", b"body"))], "w")
-    place = {"Bucket": bucket.removeprefix("s3://"), "Key": f"a/{_object_key('/x')}"}
-    data = bytearray(s3_client.get_object(**place)["Body"].read())
+    position = {"Bucket": bucket.removeprefix("s3://"), "Key": f"a/{_object_key('/x')}"}
+    data = bytearray(s3_client.get_object(**position)["Body"].read())
     for at in (0, 3, len(data) // 2, len(data) - 1):
-        rotten = data.copy()
-        rotten[at] ^= 0x41
-        s3_client.put_object(**place, Body=bytes(rotten))
+        damaged = data.copy()
+        damaged[at] ^= 0x41
+        s3_client.put_object(**position, Body=bytes(damaged))
         assert isinstance(registers.read(["/x"])[0], DamagedRecord), at
-        assert [(n, type(r)) for n, r in registers.scan("/")] == [("/x", DamagedRecord)], "a listing names it"
+        assert [(n, type(r)) for n, r in registers.scan("/")] == [("/x", DamagedRecord)], (
+            "the listing does not name the damaged register"
+        )
         assert registers.accept([("/x", RegisterValue(b"1"))], Ballot(9, "")) == [False]
     assert registers.accept([("/x", RegisterValue(b"1"))], Ballot(9, ""), repair_damaged=True) == [True]
     assert registers.read(["/x"]) == [Record(Ballot(9, ""), Ballot(9, ""), RegisterValue(b"1"))]
 
 
-def test_a_record_that_grew_does_not_vote_and_is_healed(registers: Registers, bucket: str, s3_client: Any) -> None:
+def test_an_oversized_register_does_not_vote_and_is_repaired(registers: Registers, bucket: str, s3_client: Any) -> None:
     """It is longer than any record, and is not read."""
     ballot = Ballot(5, "x")
     assert registers.accept([("/x", RegisterValue(b"head", b"body"))], ballot) == [True]
@@ -127,7 +131,7 @@ def test_a_record_that_grew_does_not_vote_and_is_healed(registers: Registers, bu
     assert registers.read(["/x"]) == [Record(Ballot(6, "x"), Ballot(6, "x"), RegisterValue(b"head", b"new"))]
 
 
-def test_a_fence(registers: Registers) -> None:
+def test_a_fenced_bucket_refuses_older_rings(registers: Registers) -> None:
     registers.learn("ring", RegisterValue(b"agreed"))
     registers.fence(5)
     registers.fence(3)
@@ -148,46 +152,46 @@ def test_a_fence(registers: Registers) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_one_history(bucket: str, seed: int) -> None:
-    """As for other registers: what each of four clients was told is a beginning of the end."""
+def test_registers_in_a_bucket_keep_one_history(bucket: str, seed: int) -> None:
+    """Each value that one of four clients received is a prefix of the final value."""
     draw = random.Random(seed)
     inner: dict[str, Registers] = {f"m{i}": Bucket(f"{bucket}/{i}").registers for i in range(3)}
     for each in inner.values():
         each.mark_complete()
-    told: list[tuple[str | None, list[str]]] = []
+    received: list[tuple[str | None, list[str]]] = []
     lock, rate = threading.Lock(), draw.choice([0.0, 0.1])
 
     def client(number: int) -> None:
-        mine = random.Random(f"{seed} {number}")
-        book = ledger({n: Flaky(r, mine, rate) for n, r in inner.items()}, 10)
+        draws = random.Random(f"{seed} {number}")
+        book = ledger({n: Flaky(r, draws, rate) for n, r in inner.items()}, 10)
         for i in range(5):
             word = f"{number}.{i}"
 
             def add(_: str, value: RegisterValue | None, word: str = word) -> RegisterValue | None:
-                there = words(value)
-                return None if word in there else RegisterValue(b"", " ".join([*there, word]).encode())
+                present = words(value)
+                return None if word in present else RegisterValue(b"", " ".join([*present, word]).encode())
 
             try:
-                seen = words(book.update(["x"], add)["x"])
+                value_words = words(book.update(["x"], add)["x"])
             except Unavailable:
                 continue
             with lock:
-                told.append((word, seen))
+                received.append((word, value_words))
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    end = words(ledger(inner).read(["x"])["x"])
-    assert len(set(end)) == len(end)
-    for who, seen in told:
-        assert end[: len(seen)] == seen, f"{seen} was told, {end} is the end"
-        assert who in seen
+    final = words(ledger(inner).read(["x"])["x"])
+    assert len(set(final)) == len(final)
+    for added, value_words in received:
+        assert final[: len(value_words)] == value_words, f"{value_words} was told, {final} is the end"
+        assert added in value_words
 
 
 def mixed(folder: Path, bucket: str, redundancy: str = "2x") -> Namespace:
-    """Two directories and a bucket; for three copies another directory, which keeps records only."""
+    """Return a namespace of two directories and a bucket; for three copies, one more directory that only keeps records."""
     members: list[dict[str, Any]] = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in range(2)]
     if redundancy == "3x":
         members.append({"url": str(folder / "disk2"), "name": "disk2", "weight": 0})
@@ -201,7 +205,7 @@ CONTENT = {f"d/f{i}": random_bytes(n, i) for i, n in enumerate([0, 100, 40_000, 
 
 
 @pytest.mark.parametrize("redundancy", ["2x", "2+1", "3x"])
-def test_files(tmp_path: Path, bucket: str, redundancy: str) -> None:
+def test_files_are_read_back_from_a_namespace_with_a_bucket(tmp_path: Path, bucket: str, redundancy: str) -> None:
     namespace = mixed(tmp_path, bucket, redundancy)
     for path, data in CONTENT.items():
         namespace.put(path, data)
@@ -211,14 +215,14 @@ def test_files(tmp_path: Path, bucket: str, redundancy: str) -> None:
         assert other.get(path) == data
     found = surveys.scrub_namespace(other, verify=True)
     assert found.is_whole, found
-    held = set(other.open_members["bucket"].inventory())
-    assert held, "the bucket holds a part of them"
+    objects_in_bucket = set(other.open_members["bucket"].inventory())
+    assert objects_in_bucket, "the bucket has no fragment"
     assert other.delete(["d/f5"]) == ["d/f5"]
     assert set(namespace.list()) == set(CONTENT) - {"d/f5"}
-    assert len(other.open_members["bucket"].inventory()) < len(held) or redundancy == "2x"
+    assert len(other.open_members["bucket"].inventory()) < len(objects_in_bucket) or redundancy == "2x"
 
 
-def test_rot_in_the_bucket(tmp_path: Path, bucket: str, s3_client: Any) -> None:
+def test_a_damaged_object_in_the_bucket_is_repaired(tmp_path: Path, bucket: str, s3_client: Any) -> None:
     namespace = mixed(tmp_path, bucket, "3x")
     namespace.put("f", CONTENT["d/f4"])
     (name,) = namespace.open_members["bucket"].inventory()
@@ -235,8 +239,8 @@ def test_rot_in_the_bucket(tmp_path: Path, bucket: str, s3_client: Any) -> None:
     assert sum(key.startswith("member/quarantine/") for key in keys) == 1
 
 
-def test_a_lost_bucket(tmp_path: Path, bucket: str, s3_client: Any) -> None:
-    """All of it deleted: nothing is lost, and a repair fills it again; until then it does not vote."""
+def test_a_lost_bucket_loses_no_file_and_is_refilled(tmp_path: Path, bucket: str, s3_client: Any) -> None:
+    """All objects of the bucket are deleted; a repair fills it again, and until then it does not vote."""
     namespace = mixed(tmp_path, bucket)
     for path, data in CONTENT.items():
         namespace.put(path, data)
@@ -255,7 +259,7 @@ def test_a_lost_bucket(tmp_path: Path, bucket: str, s3_client: Any) -> None:
     assert again.open_members["bucket"].registers.read(["/d/none"]) == [Record()]
 
 
-def test_a_bucket_takes_the_place_of_a_disk(tmp_path: Path, bucket: str) -> None:
+def test_a_bucket_replaces_a_disk(tmp_path: Path, bucket: str) -> None:
     members = [{"url": str(tmp_path / f"disk{i}"), "name": f"disk{i}"} for i in range(3)]
     first = Namespace(config_from_table("test", {"members": members, "redundancy": "2x"}, "the test"))
     for path, data in CONTENT.items():
@@ -272,7 +276,9 @@ def test_a_bucket_takes_the_place_of_a_disk(tmp_path: Path, bucket: str) -> None
     assert surveys.scrub_namespace(rest, verify=True).is_whole
 
 
-def test_checkpoints(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_loaded_from_a_namespace_with_a_bucket(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "config.toml"
     config.write_text(
         f'[namespaces.lab]\nmembers = ["{tmp_path}/disk0", {{url = "{bucket}/member", name = "cloud"}}]\nredundancy = "2x"\n'
@@ -281,7 +287,7 @@ def test_checkpoints(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatc
     state = {"w": np.arange(3_000_000.0), "step": 3}
     ckpt.save(state, "ckpt://lab/run", step=3)
     (tmp_path / "disk0" / "objects").rename(tmp_path / "gone")
-    assert np.array_equal(ckpt.load("ckpt://lab/run")["w"], state["w"]), "from the bucket alone"
+    assert np.array_equal(ckpt.load("ckpt://lab/run")["w"], state["w"]), "the bucket alone does not have the step"
     done = subprocess.run(
         [sys.executable, "-m", "ckpt.tools.node", "admin", "status", "ckpt://lab"],
         capture_output=True, text=True, timeout=60, check=False,
@@ -290,7 +296,7 @@ def test_checkpoints(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatc
     assert "cloud" in done.stdout
 
 
-def test_a_bucket_that_is_not_there(tmp_path: Path, bucket: str) -> None:
+def test_a_missing_bucket_is_reported(tmp_path: Path, bucket: str) -> None:
     namespace = mixed(tmp_path, bucket + "-none")
     with pytest.raises(StoreError, match="the bucket does not exist"):
         namespace.put("f", b"1")

@@ -1,4 +1,4 @@
-"""A bucket as a store: uploads in parts, errors that say what to do, credentials."""
+"""A bucket as a store: uploads in parts, errors with advice, credentials."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_dropped_writer_ends_its_thread(bucket: str, s3_client: Any) -> None:
 
 
 def test_parts_grow_with_the_size_hint() -> None:
-    """S3 takes 10,000 parts at most."""
+    """S3 accepts at most 10,000 parts."""
     sizes: list[int] = []
     for hint in (0, 100 * 2**30, 5 * 2**40):
         writer = MultipartWriter("s3://b/a", lambda data, part_bytes: sizes.append(part_bytes), hint)
@@ -78,20 +78,20 @@ class Refused(Exception):
     pass
 
 
-def failing_writer(after_pieces: int) -> MultipartWriter:
+def failing_writer(after_parts: int) -> MultipartWriter:
     def put(data: Any, part_bytes: int) -> None:
         if isinstance(data, bytes):
             raise Refused("by the test")
-        for _ in range(after_pieces):
+        for _ in range(after_parts):
             next(data)
         raise Refused("by the test")
 
     return MultipartWriter("s3://bucket/name", put, 0)
 
 
-@pytest.mark.parametrize("after_pieces", [0, 1, 3])
-def test_an_error_of_the_upload_surfaces_at_append_and_at_commit(after_pieces: int) -> None:
-    with failing_writer(after_pieces) as writer:
+@pytest.mark.parametrize("after_parts", [0, 1, 3])
+def test_an_error_of_the_upload_surfaces_at_append_and_at_commit(after_parts: int) -> None:
+    with failing_writer(after_parts) as writer:
         with pytest.raises(StoreError, match=r"s3://bucket/name.*by the test") as failure:
             while True:  # the queue is bounded, so this ends
                 writer.append(memoryview(bytes(PART_BYTES)))
@@ -110,19 +110,19 @@ def test_an_error_after_the_last_append_surfaces_at_commit() -> None:
             writer.commit()
 
 
-def test_memory_is_bounded() -> None:
-    """The caller waits for a slow upload: no more than the queue and the piece being added are ever held."""
+def test_an_upload_needs_bounded_memory() -> None:
+    """The caller waits for a slow upload: at most the queue and the part that is being added are in memory."""
     held: list[int] = []
 
     def put(data: Iterator[bytes], part_bytes: int) -> None:
         held.extend(writer._pieces.queued_bytes for _ in data)
 
     writer = MultipartWriter("s3://bucket/name", put, 0)
-    piece = memoryview(bytes(1 << 20))
-    run_simultaneously([lambda: [writer.append(piece) for _ in range(16)] for _ in range(4)])
+    part = memoryview(bytes(1 << 20))
+    run_simultaneously([lambda: [writer.append(part) for _ in range(16)] for _ in range(4)])
     assert writer.commit() == 64 << 20
     assert len(held) == 64
-    assert max(held) <= 2 * PART_BYTES + len(piece)
+    assert max(held) <= 2 * PART_BYTES + len(part)
 
 
 def test_abort_releases_an_append_that_waits() -> None:
@@ -147,7 +147,7 @@ def test_abort_releases_an_append_that_waits() -> None:
     assert isinstance(append_error, StoreError)
 
 
-def test_missing_bucket_is_told_as_such(s3_endpoint: str) -> None:
+def test_a_missing_bucket_is_reported_as_such(s3_endpoint: str) -> None:
     store = ObjectStore("s3://no-such-bucket/run")
     for call in (
         lambda: store.put("a", b"x"),
@@ -161,14 +161,16 @@ def test_missing_bucket_is_told_as_such(s3_endpoint: str) -> None:
     ):
         with pytest.raises(StoreError, match=r"s3://no-such-bucket/run.*bucket does not exist; create it") as failure:
             call()
-        assert errors.Refused in (type(failure.value), type(failure.value.__cause__)), "waiting does not help"
-        assert not isinstance(failure.value, NotFound), "a missing bucket is no missing object"
+        assert errors.Refused in (type(failure.value), type(failure.value.__cause__)), (
+            "the error is one for which waiting helps"
+        )
+        assert not isinstance(failure.value, NotFound), "a missing bucket is reported as a missing object"
         assert "\n" not in str(failure.value)
         assert failure.value.__cause__ is not None
 
 
-def test_unreachable_server(bucket: str, monkeypatch: pytest.MonkeyPatch, no_retry: None) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port: no one listens
+def test_an_unreachable_server_is_reported(bucket: str, monkeypatch: pytest.MonkeyPatch, no_retry: None) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # no process listens on the discard port
     store = ObjectStore(bucket)
     large = bytes(2 * PART_BYTES)
     for call in (lambda: store.put("a", b"x"), lambda: store.get("a"), lambda: write_object(store, "a", large)):
@@ -184,14 +186,14 @@ def test_the_service_specific_endpoint_wins(
     ObjectStore(bucket).put("a", b"x")
 
 
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(UnknownScheme, match=r'pip install "ckpt-store\[s3\]"'):
         ObjectStore("s3://bucket/run")
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///run"])
-def test_url_without_a_bucket(url: str, s3_endpoint: str) -> None:
+def test_a_url_without_a_bucket_is_refused(url: str, s3_endpoint: str) -> None:
     with pytest.raises(StoreError, match="scheme://bucket/folder"):
         ObjectStore(url)
 
@@ -211,7 +213,7 @@ def test_credentials_come_from_boto3_where_the_environment_has_none(
     assert store._store.credential_provider()["access_key_id"] == "from-profile"
 
 
-def test_foreign_objects_are_left_alone(bucket: str, s3_client: Any) -> None:
+def test_foreign_objects_are_neither_listed_nor_deleted(bucket: str, s3_client: Any) -> None:
     name = bucket.removeprefix("s3://")
     for key in ("run/a/b", "run/a/with space", "run/.hidden", "run/ü/c", "run2/x", "other"):
         s3_client.put_object(Bucket=name, Key=key, Body=b"x")

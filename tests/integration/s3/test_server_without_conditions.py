@@ -1,4 +1,4 @@
-"""A server of the S3 protocol that ignores If-None-Match or If-Match is noticed by the first writer."""
+"""The first writer detects an S3 server that ignores If-None-Match or If-Match."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest_plugins = ["helpers.moto_server"]
 
 @pytest.fixture
 def careless(request: pytest.FixtureRequest, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a bucket at such a server."""
+    """Yield the URL of a bucket at such a server."""
     import boto3
     from helpers.moto_server import serving
 
@@ -31,30 +31,30 @@ def careless(request: pytest.FixtureRequest, s3_endpoint: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("careless", ["HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"], indirect=True)
-def test_it_is_refused(careless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ignores_conditions_is_refused(careless: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fencing_probe, "_probed_urls", set())
     for call in (lambda: ckpt.Checkpointer(careless), lambda: ckpt.save(state_of(0), careless, 0)):
-        with pytest.raises(ckpt.StoreError) as told:
+        with pytest.raises(ckpt.StoreError) as error:
             call()
         one_line(
-            told, careless, "If-None-Match", "docs/reference/stores.md", f"{fencing_probe.UNFENCED_STORES_VARIABLE}={careless}"
+            error, careless, "If-None-Match", "docs/reference/stores.md", f"{fencing_probe.UNFENCED_STORES_VARIABLE}={careless}"
         )
     monkeypatch.setenv(fencing_probe.UNFENCED_STORES_VARIABLE, f"s3://other {careless}")
     ckpt.save(state_of(0), careless, 0)
     assert ckpt.load(careless)["step"] == 0
 
 
-def test_a_server_that_keeps_them_is_asked_once(bucket: str, s3_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_a_server_that_honours_conditions_is_probed_once(bucket: str, s3_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[str] = []
     honours = ObjectStore.honours_conditions
 
-    def counted(self: ObjectStore, name: str) -> bool:
-        asked.append(name)
+    def counted_probe(self: ObjectStore, name: str) -> bool:
+        probed.append(name)
         return honours(self, name)
 
-    monkeypatch.setattr(ObjectStore, "honours_conditions", counted)
+    monkeypatch.setattr(ObjectStore, "honours_conditions", counted_probe)
     for step in range(3):
         ckpt.save(state_of(step), f"{bucket}/run", step)
-    assert len(asked) == 1
+    assert len(probed) == 1
     names = [o["Key"] for o in s3_client.list_objects_v2(Bucket=os.path.basename(bucket))["Contents"]]
     assert not [name for name in names if "probe" in name]

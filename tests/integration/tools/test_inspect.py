@@ -1,4 +1,4 @@
-"""ckpt-inspect: what it shows of whole, damaged and unfinished steps, and its exit status."""
+"""ckpt-inspect: its output for whole, damaged and unfinished steps, and its exit status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODULE = [sys.executable, "-m", "ckpt.tools.inspect"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 0, 10 and 20; `frozen` is written in step 0 and referenced after that."""
+    """Steps 0, 10 and 20; `frozen` is written in step 0 and deduplicated in the later ones."""
     root = tmp_path_factory.mktemp("repository") / "run"
     frozen = np.arange(20_000, dtype=np.int16)
     weight = np.zeros((100, 50), ml_dtypes.bfloat16)
@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(made: Path, tmp_path: Path) -> Path:
-    """A copy, to be damaged."""
+    """Return a copy of the repository, for a test to damage."""
     shutil.copytree(made, tmp_path / "run")
     return tmp_path / "run"
 
@@ -67,7 +67,7 @@ def only_file(root: Path, pattern: str) -> Path:
     return found
 
 
-def test_steps(made: Path) -> None:
+def test_steps_are_listed_with_sizes_and_dates(made: Path) -> None:
     done = run(made)
     assert done.returncode == 0
     assert done.stderr == ""
@@ -89,7 +89,7 @@ def test_steps(made: Path) -> None:
     assert second["generation"] > first["generation"]
 
 
-def test_leaves(made: Path) -> None:
+def test_leaves_are_listed_with_types_and_shapes(made: Path) -> None:
     done = run(made, 10)
     assert done.returncode == 0
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()[1:4]}
@@ -111,7 +111,7 @@ def test_leaves(made: Path) -> None:
     assert facts["tied"] == {"model.tied": "model.weight"}
 
 
-def test_only(made: Path) -> None:
+def test_only_matching_leaves_are_listed(made: Path) -> None:
     _, facts = json_of(made, 10, "--only", "model.mov*", "--only", "epoch")
     assert [leaf["name"] for leaf in facts["leaves"]] == ["model.moving"]
     assert facts["plain_values"] == 1
@@ -123,7 +123,7 @@ def test_only(made: Path) -> None:
     assert missing.stdout == ""
 
 
-def test_verify(made: Path) -> None:
+def test_verify_reads_all_blocks_and_reports_whole_steps(made: Path) -> None:
     done = run(made, "--verify")
     assert done.returncode == 0
     assert [line.split()[2] for line in done.stdout.splitlines()[:3]] == ["OK"] * 3
@@ -133,10 +133,10 @@ def test_verify(made: Path) -> None:
     code, facts = json_of(made, "--verify")
     assert code == 0
     assert all(s["verified"] for s in facts["steps"])
-    assert "step 0 " in run(made, "--verify", FORCE_COLOR="1").stderr  # the bar
+    assert "step 0 " in run(made, "--verify", FORCE_COLOR="1").stderr  # the progress bar
 
 
-def test_an_empty_repository_and_none(tmp_path: Path) -> None:
+def test_an_empty_and_a_missing_repository_are_reported(tmp_path: Path) -> None:
     from ckpt.repository.repository import open_repository
 
     open_repository(tmp_path / "run").ensure()
@@ -159,7 +159,7 @@ def test_a_step_of_a_newer_version_is_not_called_damaged(root: Path, monkeypatch
     assert [s["state"] for s in facts["steps"]] == ["ok", "unreadable", "ok"]
 
 
-def test_nor_one_that_may_not_be_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_read_permission_is_not_called_damaged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(store: LocalStore, name: str) -> None:
         raise Refused(f"opening {name} failed")
 
@@ -178,10 +178,10 @@ def test_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
     assert "[red]b" in done.stdout
 
 
-def test_a_flipped_bit_in_a_pack(root: Path) -> None:
+def test_verify_finds_a_flipped_bit_in_a_pack(root: Path) -> None:
     pack = only_file(root, "steps/10/pack/*.pack")
     flip(pack)
-    assert run(root).returncode == 0  # lengths are right: only --verify reads
+    assert run(root).returncode == 0  # the lengths are right: only --verify reads the blocks
     done = run(root, "--verify")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
@@ -197,7 +197,7 @@ def test_a_flipped_bit_in_a_pack(root: Path) -> None:
     assert pack.name in facts["steps"][1]["problems"][0]
 
 
-def test_a_shared_pack_that_is_gone(root: Path) -> None:
+def test_a_missing_shared_pack_damages_each_of_its_steps(root: Path) -> None:
     pack = only_file(root, "steps/0/pack/*.pack")
     pack.unlink()
     done = run(root)
@@ -215,7 +215,7 @@ def test_a_shared_pack_that_is_gone(root: Path) -> None:
     assert verified.stdout.count("DAMAGED") == 3
 
 
-def test_a_cut_pack(root: Path) -> None:
+def test_a_truncated_pack_is_reported(root: Path) -> None:
     os.truncate(only_file(root, "steps/10/pack/*.pack"), 100)
     done = run(root)
     assert done.returncode == 1
@@ -223,7 +223,7 @@ def test_a_cut_pack(root: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["manifest/*.parquet", "manifest/*.json"])
-def test_a_damaged_manifest_or_tree(pattern: str, root: Path) -> None:
+def test_a_damaged_manifest_or_state_tree_is_reported(pattern: str, root: Path) -> None:
     file = only_file(root, f"steps/10/{pattern}")
     flip(file)
     done = run(root, 10)
@@ -239,7 +239,7 @@ def test_a_damaged_manifest_or_tree(pattern: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b"not json", b"\xff\xfe"])
-def test_a_damaged_commit_record(content: bytes | None, root: Path) -> None:
+def test_a_damaged_commit_record_is_reported(content: bytes | None, root: Path) -> None:
     record = root / "steps/10/commit.json"
     if content is None:
         flip(record)
@@ -255,20 +255,22 @@ def test_a_damaged_commit_record(content: bytes | None, root: Path) -> None:
     assert [s["state"] for s in facts["steps"]] == ["ok", "damaged", "ok"]
 
 
-def test_a_deleted_step_whose_blocks_are_in_use_is_none(tmp_path: Path) -> None:
+def test_a_deleted_step_whose_blocks_are_in_use_is_not_listed(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path, every=1, keep=1, group=None) as ck:
         for step in range(3):
             ck.save(step, {"frozen": np.arange(50_000.0)}, blocking=True)
     assert list((tmp_path / "steps/0/pack").iterdir())
     done = run(tmp_path)
-    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["2", "1"], "the step, and how many there are"
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["2", "1"], (
+        "the listing does not have the step and the number of steps"
+    )
     assert "no commit record" not in done.stdout
 
 
-def test_an_unfinished_step(root: Path) -> None:
+def test_an_unfinished_step_is_listed_as_such(root: Path) -> None:
     (root / "steps/20/commit.json").unlink()
     done = run(root)
-    assert done.returncode == 0  # perhaps it is being saved
+    assert done.returncode == 0  # the step may be one that is being saved
     assert done.stdout.splitlines()[3].split()[-1] == "unfinished"
     assert "no commit record" in done.stdout
     assert run(root, "--verify").returncode == 0
@@ -277,7 +279,7 @@ def test_an_unfinished_step(root: Path) -> None:
     assert "no commit record" in one.stdout
 
 
-def test_usage(made: Path) -> None:
+def test_wrong_usage_of_inspect_is_refused(made: Path) -> None:
     assert "Examples:" in run("--help").stdout
     assert run().returncode == 2
     assert run(made, "ten").returncode == 2
@@ -287,8 +289,8 @@ def test_usage(made: Path) -> None:
     assert missing.stderr.endswith("has no committed step 30; it has steps 0, 10, 20\n")
 
 
-def test_a_closed_pipe(made: Path) -> None:
-    # The reader has gone before anything is written.
+def test_a_closed_pipe_ends_inspect_quietly(made: Path) -> None:
+    # The reader has closed the pipe before the first write.
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([*MODULE, str(made)], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -297,37 +299,37 @@ def test_a_closed_pipe(made: Path) -> None:
     assert done.returncode == 141
 
 
-def test_the_console_scripts() -> None:
+def test_each_console_script_runs() -> None:
     for name in ("ckpt-inspect", "ckpt-restore"):
         script = Path(sys.executable).with_name(name)
         done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
         assert done.stdout.strip() == f"{name}, version {ckpt.__version__}"
 
 
-def part(root: Path, state: Path, share: str, *step: str) -> tuple[int, dict[str, Any], list[int]]:
-    """Exit status, the facts of the part, and the damaged steps."""
+def verify_subset(root: Path, state: Path, share: str, *step: str) -> tuple[int, dict[str, Any], list[int]]:
+    """Return the exit status, the facts of the subset, and the damaged steps."""
     done = run(root, *step, "--verify", "--subset", share, "--json", XDG_STATE_HOME=str(state))
     assert done.stderr == ""
     found = json.loads(done.stdout)
     return done.returncode, found["subset"], [facts["step"] for facts in found["steps"] if facts["state"] == "damaged"]
 
 
-def test_parts_follow_each_other_and_make_the_whole(root: Path, tmp_path: Path) -> None:
+def test_subsets_verify_the_whole_repository_one_after_the_other(root: Path, tmp_path: Path) -> None:
     flip(root / next(row.pack for row in ckpt.open(root)[20].manifest().rows if row.leaf == "frozen" and row.pack))
-    runs = [part(root, tmp_path / "state", "20%") for _ in range(5)]
+    runs = [verify_subset(root, tmp_path / "state", "20%") for _ in range(5)]
     assert all(facts["blocks"] < facts["of_blocks"] for _, facts, _ in runs)
     assert sum(facts["read_bytes"] for _, facts, _ in runs) >= runs[0][1]["of_bytes"]
-    assert {status for status, _, _ in runs} == {0, 1}, "some parts have the bad block, and others have not"
-    assert all(damaged in ([], [0, 10, 20]) for _, _, damaged in runs), "every step that refers to the block is named"
+    assert {status for status, _, _ in runs} == {0, 1}, "the damaged block is not in some subsets only"
+    assert all(damaged in ([], [0, 10, 20]) for _, _, damaged in runs), "a step that refers to the damaged block is not named"
 
 
-def test_all_of_one_step_is_a_part_too(root: Path, tmp_path: Path) -> None:
-    status, facts, _ = part(root, tmp_path / "state", "100%", "10")
+def test_a_subset_of_one_step_can_be_all_of_it(root: Path, tmp_path: Path) -> None:
+    status, facts, _ = verify_subset(root, tmp_path / "state", "100%", "10")
     assert (status, facts["blocks"], facts["read_bytes"]) == (0, facts["of_blocks"], facts["of_bytes"])
     assert "of 1 step" in run(root, 10, "--verify", "--subset", "50", XDG_STATE_HOME=str(tmp_path / "state")).stdout
 
 
-def test_where_the_place_cannot_be_remembered_the_blocks_are_read_all_the_same(root: Path, tmp_path: Path) -> None:
+def test_a_subset_is_verified_where_its_position_cannot_be_stored(root: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("no folder")
     done = run(root, "--verify", "--subset", "100%", XDG_STATE_HOME=str(tmp_path / "state"))
     assert done.returncode == 0
@@ -335,5 +337,5 @@ def test_where_the_place_cannot_be_remembered_the_blocks_are_read_all_the_same(r
 
 
 @pytest.mark.parametrize("arguments", [["--subset", "5%"], ["--verify", "--subset", "0%"], ["--verify", "--subset", "x"]])
-def test_a_part_that_makes_no_sense_is_refused(root: Path, arguments: list[str]) -> None:
+def test_an_invalid_subset_is_refused(root: Path, arguments: list[str]) -> None:
     assert run(root, *arguments).returncode == 2

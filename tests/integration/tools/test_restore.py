@@ -1,4 +1,4 @@
-"""ckpt-restore: every format read back with its own library, bit for bit, and nothing torn whatever happens."""
+"""ckpt-restore: every format is read back with its own library, bit for bit, and no failure leaves a partial file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_leaf_comes_back_in_every_format(ending: str, saved: tuple[Path, d
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_large_leaves_go_piece_by_piece(
+def test_large_leaves_are_written_part_by_part(
     ending: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, state = saved
@@ -61,18 +61,18 @@ def test_large_leaves_go_piece_by_piece(
 
 
 @given(st.lists(st.integers(0, 9), max_size=4).map(tuple), st.integers(1, 16), st.integers(1, 200))
-def test_pieces_tile_the_array(shape: tuple[int, ...], itemsize: int, limit: int) -> None:
+def test_parts_tile_the_array(shape: tuple[int, ...], itemsize: int, limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_contents, "PIECE_BYTES", limit)
-        pieces = list(step_contents.tile_boxes(shape, tuple(max(1, n) for n in step_contents.piece_shape(shape, itemsize))))
-    starts = [contiguous_start(box, shape) for box in pieces]
-    ends = [(start or 0) + box.size for start, box in zip(starts, pieces, strict=True)]
+        parts = list(step_contents.tile_boxes(shape, tuple(max(1, n) for n in step_contents.piece_shape(shape, itemsize))))
+    starts = [contiguous_start(box, shape) for box in parts]
+    ends = [(start or 0) + box.size for start, box in zip(starts, parts, strict=True)]
     assert starts == [0, *ends][: len(starts)]
-    assert sum(box.size for box in pieces) == whole_box(shape).size
-    assert all(box.size * itemsize <= max(limit, itemsize) for box in pieces)
+    assert sum(box.size for box in parts) == whole_box(shape).size
+    assert all(box.size * itemsize <= max(limit, itemsize) for box in parts)
 
 
-def test_only_some_leaves(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_only_the_selected_leaves_are_restored(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     root, state = saved
     dest = tmp_path / "out.npz"
     assert run(root, dest, "--only", "numpy.b*", "--only", "model.head.weight", "--only", "epoch").returncode == 0
@@ -82,7 +82,7 @@ def test_only_some_leaves(saved: tuple[Path, dict[str, Any]], tmp_path: Path) ->
     assert values == {"epoch": 3}
     assert tied == {}
 
-    scalar = tmp_path / "scalar.npz"  # one small leaf of a block that others share
+    scalar = tmp_path / "scalar.npz"  # one small leaf of a block that has other leaves, too
     assert run(root, scalar, "--only", "numpy.zero_d").returncode == 0
     assert np.load(scalar)["numpy.zero_d"][()] == 3.5
 
@@ -96,8 +96,8 @@ def test_only_some_leaves(saved: tuple[Path, dict[str, Any]], tmp_path: Path) ->
     assert not (tmp_path / "none.npz").exists()
 
 
-def test_numpy_scalars_of_a_group(tmp_path: Path) -> None:
-    """They stand in the tree: a .pt has Python's numbers for them, and bytes of what those can't say."""
+def test_numpy_scalars_of_a_group_are_restored(tmp_path: Path) -> None:
+    """They are in the state tree: a .pt has the numbers of Python for them, and bytes of those that Python cannot express."""
 
     def state(rank: int) -> dict[str, Any]:
         return {"w": np.arange(4), "rate": np.float32(rank + 0.5), "day": np.datetime64("2024-01-01"), "on": np.bool_(rank)}
@@ -118,13 +118,13 @@ def test_numpy_scalars_of_a_group(tmp_path: Path) -> None:
     assert open_npz(tmp_path / "out.npz")[2]["rate"] == {"scalar": "AAAAPw==", "dtype": "float32"}
 
 
-def test_a_state_that_is_one_array(tmp_path: Path) -> None:
+def test_a_state_of_one_array_is_restored(tmp_path: Path) -> None:
     ckpt.save(np.arange(5), tmp_path / "run", step=0)
     assert run(tmp_path / "run", tmp_path / "out.npz").returncode == 0
     assert np.load(tmp_path / "out.npz")["(root)"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_compressed_leaves_and_slashes(tmp_path: Path) -> None:
+def test_compressed_leaves_and_names_with_slashes_are_restored(tmp_path: Path) -> None:
     import h5py
 
     state = {"layer/kernel:0": np.zeros((300, 300)), "layer/bias:0": np.arange(9.0)}
@@ -143,14 +143,14 @@ def test_compressed_leaves_and_slashes(tmp_path: Path) -> None:
 def test_many_plain_values_fit_into_hdf5(tmp_path: Path) -> None:
     import h5py
 
-    state = {"a": np.arange(3), "log": ["word" * 20] * 2000}  # over the 64 KiB of an old HDF5 attribute
+    state = {"a": np.arange(3), "log": ["word" * 20] * 2000}  # more than the 64 KiB of an old HDF5 attribute
     ckpt.save(state, tmp_path / "run", step=0)
     assert run(tmp_path / "run", tmp_path / "out.h5").returncode == 0
     with h5py.File(tmp_path / "out.h5") as file:
         assert len(json.loads(file.attrs["values"])) == 2000
 
 
-def test_usage(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_wrong_usage_of_restore_is_refused(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     root, _ = saved
     assert run("--help").returncode == 0
     ending = run(root, tmp_path / "out.xyz")
@@ -191,7 +191,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["pack", "manifest", "commit"])
-def test_damage_is_told_and_nothing_written(what: str, tmp_path: Path) -> None:
+def test_damage_is_reported_and_nothing_is_written(what: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     ckpt.save({"weights": np.arange(1000.0)}, root, step=1)
     ckpt.save({"weights": np.arange(1000.0) + 1}, root, step=2)
@@ -206,16 +206,18 @@ def test_damage_is_told_and_nothing_written(what: str, tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1
         assert "Traceback" not in done.stderr
         if what != "pack":
-            break  # found before any format has a say
+            break  # found before a format is chosen
     assert left_in(tmp_path) == []
     assert run(root, tmp_path / "out.npz", "--step", 1).returncode == 0
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("point", ["restore.piece", "restore.written"])
-def test_killed_it_leaves_no_destination(ending: str, point: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_killed_restore_leaves_no_destination(
+    ending: str, point: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     root, _ = saved
-    at = "@2" if point == "restore.piece" else ""  # the first piece of a .pt is read before there is a file
+    at = "@2" if point == "restore.piece" else ""  # the first part of a .pt is read before its file exists
     killed = run(root, tmp_path / f"out.{ending}", CKPT_FAILPOINTS=f"{point}=kill{at}")
     assert killed.returncode == -signal.SIGKILL
     (left,) = left_in(tmp_path)
@@ -223,7 +225,7 @@ def test_killed_it_leaves_no_destination(ending: str, point: str, saved: tuple[P
     assert left.endswith(".ckpt-tmp")
 
 
-def test_killed_it_leaves_the_old_destination(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_killed_restore_leaves_the_old_destination(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     root, _ = saved
     dest = tmp_path / "out.npz"
     dest.write_text("old")
@@ -232,7 +234,7 @@ def test_killed_it_leaves_the_old_destination(saved: tuple[Path, dict[str, Any]]
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_full_disk_is_one_line(ending: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_one_line(ending: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     root, _ = saved
     failed = run(root, tmp_path / f"out.{ending}", CKPT_FAILPOINTS="restore.piece=full")
     assert failed.returncode == 1
@@ -242,7 +244,7 @@ def test_a_full_disk_is_one_line(ending: str, saved: tuple[Path, dict[str, Any]]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_it_cleans_up(
+def test_an_interrupted_restore_removes_its_files(
     number: signal.Signals, status: int, saved: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     root, _ = saved
@@ -254,9 +256,9 @@ def test_interrupted_it_cleans_up(
     while not left_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
     started.send_signal(number)
-    _, told = started.communicate(timeout=60)
+    _, stderr = started.communicate(timeout=60)
     assert started.returncode == status
-    assert "Traceback" not in told
+    assert "Traceback" not in stderr
     assert left_in(tmp_path) == []
 
 
@@ -270,7 +272,7 @@ def test_a_missing_library_is_named(ending: str, package: str, saved: tuple[Path
     assert left_in(tmp_path) == ["hide"]
 
 
-def test_progress_only_where_somebody_looks(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_progress_is_shown_only_on_a_terminal(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     root, _ = saved
     assert "step 3 " not in run(root, tmp_path / "a.npz").stderr
     assert "step 3 " in run(root, tmp_path / "b.npz", FORCE_COLOR="1").stderr

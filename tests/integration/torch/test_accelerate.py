@@ -1,4 +1,4 @@
-"""What accelerate wraps is saved, restored and attached as what is inside."""
+"""Objects that accelerate wraps are saved, restored and attached like the wrapped ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ accelerate = pytest.importorskip("accelerate")
 
 @pytest.fixture
 def prepared() -> dict[str, Any]:
-    """A model, its optimizer, schedule and data as accelerate hands them out."""
+    """Return a model, its optimizer, schedule and data as accelerate wraps them."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -32,7 +32,7 @@ def test_a_wrapped_optimizer_is_attached_and_restored(tmp_path: Path, prepared: 
         for step in range(3):
             state["optimizer"].zero_grad()
             state["model"](torch.ones(2, 3)).sum().backward()
-            state["optimizer"].step()  # waits until the save before has copied
+            state["optimizer"].step()  # waits until the previous save has copied the state
             state["schedule"].step()
             saver.step(step, state)
         saver.wait()
@@ -47,12 +47,12 @@ def test_a_wrapped_optimizer_is_attached_and_restored(tmp_path: Path, prepared: 
     assert state["optimizer"].param_groups[0]["lr"] == rate
 
 
-def test_a_data_loader_without_a_state_is_refused_by_name(tmp_path: Path, prepared: dict[str, Any]) -> None:
+def test_a_data_loader_without_state_is_refused_by_name(tmp_path: Path, prepared: dict[str, Any]) -> None:
     with refused(ckpt.UnsupportedLeaf, "leaf data", "DataLoaderShard", "dl_state_dict"):
         ckpt.save(prepared, tmp_path, 0)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_optimizer_is_refused(tmp_path: Path, prepared: dict[str, Any]) -> None:
+def test_attaching_an_object_that_is_no_optimizer_is_refused(tmp_path: Path, prepared: dict[str, Any]) -> None:
     with ckpt.Checkpointer(tmp_path) as saver, refused(ckpt.CkptError, "register_step_pre_hook"):
         saver.attach(prepared["model"])

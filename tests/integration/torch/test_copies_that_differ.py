@@ -1,4 +1,5 @@
-"""Arrays under equal names that differ between four real ranks: experts of a mixture, statistics of a BatchNorm, stages."""
+"""Arrays with equal names that differ between four real ranks: experts of a mixture, statistics of a BatchNorm, pipeline
+stages."""
 
 from __future__ import annotations
 
@@ -13,5 +14,5 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts processes as Linux has them")
 
 
-def test_copies_that_differ_on_four_ranks(tmp_path: Path) -> None:
+def test_replicas_that_differ_between_four_ranks_are_detected(tmp_path: Path) -> None:
     check_on_torch_ranks("replica_check.py", 4, tmp_path, "experts", "batch_norm", "pipeline")

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-def test_dcp_keeps_any_state_and_loads_any_step(tmp_path: Path) -> None:
+def test_dcp_saves_any_state_and_loads_any_step(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -37,7 +37,7 @@ def test_dcp_keeps_any_state_and_loads_any_step(tmp_path: Path) -> None:
             "tuple": (1 * on, "x"), "step": on, "pickled": np.arange(20_000) * on, "text": "run" if on else "",
         }  # fmt: skip
 
-    writer = pickle.loads(pickle.dumps(Writer(str(tmp_path), keep=2)))  # as for a save in another process
+    writer = pickle.loads(pickle.dumps(Writer(str(tmp_path), keep=2)))  # pickled as for a save in another process
     dcp.save(state(1), storage_writer=writer)
     got = state(0)
     dcp.load(got, storage_reader=Reader(tmp_path))
@@ -49,11 +49,11 @@ def test_dcp_keeps_any_state_and_loads_any_step(tmp_path: Path) -> None:
     assert np.array_equal(got["pickled"], want["pickled"])
     ours = ckpt.load(tmp_path)
     assert torch.equal(ours["list"][0], torch.ones(3))
-    assert len(ours["pickled"].data) > 8 * 20_000  # as torch.save wrote it, unopened
+    assert len(ours["pickled"].data) > 8 * 20_000  # the bytes of torch.save, unchanged
     made: dict[str, Any] = {}
     _load_state_dict(made, storage_reader=Reader(tmp_path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     assert torch.equal(made["list"][1]["deep"], want["list"][1]["deep"])
-    # Into tensors of another type and place, as torch's own reader does it.
+    # Into tensors of another type and device, as the reader of torch does it.
     wide = {"half": torch.zeros(3, 2).t()}
     dcp.load(wide, storage_reader=Reader(tmp_path))
     assert torch.equal(wide["half"], want["half"].float())
@@ -68,7 +68,7 @@ def test_dcp_keeps_any_state_and_loads_any_step(tmp_path: Path) -> None:
     assert (other["step"], other["options"], float(other["half"].sum())) == (9, {"betas": (0.1, 0.2), "3": 4}, 0)
 
 
-def test_dcp_is_told_what_is_wrong(tmp_path: Path) -> None:
+def test_errors_of_dcp_name_what_is_wrong(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     def failure(work: Callable[[], Any]) -> BaseException:
@@ -94,7 +94,7 @@ def test_dcp_is_told_what_is_wrong(tmp_path: Path) -> None:
     assert isinstance(failure(lambda: dcp.load(state, storage_reader=Reader(tmp_path))), ckpt.StepNotFound)
 
 
-def test_a_dcp_script_changes_two_lines(tmp_path: Path) -> None:
+def test_a_dcp_script_needs_two_changed_lines(tmp_path: Path) -> None:
     arguments = [str(tmp_path), "--every=2", *SMALL]
     done = torchrun(2, EXAMPLES / "dcp_swap.py", *arguments, "--steps=4")
     assert done.returncode == 0, done.stderr[-4000:]

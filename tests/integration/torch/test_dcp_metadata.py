@@ -1,4 +1,4 @@
-"""What torch's own readers of a DCP Metadata find in ours."""
+"""Readers of torch find the names of leaves in the DCP metadata of ckpt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from ckpt.adapters.dcp import Reader  # noqa: E402
 
 
-def test_the_metadata_names_its_checkpoint(tmp_path: Path) -> None:
+def test_dcp_metadata_names_its_step(tmp_path: Path) -> None:
     for step in (3, 4):
         ckpt.save({"w": torch.ones(4)}, tmp_path, step)
     newest = Reader(tmp_path).read_metadata().storage_meta

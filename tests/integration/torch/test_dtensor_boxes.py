@@ -1,4 +1,4 @@
-"""The box of a DTensor's shard, for any mesh and any placements: as numpy cuts an array, and as torch computes it."""
+"""The box of the shard of a DTensor, for any mesh and any placements: equal to the cuts of numpy and to the boxes of torch."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ Array = Any
 
 
 def chunk(array: Array, axis: int, count: int, index: int) -> Array:
-    """What torch.chunk gives: pieces of the rounded-up length, the last ones shorter or empty."""
+    """Return what torch.chunk returns: chunks of the rounded-up length, the last ones shorter or empty."""
     step = -(-array.shape[axis] // count)
     return np.take(array, range(min(index * step, array.shape[axis]), min((index + 1) * step, array.shape[axis])), axis)
 
 
 def local_of(array: Array, mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[MeshSplit, ...]) -> Array:
-    """The local array at a place of the mesh; a strided placement cuts the array into pieces first, and takes of each."""
+    """Return the local array at a position of the mesh; a strided placement cuts the array into chunks first, and takes a part
+    of each."""
     for size, index, cut in zip(mesh, at, cuts, strict=True):
         if cut is not None:
             axis, factor = cut
-            pieces = [chunk(array, axis, factor, i) for i in range(factor)]
-            array = np.concatenate([chunk(piece, axis, size, index) for piece in pieces], axis)
+            chunks = [chunk(array, axis, factor, i) for i in range(factor)]
+            array = np.concatenate([chunk(chunk_of_array, axis, size, index) for chunk_of_array in chunks], axis)
     return array
 
 
 @pytest.mark.soak
 @EXAMPLES
 @given(data=st.data(), mesh=meshes, shape=shapes)
-def test_boxes_are_what_numpy_cuts(data: st.DataObject, mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_boxes_equal_the_cuts_of_numpy(data: st.DataObject, mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
     cut = st.none() | st.tuples(st.integers(0, len(shape) - 1), st.sampled_from([1, 1, 1, 2, 3]))
     cuts = tuple(data.draw(cut) for _ in mesh)
     whole = np.arange(np.prod(shape)).reshape(shape)
@@ -65,7 +66,7 @@ compute = getattr(torch_utils, "_compute_local_shape_and_global_offset", None)
 @pytest.mark.soak
 @EXAMPLES
 @given(data=st.data(), mesh=meshes, shape=shapes)
-def test_boxes_are_what_torch_computes(data: st.DataObject, mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_boxes_equal_those_that_torch_computes(data: st.DataObject, mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
     placements = [data.draw(st.sampled_from([None, *range(len(shape))])) for _ in mesh]
     at = tuple(data.draw(st.integers(0, size - 1)) for size in mesh)
     of_torch = [Replicate() if axis is None else Shard(axis) for axis in placements]

@@ -1,4 +1,4 @@
-"""Small frozen leaves and trained ones never share a block, so that a step writes only what training has changed."""
+"""Small frozen and trained leaves never share a block, so that a step writes only the leaves that training has changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS, WIDTH, RANK = 24, 96, 4
 
 
 class Adapted(torch.nn.Module):  # type: ignore[misc]
-    """A frozen layer with a trained one of low rank beside it, and a constant buffer."""
+    """A frozen layer with a trained low-rank layer beside it, and a constant buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def step(model: Any, optimizer: Any) -> None:
 
 
 def trained_bytes(model: Any) -> int:
-    """Of the parameters that change, with their two moments and counts of steps."""
+    """Return the bytes of the parameters that change, with their two moments and counts of steps."""
     return sum(3 * p.nbytes + 4 for p in model.parameters() if p.requires_grad)
 
 
@@ -63,7 +63,7 @@ def written(model: Any, url: Path, number: int, save: Callable[[Any], Any]) -> i
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_writes_what_was_trained(tmp_path: Path, form: str) -> None:
+def test_a_step_writes_only_trained_leaves(tmp_path: Path, form: str) -> None:
     model, optimizer = make()
     step(model, optimizer)
     save = lambda number: ckpt.save(FORMS[form](model, optimizer), tmp_path, number, codec="none")  # noqa: E731
@@ -75,7 +75,7 @@ def test_a_step_writes_what_was_trained(tmp_path: Path, form: str) -> None:
     assert second < trained_bytes(model) + padding
 
 
-def test_ranks_write_what_was_trained(tmp_path: Path) -> None:
+def test_ranks_write_only_trained_leaves(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, optimizer = make()
     step(model, optimizer)
@@ -92,7 +92,7 @@ def test_ranks_write_what_was_trained(tmp_path: Path) -> None:
 
 
 def test_thawed_parameters_are_written(tmp_path: Path) -> None:
-    """What was frozen and is trained from now on moves to other blocks, and a load has its values."""
+    """A frozen parameter that is trained from now on moves to another block, and a load has its values."""
     model, _ = make()
     ckpt.save({"model": model}, tmp_path, 1)
     model.requires_grad_(True)
@@ -113,7 +113,7 @@ STATES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def saved_often(model: Any, optimizer: Any, url: Path, form: str, how: str, steps: int) -> list[int]:
-    """The bytes that each of the first steps has written."""
+    """Return the bytes that each of the first steps has written."""
     ck = ckpt.Checkpointer(url, every=1, keep=steps, codec="none") if how == "Checkpointer" else None
     for number in range(1, steps + 1):
         step(model, optimizer)
@@ -132,9 +132,9 @@ def saved_often(model: Any, optimizer: Any, url: Path, form: str, how: str, step
 
 @pytest.mark.parametrize("how", ["save", "in the background", "Checkpointer"])
 @pytest.mark.parametrize("form", STATES)
-def test_what_nothing_says_to_be_frozen_is_found_to_stay(tmp_path: Path, form: str, how: str) -> None:
-    """The first saves find out which leaves change; the third one, or where saves overlap one after it, puts these in blocks of
-    their own."""
+def test_unchanged_leaves_are_detected_without_a_declaration(tmp_path: Path, form: str, how: str) -> None:
+    """The first saves detect which leaves change; the third one, or the next one after overlapping saves, puts the others in
+    blocks of their own."""
     model, optimizer = make()
     steps = 8 if how == "Checkpointer" else 4
     first, *_, last = saved_often(model, optimizer, tmp_path, form, how, steps)
@@ -147,7 +147,7 @@ def test_what_nothing_says_to_be_frozen_is_found_to_stay(tmp_path: Path, form: s
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
 
 
-def test_what_is_trained_later_leaves_the_blocks_of_what_stays(tmp_path: Path) -> None:
+def test_a_leaf_trained_later_leaves_the_blocks_of_unchanged_ones(tmp_path: Path) -> None:
     model, optimizer = make()
     steady = saved_often(model, optimizer, tmp_path / "a", "numpy", "save", 5)[-1]
     late = next(p for p in model.parameters() if not p.requires_grad)
@@ -164,7 +164,7 @@ def test_what_is_trained_later_leaves_the_blocks_of_what_stays(tmp_path: Path) -
     assert sum(not (loaded[name] == value).all() for name, value in before.items()) == 1
 
 
-def test_ranks_find_out_each_for_itself(tmp_path: Path) -> None:
+def test_each_rank_detects_its_unchanged_leaves(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, optimizer = make()
     groups = ThreadGroup.make(2)
@@ -178,8 +178,8 @@ def test_ranks_find_out_each_for_itself(tmp_path: Path) -> None:
     assert all(torch.equal(torch.as_tensor(loaded[name]), value) for name, value in model.state_dict().items())
 
 
-def test_where_all_changes_blocks_stay_as_they_are(tmp_path: Path) -> None:
-    """Nothing is planned anew, and what joins later and stays is found."""
+def test_blocks_are_not_planned_again_where_all_leaves_change(tmp_path: Path) -> None:
+    """A leaf that is added later and does not change is detected."""
     state = {f"a{i}": torch.zeros(1000) for i in range(50)}
 
     def save(number: int) -> Any:

@@ -1,4 +1,4 @@
-"""A plain optimizer beside a model that fully_shard has cut: a fresh one goes on from a step, bit for bit."""
+"""A plain optimizer for a model that fully_shard has sharded: a fresh one continues from a step, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts processe
 CHECKS = ["adamw-fresh", "adamw-used", "sgd-restore", "groups-fresh"]
 
 
-def test_a_fresh_optimizer_gets_moments_that_are_cut_as_its_parameters(tmp_path: Path) -> None:
+def test_a_fresh_optimizer_gets_moments_sharded_like_its_parameters(tmp_path: Path) -> None:
     check_on_torch_ranks("fsdp_training.py", 2, tmp_path, *CHECKS)

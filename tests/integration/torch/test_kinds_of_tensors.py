@@ -1,4 +1,5 @@
-"""Every kind of tensor: loaded as the user saw it when it was saved, anew and in place, or refused at save by name."""
+"""Every kind of tensor is loaded as the user saw it at the save, into new memory and in place, or is refused at save by
+name."""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def subclass() -> State:
 
 
 class Plain(torch.Tensor):
-    """A class without data of its own."""
+    """A tensor subclass without data of its own."""
 
 
 KEPT: dict[str, Callable[[], State]] = {
@@ -155,7 +156,7 @@ KEPT |= {name: of_type(name) for name in DTYPES if hasattr(torch, name)}
 
 
 def seen(value: Any) -> bytes:
-    """The elements of an array as the user sees them, as bytes in C order, with type and shape."""
+    """Return the elements of an array as the user sees them, as bytes in C order, with type and shape."""
     if isinstance(value, ckpt.PerRank):
         return seen(value.value)
     if isinstance(value, np.ndarray):
@@ -172,7 +173,7 @@ def all_seen(state: State) -> dict[str, bytes]:
 
 
 def scramble(state: State) -> None:
-    """Other values in all of the memory, through the views themselves."""
+    """Write other values to all of the memory, through the views themselves."""
     for value in state.values():
         value = value.value if isinstance(value, ckpt.PerRank) else value
         if isinstance(value, np.ndarray):
@@ -185,23 +186,23 @@ def scramble(state: State) -> None:
 
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_a_tensor_loads_as_it_was_seen(tmp_path: Path, kind: str) -> None:
+def test_a_tensor_loads_with_the_values_that_the_user_saw(tmp_path: Path, kind: str) -> None:
     state = KEPT[kind]()
     want = all_seen(state)
     ckpt.save(state, tmp_path, 0)
-    assert all_seen(ckpt.load(tmp_path)) == want, "into new tensors"
+    assert all_seen(ckpt.load(tmp_path)) == want, "new tensors have other values"
     objects = {name: id(value) for name, value in state.items()}
     scramble(state)
     loaded = ckpt.load(tmp_path, state)
-    assert all_seen(state) == want, "in place"
+    assert all_seen(state) == want, "tensors filled in place have other values"
     assert {name: id(value) for name, value in loaded.items()} == objects
-    apart = {name: value if isinstance(value, ckpt.PerRank) else copied(value) for name, value in KEPT[kind]().items()}
-    scramble(apart)
-    ckpt.load(tmp_path, apart)
-    assert all_seen(apart) == want, "in place, each into memory of its own"
+    separate = {name: value if isinstance(value, ckpt.PerRank) else copy_of(value) for name, value in KEPT[kind]().items()}
+    scramble(separate)
+    ckpt.load(tmp_path, separate)
+    assert all_seen(separate) == want, "tensors with separate memory have other values"
 
 
-def copied(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else torch.empty(value.shape, dtype=value.dtype)
 
 
@@ -218,7 +219,7 @@ def test_a_checkpointer_restores_what_it_saved(tmp_path: Path, kind: str) -> Non
     assert all_seen(state) == want
 
 
-def test_inference_tensors_load_where_they_may_be_changed(tmp_path: Path) -> None:
+def test_inference_tensors_load_into_new_memory_and_in_place(tmp_path: Path) -> None:
     state = inference()
     want = all_seen(state)
     ckpt.save(state, tmp_path, 0)
@@ -228,8 +229,8 @@ def test_inference_tensors_load_where_they_may_be_changed(tmp_path: Path) -> Non
     assert all_seen(state) == want
 
 
-def test_views_into_memory_that_is_shared_in_another_way(tmp_path: Path) -> None:
-    """The saved views agree where they shared memory; nothing says so of other places, and the load is refused as before."""
+def test_views_load_only_into_memory_shared_in_the_same_way(tmp_path: Path) -> None:
+    """The saved views agree where they shared memory; for other overlaps nothing is known, so the load is refused."""
     ckpt.save(overlapping(), tmp_path, 0)
     x = numbers()
     for like in (
@@ -241,14 +242,14 @@ def test_views_into_memory_that_is_shared_in_another_way(tmp_path: Path) -> None
             ckpt.load(tmp_path, like)
         assert torch.equal(x, before)
     y = torch.zeros(20)
-    ckpt.load(tmp_path, {"a": y[4:16], "b": y[4:9]})  # elsewhere, in the same way
+    ckpt.load(tmp_path, {"a": y[4:16], "b": y[4:9]})  # at other offsets, but shared in the same way
     assert y[4:16].tolist() == list(range(1, 13))
     ckpt.save(expanded(), tmp_path, 1)
     with refused(ckpt.LeafMismatch, "leaf e", "share memory", root=tmp_path):
         ckpt.load(tmp_path, {"e": torch.zeros(4, 1).expand(4, 3)})
 
 
-def test_a_conjugate_into_memory_of_which_the_base_was_saved_apart(tmp_path: Path) -> None:
+def test_a_conjugate_does_not_load_into_memory_of_another_leaf(tmp_path: Path) -> None:
     x = complex_numbers()
     ckpt.save({"x": x, "c": x.clone()}, tmp_path, 0)
     with refused(ckpt.LeafMismatch, "leaf x and c", "same memory", root=tmp_path):
@@ -258,7 +259,7 @@ def test_a_conjugate_into_memory_of_which_the_base_was_saved_apart(tmp_path: Pat
     assert torch.equal(into.conj().resolve_conj(), x)
 
 
-def test_a_shard_whose_local_array_is_a_conjugate(tmp_path: Path) -> None:
+def test_a_shard_with_a_conjugate_as_local_array_is_loaded(tmp_path: Path) -> None:
     x = complex_numbers()
     ckpt.save({"x": ckpt.Shard(x.conj(), (6,), (0,))}, tmp_path, 0)
     assert seen(ckpt.load(tmp_path)["x"]) == seen(x.conj())
@@ -309,7 +310,7 @@ def test_a_tensor_without_plain_memory_is_refused(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize"])
-def test_a_tensor_inside_of_a_transform_is_refused(tmp_path: Path, transform: str) -> None:
+def test_a_tensor_inside_a_transform_is_refused(tmp_path: Path, transform: str) -> None:
     ckpt.save({"x": 1}, tmp_path, 0)
 
     def saves(x: Any) -> Any:
@@ -325,7 +326,7 @@ def test_a_tensor_inside_of_a_transform_is_refused(tmp_path: Path, transform: st
 
 
 def test_shards_of_shared_memory_are_refused(tmp_path: Path) -> None:
-    """On each rank they may share it in another way."""
+    """Each rank may share the memory in another way."""
     x = numbers()
     whole = ckpt.Shard(x, (12,), (0,))
     with refused(ckpt.UnsupportedLeaf, "leaf a and leaf b", "share memory"):

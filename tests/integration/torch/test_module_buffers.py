@@ -1,4 +1,4 @@
-"""Buffers of torch modules, which differ between ranks under DDP: a saved step has those of one rank."""
+"""Buffers of torch modules differ between ranks under DDP: a saved step has those of one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.adapters.torch import ModelState  # noqa: E402
 
 
 def model(rank: int, features: int) -> Any:
-    """Equal parameters on each rank, and statistics of its own batches."""
+    """Return a model with equal parameters on each rank, and with statistics of the batches of this rank."""
     made = torch.nn.Sequential(torch.nn.Linear(4, features), torch.nn.BatchNorm1d(features))
     with torch.no_grad():
         for parameter in made.parameters():
@@ -30,7 +30,7 @@ def model(rank: int, features: int) -> Any:
 
 @pytest.mark.parametrize("wrap", [lambda m: m, ModelState, lambda m: [m, {"b": 1}]], ids=["plain", "ModelState", "nested"])
 @pytest.mark.parametrize("features", [3, 20_000])
-def test_buffers_that_differ_come_from_rank_0_as_a_whole(tmp_path: Path, features: int, wrap: Any) -> None:
+def test_all_buffers_of_a_step_come_from_rank_0(tmp_path: Path, features: int, wrap: Any) -> None:
     groups = ThreadGroup.make(4)
     save = lambda g: ckpt.save({"model": wrap(model(g.rank, features))}, tmp_path, 1, group=g)  # noqa: E731
     with ThreadPoolExecutor(4) as pool:

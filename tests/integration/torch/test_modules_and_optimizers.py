@@ -1,4 +1,4 @@
-"""Names of a module's and an optimizer's entries, with and without torch's wrappers."""
+"""Names of the entries of a module and of an optimizer, with and without the wrappers of torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = [
 ]
 
 
-def test_wrappers_leave_the_names_alone(tmp_path: Path) -> None:
+def test_wrappers_do_not_change_the_names(tmp_path: Path) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model, optimizer = trained()
     model["layer1"] = checkpoint_wrapper(model["layer1"])
-    model["layer2"] = torch.compile(model["layer2"])  # not called, so that nothing is compiled
+    model["layer2"] = torch.compile(model["layer2"])  # never called, so nothing is compiled
     ckpt.save(ModelState(model, optimizer), tmp_path)
     plain, fresh = torch_models.sharded("plain")
     ckpt.load(tmp_path, ModelState(plain, fresh))
@@ -31,7 +31,7 @@ def test_wrappers_leave_the_names_alone(tmp_path: Path) -> None:
     torch_models.same(torch_models.everything(plain, fresh), reference, "wrapped into plain")
 
 
-def test_an_optimizer_without_state_stays_so(tmp_path: Path) -> None:
+def test_an_optimizer_without_state_is_restored_without_state(tmp_path: Path) -> None:
     model, optimizer = trained(0)
     state = {"train": ModelState(model, optimizer)}
     ckpt.save(state, tmp_path)
@@ -44,11 +44,11 @@ def test_an_optimizer_without_state_stays_so(tmp_path: Path) -> None:
     assert torch.equal(model["layer0"].up.weight, trained()[0]["layer0"].up.weight)
 
 
-def test_two_optimizers_become_one_and_options_follow_the_names(tmp_path: Path) -> None:
+def test_the_states_of_two_optimizers_load_into_one_by_name(tmp_path: Path) -> None:
     model, _ = trained()
     first = torch.optim.SGD(model["layer0"].parameters(), lr=0.5, momentum=0.9)
     rest = torch.optim.SGD([p for i in (1, 2, 3) for p in model[f"layer{i}"].parameters()], lr=0.5, momentum=0.9)
-    model["layer3"].norm.bias.requires_grad_(False)  # gets no state
+    model["layer3"].norm.bias.requires_grad_(False)  # a parameter without state
     torch_models.forward(model, torch.ones(2, torch_models.WIDTH)).sum().backward()
     first.step()
     rest.step()
@@ -60,16 +60,16 @@ def test_two_optimizers_become_one_and_options_follow_the_names(tmp_path: Path) 
     names = dict(model.named_parameters())
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter, names[name])
-        have = (first.state | rest.state).get(names[name], {})
-        assert one.state.get(parameter, {}).keys() == have.keys(), name
-        assert all(torch.equal(one.state[parameter][key], have[key]) for key in have)
+        entries = (first.state | rest.state).get(names[name], {})
+        assert one.state.get(parameter, {}).keys() == entries.keys(), name
+        assert all(torch.equal(one.state[parameter][key], entries[key]) for key in entries)
     first.param_groups[0]["lr"] = 0.25
     ckpt.save({"train": ModelState(model, [first, rest])}, tmp_path)
     with pytest.raises(ckpt.LeafMismatch, match="were saved with different options"):
         ckpt.load(tmp_path, {"train": ModelState(other, one)})
 
 
-def test_moments_wider_than_the_parameters_are_kept(tmp_path: Path) -> None:
+def test_moments_of_a_wider_type_than_the_parameters_keep_it(tmp_path: Path) -> None:
     layer = torch.nn.Linear(3, 3).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(layer.parameters())
     for parameter in layer.parameters():
@@ -83,7 +83,7 @@ def test_moments_wider_than_the_parameters_are_kept(tmp_path: Path) -> None:
     assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[layer.weight]["exp_avg"])
 
 
-def test_a_part_is_loaded_and_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_part_is_loaded_and_a_missing_leaf_is_named(tmp_path: Path) -> None:
     model, optimizer = trained()
     ckpt.save({"train": ModelState(model, optimizer)}, tmp_path)
     other, fresh = torch_models.sharded("plain")

@@ -1,4 +1,4 @@
-"""An optimizer whose parameters stand in another order than when it was saved: each keeps its own moments."""
+"""An optimizer whose parameters have another order than at the save: each parameter keeps its own moments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ Make = Callable[[Any], Any]
 
 def model() -> Any:
     torch.manual_seed(3)
-    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))  # equal shapes: torch sees no difference
+    return torch.nn.Sequential(
+        *(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    )  # with equal shapes torch detects no difference
 
 
 def adam(parameters: Any) -> Any:
@@ -97,8 +99,8 @@ def test_moments_follow_the_names(
     require_same_moments(a, optimizer, b, other)
 
 
-def test_names_that_torch_keeps_are_enough(tmp_path: Path) -> None:
-    """Without the module in the state, the names of the parameter groups tell."""
+def test_moments_follow_the_names_that_torch_stores(tmp_path: Path) -> None:
+    """The module is not in the state; the parameter groups have the names."""
     a, b = model(), model()
     optimizer, other = NAMED(a), NAMED_BACKWARD(b)
     if "param_names" not in optimizer.param_groups[0]:
@@ -111,7 +113,7 @@ def test_names_that_torch_keeps_are_enough(tmp_path: Path) -> None:
     assert other.param_groups[0]["param_names"] == [name for name, _ in b.named_parameters()][::-1]
 
 
-def test_the_same_order_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_order_causes_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     a, b = model(), model()
     optimizer, other = two_groups(a), two_groups(b)
     train(a, optimizer, 2)
@@ -123,7 +125,7 @@ def test_the_same_order_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_other_parameters_are_refused(tmp_path: Path) -> None:
-    """As many of the same shapes, but not the same ones."""
+    """They have the same number and shapes, but other names."""
     a, b = model(), model()
     optimizer = adam([a[0].weight, a[1].weight, a[2].bias])
     train(a, optimizer, 2)
@@ -145,7 +147,7 @@ def test_parameters_that_moved_between_groups_are_refused(tmp_path: Path) -> Non
         ckpt.load(tmp_path, like={"model": b, "optimizer": other})
 
 
-def test_names_follow_a_renaming(tmp_path: Path) -> None:
+def test_moments_follow_renamed_parameters(tmp_path: Path) -> None:
     a, b = model(), model()
     optimizer, other = FORWARD(a), BACKWARD(b)
     train(a, optimizer, 2)
@@ -154,8 +156,8 @@ def test_names_follow_a_renaming(tmp_path: Path) -> None:
     require_same_moments(a, optimizer, b, other)
 
 
-def test_a_step_without_names_loads_in_its_order(tmp_path: Path) -> None:
-    """Where the parameters have no names, for the module is not in the state, their order counts."""
+def test_a_step_without_parameter_names_loads_by_order(tmp_path: Path) -> None:
+    """Parameters without names, as the module is not in the state, are matched by their order."""
     a, b = model(), model()
     optimizer, other = FORWARD(a), FORWARD(b)
     train(a, optimizer, 2)
@@ -165,7 +167,7 @@ def test_a_step_without_names_loads_in_its_order(tmp_path: Path) -> None:
     require_same_moments(a, optimizer, b, other)
 
 
-def test_ranks_keep_the_names(tmp_path: Path) -> None:
+def test_moments_follow_the_names_on_many_ranks(tmp_path: Path) -> None:
     a = model()
     optimizer = FORWARD(a)
     train(a, optimizer, 2)

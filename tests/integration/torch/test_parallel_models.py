@@ -1,4 +1,4 @@
-"""Models in torch's own parallelisms, saved in one and loaded into another."""
+"""Models in the parallel layouts of torch, saved in one and loaded into another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def check(size: int, root: Path, *checks: str) -> None:
-    """Run checks of torch_rank.py, all in one launch; each rank must come to the end of each."""
+    """Run checks of torch_rank.py in one launch; each rank must complete each check."""
     done = torchrun(size, PROGRAMS / "torch_rank.py", str(root), *checks)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     ended = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
@@ -32,22 +32,22 @@ def check(size: int, root: Path, *checks: str) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Repositories that four ranks have written, one for each layout."""
+    """Return repositories that four ranks have written, one for each layout."""
     root = tmp_path_factory.mktemp("torch")
     ours = ("save_layouts", "load_layouts", "pipeline", "sharded_tensor", "save_meshes")
     check(4, root, *ours, "dcp_save", "dcp_load", "dcp_of_ours", "dcp_refused")
     return root
 
 
-def test_four_ranks_in_every_layout(root: Path) -> None:
+def test_four_ranks_load_every_layout_into_every_layout(root: Path) -> None:
     assert ckpt.open(root / "fsdp")[2].commit.world_size == 4
 
 
-def test_two_ranks_load_what_four_saved(root: Path) -> None:
+def test_two_ranks_load_steps_of_four(root: Path) -> None:
     check(2, root, "load_layouts", "load_meshes", "dcp_load")
 
 
-def test_one_process_loads_what_four_saved(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_loads_steps_of_four(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_rank, "ROOT", root)
     torch_rank.load_layouts()
     torch_rank.dcp_load()
@@ -55,12 +55,12 @@ def test_one_process_loads_what_four_saved(root: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="by make soak: eight processes")
-def test_eight_ranks_on_a_cube(tmp_path: Path) -> None:
+def test_eight_ranks_on_a_cube_save_and_load(tmp_path: Path) -> None:
     check(8, tmp_path, "save_meshes")
     check(2, tmp_path, "load_meshes")
 
 
-def test_the_fsdp_example_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_the_fsdp_example_continues_after_a_kill(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     arguments = [str(tmp_path / "run"), "--losses", str(log), "--steps=7", "--every=2", "--context=16", "--batch=4", *SMALL]
     killed = torchrun(2, EXAMPLES / "fsdp.py", *arguments, CKPT_FAILPOINTS="save.commit=kill@2")
@@ -88,8 +88,9 @@ os._exit(3 if os.environ["CKPT_ATTEMPT"] == "0" else 0)  # else gloo's thread ma
 """
 
 
-def test_ckpt_run_under_torchrun(tmp_path: Path) -> None:
-    """What the outer torchrun has told is not meant for the ranks: they meet at a store of their own, after a restart too."""
+def test_ranks_of_ckpt_run_under_torchrun_meet_by_themselves(tmp_path: Path) -> None:
+    """The environment of the outer torchrun is not meant for these ranks: they meet at a store of their own, also after a
+    restart."""
     run = [sys.executable, "-m", "ckpt.tools.run", "--launcher", "torchrun", "-n", "2"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python", *run]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Losses that are not finite, and spikes of a loss: what is saved, and what is gone back to."""
+"""Losses that are not finite, and spikes of a loss: which steps are saved, and to which step a run goes back."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ from ckpt.training.rank_heartbeat import BadLoss
 from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
 
 
-def test_after_a_bad_loss_nothing_is_saved(job: Callable[..., Job], tmp_path: Path) -> None:
-    """Not on one rank, so not at all; and the page says where it began."""
+def test_no_rank_saves_after_a_bad_loss(job: Callable[..., Job], tmp_path: Path) -> None:
+    """No rank saves, so the step does not exist; each heartbeat page has the step at which the bad loss began."""
     losses = tmp_path / "losses"
     losses.write_text(json.dumps({"7": math.nan, "9": math.inf}))
     ranks = job(16, 0.0, 3, losses, size=2)
-    said = ranks.end()
+    outputs = ranks.end()
     assert ckpt.open(tmp_path / "repo").steps() == [2, 5]
-    assert all("step 8 is not saved: the loss of step 7 is nan" in text for text in said)
+    assert all("step 8 is not saved: the loss of step 7 is nan" in text for text in outputs)
     for bad in page_of(ranks.beats()):
         assert bad is not None
         assert (bad.step, bad.kind, bad.limit, bad.batch) == (7, "not finite", math.inf, -1)
         assert math.isnan(bad.loss)
 
 
-def test_a_spike(job: Callable[..., Job], tmp_path: Path) -> None:
+def test_no_step_is_saved_after_a_spike_of_the_loss(job: Callable[..., Job], tmp_path: Path) -> None:
     losses = tmp_path / "losses"
     losses.write_text(json.dumps({"30": 4.0, "10": 0.2}))
     ranks = job(40, 0.0, 10, losses, size=1, CKPT_SPIKE="10")
-    (said,) = ranks.end()
+    (output,) = ranks.end()
     assert ckpt.open(tmp_path / "repo").steps() == [9, 19, 29]
-    assert "step 39 is not saved: the loss of step 30 jumped to 4.0" in said
+    assert "step 39 is not saved: the loss of step 30 jumped to 4.0" in output
     (bad,) = page_of(ranks.beats())
     assert bad is not None
     assert (bad.step, bad.kind, bad.loss) == (30, "spike", 4.0)
     assert 1.0 < bad.limit < 1.5
 
 
-def test_a_spike_just_after_a_restart(job: Callable[..., Job], tmp_path: Path) -> None:
+def test_steps_after_a_spike_right_after_a_restart_are_not_saved(job: Callable[..., Job], tmp_path: Path) -> None:
     losses = tmp_path / "losses"
     losses.write_text(json.dumps({"3": 4.0}))
     ranks = job(5, 0.0, 1, losses, size=1, CKPT_SPIKE="10", CKPT_SPIKE_LIMIT="1.2")
@@ -66,15 +66,15 @@ def test_a_spike_just_after_a_restart(job: Callable[..., Job], tmp_path: Path) -
     assert ckpt.open(tmp_path / "repo").steps() == [0, 1, 2]
 
 
-def test_without_ckpt_run_only_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
+def test_without_ckpt_run_only_a_step_with_a_loss_not_finite_is_skipped(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path / "repo", every=1, group=None) as ck:
         for step, loss in enumerate([1.0, math.nan, 1.0, 100.0]):
             ck.step(step, {"x": np.zeros(3)}, loss=loss)
     assert ckpt.open(tmp_path / "repo").steps() == [0, 2, 3]
 
 
-def test_a_loss_on_a_device_is_not_waited_for(tmp_path: Path) -> None:
-    """As jax gives them: an array that is not there yet. The page hears of it when it is."""
+def test_a_loss_on_a_device_is_read_when_it_is_ready(tmp_path: Path) -> None:
+    """jax returns an array before it is computed. The heartbeat page gets the loss when it is ready."""
 
     class Later:
         def __init__(self, value: float) -> None:
@@ -87,7 +87,7 @@ def test_a_loss_on_a_device_is_not_waited_for(tmp_path: Path) -> None:
             return self.there
 
         def item(self) -> float:
-            assert self.there, "it was waited for"
+            assert self.there, "the training waited for the loss"
             return self.value
 
     page = HeartbeatPage(tmp_path / "p", new=True)
@@ -104,7 +104,7 @@ def test_a_loss_on_a_device_is_not_waited_for(tmp_path: Path) -> None:
     bad = page.read().bad
     assert bad is not None
     assert losses.bad_loss is not None
-    assert (bad.step, bad.batch) == (1, 11), "the batch of its own step"
+    assert (bad.step, bad.batch) == (1, 11), "the batch of another step is reported"
     given[2].there = late.there = True
     losses.wait()
     assert page.read().loss == 3.0
@@ -112,7 +112,7 @@ def test_a_loss_on_a_device_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["torch", "jax", "numpy"])
-def test_losses_of_the_libraries(tmp_path: Path, library: str) -> None:
+def test_losses_of_each_library_are_read(tmp_path: Path, library: str) -> None:
     module = pytest.importorskip({"jax": "jax.numpy"}.get(library, library))
     page = HeartbeatPage(tmp_path / "p", new=True)
     losses = LossMonitor(page, None)
@@ -127,8 +127,8 @@ def test_losses_of_the_libraries(tmp_path: Path, library: str) -> None:
     page.close()
 
 
-def test_a_step_that_may_be_spoiled_is_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not count as one to keep."""
+def test_a_step_after_a_suspect_loss_is_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules of `keep` do not count it, either."""
     url = tmp_path / "repo"
     for step in range(6):
         ckpt.save({"x": np.full(3, float(step))}, url, step=step, group=None)
@@ -137,10 +137,10 @@ def test_a_step_that_may_be_spoiled_is_not_restored(tmp_path: Path, monkeypatch:
         state, start = ck.restore({"x": np.zeros(3)})
         assert (state["x"][0], start) == (3.0, 4)
         ck.save(4, {"x": np.full(3, 44.0)}, blocking=True).result()
-        assert ckpt.open(url).steps() == [3, 4], "5 may be spoiled: it is abandoned, and goes first"
+        assert ckpt.open(url).steps() == [3, 4], "step 5, which may be spoiled, is abandoned and deleted first"
     monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "1")
     with ckpt.Checkpointer(url, group=None) as ck:
-        assert ck.restore({"x": np.zeros(3)})[1] == 5, "where there is no older one, the newest is better than nothing"
+        assert ck.restore({"x": np.zeros(3)})[1] == 5, "without an older step the newest one is restored"
     monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "x")
     with pytest.raises(InvalidArgument, match="is no step"), ckpt.Checkpointer(url, group=None) as ck:
         ck.restore({"x": np.zeros(3)})
@@ -148,8 +148,8 @@ def test_a_step_that_may_be_spoiled_is_not_restored(tmp_path: Path, monkeypatch:
     assert ckpt.load(url, group=None)["x"][0] == 44.0
 
 
-def test_a_batch_that_spoils_the_weights_is_passed_over(tmp_path: Path) -> None:
-    """The spoiled weights are saved before a loss shows it. What comes out in the end never saw that batch."""
+def test_a_batch_that_spoils_the_weights_is_skipped(tmp_path: Path) -> None:
+    """The spoiled weights are saved before a loss shows it. The final weights equal those of a training without that batch."""
     history: list[BadLoss] = []
     actions: list[str] = []
     environ: dict[str, str] = {}
@@ -188,8 +188,8 @@ def test_every_order_of_steps_to_try() -> None:
 
 
 @pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
-def test_a_restore_passes_the_page_cache_by(tmp_path: Path) -> None:
-    """It happens once; what is loaded for a look may be loaded again."""
+def test_a_restore_bypasses_the_page_cache(tmp_path: Path) -> None:
+    """A restore happens once; a step that is loaded by ckpt.load may be loaded again."""
     values = np.random.default_rng(3).standard_normal(1 << 20)
     with ckpt.Checkpointer(tmp_path, codec="none") as saver:
         saver.save(0, {"w": values}).result()

@@ -1,4 +1,4 @@
-"""All ranks stop after the same step, whoever asks and whenever."""
+"""All ranks stop after the same step, whoever requests it and whenever."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ckpt.training.heartbeat_page import HeartbeatPage
 
 @pytest.mark.parametrize(("seconds", "every"), [(0.0, 5), (0.003, "auto"), (0.02, 3)])
 def test_all_ranks_stop_after_the_same_step(job: Callable[..., Job], tmp_path: Path, seconds: float, every: Any) -> None:
-    """They step at speeds of their own, without a word to each other, while saves are under way."""
+    """The ranks step at different speeds, without messages to each other, while saves are under way."""
     ranks = job(1_000_000, seconds, every)
     ranks.until(lambda beats: min(b.step for b in beats) >= 10)
     asked = ranks.stop(0.02)
-    said = ranks.end()
-    assert all(f"step {asked.step} is saved, and the job ends as it was asked to" in text for text in said)
+    outputs = ranks.end()
+    assert all(f"step {asked.step} is saved, and the job ends as it was asked to" in text for text in outputs)
     assert {b.step for b in ranks.beats()} == {asked.step}
     assert ckpt.open(tmp_path / "repo").steps()[-1] == asked.step
     assert ckpt.load(tmp_path / "repo", group=None)["step"] == asked.step
@@ -35,28 +35,28 @@ def test_all_ranks_stop_after_the_same_step(job: Callable[..., Job], tmp_path: P
     assert {(tmp_path / f"start-{rank}").read_text() for rank in range(RANKS)} == {str(asked.step + 1)}
 
 
-def test_asked_before_the_first_step(job: Callable[..., Job], tmp_path: Path) -> None:
+def test_ranks_asked_before_their_first_step_stop_after_it(job: Callable[..., Job], tmp_path: Path) -> None:
     ranks = job(1_000_000, 0.01, "auto")
     asked = ranks.stop(0.01)
     ranks.end()
     assert ckpt.open(tmp_path / "repo").steps()[-1] == asked.step == 0
 
 
-def test_a_stop_is_heard_before_the_step_is_told(tmp_path: Path) -> None:
-    """Whoever looks between the two takes no rank for too late."""
+def test_a_stop_is_acknowledged_before_the_step_is_published(tmp_path: Path) -> None:
+    """A reader between the two does not take a rank for too late."""
     page = HeartbeatPage(tmp_path / "page", new=True)
     page.request_stop(3)
     page.acknowledge_stop(4)
-    assert page.read().acknowledged_stop is None, "it is past it"
+    assert page.read().acknowledged_stop is None, "a step that is past is acknowledged"
     page.acknowledge_stop(3)
-    told = page.read()
-    assert (told.step, told.acknowledged_stop) == (-1, 3)
-    assert next_stop(StopRequest(3), [(told.step, told.acknowledged_stop)]).agreed
+    heartbeat = page.read()
+    assert (heartbeat.step, heartbeat.acknowledged_stop) == (-1, 3)
+    assert next_stop(StopRequest(3), [(heartbeat.step, heartbeat.acknowledged_stop)]).agreed
     page.close()
 
 
-def test_whoever_asked_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank does not wait for the word for ever."""
+def test_a_rank_does_not_wait_forever_for_a_dead_requester(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank continues where the step to stop after is never confirmed."""
     monkeypatch.setattr(pulses, "_STOP_CONFIRM_SECONDS", 0.2)
     page = HeartbeatPage(tmp_path / "p", new=True)
     page.request_stop(3)
@@ -64,29 +64,29 @@ def test_whoever_asked_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     page.close()
 
 
-def test_a_page_between_two(tmp_path: Path) -> None:
+def test_a_heartbeat_page_agrees_on_the_step_to_stop_after(tmp_path: Path) -> None:
     rank, other = HeartbeatPage(tmp_path / "p", new=True), HeartbeatPage(tmp_path / "p")
     assert other.read().acknowledged_stop is None
     assert not rank.should_stop(10**9)
     other.request_stop(9)
     assert not rank.should_stop(8)
     assert other.read().acknowledged_stop == 9
-    told: list[bool] = []
-    waits = threading.Thread(target=lambda: told.append(rank.should_stop(9)))
+    stopped: list[bool] = []
+    waits = threading.Thread(target=lambda: stopped.append(rank.should_stop(9)))
     waits.start()
     other.request_stop(20)  # another rank was past 9
     waits.join(60)
-    assert told == [False]
+    assert stopped == [False]
     assert other.read().acknowledged_stop == 20
     other.confirm_stop(20)
     assert [rank.should_stop(step) for step in (10, 19, 20, 21)] == [False, False, True, True]
     other.request_stop(15)
-    assert not rank.should_stop(21), "it was past it before it heard"
+    assert not rank.should_stop(21), "the rank was past the step before it read the request"
     assert other.read().acknowledged_stop == 20
 
 
 class Simulated:
-    """A rank as Pulse has it, one access to its page a turn. In lockstep it ends no step that another has not begun."""
+    """A rank like HeartbeatPage, with one access to its page a turn. In lockstep it ends no step that another has not begun."""
 
     def __init__(self, others: list[Simulated], stride: int, lockstep: bool) -> None:
         self.others, self.stride, self.lockstep = others, stride, lockstep
@@ -122,8 +122,8 @@ class Simulated:
 
 @given(st.data(), st.booleans())
 @settings(deadline=None, max_examples=300)
-def test_ranks_and_whoever_asks_in_any_order(data: st.DataObject, lockstep: bool) -> None:
-    """Pages are read and written one by one, while any rank may go on, and steps are numbered by ones, twos or threes."""
+def test_simulated_ranks_stop_after_the_same_step_in_any_order(data: st.DataObject, lockstep: bool) -> None:
+    """Pages are read and written one by one, while any rank may continue, and steps are numbered by ones, twos or threes."""
     stride = data.draw(st.integers(1, 3))
     ranks: list[Simulated] = []
     ranks += [Simulated(ranks, stride, lockstep) for _ in range(data.draw(st.integers(1, 4)))]
@@ -150,7 +150,7 @@ def test_ranks_and_whoever_asks_in_any_order(data: st.DataObject, lockstep: bool
     for _ in range(data.draw(st.integers(0, 8))):
         some_turns()
         asks(some_turns)
-    for _ in range(100):  # then everybody goes on in turn
+    for _ in range(100):  # then all ranks continue in turn
         asks(lambda: None)
         for rank in ranks:
             rank.turn()

@@ -1,4 +1,4 @@
-"""A training with a data loader that is killed is the training without the kill."""
+"""A training with a data loader that is killed equals a training without the kill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helpers.folders import PROGRAMS, REPOSITORY
 PROGRAM = str(PROGRAMS / "data_training.py")
 
 
-def test_importing_it_is_light() -> None:
+def test_the_import_of_the_data_loader_is_light() -> None:
     code = "import ckpt, sys; ckpt.data.Loader; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -24,7 +24,7 @@ def test_importing_it_is_light() -> None:
 DOCS = [file.read_text() for file in [*(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "README.md"]]
 
 
-def test_the_loop_of_the_docs_as_it_is_written(tmp_path: Path) -> None:
+def test_the_loop_of_the_documentation_runs_as_written(tmp_path: Path) -> None:
     before = f"""
 import ckpt, torch
 dataset, total, url = torch.randn(1024, 8), 6, {str(tmp_path)!r}
@@ -43,14 +43,14 @@ def train_step(model, batch):
     subprocess.run([sys.executable, "-c", before + loop + after], check=True, timeout=120)
 
 
-def test_what_the_docs_name_is_there_without_another_import() -> None:
+def test_names_in_the_documentation_need_no_further_import() -> None:
     calls = {call for text in DOCS for call in re.findall(r"\bckpt(?:\.[a-zA-Z_]+)+(?=\()", text)}
     assert {"ckpt.data.Loader", "ckpt.pulse.compute", "ckpt.pulse.phase", "ckpt.tiers.drain"} <= calls
     subprocess.run([sys.executable, "-c", "\n".join(["import ckpt", *sorted(calls)])], check=True, timeout=60)
 
 
 def run(folder: Path, repo: str, name: str, world_size: int, *fault: object) -> dict[int, int]:
-    """Exit statuses by rank, of a training in processes."""
+    """Run a training in processes, and return the exit statuses by rank."""
     ranks = {}
     for rank in range(world_size):
         command = [sys.executable, PROGRAM, str(folder / repo), str(folder / f"{name}-{rank}"), *map(str, fault)]
@@ -59,8 +59,8 @@ def run(folder: Path, repo: str, name: str, world_size: int, *fault: object) -> 
     return {rank: process.wait(timeout=120) for rank, process in ranks.items()}
 
 
-def test_killed_and_restored_it_is_the_run_without_the_kill(tmp_path: Path) -> None:
-    """Weights, samples and what transforms in workers made of them, bit for bit; then with another number of ranks."""
+def test_a_killed_and_restored_training_equals_the_undisturbed_one(tmp_path: Path) -> None:
+    """Weights, samples and random transforms in workers are equal, bit for bit; then with another number of ranks."""
     assert run(tmp_path, "quiet", "quiet", 2) == {0: 0, 1: 0}
     killed = run(tmp_path, "repo", "killed", 2, 7)
     assert killed == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
@@ -76,6 +76,6 @@ def test_killed_and_restored_it_is_the_run_without_the_kill(tmp_path: Path) -> N
         seen[rank] = quiet["seen"]
     assert run(tmp_path, "other", "one", 1) == {0: 0}
     one = np.load(tmp_path / "one-0.npz")["seen"]
-    steps = len(one) // 4  # of four samples, two a rank before
+    steps = len(one) // 4  # a step has four samples, two for each of the earlier ranks
     assert np.array_equal(one.reshape(steps, 4, -1)[:, :2].reshape(2 * steps, -1), seen[0][-2 * steps :])
     assert np.array_equal(one.reshape(steps, 4, -1)[:, 2:].reshape(2 * steps, -1), seen[1][-2 * steps :])

@@ -1,4 +1,4 @@
-"""A rank that the fork server starts is like one that was started cold."""
+"""A rank that the fork server starts behaves like one that was started cold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.training import import_report
 from ckpt.training.heartbeat_page import HeartbeatPage
 
 if sys.platform != "linux":
-    pytest.skip("needs Linux: a forge hands its children to another process", allow_module_level=True)
+    pytest.skip("needs Linux: a fork server gives its children to another process", allow_module_level=True)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ if sys.platform != "linux":
         ["-bbIOO", "process_surroundings.py"],
     ],
 )
-def test_all_is_as_in_a_process_that_was_started(
+def test_a_forked_rank_has_the_surroundings_of_a_cold_one(
     begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.chdir(PROGRAM.parent)
@@ -38,12 +38,12 @@ def test_all_is_as_in_a_process_that_was_started(
     log = tmp_path / "log"
     assert cold(command, log, CKPT_PULSE=page) == 0, log.read_text()
     want = json.loads(log.read_text())
-    forge = begin(command, import_report.report_path(page))
-    assert forge.is_ready, forge.reason
-    assert forge.note == ""
-    for _ in range(2):  # as often as it is asked to
+    fork_server = begin(command, import_report.report_path(page))
+    assert fork_server.is_ready, fork_server.reason
+    assert fork_server.note == ""
+    for _ in range(2):  # the fork server can fork more than once
         log.unlink()
-        assert warm(forge, log, CKPT_PULSE=page) == 0, log.read_text()
+        assert warm(fork_server, log, CKPT_PULSE=page) == 0, log.read_text()
         assert json.loads(log.read_text()) == want
 
 
@@ -82,21 +82,21 @@ ENDS = """
 """
 
 
-def test_it_ends_as_it_would_have_ended(begin: Starter, tmp_path: Path) -> None:
-    """Exit status and output, to the last byte."""
+def test_a_forked_rank_ends_like_a_cold_one(begin: Starter, tmp_path: Path) -> None:
+    """Exit status and output are equal, to the last byte."""
     command = [sys.executable, script(tmp_path, ENDS)]
-    forge = begin(command)
+    fork_server = begin(command)
     for end in range(16):
         started, forked = tmp_path / f"cold-{end}", tmp_path / f"warm-{end}"
         want = cold(command, started, end)
-        assert warm(forge, forked, end) == want, end
+        assert warm(fork_server, forked, end) == want, end
         assert forked.read_text() == started.read_text(), end
     assert (tmp_path / "warm-3").read_text().count("File ") == 2
 
 
 @pytest.mark.parametrize("text", ["x = = 1\n", "\ufeffprint('bom')\n", "# coding: latin-1\nprint('é')\n", "", "raise\n"])
 @pytest.mark.parametrize("as_module", [False, True])
-def test_what_a_script_may_be(
+def test_any_valid_or_broken_script_runs_as_if_cold(
     begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, as_module: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -108,8 +108,8 @@ def test_what_a_script_may_be(
     assert (tmp_path / "warm").read_text() == (tmp_path / "cold").read_text()
 
 
-def test_processes_of_its_own(begin: Starter, tmp_path: Path) -> None:
-    """Spawned, forked and served by a server: each finds the script and its classes."""
+def test_a_forked_rank_can_start_processes_of_its_own(begin: Starter, tmp_path: Path) -> None:
+    """They are spawned, forked, and served by a fork server: each finds the script and its classes."""
     text = """
         import multiprocessing, os, pickle, sys
         from concurrent.futures import ProcessPoolExecutor
@@ -126,14 +126,15 @@ def test_processes_of_its_own(begin: Starter, tmp_path: Path) -> None:
                     print(way, pool.submit(double, Point(4)).result().x, os.environ["RANK"])
     """
     command = [sys.executable, script(tmp_path, text)]
-    forge = begin(command, modules("multiprocessing", "concurrent.futures", "concurrent.futures.process", "pickle"))
-    assert forge.is_ready, forge.reason
-    assert warm(forge, tmp_path / "log", 7) == 0, (tmp_path / "log").read_text()
+    fork_server = begin(command, modules("multiprocessing", "concurrent.futures", "concurrent.futures.process", "pickle"))
+    assert fork_server.is_ready, fork_server.reason
+    assert warm(fork_server, tmp_path / "log", 7) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "log").read_text() == "3 __main__\nspawn 8 7\nfork 8 7\nforkserver 8 7\n"
 
 
-def test_torch(begin: Starter, tmp_path: Path) -> None:
-    """Two ranks that speak by gloo, with workers that load, and numbers of their own; torch was there before the script."""
+def test_forked_ranks_can_use_torch(begin: Starter, tmp_path: Path) -> None:
+    """Two ranks communicate by gloo, with data loader workers and random numbers of their own; torch was imported before the
+    script."""
     text = """
         import sys
         there = "torch" in sys.modules and "numpy" in sys.modules
@@ -158,20 +159,20 @@ def test_torch(begin: Starter, tmp_path: Path) -> None:
             dist.destroy_process_group()
     """
     command = [sys.executable, script(tmp_path, text)]
-    forge = begin(command, modules("numpy", "torch", "torch.distributed", "torch.utils.data"))
-    assert forge.is_ready, forge.reason
+    fork_server = begin(command, modules("numpy", "torch", "torch.distributed", "torch.utils.data"))
+    assert fork_server.is_ready, fork_server.reason
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "WORLD_SIZE": "2"}
-    ranks = [forge.fork(surroundings(rank, **at), tmp_path / f"log-{rank}") for rank in range(2)]
+    ranks = [fork_server.fork(surroundings(rank, **at), tmp_path / f"log-{rank}") for rank in range(2)]
     assert [rank.wait() for rank in ranks if rank] == [0, 0], (tmp_path / "log-0").read_text()
-    said = [(tmp_path / f"log-{rank}").read_text().split()[-6:] for rank in range(2)]
-    assert [each[:3] for each in said] == [["True", "3.0", "28"]] * 2
-    assert all(mine != theirs for mine, theirs in zip(said[0][3:], said[1][3:], strict=True))
+    output = [(tmp_path / f"log-{rank}").read_text().split()[-6:] for rank in range(2)]
+    assert [each[:3] for each in output] == [["True", "3.0", "28"]] * 2
+    assert all(own_numbers != other_numbers for own_numbers, other_numbers in zip(output[0][3:], output[1][3:], strict=True))
 
 
-def test_it_is_the_rank(begin: Starter, tmp_path: Path) -> None:
-    """A forked child of a rank is not the rank; one that the forge has forked is."""
+def test_a_forked_rank_writes_its_heartbeat_page_and_its_child_does_not(begin: Starter, tmp_path: Path) -> None:
+    """A forked child of a rank is not the rank; a process that the fork server has forked is."""
     text = """
         import os
         from ckpt.training import heartbeat_page as pulse
@@ -181,26 +182,26 @@ def test_it_is_the_rank(begin: Starter, tmp_path: Path) -> None:
         assert os.wait()[1] == 0
     """
     page = HeartbeatPage(tmp_path / "page", new=True)
-    forge = begin([sys.executable, script(tmp_path, text)], modules("ckpt", "ckpt.training.heartbeat_page"))
-    rank = forge.fork(surroundings(CKPT_PULSE=str(tmp_path / "page")), tmp_path / "log")
+    fork_server = begin([sys.executable, script(tmp_path, text)], modules("ckpt", "ckpt.training.heartbeat_page"))
+    rank = fork_server.fork(surroundings(CKPT_PULSE=str(tmp_path / "page")), tmp_path / "log")
     assert rank is not None
     assert rank.wait() == 0, (tmp_path / "log").read_text()
     assert (page.read().pid, page.read().step) == (rank.pid, 41)
 
 
-def test_numbers_in_many_threads(begin: Starter, tmp_path: Path) -> None:
-    """OpenBLAS starts threads when numpy is imported, and knows of forks."""
+def test_threads_of_openblas_survive_the_fork(begin: Starter, tmp_path: Path) -> None:
+    """OpenBLAS starts threads when numpy is imported, and handles forks."""
     text = "import numpy as np\nprint(float((np.ones((900, 900)) @ np.ones((900, 900))).sum()))\n"
-    forge = begin([sys.executable, script(tmp_path, text)], modules("numpy"), OMP_NUM_THREADS="4")
-    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
+    fork_server = begin([sys.executable, script(tmp_path, text)], modules("numpy"), OMP_NUM_THREADS="4")
+    assert (fork_server.is_ready, fork_server.note) == (True, ""), fork_server.reason
     for _ in range(2):
         (tmp_path / "log").unlink(missing_ok=True)
-        assert warm(forge, tmp_path / "log", OMP_NUM_THREADS="4") == 0
+        assert warm(fork_server, tmp_path / "log", OMP_NUM_THREADS="4") == 0
         assert (tmp_path / "log").read_text() == "729000000.0\n"
 
 
-def test_an_allocator_with_a_thread(begin: Starter, tmp_path: Path) -> None:
-    """That of pyarrow, which ckpt itself needs."""
+def test_the_allocator_thread_of_pyarrow_survives_the_fork(begin: Starter, tmp_path: Path) -> None:
+    """ckpt itself needs pyarrow."""
     text = """
         import sys
         there = "pyarrow.parquet" in sys.modules
@@ -210,15 +211,15 @@ def test_an_allocator_with_a_thread(begin: Starter, tmp_path: Path) -> None:
         print(there, pq.read_table(sys.argv[1]).equals(table))
     """
     command = [sys.executable, script(tmp_path, text), str(tmp_path / "table")]
-    forge = begin(command, modules("pyarrow", "pyarrow.parquet"))
-    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
+    fork_server = begin(command, modules("pyarrow", "pyarrow.parquet"))
+    assert (fork_server.is_ready, fork_server.note) == (True, ""), fork_server.reason
     for _ in range(2):
-        assert warm(forge, tmp_path / "log") == 0
+        assert warm(fork_server, tmp_path / "log") == 0
     assert (tmp_path / "log").read_text() == "True True\n" * 2
 
 
-def test_what_libraries_set_stays_set(begin: Starter, tmp_path: Path) -> None:
-    """A variable that an import sets is there for the rank, and one that the script sets wins."""
+def test_variables_that_libraries_set_stay_set(begin: Starter, tmp_path: Path) -> None:
+    """The rank has a variable that an import sets; one that the script sets wins."""
     site = libraries(tmp_path, sets="import os\nos.environ.setdefault('A_CACHE', '/a')\nos.environ['KMP_INIT'] = '1'\n")
     text = """
         import os
@@ -230,29 +231,30 @@ def test_what_libraries_set_stays_set(begin: Starter, tmp_path: Path) -> None:
     command = [sys.executable, script(tmp_path / "here", text)]
     page, path = str(tmp_path / "page"), str(site)
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
-    forge = begin(command, import_report.report_path(page), PYTHONPATH=path)
-    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
+    fork_server = begin(command, import_report.report_path(page), PYTHONPATH=path)
+    assert (fork_server.is_ready, fork_server.note) == (True, ""), fork_server.reason
     for rank in range(2):
-        assert warm(forge, tmp_path / "warm", rank, PYTHONPATH=path) == 0
+        assert warm(fork_server, tmp_path / "warm", rank, PYTHONPATH=path) == 0
     assert (tmp_path / "warm").read_text() == "/a 1 0\n/a 1 1\n"
 
 
-def test_a_run_becomes_warm(begin: Starter, tmp_path: Path) -> None:
-    """Once a rank tells; better when it tells more; cold and then warm again when the script is another."""
+def test_a_run_starts_warm_after_a_rank_has_reported_its_imports(begin: Starter, tmp_path: Path) -> None:
+    """A later report with more imports replaces the fork server; after a change of the script ranks start cold, and then warm
+    again."""
     text = "import sys\nprint(*sorted({'wave', 'colorsys'} & sys.modules.keys()))\n"
-    command, told, log = [sys.executable, script(tmp_path, text)], tmp_path / "told", tmp_path / "log"
+    command, reported, log = [sys.executable, script(tmp_path, text)], tmp_path / "told", tmp_path / "log"
     warm_starts = ForkServers(command)
 
     def tell(*names: str) -> None:
         found = modules(*names)
         found["modules"]["__main__"] = command[1]  # type: ignore[index]
-        told.write_text(json.dumps(found))
+        reported.write_text(json.dumps(found))
 
     def until_warm() -> None:
         until = time.monotonic() + 60
         while warm_starts._next or warm_starts.status_text != "the next start is warm":
             assert time.monotonic() < until, warm_starts.status_text
-            warm_starts.update(surroundings(), told)
+            warm_starts.update(surroundings(), reported)
             time.sleep(0.01)
 
     def start() -> str | None:
@@ -261,28 +263,28 @@ def test_a_run_becomes_warm(begin: Starter, tmp_path: Path) -> None:
         return None if rank is None else log.read_text() if rank.wait() == 0 else "failed"
 
     try:
-        warm_starts.update(surroundings(), told)
+        warm_starts.update(surroundings(), reported)
         assert warm_starts.status_text == "no warm start yet: no rank has done a step"
         assert start() is None
         tell("colorsys")
-        warm_starts.update(surroundings(), told)
+        warm_starts.update(surroundings(), reported)
         until_warm()
         assert start() == "colorsys\n"
         tell("colorsys", "wave")
-        warm_starts.update(surroundings(), told)
-        assert start() == "colorsys\n", "the old one serves until the new one is ready"
+        warm_starts.update(surroundings(), reported)
+        assert start() == "colorsys\n", "the old fork server does not serve until the new one is ready"
         until_warm()
         assert start() == "colorsys wave\n"
         tell("wave")
-        warm_starts.update(surroundings(), told)
-        assert warm_starts._next is None, "nothing new"
+        warm_starts.update(surroundings(), reported)
+        assert warm_starts._next is None, "a new fork server was started without new imports"
         Path(command[1]).write_text("print('new')\n")
         assert start() is None
         assert warm_starts.status_text == f"no warm start: {command[1]} has changed"
-        warm_starts.update(surroundings(), told)
-        assert start() is None, "only what is told after the change is believed"
+        warm_starts.update(surroundings(), reported)
+        assert start() is None, "an import report from before the change is used"
         tell("wave")
-        warm_starts.update(surroundings(), told)
+        warm_starts.update(surroundings(), reported)
         until_warm()
         assert start() == "new\n"
     finally:

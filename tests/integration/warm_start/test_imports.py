@@ -1,4 +1,4 @@
-"""Which modules the fork server imports ahead, and what is started cold."""
+"""Which modules the fork server imports, and which commands are started cold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.training import import_report
 from ckpt.training.heartbeat_page import HeartbeatPage
 
 if sys.platform != "linux":
-    pytest.skip("needs Linux: a forge hands its children to another process", allow_module_level=True)
+    pytest.skip("needs Linux: a fork server gives its children to another process", allow_module_level=True)
 
 
 BAD = {
@@ -35,8 +35,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_is_left_out(begin: Starter, tmp_path: Path, kind: str) -> None:
-    """Alone, with those that need it; the rank imports it by itself, and finds it as it is."""
+def test_a_module_that_cannot_be_imported_alone_is_left_out(begin: Starter, tmp_path: Path, kind: str) -> None:
+    """Only it and the modules that need it are left out; the rank imports it by itself, unchanged."""
     bad, why = BAD[kind]
     site = libraries(tmp_path, good="", bad=bad, needs="import bad\n")
     text = """
@@ -52,38 +52,40 @@ def test_what_is_left_out(begin: Starter, tmp_path: Path, kind: str) -> None:
     command = [sys.executable, script(tmp_path / "here", text)]
     page, path = str(tmp_path / "page"), str(site)
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
-    forge = begin(command, import_report.report_path(page), PYTHONPATH=path)
-    assert forge.is_ready, forge.reason
-    assert why in forge.note
-    assert "without needs: it needs bad, which is left out" in forge.note
-    assert warm(forge, tmp_path / "warm", 1, PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
+    fork_server = begin(command, import_report.report_path(page), PYTHONPATH=path)
+    assert fork_server.is_ready, fork_server.reason
+    assert why in fork_server.note
+    assert "without needs: it needs bad, which is left out" in fork_server.note
+    assert warm(fork_server, tmp_path / "warm", 1, PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
     assert (tmp_path / "warm").read_text() == "good 1 mine\n"
 
 
-def test_what_begins_mpi_is_left_out(begin: Starter, tmp_path: Path) -> None:
+def test_a_module_that_starts_mpi_is_left_out(begin: Starter, tmp_path: Path) -> None:
     names = {"needs": "import mpi4py.MPI\n", "good": "", "mpi4py": "raise RuntimeError('begun')\n"}
     site = libraries(tmp_path, **names)
-    told = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
+    reported = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
     path = script(tmp_path / "here", f"import sys\nprint(*sorted({set(names)} & sys.modules.keys()))\n")
-    forge = begin([sys.executable, path], told, PYTHONPATH=str(site))
-    assert (forge.is_ready, forge.note) == (True, "without needs: it needs mpi4py, which is left out"), forge.reason
-    assert warm(forge, tmp_path / "log", PYTHONPATH=str(site)) == 0
+    fork_server = begin([sys.executable, path], reported, PYTHONPATH=str(site))
+    assert (fork_server.is_ready, fork_server.note) == (True, "without needs: it needs mpi4py, which is left out"), (
+        fork_server.reason
+    )
+    assert warm(fork_server, tmp_path / "log", PYTHONPATH=str(site)) == 0
     assert (tmp_path / "log").read_text() == "good\n"
 
 
-def test_too_much_is_left_out(begin: Starter, tmp_path: Path) -> None:
-    """It does not begin anew for ever."""
+def test_a_fork_server_gives_up_when_too_many_modules_are_left_out(begin: Starter, tmp_path: Path) -> None:
+    """It does not restart forever."""
     names = {f"bad{n}": "raise RuntimeError('not today')\n" for n in range(20)}
     site = libraries(tmp_path, **names)
-    told = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
-    forge = begin([sys.executable, script(tmp_path / "here", "")], told, PYTHONPATH=str(site))
-    assert not forge.is_ready
-    assert "can't be imported alone (RuntimeError: not today); and as many as 8 other packages" in forge.reason
-    assert gone(forge.pid)
+    reported = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
+    fork_server = begin([sys.executable, script(tmp_path / "here", "")], reported, PYTHONPATH=str(site))
+    assert not fork_server.is_ready
+    assert "can't be imported alone (RuntimeError: not today); and as many as 8 other packages" in fork_server.reason
+    assert gone(fork_server.pid)
 
 
-def test_what_the_user_may_edit_is_not_imported_ahead(begin: Starter, tmp_path: Path) -> None:
-    """Neither what lies beside the script, nor what the search path names, nor a library of that name."""
+def test_modules_that_the_user_may_edit_are_not_pre_imported(begin: Starter, tmp_path: Path) -> None:
+    """These are modules beside the script, modules in the search path, and a library of such a name."""
     site = libraries(tmp_path, good="", statistics="raise RuntimeError('the wrong one')\n")
     text = """
         import os, sys
@@ -101,14 +103,14 @@ def test_what_the_user_may_edit_is_not_imported_ahead(begin: Starter, tmp_path: 
     (tmp_path / "here" / "space" / "deep.py").write_text("")
     page, path = str(tmp_path / "page"), f"{tmp_path / 'there'}:{site}"
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0, (tmp_path / "cold").read_text()
-    forge = begin(command, import_report.report_path(page), PYTHONPATH=path)
-    assert (forge.is_ready, forge.note) == (True, ""), forge.reason
-    assert warm(forge, tmp_path / "warm", PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
+    fork_server = begin(command, import_report.report_path(page), PYTHONPATH=path)
+    assert (fork_server.is_ready, fork_server.note) == (True, ""), fork_server.reason
+    assert warm(fork_server, tmp_path / "warm", PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
     assert (tmp_path / "warm").read_text() == "good\nTrue True\n"
 
 
-def test_a_rank_tells_what_it_has_imported(tmp_path: Path) -> None:
-    """At the first step, late imports and all, and when a save is done; only one of a host does."""
+def test_a_rank_reports_its_imports(tmp_path: Path) -> None:
+    """One rank of each host reports at the first step, with late imports, and when a save is done."""
     text = """
         import os, shutil, sys
         import ckpt
@@ -144,7 +146,7 @@ def test_a_rank_tells_what_it_has_imported(tmp_path: Path) -> None:
     assert not import_report.report_path(tmp_path / "page-1").exists()
 
 
-def test_commands_taken_apart(tmp_path: Path) -> None:
+def test_a_python_command_is_split_into_flags_script_and_arguments(tmp_path: Path) -> None:
     path = script(tmp_path, "")
     for words, flags, rest in [
         ([path], [], [path]),
@@ -161,7 +163,7 @@ def test_commands_taken_apart(tmp_path: Path) -> None:
     flags=st.lists(st.sampled_from(["-u", "-B", "-OO", "-sE", "-W ignore", "-Werror", "-X dev", "-bb", "-P"]), max_size=4),
     rest=st.lists(st.text(max_size=5), max_size=4), as_module=st.booleans(),
 )  # fmt: skip
-def test_nothing_of_a_command_is_lost(flags: list[str], rest: list[str], as_module: bool) -> None:
+def test_no_word_of_a_command_is_lost(flags: list[str], rest: list[str], as_module: bool) -> None:
     words = [word for flag in flags for word in flag.split()]
     script = ["-m", "some.module", *rest] if as_module else [__file__, *rest]
     assert split_python_command(["python3", *words, *script]) == (["python3", *words], script)
@@ -184,56 +186,56 @@ def test_nothing_of_a_command_is_lost(flags: list[str], rest: list[str], as_modu
         (["/none/such/python", __file__], "/none/such/python can't be started: No such file or directory"),
     ],
 )
-def test_what_is_started_cold(begin: Starter, tmp_path: Path, command: list[str], why: str) -> None:
-    forge = begin(command)
-    assert not forge.is_ready
-    assert why in forge.reason
-    assert forge.fork(surroundings(), tmp_path / "log") is None
+def test_a_command_that_cannot_be_forked_is_started_cold(begin: Starter, tmp_path: Path, command: list[str], why: str) -> None:
+    fork_server = begin(command)
+    assert not fork_server.is_ready
+    assert why in fork_server.reason
+    assert fork_server.fork(surroundings(), tmp_path / "log") is None
     assert not (tmp_path / "log").exists()
     if command[0] != "/none/such/python":
         with pytest.raises(NotForkable):
             split_python_command(command)
 
 
-def test_no_python_after_all(begin: Starter, tmp_path: Path) -> None:
+def test_a_program_that_is_no_python_is_started_cold(begin: Starter, tmp_path: Path) -> None:
     liar = tmp_path / "python3"
     liar.write_text("#!/bin/sh\necho no licence >&2; exit 3\n")
     liar.chmod(0o755)
-    forge = begin([str(liar), script(tmp_path, "")])
-    assert not forge.is_ready
-    assert "the process has ended (no licence)" in forge.reason
+    fork_server = begin([str(liar), script(tmp_path, "")])
+    assert not fork_server.is_ready
+    assert "the process has ended (no licence)" in fork_server.reason
 
 
 @pytest.mark.parametrize("what", ["script", "library", "gone"])
-def test_what_has_changed_is_not_run_warm(begin: Starter, tmp_path: Path, what: str) -> None:
-    """A newer version of what was imported ahead, or a script that may go another way, starts anew."""
+def test_a_changed_script_or_library_is_not_run_warm(begin: Starter, tmp_path: Path, what: str) -> None:
+    """The script, which may import other modules now, or a pre-imported library has changed: the fork server starts again."""
     site = libraries(tmp_path, good="")
     path = script(
         tmp_path / "here", "import good\nfrom ckpt.training import import_report\nimport_report.write_report()\nprint('old')\n"
     )
     command, page = [sys.executable, path], str(tmp_path / "page")
     assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=str(site)) == 0
-    forge = begin(command, import_report.report_path(page), PYTHONPATH=str(site))
-    assert warm(forge, tmp_path / "warm", PYTHONPATH=str(site)) == 0
+    fork_server = begin(command, import_report.report_path(page), PYTHONPATH=str(site))
+    assert warm(fork_server, tmp_path / "warm", PYTHONPATH=str(site)) == 0
     changed = Path(path) if what == "script" else site / "good" / "__init__.py"
     if what == "gone":
         changed.unlink()
     else:
         changed.write_text("print('new')\n")
-    assert forge.fork(surroundings(PYTHONPATH=str(site)), tmp_path / "again") is None
-    assert forge.reason == f"{changed} has changed"
-    assert gone(forge.pid)
+    assert fork_server.fork(surroundings(PYTHONPATH=str(site)), tmp_path / "again") is None
+    assert fork_server.reason == f"{changed} has changed"
+    assert gone(fork_server.pid)
     assert (tmp_path / "again").read_text() == ""
 
 
-def test_native_code_has_read_what_the_script_sets(begin: Starter, tmp_path: Path) -> None:
-    told = {"modules": {}, "environ": {"OMP_NUM_THREADS": "3"}}
-    forge = begin([sys.executable, script(tmp_path, "")], told)
-    assert not forge.is_ready
-    assert forge.reason == "the script sets OMP_NUM_THREADS, and libraries have read it when they are loaded"
+def test_a_script_that_sets_a_variable_of_native_code_is_started_cold(begin: Starter, tmp_path: Path) -> None:
+    reported = {"modules": {}, "environ": {"OMP_NUM_THREADS": "3"}}
+    fork_server = begin([sys.executable, script(tmp_path, "")], reported)
+    assert not fork_server.is_ready
+    assert fork_server.reason == "the script sets OMP_NUM_THREADS, and libraries have read it when they are loaded"
 
 
-def test_another_environment(begin: Starter, tmp_path: Path) -> None:
-    forge = begin([sys.executable, script(tmp_path, "")])
-    assert forge.fork(surroundings(OMP_NUM_THREADS="2", NEW="1"), tmp_path / "log") is None
-    assert forge.reason == "the environment has changed: NEW, OMP_NUM_THREADS"
+def test_a_changed_environment_is_started_cold(begin: Starter, tmp_path: Path) -> None:
+    fork_server = begin([sys.executable, script(tmp_path, "")])
+    assert fork_server.fork(surroundings(OMP_NUM_THREADS="2", NEW="1"), tmp_path / "log") is None
+    assert fork_server.reason == "the environment has changed: NEW, OMP_NUM_THREADS"

@@ -1,4 +1,4 @@
-"""Signals and the end of ranks, of the fork server and of the agent."""
+"""Signals and ends of ranks, of the fork server and of the agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt.recovery.ranks import processes
 from ckpt.recovery.ranks.fork_client import ForkedRank
 
 if sys.platform != "linux":
-    pytest.skip("needs Linux: a forge hands its children to another process", allow_module_level=True)
+    pytest.skip("needs Linux: a fork server gives its children to another process", allow_module_level=True)
 
 
 SLEEPS = "import time\nprint('here', flush=True)\ntime.sleep(3600)\n"
@@ -33,9 +33,9 @@ def says(log: Path, text: str) -> bool:
     return True
 
 
-def test_signals_and_statuses(begin: Starter, tmp_path: Path) -> None:
-    forge = begin([sys.executable, script(tmp_path, SLEEPS)])
-    ranks = [forge.fork(surroundings(n), tmp_path / f"log-{n}") for n in range(2)]
+def test_forked_ranks_get_signals_and_report_their_status(begin: Starter, tmp_path: Path) -> None:
+    fork_server = begin([sys.executable, script(tmp_path, SLEEPS)])
+    ranks = [fork_server.fork(surroundings(n), tmp_path / f"log-{n}") for n in range(2)]
     assert all(says(tmp_path / f"log-{n}", "here") for n in range(2))
     first, second = [rank for rank in ranks if rank]
     assert (first.poll(), second.poll()) == (None, None)
@@ -45,71 +45,71 @@ def test_signals_and_statuses(begin: Starter, tmp_path: Path) -> None:
     assert first.wait() == -signal.SIGSEGV
     assert first.poll() == -signal.SIGSEGV
     os.close(descriptor)
-    forge.close()
-    assert gone(forge.pid)
-    assert second.poll() is None, "the ranks go on without it"
+    fork_server.close()
+    assert gone(fork_server.pid)
+    assert second.poll() is None, "a rank has ended with the fork server"
     processes.kill_sessions([second.pid])
     assert second.wait() == -signal.SIGKILL
 
 
-def test_an_exit_that_somebody_else_heard_of() -> None:
+def test_a_rank_that_another_process_reaped_counts_as_failed() -> None:
     child = subprocess.Popen(["true"])
     rank = ForkedRank(child.pid)
     child.wait()
     assert rank.poll() == 255
 
 
-def test_the_forge_is_killed(begin: Starter, tmp_path: Path) -> None:
-    """The ranks go on; what comes next is started cold."""
-    forge = begin([sys.executable, script(tmp_path, SLEEPS)])
-    rank = forge.fork(surroundings(), tmp_path / "log")
+def test_ranks_continue_after_the_fork_server_is_killed(begin: Starter, tmp_path: Path) -> None:
+    """Later ranks are started cold."""
+    fork_server = begin([sys.executable, script(tmp_path, SLEEPS)])
+    rank = fork_server.fork(surroundings(), tmp_path / "log")
     assert rank is not None
-    assert forge.pid is not None
-    os.kill(forge.pid, signal.SIGKILL)
-    assert gone(forge.pid)
+    assert fork_server.pid is not None
+    os.kill(fork_server.pid, signal.SIGKILL)
+    assert gone(fork_server.pid)
     assert says(tmp_path / "log", "here")
-    assert not forge.is_ready
-    assert forge.fork(surroundings(), tmp_path / "other") is None
-    assert "the process has ended" in forge.reason
+    assert not fork_server.is_ready
+    assert fork_server.fork(surroundings(), tmp_path / "other") is None
+    assert "the process has ended" in fork_server.reason
     assert rank.poll() is None
     processes.kill_sessions([rank.pid])
     assert rank.wait() == -signal.SIGKILL
 
 
-def test_the_forge_is_stopped(begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it for ever, and what it was asked for does not run later."""
+def test_a_stopped_fork_server_is_given_up(begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No caller waits for it forever, and its pending fork does not run later."""
     monkeypatch.setattr("ckpt.recovery.ranks.fork_client._FORK_SECONDS", 0.2)
-    forge = begin([sys.executable, script(tmp_path, SLEEPS)])
-    assert forge.pid is not None
-    os.kill(forge.pid, signal.SIGSTOP)
-    assert forge.fork(surroundings(), tmp_path / "log") is None
-    assert forge.reason == "it has not answered for 0.2 s"
-    assert gone(forge.pid)
+    fork_server = begin([sys.executable, script(tmp_path, SLEEPS)])
+    assert fork_server.pid is not None
+    os.kill(fork_server.pid, signal.SIGSTOP)
+    assert fork_server.fork(surroundings(), tmp_path / "log") is None
+    assert fork_server.reason == "it has not answered for 0.2 s"
+    assert gone(fork_server.pid)
     assert (tmp_path / "log").read_text() == ""
 
 
 @pytest.mark.parametrize("word", [b"", b"x"])
-def test_a_rank_begins_only_when_it_is_told_to(
+def test_a_forked_rank_begins_only_after_the_agent_has_its_number(
     begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: bytes
 ) -> None:
-    """So none runs whose number was lost on the way."""
-    forge = begin([sys.executable, script(tmp_path, SLEEPS)])
+    """So no rank runs whose process number was lost."""
+    fork_server = begin([sys.executable, script(tmp_path, SLEEPS)])
     monkeypatch.setattr("ckpt.recovery.ranks.fork_server.GO_BYTE", word)
-    rank = forge.fork(surroundings(), tmp_path / "log")
+    rank = fork_server.fork(surroundings(), tmp_path / "log")
     assert rank is not None
     assert rank.wait() == 1
     assert (tmp_path / "log").read_text() == ""
 
 
-def test_a_log_that_cannot_be_written_and_one_that_can(begin: Starter, tmp_path: Path) -> None:
-    forge = begin([sys.executable, script(tmp_path, SLEEPS)])
+def test_a_rank_with_an_unwritable_log_is_not_forked(begin: Starter, tmp_path: Path) -> None:
+    fork_server = begin([sys.executable, script(tmp_path, SLEEPS)])
     with pytest.raises(FileNotFoundError):
-        forge.fork(surroundings(), tmp_path / "none" / "log")
+        fork_server.fork(surroundings(), tmp_path / "none" / "log")
     with pytest.raises(IsADirectoryError):
-        forge.fork(surroundings(), tmp_path)
-    for _ in range(20):  # it can be ended from the first moment on
-        rank = forge.fork(surroundings(), tmp_path / "log")
-        assert rank is not None, forge.reason
+        fork_server.fork(surroundings(), tmp_path)
+    for _ in range(20):  # it can be ended from its first moment
+        rank = fork_server.fork(surroundings(), tmp_path / "log")
+        assert rank is not None, fork_server.reason
         processes.kill_sessions([rank.pid])
         assert rank.wait() == -signal.SIGKILL
 
@@ -120,24 +120,24 @@ AGENT = """
     from ckpt.recovery.ranks.fork_client import ForkServerClient
 
     folder = Path(sys.argv[1])
-    forge = ForkServerClient.start([sys.executable, str(folder / "train.py")], os.environ, folder / "told.imports")
-    while sys.argv[2] == "ranks" and not forge.is_ready:
-        assert not forge.reason, forge.reason
+    fork_server = ForkServerClient.start([sys.executable, str(folder / "train.py")], os.environ, folder / "told.imports")
+    while sys.argv[2] == "ranks" and not fork_server.is_ready:
+        assert not fork_server.reason, fork_server.reason
         time.sleep(0.01)
-    ranks = [forge.fork({**os.environ, "RANK": str(n)}, folder / f"log-{n}") for n in range(2) if forge.is_ready]
-    (folder / "pids.new").write_text(json.dumps([forge.pid, *[rank.pid for rank in ranks]]))
+    ranks = [fork_server.fork({**os.environ, "RANK": str(n)}, folder / f"log-{n}") for n in range(2) if fork_server.is_ready]
+    (folder / "pids.new").write_text(json.dumps([fork_server.pid, *[rank.pid for rank in ranks]]))
     (folder / "pids.new").rename(folder / "pids")
     time.sleep(3600)
 """
 
 
 @pytest.mark.parametrize("when", ["ranks", "importing"])
-def test_the_agent_is_killed(tmp_path: Path, when: str) -> None:
-    """Nothing goes on: neither the ranks, nor the forge, not even where an import hangs with the interpreter locked."""
+def test_a_killed_agent_leaves_no_rank_and_no_fork_server(tmp_path: Path, when: str) -> None:
+    """This also holds where an import hangs with the interpreter locked."""
     site = libraries(tmp_path, slow="import ctypes\nctypes.PyDLL(None).sleep(3600)\n")
     script(tmp_path, SLEEPS)
-    told = {"slow": str(site / "slow" / "__init__.py")} if when == "importing" else {}
-    (tmp_path / "told.imports").write_text(json.dumps({"modules": told, "environ": {}}))
+    reported = {"slow": str(site / "slow" / "__init__.py")} if when == "importing" else {}
+    (tmp_path / "told.imports").write_text(json.dumps({"modules": reported, "environ": {}}))
     command = [sys.executable, script(tmp_path, AGENT, "agent.py"), str(tmp_path), when]
     agent = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(site)})
     try:
