@@ -45,9 +45,9 @@ class Job:
 
     def until(self, reached: Callable[[list[RankHeartbeat]], bool]) -> None:
         """Wait until a condition holds for the heartbeats of all ranks."""
-        until = time.monotonic() + 90
+        deadline = time.monotonic() + 90
         while not reached(self.beats()):
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             assert all(p.poll() is None for p in self.processes), [p.communicate()[1] for p in self.processes]
             time.sleep(0.005)
 

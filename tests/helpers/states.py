@@ -57,7 +57,7 @@ def differences(actual: Any, expected: Any, path: str = "state") -> list[str]:
     return [] if actual == expected else [f"{path}: {actual!r} instead of {expected!r}"]
 
 
-def assert_same(got: Any, want: Any) -> None:
+def assert_same(actual: Any, expected: Any) -> None:
     """Check that two states are equal bit for bit."""
-    found = differences(got, want)
+    found = differences(actual, expected)
     assert not found, "; ".join(found[:5])

@@ -17,7 +17,7 @@ from helpers.host_runs import job as job
 from helpers.processes import until
 from helpers.repositories import snapshot
 from helpers.runs import RANKS, memory_folder_of
-from helpers.tier_places import flip_bit
+from helpers.tier_folders import flip_bit
 
 import ckpt
 from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide

@@ -13,8 +13,8 @@ from helpers.messages import one_line
 from helpers.processes import python
 from helpers.repositories import assert_all_load, files, reachable
 from helpers.states import assert_same, state_of
-from helpers.tier_places import TierFolders, close_as_if_failed, switch_memory_folder, train
-from helpers.tier_places import tier_folders as tier_folders
+from helpers.tier_folders import TierFolders, close_as_if_failed, switch_memory_folder, train
+from helpers.tier_folders import tier_folders as tier_folders
 from helpers.two_writers import take_over
 
 import ckpt
@@ -26,7 +26,7 @@ KILLED = """
 import sys, ckpt
 from pathlib import Path
 from helpers.states import state_of
-from helpers.tier_places import Places
+from helpers.tier_folders import Places
 with Places(Path(sys.argv[1])).open() as ck:
     _, start = ck.restore(state_of(0))
     for step in range(start, start + 8):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 from helpers.processes import python
-from helpers.tier_places import TierFolders
-from helpers.tier_places import tier_folders as tier_folders
+from helpers.tier_folders import TierFolders
+from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
 
 RANK = """
 import os, sys, ckpt
 from pathlib import Path
-from helpers.tier_places import Places, shard_of
+from helpers.tier_folders import Places, shard_of
 rank = int(os.environ["RANK"])
 with Places(Path(sys.argv[1])).open(group="auto", timeout=60) as ck:
     state, start = ck.restore(shard_of(rank, 2, 0))

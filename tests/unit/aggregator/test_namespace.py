@@ -54,8 +54,8 @@ def test_a_file_of_many_stripes_is_read_at_any_offset(tmp_path: Path, redundancy
         for _ in range(200):
             start, length = draw.randrange(len(data)), draw.choice([1, 100, 4096, 300_000, 7_000_000])
             buffer = bytearray(length)
-            got = reader.read_into(start, memoryview(buffer))
-            assert bytes(buffer[:got]) == data[start : start + length]
+            count = reader.read_into(start, memoryview(buffer))
+            assert bytes(buffer[:count]) == data[start : start + length]
     stored = sum(p.stat().st_size for p in objects(tmp_path))
     assert stored <= parse_redundancy(redundancy).overhead * len(data) * 1.02 + 20 * 4096 * 6
     namespace.delete(["big"])

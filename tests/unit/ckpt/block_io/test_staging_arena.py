@@ -13,21 +13,21 @@ from ckpt.block_io.staging_arena import Arena, ArenaAbandoned, ArenaPool
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=60), order=st.randoms(use_true_random=False))
 def test_regions_of_an_arena_never_overlap(sizes, order):
     arena = Arena(32 * 4096)
-    held = []
+    taken = []
     for n in sizes:
         while (region := arena.take(n * 4096 - 7, wait=False)) is None:
-            assert held, "an empty arena must have room"
-            back, mark = held.pop(order.randrange(len(held)))
+            assert taken, "an empty arena must have room"
+            back, mark = taken.pop(order.randrange(len(taken)))
             assert (back.data == mark).all()
             arena.give_back(back)
-        mark = len(held) % 251
+        mark = len(taken) % 251
         region.data[:] = mark
-        held.append((region, mark))
-    for region, mark in held:
+        taken.append((region, mark))
+    for region, mark in taken:
         assert (region.data == mark).all()
         arena.give_back(region)
     assert arena.take(32 * 4096, wait=False) is not None
-    del held, region
+    del taken, region
     arena.close()
 
 

@@ -164,7 +164,7 @@ def test_a_rendezvous_of_another_incarnation_is_left(folder: Path, monkeypatch: 
     (old / "open").write_bytes(dataclasses.replace(own_hello(), owner=owner).encode())
     if members == "before":
         (old / "members.json").write_text('["0", "1"]')
-        # Rank 1 does not withdraw its hello there.
+        # Rank 1 does not withdraw its hello from the old rendezvous.
         monkeypatch.setattr("ckpt.groups.store_rendezvous.StoreRendezvous._withdraw_hellos", lambda *a: None)
     early = threading.Thread(target=lambda: groups[1].meet_at(LocalStore(folder)))
     early.start()

@@ -281,12 +281,12 @@ def test_coverage_and_overlaps_agree_with_counting_each_element(data: st.DataObj
 @EXAMPLES
 @given(data=st.data(), axes=st.integers(0, 3), arrays=st.integers(0, 6))
 def test_many_arrays_are_checked_in_one_call(data: st.DataObject, axes: int, arrays: int) -> None:
-    wholes = [tuple(data.draw(st.lists(st.integers(1, 5), min_size=axes, max_size=axes))) for _ in range(arrays)]
-    boxes_of = [data.draw(any_boxes(shape)) for shape in wholes]
+    shapes_of = [tuple(data.draw(st.lists(st.integers(1, 5), min_size=axes, max_size=axes))) for _ in range(arrays)]
+    boxes_of = [data.draw(any_boxes(shape)) for shape in shapes_of]
     offset, extent = numbers([b for boxes in boxes_of for b in boxes], axes)
     starts = np.cumsum([0, *map(len, boxes_of)])
-    got = are_tiled(np.array(wholes, np.int64).reshape(arrays, axes), starts, offset, extent)
-    assert got.tolist() == [bool(np.all(painted(s, b) == 1)) for s, b in zip(wholes, boxes_of, strict=True)]
+    covered = are_tiled(np.array(shapes_of, np.int64).reshape(arrays, axes), starts, offset, extent)
+    assert covered.tolist() == [bool(np.all(painted(s, b) == 1)) for s, b in zip(shapes_of, boxes_of, strict=True)]
 
 
 @pytest.mark.parametrize("shape", [(2,) * 11, (1 << 40, 1 << 40), (1 << 61,), (1 << 20, 1 << 20, 1 << 20)])

@@ -8,8 +8,8 @@ import warnings
 import pytest
 from helpers.repositories import assert_all_load
 from helpers.states import assert_same, state_of
-from helpers.tier_places import TierFolders, close_as_if_failed, flip_bit, saved_everywhere, train
-from helpers.tier_places import tier_folders as tier_folders
+from helpers.tier_folders import TierFolders, close_as_if_failed, flip_bit, saved_everywhere, train
+from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
 from ckpt.storage.base.store import ALIGNMENT

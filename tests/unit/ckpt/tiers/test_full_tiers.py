@@ -12,8 +12,8 @@ from helpers.failing_store import FailingStore
 from helpers.messages import one_line
 from helpers.repositories import assert_all_load
 from helpers.states import assert_same, state_of
-from helpers.tier_places import FullStore, TierFolders, close_as_if_failed, train
-from helpers.tier_places import tier_folders as tier_folders
+from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, train
+from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
 from ckpt.storage.local.directory import LocalStore

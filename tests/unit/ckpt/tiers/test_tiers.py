@@ -13,8 +13,8 @@ import pytest
 from helpers.messages import one_line
 from helpers.repositories import assert_all_load, files, reachable
 from helpers.states import assert_same, state_of
-from helpers.tier_places import TierFolders, close_as_if_failed, train
-from helpers.tier_places import tier_folders as tier_folders
+from helpers.tier_folders import TierFolders, close_as_if_failed, train
+from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
 from ckpt.tiers.tier_spec import memory_folder_name

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.rank_threads import all_well, on_ranks
-from helpers.tier_places import FullStore, TierFolders, close_as_if_failed, shard_of
-from helpers.tier_places import tier_folders as tier_folders
+from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, shard_of
+from helpers.tier_folders import tier_folders as tier_folders
 from hypothesis import given
 from hypothesis import strategies as st
 
