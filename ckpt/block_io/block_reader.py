@@ -11,15 +11,15 @@ and copied from there in chunks.
 from __future__ import annotations
 
 import errno
-import operator
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from ckpt.block_io.chunked_copy import BlockSource, RangeSweep, copy_in_chunks
 from ckpt.block_io.read_plan import BlockRead, CellRun, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
+from ckpt.block_io.read_threads import STREAM_THREADS, run_in_threads
 from ckpt.block_io.replicated_store import copies_of, from_nearest
 from ckpt.block_io.staging_arena import round_up
 from ckpt.format import codec
@@ -28,24 +28,12 @@ from ckpt.format.limits import BLOCK_BYTES, MAX_BLOCK_BYTES
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.boxes import Box, contiguous_start
 from ckpt.state.dtypes import numpy_dtype
-from ckpt.state.leaves.base import ArrayLeaf, Bytes
+from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import Reader, Store
-from ckpt.support.runtime import collector_paused, processor_count
-
-READ_THREADS = 3
-"""The most threads that read blocks. Reads through the page cache copy, so they use no more threads than there are cores; past
-it, threads mostly wait."""
-
-STREAM_THREADS = 16
-"""The most threads that read past the page cache in chunks, counted over all ranks of a host if they share reads. Each waits
-for one small read and needs little memory."""
 
 _CHUNK_BYTES = 1 << 20
-
-_STREAM_CHUNK_BYTES = 2 * CELL_BYTES
-"""Bytes of a chunk read past the page cache: small enough to be in the processor's cache when it is hashed and copied."""
 
 _PREFETCH_BYTES = 16 << 20
 """How many bytes ahead of its reads each thread prefetches."""
@@ -54,9 +42,6 @@ T = TypeVar("T")
 
 Progress = Callable[[int], None]
 """A function that is called with the number of stored bytes just read, from several threads."""
-
-BlockSource = Callable[[int, int], Bytes]
-"""Returns the bytes [begin, end) of a raw block, which are valid until the next call."""
 
 
 def read_leaves(
@@ -79,87 +64,10 @@ def read_blocks(store: Store, algorithm: str, read_plan: list[BlockRead], where:
     if any(block.bypass_cache for block in read_plan) and copies_of(store)[0].past_cache:
         streamed = [block for block in read_plan if block.can_stream()]
     if streamed:
-        _run_in_threads(streamed, work, STREAM_THREADS)
+        run_in_threads(streamed, work, STREAM_THREADS)
         streamed_ids = {id(block) for block in streamed}
         read_plan = [block for block in read_plan if id(block) not in streamed_ids]
-    _run_in_threads(read_plan, work)
-
-
-def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progress | None = None) -> int:
-    """Read every block of a manifest and check it as stored and as decoded; return the number of bytes read."""
-    done = 0
-    for rows in manifest.in_pack_order():
-        with collector_paused():
-            blocks: dict[tuple[str | None, int], BlockRead] = {}
-            for row in rows:
-                if (block := blocks.get((row.pack, row.position))) is None:
-                    block = blocks[row.pack, row.position] = BlockRead(row, bypass_cache=True)
-                block.pieces.append(RowPiece(row, _NO_DESTINATION, row.box, row.box))
-        order = list(blocks.values())
-        _run_in_threads(order, lambda job: BlockReader(store, manifest.digest_algorithm, where, progress).verify(job))
-        done += sum(block.row.stored for block in order)
-    return done
-
-
-def find_bad_blocks(
-    store: Store, algorithm: str, rows: Iterable[Row], where: str, progress: Progress | None = None
-) -> list[tuple[Row, IntegrityError]]:
-    """Read the block of each row and check it as stored and as decoded; return the bad ones with their errors."""
-    bad: list[tuple[Row, IntegrityError]] = []
-
-    def work(job: Iterable[BlockRead]) -> None:
-        worker = BlockReader(store, algorithm, where, progress)
-        for block in job:
-            try:
-                worker.verify([block])
-            except IntegrityError as error:
-                bad.append((block.row, error))
-
-    _run_in_threads([BlockRead(row, bypass_cache=True) for row in rows], work)
-    return bad
-
-
-def _run_in_threads(
-    reads: list[BlockRead], work: Callable[[Iterable[BlockRead]], None], max_threads: int | None = None
-) -> None:
-    """Run `work` in threads on contiguous parts of about equal bytes; the first error stops all threads and is raised."""
-    total = sum(w.row.stored for w in reads)
-    if max_threads is None:
-        max_threads = READ_THREADS if any(w.bypass_cache for w in reads) else min(READ_THREADS, processor_count())
-    threads = max(1, min(max_threads, len(reads), total // (16 << 20)))
-    if threads == 1:
-        work(reads)
-        return
-    parts: list[list[BlockRead]] = [[] for _ in range(threads)]
-    done = 0
-    for block in reads:
-        parts[min(threads - 1, done * threads // total)].append(block)
-        done += block.row.stored
-    stop = threading.Event()
-    errors: list[BaseException] = []
-
-    def run(part: list[BlockRead]) -> None:
-        try:
-            work(_until_stopped(part, stop))
-        except BaseException as error:
-            errors.append(error)
-            stop.set()
-
-    workers = [threading.Thread(target=run, args=(p,), name="ckpt-read") for p in parts[1:]]
-    for worker in workers:
-        worker.start()
-    run(parts[0])
-    for worker in workers:
-        worker.join()
-    if errors:
-        raise errors[0]
-
-
-def _until_stopped(part: list[BlockRead], stop: threading.Event) -> Iterator[BlockRead]:
-    for block in part:
-        if stop.is_set():
-            return
-        yield block
+    run_in_threads(read_plan, work)
 
 
 class BlockReader:
@@ -317,14 +225,14 @@ class BlockReader:
     def _stream_block(self, row: Row, destinations: list[Destination], source: BlockSource) -> None:
         """Copy a whole raw block from `source` to its destinations and verify it by its digest."""
         block_hash = hasher(self._algorithm)
-        _copy_in_chunks(0, row.raw, destinations, source, lambda data, begin: block_hash.update(data))
+        copy_in_chunks(0, row.raw, destinations, source, lambda data, begin: block_hash.update(data))
         if block_hash.digest() != row.digest:
             raise self._damage_error(row, "digest")
 
     def _stream_cells(self, run: CellRun, begin: int, end: int, destinations: list[Destination], source: BlockSource) -> None:
         """Copy the cells [begin, end) of a run from `source` to the destinations and verify each by its checksum."""
         sweep = RangeSweep(run.pieces)
-        _copy_in_chunks(
+        copy_in_chunks(
             begin, end, destinations, source,
             lambda data, begin: self._check_run(sweep.advance_to(begin + len(data)), data, begin),
         )  # fmt: skip
@@ -446,63 +354,9 @@ class BlockReader:
             self._reader = None
 
 
-S = TypeVar("S", Destination, PieceCells)
-
-
-class RangeSweep(Generic[S]):
-    """Iterates over ranges of a block from its begin to its end. The first two fields of a range are first byte and end."""
-
-    def __init__(self, stretches: Iterable[S]) -> None:
-        self._waiting: deque[S] = deque(sorted(stretches, key=operator.itemgetter(0)))
-        self._reached: list[S] = []
-
-    def advance_to(self, end: int) -> list[S]:
-        """Return the ranges that begin before `end` and did not end before the `end` of the previous call."""
-        while self._waiting and self._waiting[0][0] < end:
-            self._reached.append(self._waiting.popleft())
-        found = self._reached
-        self._reached = [stretch for stretch in found if stretch[1] > end]
-        return found
-
-
-def _copy_in_chunks(
-    begin: int, end: int, destinations: list[Destination], source: BlockSource, check: Callable[[Bytes, int], object]
-) -> None:
-    """Copy bytes [begin, end) of a raw block to destinations, in chunks that stay in the processor's cache.
-
-    check: called with each chunk, in order, and its first byte.
-    """
-    sweep = RangeSweep(destinations)
-    while begin < end:
-        rest = end - begin
-        upto = (
-            end if rest < _STREAM_CHUNK_BYTES * 3 // 2 else begin + _STREAM_CHUNK_BYTES
-        )  # a short last chunk is merged into this one, since a short read would go through the page cache
-        data = source(begin, upto)
-        check(data, begin)
-        for first, last, memory in sweep.advance_to(upto):
-            low, high = max(first, begin), min(last, upto)
-            memory[low - first : high - first] = data[low - begin : high - begin]
-        begin = upto
-
-
 def is_bad_sector(error: StoreError) -> bool:
     """Return whether the device could not read the bytes (EIO). That is damage, unlike a store that cannot be reached."""
     return getattr(error.__cause__, "errno", None) == errno.EIO
-
-
-class _NoDestination(ArrayLeaf):
-    kind = "none"
-    __slots__ = ()
-
-    def read(self, box: Box, out: Bytes) -> None:
-        raise AssertionError("never read")
-
-    def write(self, box: Box, data: Bytes) -> None:
-        raise AssertionError("never written")
-
-
-_NO_DESTINATION = _NoDestination()
 
 
 def _cells_begin(row: Row) -> int:

@@ -16,8 +16,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ckpt.block_io.block_reader import READ_THREADS, STREAM_THREADS, BlockReader, Progress, read_blocks
+from ckpt.block_io.block_reader import BlockReader, Progress, read_blocks
 from ckpt.block_io.read_plan import BlockRead
+from ckpt.block_io.read_threads import READ_THREADS, STREAM_THREADS
 from ckpt.block_io.replicated_store import copies_of
 from ckpt.groups.base import Group, Message, ranks_text
 from ckpt.loading.shared_read_schedule import (

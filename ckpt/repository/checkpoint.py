@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.block_io.block_reader import Progress, is_bad_sector, read_leaves, verify_blocks
+from ckpt.block_io.block_reader import Progress, is_bad_sector, read_leaves
+from ckpt.block_io.block_verification import verify_blocks
 from ckpt.block_io.read_plan import Target
 from ckpt.block_io.replicated_store import from_nearest
 from ckpt.errors import LeafNotFound

@@ -75,7 +75,7 @@ def test_reading_a_slice_reads_only_those_bytes(tmp_path):
 def test_each_block_is_prefetched_before_it_is_read(tmp_path, monkeypatch, only):
     """Nothing else is prefetched, and not everything at once."""
     ckpt.save({f"{x}{i}": np.full(5 << 20, i, np.float32) for x in "abc" for i in range(3)}, tmp_path, codec="none")
-    monkeypatch.setattr("ckpt.block_io.block_reader.READ_THREADS", 1)
+    monkeypatch.setattr("ckpt.block_io.read_threads.READ_THREADS", 1)
     prefetched, read = {}, {}
     ahead = []
     prefetch, read_into = LocalStore.prefetch, DescriptorReader.read_into

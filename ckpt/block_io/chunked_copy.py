@@ -1,0 +1,57 @@
+"""Copy a raw block to its destinations in chunks that stay in the processor's cache."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from ckpt.block_io.read_plan import Destination, PieceCells
+from ckpt.format.digest import CELL_BYTES
+from ckpt.state.leaves.base import Bytes
+
+_STREAM_CHUNK_BYTES = 2 * CELL_BYTES
+"""Bytes of a chunk read past the page cache: small enough to be in the processor's cache when it is hashed and copied."""
+
+BlockSource = Callable[[int, int], Bytes]
+"""Returns the bytes [begin, end) of a raw block, which are valid until the next call."""
+
+S = TypeVar("S", Destination, PieceCells)
+
+
+class RangeSweep(Generic[S]):
+    """Iterates over ranges of a block from its begin to its end. The first two fields of a range are first byte and end."""
+
+    def __init__(self, stretches: Iterable[S]) -> None:
+        self._waiting: deque[S] = deque(sorted(stretches, key=operator.itemgetter(0)))
+        self._reached: list[S] = []
+
+    def advance_to(self, end: int) -> list[S]:
+        """Return the ranges that begin before `end` and did not end before the `end` of the previous call."""
+        while self._waiting and self._waiting[0][0] < end:
+            self._reached.append(self._waiting.popleft())
+        found = self._reached
+        self._reached = [stretch for stretch in found if stretch[1] > end]
+        return found
+
+
+def copy_in_chunks(
+    begin: int, end: int, destinations: list[Destination], source: BlockSource, check: Callable[[Bytes, int], object]
+) -> None:
+    """Copy bytes [begin, end) of a raw block to destinations, in chunks that stay in the processor's cache.
+
+    check: called with each chunk, in order, and its first byte.
+    """
+    sweep = RangeSweep(destinations)
+    while begin < end:
+        rest = end - begin
+        upto = (
+            end if rest < _STREAM_CHUNK_BYTES * 3 // 2 else begin + _STREAM_CHUNK_BYTES
+        )  # a short last chunk is merged into this one, since a short read would go through the page cache
+        data = source(begin, upto)
+        check(data, begin)
+        for first, last, memory in sweep.advance_to(upto):
+            low, high = max(first, begin), min(last, upto)
+            memory[low - first : high - first] = data[low - begin : high - begin]
+        begin = upto
