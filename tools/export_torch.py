@@ -14,7 +14,8 @@ from ckpt.state.leaves import empty_leaf
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.name_patterns import matcher, select
-from ckpt.state.tree import Node, flatten, rebuild, scalar_bytes
+from ckpt.state.tree import Node, flatten
+from ckpt.state.tree_rebuild import rebuild, scalar_bytes
 from ckpt.tools.common import Advance, import_optional
 from ckpt.tools.step_contents import PIECE_BYTES, Array, Contents, as_raw
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ckpt.state.tree import Node, decode_key
+from ckpt.state.tree import Node
+from ckpt.state.tree_rebuild import decode_key
 
 KeyPath = tuple[str | int, ...]
 """The keys and list positions from the root to an entry. Its name is their text joined by dots."""

@@ -9,7 +9,8 @@ import numpy as np
 
 from ckpt.state.boxes import whole_box
 from ckpt.state.leaves.base import ArrayLeaf
-from ckpt.state.tree import Node, scalar_bytes
+from ckpt.state.tree import Node
+from ckpt.state.tree_rebuild import scalar_bytes
 
 Finish = Callable[[], Any]
 """Returns a loaded value. It is called after all bytes are read."""

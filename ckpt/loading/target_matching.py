@@ -25,7 +25,8 @@ from ckpt.state.optimizer_names import add_missing_moments, is_optimizer
 from ckpt.state.optimizer_order import ParametersMismatch, modules_in, reorder_state
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, state_of
 from ckpt.state.torch_keys import is_module, mismatched_keys
-from ckpt.state.tree import Node, PerRank, decode_key, empty_dict, join_path, rebuild
+from ckpt.state.tree import Node, PerRank, join_path
+from ckpt.state.tree_rebuild import decode_key, empty_dict, rebuild
 from ckpt.storage.base.errors import CkptError, IntegrityError
 
 log = logging.getLogger("ckpt")

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ckpt.errors import LeafNotFound
-from ckpt.state.tree import Node, decode_key, join_path
+from ckpt.state.tree import Node, join_path
+from ckpt.state.tree_rebuild import decode_key
 
 Patterns = str | Iterable[str]
 

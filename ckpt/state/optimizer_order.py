@@ -8,7 +8,8 @@ from typing import Any
 
 from ckpt.state.optimizer_names import NamedModules, ParameterNames, names_by_group, parameter_names
 from ckpt.state.torch_keys import is_module
-from ckpt.state.tree import Node, PerRank, decode_key, encode_key, join_path
+from ckpt.state.tree import Node, PerRank, encode_key, join_path
+from ckpt.state.tree_rebuild import decode_key
 
 
 def modules_in(state: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,7 @@
-"""Flatten a state into a JSON tree and named leaves, and rebuild the state from them.
+"""Flatten a state into a JSON tree and named leaves; `tree_rebuild` builds the state from them.
 
 The tree consists of *nodes*. JSON null, booleans, strings, small integers and finite floats stand for themselves; a JSON list
-is a list; a JSON object has one tag that names its type (docs/reference/format.md lists the tags). Nothing is unpickled, and
-no code that a file names is run. A class is used only if this process has imported it and it has the fields that were saved;
-otherwise a new plain class of the same name replaces it.
+is a list; a JSON object has one tag that names its type (docs/reference/format.md lists the tags).
 """
 
 from __future__ import annotations
@@ -14,15 +12,14 @@ import dataclasses
 import json
 import re
 import struct
-import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
-from ckpt.errors import MORE_MEMORY_ADVICE, FormatError, StagingFailed, UnsupportedLeaf
+from ckpt.errors import MORE_MEMORY_ADVICE, StagingFailed, UnsupportedLeaf
 from ckpt.state.alias_notes import add_alias_notes, find_alias_notes
-from ckpt.state.dtypes import dtype_name, numpy_dtype
+from ckpt.state.dtypes import dtype_name
 from ckpt.state.extra_attributes import require_plain_array, require_plain_container
 from ckpt.state.leaves import as_leaf
 from ckpt.state.leaves.base import ArrayLeaf
@@ -33,7 +30,6 @@ from ckpt.state.torch_keys import is_module, module_entries
 from ckpt.storage.base.errors import first_line
 
 Node = Any
-namedtuple_type: Callable[..., Any] = collections.namedtuple  # the field names come from a file, so no static type fits
 INLINE_BYTES = 64 << 10
 """A longer bytes object becomes a leaf, since JSON would need all of it in memory as base64. In a group each rank stores its
 own."""
@@ -41,10 +37,11 @@ own."""
 _RANK_SUFFIX = re.compile(r"@\d+$")  # the suffix of a leaf that one rank alone has; a path that ends like it needs another name
 _SAFE_INTEGER = 1 << 53  # other JSON readers round larger integers
 _DECIMAL_BITS = 2048  # fits in 640 digits, the lowest limit that Python can have for conversions between int and decimal text
-_FACTORIES: dict[str, Callable[[], Any]] = {
+FACTORIES: dict[str, Callable[[], Any]] = {
     "int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool, "tuple": tuple,
     "Counter": collections.Counter, "OrderedDict": collections.OrderedDict,
 }  # fmt: skip
+"""The factories of a defaultdict that can be stored, by their stored names."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -363,12 +360,12 @@ def _torch_metadata(value: dict[Any, Any]) -> dict[Any, Any] | None:
 
 def _factory_name(factory: Callable[[], Any], path: str) -> str:
     """Return the stored name of the factory of a defaultdict; raise UnsupportedLeaf for one that has none."""
-    for name, known in _FACTORIES.items():
+    for name, known in FACTORIES.items():
         if factory is known:
             return name
     raise UnsupportedLeaf(
         f"leaf {path or '(root)'}: the factory of this defaultdict is code, which is not stored; use one of "
-        f"{', '.join(_FACTORIES)}, or store a plain dict"
+        f"{', '.join(FACTORIES)}, or store a plain dict"
     )
 
 
@@ -386,152 +383,3 @@ def _integer_text(value: int) -> str:
 
 def _type_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
-
-
-# --- rebuilding a state ----------------------------------------------------------------------------------------
-
-MakeArray = Callable[[Node], Callable[[], Any]]
-"""From an array node to a function that returns the array; the function is called after the data was read."""
-
-
-def rebuild(node: Node, make_array: MakeArray) -> Callable[[], Any]:
-    """Return a function that builds the state of `node`; call it after every array was filled.
-
-    Raises FormatError for a node of an unknown kind.
-    """
-    if type(node) is dict and "array" in node:  # most nodes by far
-        return make_array(node)
-    if node is None or isinstance(node, (bool, str, int, float)):
-        return lambda: node
-    if isinstance(node, list):
-        return _sequence(node, make_array, list)
-    if not isinstance(node, dict):
-        raise FormatError(f"the tree file has an entry that is not a node: {str(node)[:80]}")
-    for tag, build in _BUILDERS.items():
-        if tag in node:
-            return build(node, make_array)
-    raise FormatError(f"the tree file has a node of an unknown kind ({', '.join(node)}): a newer ckpt may know it")
-
-
-def _sequence(nodes: list[Node], make_array: MakeArray, build: Callable[[list[Any]], Any]) -> Callable[[], Any]:
-    parts = [rebuild(n, make_array) for n in nodes]
-    return lambda: build([part() for part in parts])
-
-
-def _rebuild_dict(node: Node, make_array: MakeArray) -> Callable[[], Any]:
-    entries = [(decode_key(k), rebuild(v, make_array)) for k, v in node["dict"]]
-    metadata = rebuild(node["metadata"], make_array) if "metadata" in node else None
-
-    def finish() -> Any:
-        made = empty_dict(node)
-        for key, part in entries:
-            made[key] = part()
-        if metadata is not None:
-            made._metadata = metadata()
-        return made
-
-    return finish
-
-
-def empty_dict(node: Node) -> Any:
-    """Return an empty dict of the type that a dict node names."""
-    kind = node.get("type")
-    if kind == "OrderedDict":
-        return collections.OrderedDict()
-    if kind == "Counter":
-        return collections.Counter()
-    if kind == "defaultdict":
-        return collections.defaultdict(_FACTORIES.get(node.get("factory")))
-    return {}
-
-
-def decode_key(key: Node) -> Any:
-    """Return the dict key from the JSON that `encode_key` made."""
-    if isinstance(key, str):
-        return key
-    return rebuild(key[0], _no_array)()
-
-
-def _no_array(node: Node) -> Callable[[], Any]:
-    raise FormatError("the tree file has an array where a plain value belongs")
-
-
-def _rebuild_namedtuple(node: Node, make_array: MakeArray) -> Callable[[], Any]:
-    fields = tuple(node["fields"])
-    found: Any = _find_imported(node["class"])
-    if not (isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields):
-        found = namedtuple_type(_short_class_name(node["class"]), fields, rename=True)
-    return _sequence(node["namedtuple"], make_array, lambda values: tuple.__new__(found, values))
-
-
-def _rebuild_dataclass(node: Node, make_array: MakeArray) -> Callable[[], Any]:
-    fields = node["fields"]
-    found = _find_imported(node["class"])
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)) or (
-        [f.name for f in dataclasses.fields(found)] != fields
-    ):
-        found = dataclasses.make_dataclass(_short_class_name(node["class"]), fields)
-
-    def build(values: list[Any]) -> Any:
-        made = object.__new__(found)  # not the constructor: a file must not decide which code runs
-        for name, value in zip(fields, values, strict=True):
-            object.__setattr__(made, name, value)
-        return made
-
-    return _sequence(node["dataclass"], make_array, build)
-
-
-def _short_class_name(name: str) -> str:
-    short = name.rpartition(":")[2].rpartition(".")[2]
-    return short if short.isidentifier() else "Saved"
-
-
-def _find_imported(name: str) -> Any:
-    """Return the class of this name if its module is already imported, else None. Never import a module that a file names."""
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def _plain_value_builder(make: Callable[[Any], Any], tag: str) -> Callable[[Node, MakeArray], Callable[[], Any]]:
-    def build(node: Node, _: MakeArray) -> Callable[[], Any]:
-        value = make(node[tag])
-        return lambda: value
-
-    return build
-
-
-def _rebuild_bytes(node: Node, _: MakeArray) -> Callable[[], Any]:
-    data = base64.b64decode(node["bytes"])
-    return lambda: bytearray(data) if node.get("type") == "bytearray" else data
-
-
-def scalar_bytes(node: Node) -> bytes:
-    """Return the bytes of a numpy scalar; raise FormatError where their number does not match the dtype."""
-    data = base64.b64decode(node["scalar"])
-    if len(data) != numpy_dtype(node["dtype"]).itemsize:
-        raise FormatError(f"the tree file has a {node['dtype']} of {len(data)} bytes")
-    return data
-
-
-def _rebuild_scalar(node: Node, _: MakeArray) -> Callable[[], Any]:
-    dtype, data = numpy_dtype(node["dtype"]), scalar_bytes(node)
-    return lambda: np.ndarray((), dtype, bytearray(data))[()]
-
-
-_BUILDERS: dict[str, Callable[[Node, MakeArray], Callable[[], Any]]] = {
-    "dict": _rebuild_dict,
-    "tuple": lambda node, make_array: _sequence(node["tuple"], make_array, tuple),
-    "namedtuple": _rebuild_namedtuple,
-    "dataclass": _rebuild_dataclass,
-    "object": lambda node, make_array: rebuild(node["object"], make_array),
-    "int": _plain_value_builder(lambda text: int(text, 0), "int"),
-    "float": _plain_value_builder(lambda text: struct.unpack(">d", bytes.fromhex(text))[0], "float"),
-    "complex": _plain_value_builder(lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))), "complex"),
-    "bytes": _rebuild_bytes,
-    "scalar": _rebuild_scalar,
-    "set": lambda node, make_array: _sequence(node["set"], make_array, set),
-    "frozenset": lambda node, make_array: _sequence(node["frozenset"], make_array, frozenset),
-}
