@@ -1,9 +1,8 @@
-"""A training for tests of ckpt.training.data: a random transform in workers, the loop's own random numbers, equal weights on
-all ranks.
+"""A training for tests of ckpt.training.data: random transforms in workers, random numbers of the loop, equal weights.
 
 Usage:
 
-    data_training.py REPOSITORY RESULT [STEP]       killed after this step, if one is named
+    data_training.py REPOSITORY RESULT [STEP]       killed after STEP, if it is given
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def main() -> None:
         for step, batch in zip(range(start, 17), batches, strict=False):
             seen += [sample.numpy() for sample in batch]
             own += random.random() * np.asarray(batch).sum()
-            weights += np.sin(step)  # what all ranks would have after an all-reduce
+            weights += np.sin(step)  # the same on all ranks, as after an all-reduce
             ck.step(step, state)
             if step == kill:
                 ck.wait()

@@ -1,9 +1,9 @@
-"""A job for tests of faults: adds numbers that depend on step and rank, as job.py does, and keeps them anywhere.
+"""A job for tests of faults: it adds numbers that depend on step and rank, as job.py does, and saves them to any URL.
 
     faulty_job.py FOLDER URL STEPS SECONDS FAULT [TIER ...]
 
-FAULT happens in the first attempt: "" none, points:RANK:SPEC (fail points of that rank), memory:RANK:STEP (takes all there is).
-TIER: "memory", or a URL or folder. Every step comes to the first one, every second to the next; every fifth to URL.
+FAULT happens in the first attempt: "" none, points:RANK:SPEC (fail points of that rank), memory:RANK:STEP (takes all memory).
+TIER: "memory", or a URL or folder. Every step is saved to the first one, every second to the next; every fifth to URL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
             time.sleep(seconds)
             state["w"].local[...] += np.sin(step * 1.7 + rank)
             if mine and fault == "memory" and step == int(more):
-                Path("/proc/self/oom_score_adj").write_text("1000")  # of several the kernel takes this one
+                Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel kills this process first
                 taken = [np.ones(1 << 27) for _ in range(16)]
                 raise SystemExit(f"{len(taken)} GiB were not too much")
             ck.step(step, state)

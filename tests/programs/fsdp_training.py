@@ -1,4 +1,4 @@
-"""One rank under torchrun, for test_fsdp_resume.py: a model sharded by fully_shard goes on from a step as if never stopped."""
+"""One rank under torchrun, for test_fsdp_resume.py: a model sharded by fully_shard resumes as if never stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ URL = Path()  # set by `main`
 
 
 def make(kind: str, seed: int) -> tuple[Any, Any]:
-    """A model cut over all ranks, and an optimizer that has made no step."""
+    """Return a model sharded over all ranks, and an optimizer that has made no step."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.LayerNorm(9), nn.Linear(9, 3))
     for part in (model[0], model[3], model):
@@ -42,7 +42,7 @@ def train(model: Any, optimizer: Any, steps: range) -> None:
 
 
 def local(value: Any) -> Any:
-    """A state with the shards of this rank in place of DTensors."""
+    """Return a state with the shards of this rank in place of DTensors."""
     if isinstance(value, dict):
         return {key: local(item) for key, item in value.items()}
     if isinstance(value, DTensor):
@@ -64,8 +64,8 @@ def require_same(got: Any, want: Any, path: str = "") -> None:
         assert got == want, path
 
 
-def goes_on(kind: str, how: str) -> None:
-    """Two steps, a save, two steps; then a fresh model and optimizer, a load, and the last two steps again."""
+def check_continuation(kind: str, how: str) -> None:
+    """Make two steps, a save and two more steps; then load into a fresh model and optimizer, and repeat the last two steps."""
     url = URL / f"{kind}-{how}"
     model, optimizer = make(kind, 0)
     train(model, optimizer, range(2))
@@ -76,14 +76,14 @@ def goes_on(kind: str, how: str) -> None:
     want = local({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
     model, optimizer = make(kind, 1)
-    if how == "used":  # has moments of its own already, of some parameters
+    if how == "used":  # already has moments of some parameters
         train(model, optimizer, range(7, 8))
         optimizer.state.pop(next(iter(optimizer.state)))
     state = {"model": model, "optimizer": optimizer}
     if how == "restore":
         with ckpt.Checkpointer(url, every=None) as checkpointer:
             state, step = checkpointer.restore(state)
-        assert step == 3  # the one to go on with
+        assert step == 3  # the step to continue with
     else:
         ckpt.load(url, like=state)
     require_same(local({"model": model.state_dict(), "optimizer": optimizer.state_dict()}), saved)
@@ -96,7 +96,7 @@ def main() -> None:
     URL = Path(sys.argv[1])
     dist.init_process_group("gloo")
     for kind, how in (item.split("-") for item in sys.argv[2:]):
-        goes_on(kind, how)
+        check_continuation(kind, how)
         print(json.dumps({"rank": dist.get_rank(), "check": f"{kind}-{how}"}), flush=True)
     dist.barrier()
     dist.destroy_process_group()

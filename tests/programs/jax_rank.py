@@ -21,7 +21,7 @@ LAYOUTS = [("rows",), ("rows", "columns"), (None, "columns"), (("columns", "rows
 
 
 def arrays(mesh: Mesh, layouts: list[tuple[object, ...]], fill: bool) -> dict[str, jax.Array]:
-    """One array a layout, of which each process makes its own shards."""
+    """Return one array for each layout, of which each process makes its own shards."""
     made = {}
     for i, layout in enumerate(layouts):
         sharding = NamedSharding(mesh, PartitionSpec(*layout))
@@ -35,7 +35,7 @@ def main() -> None:
     if SIZE > 1:
         jax.distributed.initialize(f"localhost:{PORT}", SIZE, RANK)
     mesh = Mesh(np.array(jax.devices()).reshape(ROWS, -1), ("rows", "columns"))
-    told = {"rank": RANK, "devices": len(jax.devices())}
+    output = {"rank": RANK, "devices": len(jax.devices())}
     if WHAT == "save":
         state = {"arrays": arrays(mesh, LAYOUTS, True), "step": 7, "key": jax.random.key(3) if SIZE == 1 else None}
         ckpt.save(state, URL, 7)
@@ -47,7 +47,7 @@ def main() -> None:
             assert array.sharding == like["arrays"][str(i)].sharding
             for shard in array.addressable_shards:
                 assert np.array_equal(shard.data, WHOLE[shard.index] + i)
-    print(json.dumps(told), flush=True)
+    print(json.dumps(output), flush=True)
     if SIZE > 1:
         jax.distributed.shutdown()
 

@@ -1,9 +1,9 @@
-"""A job for tests of ckpt-run on several hosts: 24 rows, shared by however many ranks there are; each row adds its own numbers.
+"""A job for tests of ckpt-run on several hosts: its ranks share 24 rows; each row adds its own numbers.
 
-    job_on_hosts.py FOLDER STEPS SECONDS        CKPT_TEST_SLOW: a step takes so many times as long
+    job_on_hosts.py FOLDER STEPS SECONDS        CKPT_TEST_SLOW: a factor for the time of a step
 
-With CKPT_TEST_COLUMNS=… rows are so wide, and each step is in memory; every 20th comes to the repository, else every 5th,
-or as CKPT_TEST_EVERY=… says.
+With CKPT_TEST_COLUMNS=… rows have that many columns, and each step is saved to memory; every 20th is saved to the repository,
+otherwise every 5th, or every CKPT_TEST_EVERY-th.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     job_with_straggler.py FOLDER SECONDS FACTOR [together] [marked]
 
-together: all ranks wait for each other in every step, by files. marked: their own part is marked.
+together: all ranks wait for each other in every step, by files. marked: the time of their own part is marked as such.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Forks a saving child for each job it reads, a line of JSON each, and answers with what the child acknowledged.
+"""Forks a saving child for each job it reads, a line of JSON each, and answers with the steps that the child acknowledged.
 
 A forked child has numpy, pyarrow and ckpt imported already, so that a kill costs milliseconds and not half a second.
 The server itself starts no thread before it forks.
 
 Job: url, start, count, mode (blocking, async, checkpointer), failpoints, kill_after (seconds), keep. The seconds begin
-when the child says that it is about to save.
+when the child reports that it is about to save.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def save_steps(job: dict[str, Any], acknowledge: Any) -> None:
 
 
 def child(job: dict[str, Any], out: int) -> int:
-    """Everything that happens in a forked child; returns its exit status."""
+    """Run a job in a forked child; return its exit status."""
     os.write(out, b"ready\n")
     set_failpoints(job.get("failpoints", ""))
     try:

@@ -1,4 +1,4 @@
-"""A rank for tests of the training loop under a page of its own: steps of uneven length, losses from a file or none.
+"""A rank for tests of the training loop with a heartbeat page: steps of uneven length, with losses from a file or none.
 
 Usage:
 

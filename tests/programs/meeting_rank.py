@@ -1,8 +1,8 @@
-"""One rank of a real group: hands bytes round in every way that its group has, and reports what it saw.
+"""One rank of a real group: it exchanges bytes in every way that its group has, and reports which groups it found.
 
     meeting_rank.py mpi|torch|jax|env FOLDER [PORT]
 
-The report is FOLDER/<rank>.json, the groups that were found. A rank that sees anything wrong dies of an assertion.
+The report, FOLDER/<rank>.json, has the groups that were found. A rank that finds an error ends with an assertion.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ckpt.storage.local.directory import LocalStore
 
 
 def content(rank: int, number: int, nbytes: int) -> bytes:
-    """The bytes that a rank brings to a gather: everyone can tell them."""
+    """Return the bytes that a rank brings to a gather; every rank can compute them."""
     return np.random.default_rng([rank, number, nbytes]).bytes(nbytes)
 
 
 def check(group: Group, large: int = 5_000_000) -> None:
-    """The contract of a group, as each rank of it runs it."""
+    """Check the contract of a group, as each rank of it runs it."""
     rank, size = group.rank, group.size
     lengths: tuple[Any, ...] = (
         lambda r: 10,
@@ -46,7 +46,7 @@ def check(group: Group, large: int = 5_000_000) -> None:
         assert [*map(len, got)] == [length(r) for r in range(size)]
         assert got == [content(r, number, length(r)) for r in range(size)], number
     for number, nbytes in enumerate((0, 1, large)):
-        given = content(0, number, nbytes) if rank == 0 else None if number else b"not looked at"
+        given = content(0, number, nbytes) if rank == 0 else None if number else b"ignored"
         assert group.broadcast(given) == content(0, number, nbytes)
     assert group.one_host()
     if group.can_exchange:
@@ -58,36 +58,38 @@ def check(group: Group, large: int = 5_000_000) -> None:
         except InvalidArgument as error:
             assert group.name in str(error)
         else:
-            raise AssertionError("exchange() of a group that has none")
+            raise AssertionError("exchange() works in a group without it")
 
 
 def check_exchange(group: Group, large: int) -> None:
-    """Several messages between each two ranks, both ways, to itself and of no bytes too; the last rank sends none."""
+    """Exchange several messages between each two ranks, both ways, also to itself and of no bytes; the last rank sends none."""
     rank, size = group.rank, group.size
 
-    def letters(source: int, target: int) -> list[bytes]:
+    def messages(source: int, target: int) -> list[bytes]:
         if source == size - 1 and size > 1:
             return []
         return [content(source, 100 * target + i, n) for i, n in enumerate((1000 + source, 0, 3, 1000 + source, large))]
 
-    # By turns, so that messages of different pairs stand between those of one.
-    rounds = max(len(letters(0, r)) for r in range(size))
-    send, receive, wanted = [], [], []
+    # Interleaved, so that messages of other pairs are between those of one pair.
+    rounds = max(len(messages(0, r)) for r in range(size))
+    send, receive, expected = [], [], []
     for i in range(rounds):
         for peer in range(size):
-            for out in letters(rank, peer)[i : i + 1]:
-                # From memory that can be written, that can't, and of another shape.
-                square = len(out) % 4 == 0 and i == 0
-                send.append((peer, memoryview(np.frombuffer(out, "u4") if square else bytearray(out) if i % 2 else out)))
-            for out in letters(peer, rank)[i : i + 1]:
-                receive.append((peer, memoryview(np.zeros(len(out), np.uint8))))
-                wanted.append(out)
+            for message in messages(rank, peer)[i : i + 1]:
+                # From writable memory, read-only memory, and memory of another shape.
+                square = len(message) % 4 == 0 and i == 0
+                send.append(
+                    (peer, memoryview(np.frombuffer(message, "u4") if square else bytearray(message) if i % 2 else message))
+                )
+            for message in messages(peer, rank)[i : i + 1]:
+                receive.append((peer, memoryview(np.zeros(len(message), np.uint8))))
+                expected.append(message)
     group.exchange(send, receive)
-    assert [bytes(data) for _, data in receive] == wanted
+    assert [bytes(data) for _, data in receive] == expected
 
 
 def refused(group: Any, *words: str) -> None:
-    """Fail unless `group` is no group."""
+    """Fail unless `group` is refused as a group with an error of these words."""
     try:
         as_group(group)
     except InvalidArgument as error:
@@ -97,7 +99,7 @@ def refused(group: Any, *words: str) -> None:
 
 
 def fails(call: Callable[[], Any], *words: str) -> None:
-    """Fail unless `call` raises a GroupError that says these words, and why."""
+    """Fail unless `call` raises a GroupError with these words and a cause."""
     try:
         call()
     except GroupError as error:
@@ -118,8 +120,8 @@ def in_mpi(folder: Path) -> list[Group]:
 
     world = MPI.COMM_WORLD
     buffer = np.zeros(1, np.uint8)
-    pending = world.Irecv(buffer, MPI.ANY_SOURCE, MPI.ANY_TAG)  # the user's: none of our messages may end in it
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "64"}  # the library in use knows better
+    pending = world.Irecv(buffer, MPI.ANY_SOURCE, MPI.ANY_TAG)  # a request of the user: no message of ckpt may arrive in it
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "64"}  # MPI takes precedence over these variables
     group = detect()
     assert group is detect()
     assert group is as_group(world)
@@ -129,7 +131,7 @@ def in_mpi(folder: Path) -> list[Group]:
     assert not pending.Test()
     pending.Cancel()
     pending.Wait()
-    half = world.Split(world.rank % 2, -world.rank)  # ranks the other way round
+    half = world.Split(world.rank % 2, -world.rank)  # ranks in reverse order
     part = as_group(half)
     assert (part.rank, part.size) == (half.rank, 2)
     check(part, 1000)
@@ -144,7 +146,7 @@ def in_mpi(folder: Path) -> list[Group]:
 def in_torch(folder: Path) -> list[Group]:
     import torch.distributed as dist
 
-    before = detect()  # torch is imported, and nothing of it initialised: what the launcher says
+    before = detect()  # torch is imported, but not initialised: the environment of the launcher decides
     assert isinstance(before, EnvGroup)
     assert before is detect()
     before.meet_at(LocalStore(folder / "repository"))
@@ -171,12 +173,12 @@ def in_torch(folder: Path) -> list[Group]:
     refused(mesh, "2 dimensions", "mesh[")
     check(as_group(mesh["tp"]), 1000)
     check(as_group(dist.init_device_mesh("cpu", (4,))), 1000)
-    hasty = as_group(dist.new_group(range(4), timeout=datetime.timedelta(seconds=0.5)))
+    impatient = as_group(dist.new_group(range(4), timeout=datetime.timedelta(seconds=0.5)))
     named = as_group(dist.new_group(range(4), timeout=datetime.timedelta(seconds=5)))
     if rank < 3:
-        said = ["Ranks 3 failed"] if rank == 0 else []
-        fails(lambda: named.meet_at(LocalStore(folder)), f"torch.distributed, rank {rank} of 4: meeting failed", *said)
-        fails(lambda: hasty.all_gather(b""), f"torch.distributed, rank {rank} of 4", "a gather failed")
+        failed_ranks = ["Ranks 3 failed"] if rank == 0 else []
+        fails(lambda: named.meet_at(LocalStore(folder)), f"torch.distributed, rank {rank} of 4: meeting failed", *failed_ranks)
+        fails(lambda: impatient.all_gather(b""), f"torch.distributed, rank {rank} of 4", "a gather failed")
         (folder / f"over-{rank}").touch()
     for others in range(3):
         wait_for(folder / f"over-{others}")
@@ -194,16 +196,16 @@ def in_jax(folder: Path, port: str) -> list[Group]:
     assert isinstance(detect(), SingleProcessGroup)  # imported, not initialised
     jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
     group = detect()
-    assert not jax._src.xla_bridge.backends_are_initialized(), "asking who is there must start no backend"
+    assert not jax._src.xla_bridge.backends_are_initialized(), "the detection of a group must start no backend"
     check(group)
     import ckpt.groups.jax as ours
 
     left = group._client.key_value_dir_get_bytes("ckpt/")  # type: ignore[attr-defined]
     last = {int(key.split("/")[1]) for key, _ in left}
-    assert len(last) <= 2, "gathers that are over must be removed"
+    assert len(last) <= 2, "keys of completed gathers must be removed"
 
     devices = ours.JaxGroup()
-    devices._client = None  # a release of jax whose client is elsewhere
+    devices._client = None  # as in a release of jax that has its client in another place
     check(devices, 100_000)
 
     impatient = ours.JaxGroup(timeout=0.5)
@@ -220,20 +222,20 @@ def in_env(folder: Path) -> list[Group]:
     assert isinstance(group, EnvGroup)
     group._timeout = float(os.environ.get("TIMEOUT", "60"))
     store_rendezvous._SETTLE_SECONDS = float(os.environ.get("SETTLE", "2"))
-    say("waiting")
+    print_line("waiting")
     group.meet_at(LocalStore(folder / "repository"))
-    say("met")
+    print_line("met")
     after = os.environ.get("AFTER")
     if after == "gather":
         group.all_gather(b"")
     elif after == "stay":
         time.sleep(60)
     check(group, int(os.environ.get("LARGE", "1000")))
-    assert not {"torch", "jax", "mpi4py"} & set(sys.modules), "what the user has not imported is not imported"
+    assert not {"torch", "jax", "mpi4py"} & set(sys.modules), "ckpt has imported a library that the user has not imported"
     return [group]
 
 
-def say(word: str) -> None:
+def print_line(word: str) -> None:
     print(word, flush=True)
 
 

@@ -11,7 +11,7 @@ import fuse
 
 
 class Passthrough(fuse.Operations):  # type: ignore[misc]
-    """Each operation is made on the folder below."""
+    """A file system that makes each operation on the folder below."""
 
     def __init__(self, root: str) -> None:
         self._root = root

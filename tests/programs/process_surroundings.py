@@ -1,4 +1,4 @@
-"""What a process finds around it, as JSON on its output; and tells what it has imported, as a rank does at its first step."""
+"""Print the surroundings of a process as JSON, and report its imports, as a rank does at its first step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt.training import import_report
 
 
 class Mine:
-    """Of __main__, to be pickled."""
+    """A class of __main__, to be pickled."""
 
 
 def around() -> dict[str, object]:

@@ -1,9 +1,9 @@
-"""One of two ranks that save together. From the second save on one of them can't write to the store.
+"""One of two ranks that save together; from the second save on, one of them can't write to the store.
 
     rank_without_store.py torch|jax|mpi|env FOLDER RANK [network]
 
-RANK: of the one that fails. network: notes do not go through shared memory. The report is FOLDER/said-<rank>.json, and no
-rank ends before all have reported: a rank that is seen to be dead would end the wait of the other, too.
+RANK: the rank that fails. network: notes do not use shared memory. The report is FOLDER/report-<rank>.json, and no rank
+ends before all have reported, as a rank that is found dead would end the wait of the other one, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt.groups import host_notes
 from ckpt.storage.base.failpoints import set_failpoints
 
 SIZE = 2
-BREAKS = "local.fsync=error@*,local.rename=error@*"  # nothing becomes visible
+BREAKS = "local.fsync=error@*,local.rename=error@*"  # no file becomes visible
 
 
 def begin(kind: str, folder: Path) -> int:
@@ -45,25 +45,25 @@ def begin(kind: str, folder: Path) -> int:
 
 
 def main() -> None:
-    kind, folder, bad = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    kind, folder, failing_rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     rank = begin(kind, folder)
     if sys.argv[4:] == ["network"]:
         host_notes._BASE = Path("/no/shared/memory")
     state = {"w": ckpt.Shard(np.full((4, 1000), float(rank)), (8, 1000), (4 * rank, 0))}
-    said: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     ck = ckpt.Checkpointer(folder / "repo", every=None, timeout=600.0)
     ck.save(0, state, blocking=True)
-    if rank == bad:
+    if rank == failing_rank:
         set_failpoints(BREAKS)
     try:
         ck.save(1, state, blocking=True)
     except ckpt.CkptError as error:
-        said = {"kind": type(error).__name__, "text": str(error)}
-    (folder / f"said-{rank}.json.new").write_text(json.dumps(said))
-    (folder / f"said-{rank}.json.new").rename(folder / f"said-{rank}.json")
-    while len(list(folder.glob("said-*.json"))) < SIZE:
+        report = {"kind": type(error).__name__, "text": str(error)}
+    (folder / f"report-{rank}.json.new").write_text(json.dumps(report))
+    (folder / f"report-{rank}.json.new").rename(folder / f"report-{rank}.json")
+    while len(list(folder.glob("report-*.json"))) < SIZE:
         time.sleep(0.05)
-    if kind != "mpi":  # it ends with MPI.Finalize, notes or not
+    if kind != "mpi":  # an MPI rank ends with MPI.Finalize, with or without notes
         os._exit(0)
 
 

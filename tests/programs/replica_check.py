@@ -22,7 +22,7 @@ ROOT = Path()  # set by `main`
 
 
 def refused(state: Any, url: Path, step: int = 1, **options: Any) -> str:
-    """The message with which each rank is refused; nothing is committed."""
+    """Return the message with which each rank is refused; nothing is committed."""
     try:
         ckpt.save(state, url, step, **options)
     except ckpt.StepRefused as error:
@@ -32,7 +32,7 @@ def refused(state: Any, url: Path, step: int = 1, **options: Any) -> str:
 
 
 class Experts(nn.Module):
-    """A mixture of experts, of which each rank holds one under the same names."""
+    """A mixture of experts, of which each rank has one under the same names."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Experts(nn.Module):
 
 
 def experts() -> None:
-    """Experts under equal names are refused, in each form of the state, and saved once they are declared."""
+    """Check that experts under equal names are refused, in each form of the state, and saved once they are declared."""
     rank, url = dist.get_rank(), ROOT / "experts"
     module = Experts(rank)
     forms = {"model.": module, "m.model.": ModelState(module), "model": module.state_dict()}
@@ -63,7 +63,8 @@ def experts() -> None:
 
 
 def batch_norm() -> None:
-    """The statistics of a BatchNorm under DDP: named where the module is not known, rank 0's where it is."""
+    """Check that the statistics of a BatchNorm under DDP are refused by name without the module, and come from rank 0 with
+    it."""
     rank, url = dist.get_rank(), ROOT / "batch_norm"
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH)))
@@ -86,7 +87,8 @@ def batch_norm() -> None:
 
 
 def pipeline() -> None:
-    """Stages of a pipeline, two ranks each: buffers come from the first rank of a stage, parameters must be equal there."""
+    """Check stages of a pipeline, two ranks each: buffers come from the first rank of a stage, and its parameters must be
+    equal."""
     rank, url = dist.get_rank(), ROOT / "pipeline"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = rank // 2

@@ -1,6 +1,6 @@
 """One rank of a job, for tests that start real processes: `python saving_rank.py WHAT URL [options as JSON]`.
 
-Its rank and size come from the group that is found by itself (torchrun, mpiexec, environment). Prints a line of JSON.
+Its rank and size come from the detected group (torchrun, mpiexec, environment). It prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLUMNS = 1000
 
 
 def state_of(step: int, rank: int, size: int, fill: bool = True) -> dict[str, Any]:
-    """Rows of a matrix, a slice of a flattened one, a replicated leaf, and values of this rank alone."""
+    """Return rows of a matrix, a slice of a flattened one, a replicated leaf, and values of this rank only."""
     rows = np.arange(size * 4 * COLUMNS, dtype=np.float64).reshape(size * 4, COLUMNS) + step
     moments = np.arange(7 * size * 11, dtype=np.float32) * (step + 1)
     cuts = [len(moments) * i // size for i in range(size + 1)]
@@ -56,12 +56,12 @@ def main() -> None:
         else:
             __import__(module, fromlist=["x"])
     group = detect()
-    told: dict[str, Any] = {"rank": group.rank, "size": group.size, "group": group.name}
+    output: dict[str, Any] = {"rank": group.rank, "size": group.size, "group": group.name}
     if what == "load":
         loaded = ckpt.load(url, state_of(0, group.rank, group.size, False))
         step = loaded["own"]["step"]
         require_same(loaded, state_of(step, group.rank, group.size))
-        told["step"] = step
+        output["step"] = step
     elif what == "train":
         with ckpt.Checkpointer(url, every=1, keep=2, timeout=options.get("timeout", 60)) as saver:
             state, start = saver.restore(state_of(0, group.rank, group.size, False))
@@ -74,13 +74,13 @@ def main() -> None:
                 if group.rank == 0 or options.get("wait"):
                     handle.result()
                     print(json.dumps({"committed": step}), flush=True)
-            told |= {"start": start, "random": os.getpid()}
-    print(json.dumps(told), flush=True)
+            output |= {"start": start, "random": os.getpid()}
+    print(json.dumps(output), flush=True)
     if "torch.distributed" in options.get("imports", []):
         import torch.distributed as dist
 
         held = weakref.ref(dist.group.WORLD)
-        dist.destroy_process_group()  # else its threads are alive when the process ends, which may abort it
+        dist.destroy_process_group()  # otherwise its threads are alive when the process ends, which may abort it
         gc.collect()
         assert held() is None, "ckpt keeps the process group, and so its threads"
 

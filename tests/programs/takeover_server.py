@@ -1,8 +1,8 @@
-"""Forks a process for each job: a writer that stands still in the middle of its commit, or one that takes the repository over.
+"""Forks a process for each job: a writer that stops in the middle of its commit, or one that takes the repository over.
 
-A job is a line of JSON: url, role ("old" or "new"), saves ([step, variant] …). The old one stops itself in the last save: after
-so many looks at its lease (stop_after), or before so many calls to the file system (stop_at_call). The answer has its process
-id; `Server.result` waits for what became of it.
+A job is a line of JSON: url, role ("old" or "new"), saves ([step, variant] …). The old one stops itself in the last save: at
+a check of its lease (stop_after counts them), or before a call to the file system (stop_at_call counts them). The answer is
+its process id; `Server.result` waits for the result.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from helpers.states import state_of
 
 
 def state(step: int, variant: int) -> dict[str, Any]:
-    """Of each variant another one."""
+    """Return the state of a step, which differs for each variant."""
     return state_of(10 * step + variant, size=500)
 
 
 def variant_of(loaded: dict[str, Any]) -> tuple[int, int]:
-    """Step and variant of a loaded state."""
+    """Return step and variant of a loaded state."""
     return divmod(loaded["step"], 10)
 
 
@@ -71,7 +71,7 @@ def _work(job: dict[str, Any]) -> str:
     import ckpt
     import ckpt.groups.process_identity as identities
 
-    if job["role"] == "new":  # as in another container: whether the old writer lives can't be seen from there
+    if job["role"] == "new":  # as in another container, from which the processes of this one are invisible
         identities._pid_namespace = lambda: "pid:[another]"
     try:
         with ckpt.Checkpointer(job["url"]) as saver:
@@ -100,8 +100,8 @@ def _serve() -> None:
         if (pid := os.fork()) == 0:
             status = 1
             try:
-                said = _work(job)
-                Path(job["answer"]).write_text(said)
+                outcome = _work(job)
+                Path(job["answer"]).write_text(outcome)
                 status = 0
             finally:
                 os._exit(status)
@@ -111,7 +111,7 @@ def _serve() -> None:
 
 
 class Server:
-    """A process for jobs one after the other."""
+    """A process that runs jobs one after the other."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -122,7 +122,7 @@ class Server:
         )  # fmt: skip
 
     def begin(self, **job: Any) -> int:
-        """Start a job; its process."""
+        """Start a job, and return the number of its process."""
         self._count += 1
         self._answer = self._folder / f"{id(self)}-{self._count}"
         assert self._process.stdin is not None
@@ -133,7 +133,7 @@ class Server:
         return self.pid
 
     def stands_still(self) -> bool:
-        """Wait until the process of the job has stopped itself; False where it has ended before."""
+        """Wait until the process of the job has stopped itself; return False where it has ended before."""
         while True:
             try:
                 state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -147,7 +147,7 @@ class Server:
         os.kill(self.pid, signal.SIGCONT)
 
     def result(self) -> str:
-        """What became of the job."""
+        """Return the result of the job."""
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "0\n"
         return self._answer.read_text()

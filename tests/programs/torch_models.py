@@ -1,4 +1,4 @@
-"""A model, its optimizer and its training, sharded by torch in every way, for programs/torch_rank.py."""
+"""A model, its optimizer and its training, sharded by torch in each layout, for programs/torch_rank.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 def make_model(layers: range = range(4), seed: int = 0) -> nn.Module:
-    """Some blocks of one model, by their names in it."""
+    """Return some blocks of one model, by their names in it."""
     torch.manual_seed(seed)
     blocks = [Block() for _ in range(4)]
     return nn.ModuleDict({f"layer{i}": blocks[i] for i in layers})
@@ -47,7 +47,7 @@ def forward(model: Any, x: Tensor) -> Tensor:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, so that parameters are not numbered in the order of the model."""
+    """Return an optimizer with two groups, so that parameters are not numbered in the order of the model."""
     parameters = list(model.parameters())
     matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
     return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "lr": 0.01}])
@@ -68,7 +68,7 @@ def full(value: Any) -> Any:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All tensors of a model and its optimizer, whole, by name. Collective."""
+    """Return all tensors of a model and its optimizer, whole, by name. Collective."""
     bare = getattr(model, "module", model)
     found = {f"model.{name}": full(value.detach()) for name, value in bare.state_dict().items()}
     for name, parameter in bare.named_parameters():
@@ -78,7 +78,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def sharded(layout: str, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model in a layout over all ranks, with other values than the reference, and a fresh optimizer."""
+    """Return the model in a layout over all ranks, with other values than the reference, and a fresh optimizer."""
     model = make_model(seed=seed)
     size = dist.get_world_size() if dist.is_initialized() else 1
     if layout == "ddp":
@@ -109,7 +109,7 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
 
 
 def whole(url: Path, group: Any = None) -> dict[str, Tensor]:
-    """All tensors of the newest step, loaded into a plain model by this process alone."""
+    """Return all tensors of the newest step, loaded into a plain model by this process alone."""
     model, optimizer = sharded("plain")
     ckpt.load(url, {"train": ModelState(model, optimizer), "step": 0}, group=group)
     return everything(model, optimizer)

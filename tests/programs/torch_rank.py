@@ -1,7 +1,7 @@
 """One rank under torchrun, for test_parallel_models.py: `torch_rank.py FOLDER CHECK…` runs the checks one after the other.
 
-A check is a function of this file. All compare with `reference()`, a model trained in this process alone, of which every
-rank makes the same: what was saved in one layout must come back in another bit for bit.
+A check is a function of this file. All compare with `reference()`, a model trained in this process alone and equal on every
+rank: a step saved in one layout must load into another, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def saved_in(layout: str) -> Path:
 
 
 def save_layouts() -> None:
-    """FSDP2, HSDP, TP with FSDP2 and DDP, each trained for two steps and saved."""
+    """Save FSDP2, HSDP, TP with FSDP2 and DDP, each trained for two steps."""
     for layout in ("fsdp", "hsdp", "tp", "ddp"):
         model, optimizer = sharded(layout, seed=0)
         train(model, optimizer)
@@ -56,7 +56,7 @@ def save_layouts() -> None:
 
 
 def load_layouts() -> None:
-    """What each layout saved into each layout that this number of ranks can have; fresh optimizers get their state."""
+    """Load each saved layout into each layout that this number of ranks can have; fresh optimizers get their state."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     layouts = {4: ["tp", "hsdp", "fsdp"], 2: ["fsdp", "tp", "ddp"], 1: ["plain"]}[size]
     for source in ("fsdp", "hsdp", "tp", "ddp"):
@@ -70,12 +70,12 @@ def load_layouts() -> None:
             assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.01]
             if layout == "ddp":
                 written = sum(file.stat().st_size for file in saved_in("ddp").rglob("*.pack"))
-                assert written < 1.2 * sum(v.nbytes for v in want.values()) + 4 * 65536, "every rank wrote all of it"
-            train(model, optimizer, 1)  # the state is one that the optimizer can go on with
+                assert written < 1.2 * sum(v.nbytes for v in want.values()) + 4 * 65536, "each rank wrote the whole state"
+            train(model, optimizer, 1)  # the optimizer can continue with the loaded state
 
 
 def pipeline() -> None:
-    """Two stages of two data-parallel ranks each, into one process; a plain model into the stages again."""
+    """Load two stages of two data-parallel ranks each into one process, and a plain model into the stages again."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = mesh.get_local_rank("pp")
     layers = range(2 * stage, 2 * stage + 2)
@@ -111,7 +111,7 @@ def pipeline() -> None:
 
 
 def sharded_tensor() -> None:
-    """The older ShardedTensor, where this torch still makes one."""
+    """Save and load the older ShardedTensor, where this torch still has it."""
     from torch.distributed._shard import sharded_tensor as older
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -133,9 +133,9 @@ SEEDS = range(8 if os.environ.get("CKPT_SOAK") == "1" else 1)
 
 
 def on_mesh(seed: int, mesh: DeviceMesh, order: int, fill: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Tensors of random shapes with random placements over a mesh of three dimensions, and what they are whole.
+    """Return tensors of random shapes with random placements over a mesh of three dimensions, and their whole values.
 
-    order: 1, or -1 for the placements the other way round. The seed gives the same shapes to any mesh.
+    order: 1, or -1 for the placements in reverse order. The seed gives the same shapes for any mesh.
     """
     drawn = random.Random(seed)
     state, want = {}, {}
@@ -153,9 +153,9 @@ def meshes_of_three() -> list[tuple[int, int, int]]:
 
 
 def save_meshes() -> None:
-    """DTensors over every mesh of three dimensions, into other placements, another mesh, and one process."""
+    """Save DTensors over every mesh of three dimensions, and load them into other placements, another mesh, and one process."""
     shapes = meshes_of_three() or [(1, 1, dist.get_world_size())]
-    # Once for all seeds: each makes process groups, whose threads stay until the end.
+    # Once for all seeds: each mesh makes process groups, whose threads stay until the end.
     meshes = [init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b", "c")) for mesh_shape in shapes]
     for seed, (number, mesh_shape) in itertools.product(SEEDS, enumerate(shapes)):
         url = ROOT / "meshes" / f"{seed}-{'x'.join(map(str, mesh_shape))}"
@@ -169,7 +169,7 @@ def save_meshes() -> None:
 
 
 def load_meshes() -> None:
-    """What other ranks saved so, into a mesh of these."""
+    """Load the steps that other numbers of ranks saved into a mesh of these ranks."""
     mesh = init_device_mesh("cpu", (1, dist.get_world_size(), 1), mesh_dim_names=("a", "b", "c"))
     for url in sorted((ROOT / "meshes").iterdir()):
         like, want = on_mesh(int(url.name.split("-")[0]), mesh, 1, False)
@@ -185,7 +185,7 @@ def dcp_state(model: nn.Module, optimizer: torch.optim.Optimizer, fill: bool = T
     }  # fmt: skip
 
 
-def take_back(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def restore_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     assert (state["step"], state["name"], state["ratio"]) == (2, "run", Fraction(7, 3))
     assert torch.equal(state["rows"][0], torch.arange(5))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
@@ -205,7 +205,7 @@ def dcp_save() -> None:
             assert ckpt.open(url).steps() == [0, 5]
             assert ckpt.open(url)[5].verify() >= 0
             assert ckpt.open(url)[5].commit.written_bytes == 0, "the same blocks were written again"
-        # Our own load, without DCP: the same names; what torch has pickled stays closed.
+        # ckpt.load without DCP: the same names; objects that torch has pickled stay bytes.
         loaded = ckpt.load(url, group=None)
         assert isinstance(loaded["ratio"], Pickled)
         assert [loaded["step"], loaded["name"], len(loaded["rows"])] == [2, "run", 2]
@@ -223,12 +223,12 @@ def dcp_load() -> None:
             model, optimizer = sharded(layout)
             state = dcp_state(model, optimizer, False)
             dcp.load(state, storage_reader=Reader(ROOT / f"dcp-{source}"))
-            take_back(model, optimizer, state)
+            restore_dcp(model, optimizer, state)
             same(everything(model, optimizer), want, f"dcp {source} into {layout} on {size}")
 
 
 def dcp_of_ours() -> None:
-    """dcp.load of what ckpt.save wrote, and the very sharding of it; then with one byte of a pack turned."""
+    """Load steps of ckpt.save by dcp.load, with their own sharding; then with one byte of a pack flipped."""
     model, optimizer = sharded("fsdp", seed=0)
     train(model, optimizer)
     url = ROOT / "ours"
@@ -261,7 +261,7 @@ def dcp_of_ours() -> None:
 
 
 def dcp_refused() -> None:
-    """One rank can't write: no step, every rank is told, and the next save works."""
+    """Let one rank fail to write: there is no step, every rank gets the error, and the next save works."""
     url, rank = ROOT / "refused", dist.get_rank()
     good = {"w": torch.ones(3), "rank": "any"}
     dcp.save(good, storage_writer=Writer(url))
@@ -291,7 +291,7 @@ def dcp_refused() -> None:
         assert all(isinstance(failure, ckpt.CkptError) for failure, _ in error.failures.values())
     else:
         raise AssertionError("a step was saved twice")
-    for step in (10, 20):  # by turns with ckpt.save, through another group
+    for step in (10, 20):  # alternating with ckpt.save, through another group
         ckpt.save(rows, url, step)
         dist.barrier()
         dcp.save(rows, checkpoint_id=str(step + 1), storage_writer=Writer(url))

@@ -34,8 +34,8 @@ def wait_for_end(process: subprocess.Popen[str]) -> str:
 
 
 def wait_until_saved(url: Path) -> None:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         try:
             if ckpt.open(url).steps():
                 return

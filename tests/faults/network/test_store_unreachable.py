@@ -43,7 +43,7 @@ def run_ranks(kind: str, folder: Path, bad: int, *more: str) -> dict[int, dict[s
             with suppress(ProcessLookupError):
                 process.kill()
             process.wait()
-    return {rank: json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(2)}
+    return {rank: json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(2)}
 
 
 def kinds() -> list[object]:
