@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.nodes import Here, directories, nodes_config
+from helpers.nodes import LocalNode, directories, nodes_config
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.interfaces.store import NamespaceStore
@@ -39,7 +39,7 @@ class TestOnErasureCode(StoreContract):
 class TestOnNodes(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[NamespaceStore]:
-        nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
+        nodes = [LocalNode(tmp_path / f"n{i}") for i in range(3)]
         namespace = Namespace(nodes_config(nodes))
         yield store_on(namespace)
         namespace.close()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.nodes import Here
+from helpers.nodes import LocalNode
 
 from ckpt.storage.node.client import NodeStore
 from ckpt.storage.node.credentials import NodeCredentials
@@ -22,7 +22,7 @@ class TestOverTheWire(StoreContract):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[NodeStore]:
-        made = Here(tmp_path / "node", NodeOptions(pass_descriptors=False))
+        made = LocalNode(tmp_path / "node", NodeOptions(pass_descriptors=False))
         store = NodeStore(made.address, NodeCredentials(deadline_seconds=20))
         yield store
         store.close()

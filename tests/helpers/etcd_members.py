@@ -13,7 +13,7 @@ from helpers.etcd_server import EtcdProcess, free_port, needs_etcd, running_etcd
 FACTS = AnnouncedNode("127.0.0.1:7070", "r1/h1", 2.0, "disk-1")
 
 
-def configured(folder: Path, monkeypatch: pytest.MonkeyPatch, endpoints: str, *lines: str) -> None:
+def configure_namespace(folder: Path, monkeypatch: pytest.MonkeyPatch, endpoints: str, *lines: str) -> None:
     """Configure ckpt://lab as the cluster `lab` of these etcd servers."""
     file = folder / "config.toml"
     table = ["[namespaces.lab]", f'members = "etcd://{endpoints}/lab"', "deadline_seconds = 5.0", *lines]

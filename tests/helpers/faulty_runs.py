@@ -19,7 +19,7 @@ from ckpt.training.heartbeat_page import HeartbeatPage
 from ckpt.training.rank_heartbeat import RankHeartbeat
 from helpers.folders import PROGRAMS
 from helpers.host_runs import job as job
-from helpers.nodes import Process
+from helpers.nodes import NodeProcess
 from helpers.processes import until
 from helpers.runs import RANKS, Run, assert_result
 
@@ -121,14 +121,14 @@ def start(tmp_path: Path) -> Iterator[Starter]:
 
 def assert_ends_well(run: Faulty, steps: int = 40) -> None:
     """Check that a job ends with status 0 and the right result."""
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run, steps)
 
 
 @contextmanager
-def nodes(folder: Path, count: int) -> Iterator[list[Process]]:
+def nodes(folder: Path, count: int) -> Iterator[list[NodeProcess]]:
     """Start this number of nodes, and end them after the body."""
-    made = [Process(folder / f"node-{i}") for i in range(count)]
+    made = [NodeProcess(folder / f"node-{i}") for i in range(count)]
     try:
         yield made
     finally:
@@ -136,7 +136,7 @@ def nodes(folder: Path, count: int) -> Iterator[list[Process]]:
             node.close()
 
 
-def url_of(made: list[Process], name: str = "run") -> str:
+def url_of(made: list[NodeProcess], name: str = "run") -> str:
     """Return a ckpt:// URL of these nodes."""
     return f"ckpt://{','.join(node.address for node in made)}/{name}?redundancy=2x"
 

@@ -22,17 +22,17 @@ Starter = Callable[..., ForkServerClient]
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Starter]:
+def start_fork_server(tmp_path: Path) -> Iterator[Starter]:
     """Yield a function that starts a fork server; the servers are closed after the test."""
     made: list[ForkServerClient] = []
 
-    def start(command: Sequence[str], told: dict[str, object] | Path | None = None, **environ: str) -> ForkServerClient:
-        """Start a fork server; wait until it is ready or has a reason. told: modules to import, as a rank reports them."""
-        if not isinstance(told, Path):
-            file = tmp_path / "told.imports"
-            file.write_text(json.dumps(told or {"modules": {}, "environ": {}}))
-            told = file
-        server = ForkServerClient.start(command, surroundings(**environ), told)
+    def start(command: Sequence[str], imports: dict[str, object] | Path | None = None, **environ: str) -> ForkServerClient:
+        """Start a fork server; wait until it is ready or has a reason. imports: modules to import, as a rank reports them."""
+        if not isinstance(imports, Path):
+            file = tmp_path / "rank.imports"
+            file.write_text(json.dumps(imports or {"modules": {}, "environ": {}}))
+            imports = file
+        server = ForkServerClient.start(command, surroundings(**environ), imports)
         made.append(server)
         deadline = time.monotonic() + 120
         while not server.is_ready and not server.reason and time.monotonic() < deadline:
@@ -64,7 +64,7 @@ def script(folder: Path, text: str, name: str = "train.py") -> str:
     return str(folder / name)
 
 
-def cold(command: Sequence[str], log: Path, rank: int = 0, **environ: str) -> int:
+def run_cold(command: Sequence[str], log: Path, rank: int = 0, **environ: str) -> int:
     """Return the exit status of a rank that is started without a fork server."""
     with log.open("ab") as out:
         return subprocess.run(
@@ -73,14 +73,14 @@ def cold(command: Sequence[str], log: Path, rank: int = 0, **environ: str) -> in
         ).returncode  # fmt: skip
 
 
-def warm(server: ForkServerClient, log: Path, rank: int = 0, **environ: str) -> int:
+def run_warm(server: ForkServerClient, log: Path, rank: int = 0, **environ: str) -> int:
     """Return the exit status of a rank that a fork server forks."""
     child = server.fork(surroundings(rank, **environ), log)
     assert child is not None, server.reason
     return child.wait()
 
 
-def gone(*pids: int | None) -> bool:
+def have_ended(*pids: int | None) -> bool:
     """Return whether these processes end within 20 s."""
     deadline = time.monotonic() + 20
     while any(processes.process_state(pid) not in ("", "Z") for pid in pids if pid):
@@ -90,7 +90,7 @@ def gone(*pids: int | None) -> bool:
     return True
 
 
-def libraries(folder: Path, **texts: str) -> Path:
+def write_packages(folder: Path, **texts: str) -> Path:
     """Write packages with these texts, and return the folder to put on the path."""
     site = folder / "site-packages"
     site.mkdir()

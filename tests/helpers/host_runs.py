@@ -41,15 +41,15 @@ class Job:
         folder = self.folder / (files or ("run" if not self.state else f"run-{name}"))
         arguments = ["--run-dir", str(folder), *self.state, "--name", name, "--address", "127.0.0.1"]
         program = program or (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
-        with self._open_messages(name) as said:
+        with self._open_messages(name) as messages:
             self.agents[name] = subprocess.Popen(
-                [*RUN, *self.options, *arguments, "--", *program], text=True, stderr=said, stdout=subprocess.DEVNULL,
+                [*RUN, *self.options, *arguments, "--", *program], text=True, stderr=messages, stdout=subprocess.DEVNULL,
                 env=os.environ | {"CKPT_FAILPOINTS": failpoints},
             )  # fmt: skip
 
     def _open_messages(self, name: str) -> IO[str]:
         """Open a new file: ranks of a killed agent of this name may still write to the previous one."""
-        path = self.folder / f"{name}.said"
+        path = self.folder / f"{name}.messages"
         path.unlink(missing_ok=True)
         return path.open("a")
 
@@ -105,9 +105,9 @@ class Job:
             self.agents[name].wait(timeout=120)
         return {name: self.agents[name].returncode for name in names}
 
-    def said(self, name: str) -> str:
+    def messages(self, name: str) -> str:
         """Return the messages of an agent."""
-        return (self.folder / f"{name}.said").read_text()
+        return (self.folder / f"{name}.messages").read_text()
 
     def close(self) -> None:
         for agent in self.agents.values():
@@ -141,7 +141,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[...
         server.kill()
 
 
-def is_right(job: Job, world: int) -> None:
+def assert_result(job: Job, world: int) -> None:
     """Check the rows that the ranks computed, whichever ranks had them."""
     whole = np.concatenate([np.load(job.folder / f"end-{rank}.npy") for rank in range(world)])
     expected = np.zeros((24, 100))
@@ -176,7 +176,7 @@ class OnHosts(Job):
     def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None) -> None:
         arguments = ["--run-dir", str(self.folder / f"run-{name}"), *self.state, "--name", name]
         program = (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
-        with self._open_messages(name) as said:
+        with self._open_messages(name) as messages:
             self.agents[name] = self.hosts.run(
-                "abc".index(name), *RUN, *self.options, *arguments, "--", *program, stderr=said, stdout=subprocess.DEVNULL,
+                "abc".index(name), *RUN, *self.options, *arguments, "--", *program, stderr=messages, stdout=subprocess.DEVNULL,
             )  # fmt: skip

@@ -99,6 +99,6 @@ def page_of(beats: list[RankHeartbeat]) -> list[BadLoss | None]:
     return [beat.bad for beat in beats]
 
 
-def told(decision: RollBack) -> dict[str, str]:
+def rollback_variables(decision: RollBack) -> dict[str, str]:
     """Return the variables that a decision sets for the ranks of the next attempt."""
     return rollback_environment(decision.skip, decision.before, decision.limit)

@@ -106,7 +106,7 @@ def reports(folder: Path, size: int) -> list[list[str]]:
 LAUNCHER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 
 
-def elsewhere(folder: Path, rank: int, size: int) -> tuple[subprocess.Popen[str], int]:
+def start_through_a_launcher(folder: Path, rank: int, size: int) -> tuple[subprocess.Popen[str], int]:
     """Start a rank through another process; return that process, and the process id of the rank."""
     launcher = launch(sys.executable, "-c", LAUNCHER, sys.executable, PROGRAM, "env", folder, RANK=rank, WORLD_SIZE=size)
     assert launcher.stdout is not None

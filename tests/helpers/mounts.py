@@ -6,7 +6,7 @@ import os
 import shutil
 
 
-def no_fuse() -> str | None:
+def why_no_fuse() -> str | None:
     """Return why no FUSE file system can be mounted, or None."""
     if not os.path.exists("/dev/fuse") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "no /dev/fuse that this user may open"

@@ -12,28 +12,28 @@ from pathlib import Path
 import pytest
 
 from ckpt.storage.testing import random_bytes
-from helpers.nodes import Here, Process
+from helpers.nodes import LocalNode, NodeProcess
 
 DATA = random_bytes(3 << 20)
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Process]:
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
     """Yield a node in a process of its own."""
-    made = Process(tmp_path / "data")
+    made = NodeProcess(tmp_path / "data")
     yield made
     made.close()
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Here]:
+def local_node(tmp_path: Path) -> Iterator[LocalNode]:
     """Yield a node in this process."""
-    made = Here(tmp_path / "data")
+    made = LocalNode(tmp_path / "data")
     yield made
     made.close()
 
 
-def moved(node: Process | str) -> dict[str, float]:
+def bytes_by_way(node: NodeProcess | str) -> dict[str, float]:
     """Return the bytes of objects that a node has counted, by the way they were transferred."""
     monitor = node if isinstance(node, str) else f"127.0.0.1:{node.monitor}"
     with urllib.request.urlopen(f"http://{monitor}/metrics") as answer:
@@ -42,7 +42,7 @@ def moved(node: Process | str) -> dict[str, float]:
     return {way: float(value) for way, value in found}
 
 
-def opened() -> set[str]:
+def open_objects() -> set[str]:
     """Return the objects that stay open in this process; a node in it ends its answer only after the client has it."""
     deadline = time.monotonic() + 20
     while found := open_objects_now():

@@ -21,7 +21,7 @@ from ckpt.storage.member.device import Device
 from ckpt.storage.node.server import NodeOptions, NodeServer
 
 
-class Here:
+class LocalNode:
     """A node in this process."""
 
     def __init__(self, folder: Path, options: NodeOptions | None = None, capacity: int | None = None) -> None:
@@ -39,13 +39,13 @@ class Here:
 @contextmanager
 def three_nodes(folder: Path) -> Iterator[str]:
     """Start three nodes in this process; yield their addresses, as a URL contains them."""
-    nodes = [Here(folder / f"n{i}") for i in range(3)]
+    nodes = [LocalNode(folder / f"n{i}") for i in range(3)]
     yield ",".join(node.address for node in nodes)
     for node in nodes:
         node.close()
 
 
-class Process:
+class NodeProcess:
     """A node in a process of its own, as users start it."""
 
     def __init__(self, folder: Path, *options: str, port: int = 0, failpoints: str = "", host: str = "127.0.0.1") -> None:

@@ -158,7 +158,7 @@ class Flaky(Registers):
         self._maybe(lambda: self.inner.drop(names, fence_number))
 
 
-def ledger(registers: dict[str, Registers], seconds: float = 20) -> ReplicatedRegisters:
+def replicated_registers(registers: dict[str, Registers], seconds: float = 20) -> ReplicatedRegisters:
     """Return replicated registers over these members, with majorities as quorums."""
     members = tuple(registers)
     needed = Quorum(len(members), len(members) // 2 + 1, len(members) - len(members) // 2)

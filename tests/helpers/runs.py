@@ -39,8 +39,8 @@ class Run:
         self.process = subprocess.Popen([*command, *program], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
     def end(self, timeout: float = 120) -> int:
-        """Wait for the end, keep the messages in `said`, and return the exit status."""
-        _, self.said = self.process.communicate(timeout=timeout)
+        """Wait for the end, keep the output in `messages`, and return the exit status."""
+        _, self.messages = self.process.communicate(timeout=timeout)
         return self.process.returncode
 
     def pid(self, rank: int) -> int:
@@ -117,7 +117,7 @@ def kill_ranks(run: Run) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def none_left(pids: list[int]) -> bool:
+def have_ended(pids: list[int]) -> bool:
     """Return whether these processes end within 20 s."""
     deadline = time.monotonic() + 20
     while any(processes.process_state(pid) not in ("", "Z") for pid in pids):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from helpers.etcd_server import EtcdProcess, needs_etcd
-from helpers.host_runs import Job, is_right
+from helpers.host_runs import Job, assert_result
 from helpers.processes import until
 
 from ckpt.recovery.ranks import processes
@@ -32,13 +32,13 @@ def test_a_run_survives_etcd_being_away_for_a_while(tmp_path: Path) -> None:
         assert all(processes.process_state(run.pid(rank)) for rank in range(6))
         os.kill(run.pid(2), signal.SIGKILL)
         waits = "rank 2 was killed by SIGKILL; what is done about it is decided when the state answers"
-        until(lambda: any(waits in run.said(name) for name in "abc"))
+        until(lambda: any(waits in run.messages(name) for name in "abc"))
         server.start()
         assert set(run.ends(*"abc").values()) == {0}
         log = run.log()
         assert [(e.facts["cause"], e.facts["ranks"]) for e in log if e.kind == "failure"] == [("signal", [2])]
-        is_right(run, 6)
-        assert sum(run.said(name).count(waits) for name in "abc") == 1
+        assert_result(run, 6)
+        assert sum(run.messages(name).count(waits) for name in "abc") == 1
     finally:
         run.close()
         server.kill()
@@ -63,9 +63,11 @@ def test_hosts_without_etcd_report_it_and_end_when_asked(tmp_path: Path) -> None
             agent.send_signal(signal.SIGTERM)
         assert run.ends(*"ab") == dict.fromkeys("ab", 128 + signal.SIGTERM)
         for name in "ab":
-            assert run.said(name).count(ended) == 1
-            assert "SIGTERM: without the state the ranks can't be asked to save; they are ended within 7 s" in run.said(name)
-        is_right(run, 4)
+            assert run.messages(name).count(ended) == 1
+            assert "SIGTERM: without the state the ranks can't be asked to save; they are ended within 7 s" in run.messages(
+                name
+            )
+        assert_result(run, 4)
     finally:
         run.close()
         server.kill()

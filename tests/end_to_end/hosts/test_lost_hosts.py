@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from helpers.etcd_server import needs_etcd
-from helpers.host_runs import ENGINES, ETCD, Job, OnHosts, answers, is_right, leader_of, starts
+from helpers.host_runs import ENGINES, ETCD, Job, OnHosts, answers, assert_result, leader_of, starts
 from helpers.host_runs import job as job
 from helpers.network_namespaces import hosts_on_a_wire
 from helpers.processes import SOAK, until
-from helpers.runs import none_left
+from helpers.runs import have_ended
 
 
 def test_a_job_without_a_fault_ends_well(job: Callable[..., Job]) -> None:
@@ -24,7 +24,7 @@ def test_a_job_without_a_fault_ends_well(job: Callable[..., Job]) -> None:
     log = run.log()
     assert [sorted(hosts) for hosts in starts(log)] == [["a", "b", "c"]]
     assert log[-1].text == "all ranks have ended well"
-    is_right(run, 6)
+    assert_result(run, 6)
 
 
 @ENGINES
@@ -38,7 +38,7 @@ def test_all_ranks_start_again_after_one_is_killed(job: Callable[..., Job]) -> N
     log = run.log()
     assert [(e.facts["cause"], e.facts["ranks"]) for e in log if e.kind == "failure"] == [("signal", [3])]
     assert starts(log)[0] == starts(log)[1]
-    is_right(run, 6)
+    assert_result(run, 6)
 
 
 @pytest.mark.parametrize("which", ["leader", "other"])
@@ -59,7 +59,7 @@ def test_a_spare_replaces_a_lost_host(job: Callable[..., Job], which: str) -> No
         assert [sorted(hosts) for hosts in starts(log)][-1] == others
         places = starts(log)
         assert [b if b != lost else spare for b in places[0]] == places[-1], "another host has a new place"
-    is_right(run, 6)
+    assert_result(run, 6)
 
 
 def test_a_job_without_spares_continues_with_fewer_hosts(job: Callable[..., Job]) -> None:
@@ -72,14 +72,14 @@ def test_a_job_without_spares_continues_with_fewer_hosts(job: Callable[..., Job]
     log = run.log()
     assert [len(hosts) for hosts in starts(log)] == [3, 2], [(e.kind, e.text) for e in log]
     assert "without b (gone)" in [e.text for e in log if e.kind == "start"][-1]
-    is_right(run, 4)
+    assert_result(run, 4)
 
 
 def test_a_job_with_too_few_hosts_gives_up(job: Callable[..., Job]) -> None:
     run = job("--give-up", "1")
     run.start("a")
     assert run.ends("a") == {"a": 1}
-    assert "1 of 3 hosts came within 1 s; start ckpt-run on more, or lower --min" in run.said("a")
+    assert "1 of 3 hosts came within 1 s; start ckpt-run on more, or lower --min" in run.messages("a")
 
 
 @pytest.mark.parametrize("place", [0, 2])
@@ -94,10 +94,10 @@ def test_a_stopped_agent_that_continues_becomes_a_spare(job: Callable[..., Job],
     ranks = [run.pid(2 * place), run.pid(2 * place + 1)]
     os.kill(run.agents[victim].pid, signal.SIGSTOP)
     run.until(lambda log: len(starts(log)) >= 2, "gone on")
-    assert none_left(ranks)
+    assert have_ended(ranks)
     os.kill(run.agents[victim].pid, signal.SIGCONT)
     assert set(run.ends(*"abc").values()) == {0}
-    is_right(run, 4)
+    assert_result(run, 4)
 
 
 def test_a_killed_agent_that_starts_again_rejoins_the_run(job: Callable[..., Job]) -> None:
@@ -113,7 +113,7 @@ def test_a_killed_agent_that_starts_again_rejoins_the_run(job: Callable[..., Job
     log = run.log()
     assert [e.facts["cause"] for e in log if e.kind == "failure"] == ["lost"]
     assert starts(log)[0] == starts(log)[1]
-    is_right(run, 6)
+    assert_result(run, 6)
 
 
 KILLED_AT = [("start", ".written"), ("failure", ""), ("end", "")]
@@ -139,7 +139,7 @@ def test_another_agent_continues_from_the_log_of_a_killed_coordinator(job: Calla
     assert [e.facts["name"] for e in log if e.kind == "lead"][:2] in (["a", "b"], ["a", "c"], ["a"])
     assert log[-1].text == "all ranks have ended well"
     assert len([e for e in log if e.kind == "start"]) == len({e.attempt for e in log if e.kind == "start"})
-    is_right(run, len(starts(log)[-1]) * 2)
+    assert_result(run, len(starts(log)[-1]) * 2)
     run.agents["a"].wait()
 
 
@@ -155,7 +155,7 @@ def test_a_job_survives_an_agent_killed_at_any_point(job: Callable[..., Job], po
         os.kill(run.pid(0), signal.SIGKILL)
     assert run.ends("a", "c") == {"a": 0, "c": 0}
     assert starts(run.log())[-1] == ["a", "c"]
-    is_right(run, 4)
+    assert_result(run, 4)
 
 
 def test_killed_agents_leave_no_process(job: Callable[..., Job]) -> None:
@@ -166,7 +166,7 @@ def test_killed_agents_leave_no_process(job: Callable[..., Job]) -> None:
     pids = [run.pid(rank) for rank in range(6)]
     for agent in run.agents.values():
         agent.kill()
-    assert none_left(pids)
+    assert have_ended(pids)
 
 
 @needs_etcd
@@ -188,4 +188,4 @@ def test_a_host_cut_off_from_the_others_becomes_a_spare(tmp_path: Path) -> None:
         run.until_step(12, attempt=1)
         hosts.mend("abc".index(victim), 3)
         assert set(run.ends(*"abc").values()) == {0}
-        is_right(run, 4)
+        assert_result(run, 4)

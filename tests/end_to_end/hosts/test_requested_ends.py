@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from helpers.host_runs import ETCD, RUN, Job, is_right, starts
+from helpers.host_runs import ETCD, RUN, Job, assert_result, starts
 from helpers.host_runs import job as job
 
 
@@ -26,7 +26,7 @@ def test_all_ranks_save_before_a_host_leaves(job: Callable[..., Job]) -> None:
     assert failure.facts["cause"] == "preempted"
     assert failure.facts["step"] == failure.facts["committed"], "a step is repeated"
     assert sorted(starts(log)[-1]) == ["a", "c"]
-    is_right(run, 4)
+    assert_result(run, 4)
 
 
 def test_a_run_ends_when_all_hosts_are_asked_to_end(job: Callable[..., Job]) -> None:
@@ -40,7 +40,7 @@ def test_a_run_ends_when_all_hosts_are_asked_to_end(job: Callable[..., Job]) -> 
     for name in "abc":
         run.start(name)
     assert set(run.ends(*"abc").values()) == {0}
-    is_right(run, 6)
+    assert_result(run, 6)
 
 
 def test_a_host_that_arrives_after_the_end_begins_no_run(job: Callable[..., Job]) -> None:
@@ -51,7 +51,7 @@ def test_a_host_that_arrives_after_the_end_begins_no_run(job: Callable[..., Job]
     assert run.ends(*"ab") == {"a": 0, "b": 0}
     run.start("b")
     assert run.ends("b") == {"b": 0}
-    assert run.said("b") == "ckpt-run: the run has ended: all ranks have ended well; to begin another, give --again\n"
+    assert run.messages("b") == "ckpt-run: the run has ended: all ranks have ended well; to begin another, give --again\n"
     assert len([e for e in run.log() if e.kind == "run"]) == 1
     run.options += ["--again"]
     for name in "ab":
@@ -108,7 +108,7 @@ def test_a_host_with_another_command_is_refused(job: Callable[..., Job]) -> None
     run.until(lambda log: bool(log), "begun")
     run.start("b", program=("sleep", "1"))
     assert run.ends("b") == {"b": 1}
-    assert "another run is under way there (3 hosts with 2 ranks each" in run.said("b")
+    assert "another run is under way there (3 hosts with 2 ranks each" in run.messages("b")
 
 
 @ETCD
@@ -122,7 +122,7 @@ def test_hosts_without_nnodes_are_refused(job: Callable[..., Job]) -> None:
     message = (
         "another run is under way there (1 host with 2 ranks: sleep 60); for one job on several hosts give --nnodes on each"
     )
-    assert message in run.said("b")
+    assert message in run.messages("b")
 
 
 def test_a_one_host_run_in_the_folder_of_another_run_is_refused(job: Callable[..., Job]) -> None:
@@ -147,7 +147,7 @@ def test_a_second_host_of_the_same_name_is_refused(job: Callable[..., Job]) -> N
     run.start("a", files="elsewhere")
     try:
         assert run.ends("a") == {"a": 1}
-        assert "another host of this run is called a; give this one another --name" in run.said("a")
+        assert "another host of this run is called a; give this one another --name" in run.messages("a")
         assert first.poll() is None
     finally:
         first.kill()

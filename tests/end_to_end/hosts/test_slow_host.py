@@ -86,5 +86,5 @@ def test_memory_that_the_run_log_does_not_name_is_kept(job: Callable[..., InMemo
     for name in "ab":
         again.start(name)
     assert again.ends(*"ab") == {"a": 0, "b": 0}
-    assert "they are kept" in again.said("a") + again.said("b")
+    assert "they are kept" in again.messages("a") + again.messages("b")
     assert objects <= {path for name in "ab" for path in run.files(name)}

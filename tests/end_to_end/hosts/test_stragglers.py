@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.etcd_server import free_port
 from helpers.folders import PROGRAMS
-from helpers.host_runs import Job, is_right, starts
+from helpers.host_runs import Job, assert_result, starts
 from helpers.host_runs import job as job
 
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
@@ -87,5 +87,5 @@ def test_a_spare_replaces_a_slow_host(job: Callable[..., Job], monkeypatch: pyte
     moved = [e.facts for e in entries if e.kind == "failure" and e.facts["cause"] == "straggler"]
     assert {facts["host"] for facts in moved} == {"b"}, kinds_and_texts
     assert all(facts["step"] == facts["committed"] for facts in moved), "a step is repeated"
-    assert "b is left out, as rank" in run.said("a")
-    is_right(run, 4)
+    assert "b is left out, as rank" in run.messages("a")
+    assert_result(run, 4)

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from helpers.runs import none_left
+from helpers.runs import have_ended
 
 from ckpt.recovery.ranks import launch, processes
 from ckpt.recovery.ranks.host_identity import host_address
@@ -37,7 +37,7 @@ def test_an_ended_rank_is_not_reaped_before_its_session_has_ended(tmp_path: Path
     assert processes.process_state(child) not in ("", "Z")
     stop_ranks([rank], "")
     assert processes.process_state(rank.process.pid) == ""
-    assert none_left([child])
+    assert have_ended([child])
 
 
 def test_a_free_port_is_below_the_range_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def ended_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
         for attempt, step in enumerate([11, 22, 33]):
             run.until_step(step, attempt)
             os.kill(run.pid(attempt), signal.SIGKILL if attempt != 1 else signal.SIGSTOP)
-        assert run.end() == 0, run.said
+        assert run.end() == 0, run.messages
     finally:
         run.close()
     return run, time.monotonic() - began
@@ -82,7 +82,7 @@ def test_a_second_run_in_the_same_folder_continues_the_ledger(ended_run: tuple[R
     before = read_ledgers(run.files)
     again = Run(run.folder, steps=82)
     try:
-        assert again.end() == 0, again.said
+        assert again.end() == 0, again.messages
     finally:
         again.close()
     rows = read_ledgers(run.files)

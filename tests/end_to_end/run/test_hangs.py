@@ -25,10 +25,10 @@ from ckpt.tools import run_queries
 def test_a_hung_rank_is_named_and_its_stacks_are_kept(start: Callable[..., Run], fault: str) -> None:
     """The stacks show where it hangs."""
     run = start("--hang", "2", fault=(fault, 17, 2))
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
     assert run.failures() == [("hang", [2])]
-    assert "sent no heartbeat for" in run.said
+    assert "sent no heartbeat for" in run.messages
     kept = "".join(p.read_text() for p in (run.files / "logs" / "0").iterdir() if p.name.startswith("rank-2"))
     assert "job.py" in kept
     assert "main" in kept
@@ -187,16 +187,16 @@ def test_a_rank_that_waits_after_its_save_is_not_blamed(tmp_path: Path) -> None:
 def test_steps_of_different_lengths_are_no_hang(start: Callable[..., Run]) -> None:
     """They make no rank a straggler, either."""
     run = start("--hang", "1", "--straggler-after", "0.4", seconds=0.02, fault=("jitter", 0, 0))
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
     assert run.failures() == []
-    assert run.said == ""
+    assert run.messages == ""
 
 
 @pytest.mark.parametrize("phase", ["save", "eval"])
 def test_a_hang_outside_of_steps_is_detected(start: Callable[..., Run], phase: str) -> None:
     run = start("--hang", "3", "--first-hang", "8", fault=(f"hung-{phase}", 22, 2))
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
     assert run.failures() == [("hang", [2])]
-    assert f"in phase '{phase}'" in run.said
+    assert f"in phase '{phase}'" in run.messages

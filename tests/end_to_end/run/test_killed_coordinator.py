@@ -16,7 +16,7 @@ import pytest
 from helpers.faulty_runs import MARK, RUN, Starter, assert_ends_well
 from helpers.faulty_runs import start as start
 from helpers.host_runs import Job, leader_of, starts
-from helpers.host_runs import is_right as rows_are_right
+from helpers.host_runs import assert_result as rows_are_right
 from helpers.host_runs import job as job
 from helpers.processes import SOAK, until
 from helpers.runs import RANKS, memory_folder_of
@@ -44,7 +44,7 @@ def test_ckpt_run_killed_at_any_point_continues_when_started_again(start: Starte
         os.kill(run.pid(1), signal.SIGKILL)
     if "coordinator.stop" in point:
         run.process.send_signal(signal.SIGTERM)
-    assert run.end() == -signal.SIGKILL, run.said
+    assert run.end() == -signal.SIGKILL, run.messages
     until(lambda: not processes.find_processes([], f"{MARK}={run.folder.parent}"), "its ranks have ended")
     saved = run.newest()
     again = start("--cold", steps=20)
@@ -59,7 +59,7 @@ def test_ckpt_run_killed_while_it_drains_memory_loses_no_step(start: Starter, po
     memory_folder_of(run)
     run.until_step(12)
     run.kill_ranks()
-    assert run.end() == -signal.SIGKILL, run.said
+    assert run.end() == -signal.SIGKILL, run.messages
     again = start(tiers=("memory",))
     assert_ends_well(again)
     assert min(again.restored()) >= 12
@@ -92,7 +92,7 @@ def test_many_sigterms_during_a_save_leave_whole_steps(start: Starter, whom: str
     if whom == "ranks":
         assert_ends_well(run)
         return
-    assert run.end() == 128 + signal.SIGTERM, run.said
+    assert run.end() == 128 + signal.SIGTERM, run.messages
     saved = run.newest()
     again = start()
     assert_ends_well(again)
@@ -106,8 +106,8 @@ def test_a_sigterm_to_each_process_saves_the_present_step(start: Starter) -> Non
     run.until_step(11)
     for pid in (*(run.pid(rank) for rank in range(RANKS)), run.process.pid):
         os.kill(pid, signal.SIGTERM)
-    assert run.end() == 128 + signal.SIGTERM, run.said
-    assert "have saved and ended, as SIGTERM asked" in run.said
+    assert run.end() == 128 + signal.SIGTERM, run.messages
+    assert "have saved and ended, as SIGTERM asked" in run.messages
     saved = run.newest()
     again = start(steps=200)
     assert_ends_well(again, 200)
@@ -121,7 +121,7 @@ def test_a_sigterm_to_one_rank_restarts_the_job(start: Starter) -> None:
     os.kill(run.pid(1), signal.SIGTERM)
     assert_ends_well(run, 200)
     assert run.failures() == [("signal", [1])]
-    assert "rank 1 was asked to end by SIGTERM after step" in run.said
+    assert "rank 1 was asked to end by SIGTERM after step" in run.messages
 
 
 def test_children_of_a_rank_are_ended_by_sigterm(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_rank_killed_for_lack_of_memory_is_reported(start: Starter) -> None:
         run = start(fault="memory:2:17", group=group)
         assert_ends_well(run)
     assert run.failures() == [("out of memory", [2])]
-    assert "rank 2 was killed by the kernel, as there was no memory left (SIGKILL)" in run.said
+    assert "rank 2 was killed by the kernel, as there was no memory left (SIGKILL)" in run.messages
 
 
 TOGETHER = """

@@ -23,10 +23,10 @@ from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES
 
 def test_a_job_without_a_fault_ends_well(start: Callable[..., Run]) -> None:
     run = start()
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
     assert run.failures() == []
-    assert run.said == ""
+    assert run.messages == ""
 
 
 KILLS = list(product(range(RANKS), [signal.SIGKILL, signal.SIGSEGV])) if SOAK else [(0, signal.SIGKILL), (2, signal.SIGSEGV)]
@@ -38,11 +38,11 @@ def test_a_job_is_restarted_after_a_killed_rank(start: Callable[..., Run], rank:
     run = start(steps=100)
     run.until_step(12)
     os.kill(run.pid(rank), number)
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run, 100)
     assert run.failures() == [("signal", [rank])]
     killed = rf"rank {rank} was killed by {number.name} after step \d+"
-    assert re.search(rf"{killed}; all ranks start again from step \d+, or a newer one", run.said)
+    assert re.search(rf"{killed}; all ranks start again from step \d+, or a newer one", run.messages)
 
 
 def test_a_warm_start_forks_the_ranks(start: Callable[..., Run]) -> None:
@@ -55,7 +55,7 @@ def test_a_warm_start_forks_the_ranks(start: Callable[..., Run]) -> None:
     os.kill(run.pid(1), signal.SIGKILL)
     run.until_step(1, attempt=1)
     assert b"fork_server.py" in Path(f"/proc/{run.pid(1)}/cmdline").read_bytes()
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run, 600)
     assert run.failures() == [("signal", [1])]
 
@@ -65,7 +65,7 @@ def test_a_job_is_restarted_after_all_ranks_are_killed_twice(start: Callable[...
     for attempt, step in enumerate([12, 22]):
         run.until_step(step, attempt)
         kill_ranks(run)
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
     assert len(run.failures()) == 2
 
@@ -74,7 +74,7 @@ def test_a_job_is_restarted_after_a_stopped_rank(start: Callable[..., Run]) -> N
     run = start(seconds=0.03)
     run.until_step(12)
     os.kill(run.pid(1), signal.SIGSTOP)
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
     assert run.failures() == [("stopped", [1])]
 
@@ -84,36 +84,36 @@ def test_a_job_is_restarted_after_a_stopped_rank(start: Callable[..., Run]) -> N
 )
 def test_a_job_is_restarted_after_a_failed_rank(start: Callable[..., Run], fault: str, detail: str) -> None:
     run = start(fault=(fault, 17, 1))
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
     assert run.failures() == [("exit", [1])]
-    assert re.search(detail, run.said)
+    assert re.search(detail, run.messages)
 
 
 def test_a_rank_that_ends_early_fails_the_save_of_the_others(start: Callable[..., Run]) -> None:
     """Status 0 is no failure by itself. Ranks that wait for its part of a save learn of its end at once, and report it."""
     run = start(fault=("leave", 17, 1))
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
-    assert "rank 1 of 3 did not bring its part of step 19 and has ended" in run.said, run.said
+    assert "rank 1 of 3 did not bring its part of step 19 and has ended" in run.messages, run.messages
     assert len(run.failures()) == 1
 
 
 def test_a_loss_that_is_not_finite_once_is_tried_again(start: Callable[..., Run]) -> None:
     """The hardware may be the cause: the same batches are tried again, with a correct result."""
     run = start(fault=("nan", 17, 1))
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
     assert run.failures() == [("diverged", [1])]
-    assert "the loss of step 17 was nan; the same batches are tried again" in run.said
+    assert "the loss of step 17 was nan; the same batches are tried again" in run.messages
 
 
 def test_a_batch_whose_loss_is_never_finite_is_skipped(start: Callable[..., Run]) -> None:
     """The second time the batch is skipped, and an older step is loaded."""
     run = start(fault=("poison", 17, 1))
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert run.failures() == [("diverged", [1])] * 2
-    assert "the loss of step 17 was nan; the 2nd time there: batches 16 to 17 are passed over" in run.said
+    assert "the loss of step 17 was nan; the 2nd time there: batches 16 to 17 are passed over" in run.messages
     environments = [e["facts"]["environment"] for e in run.record() if e["kind"] == "start"]
     assert [each.get("CKPT_SKIP") for each in environments] == [None, None, "16-17"]
 
@@ -124,8 +124,8 @@ def test_a_job_that_always_fails_is_given_up(start: Callable[..., Run]) -> None:
     assert run.end() == 1
     assert len(run.failures()) == MAX_REPEATED_FAILURES
     look = f"look at {run.files}/logs/2/rank-0.log"
-    assert run.said.strip().endswith(f"times in a row, at the same place, with no newer step saved: {look}")
-    assert "RuntimeError: there is no data" in run.said
+    assert run.messages.strip().endswith(f"times in a row, at the same place, with no newer step saved: {look}")
+    assert "RuntimeError: there is no data" in run.messages
     command = [sys.executable, "-m", "ckpt.tools.run", "why", "--run-dir", str(run.files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "halt: rank 0 exited with status 1 (RuntimeError: there is no data) before the first step" in done.stdout

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.runs import none_left
+from helpers.runs import have_ended
 
 from ckpt.recovery.ranks import mpi
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
@@ -60,7 +60,7 @@ def test_an_mpi_job_is_restarted_after_a_killed_or_stopped_rank(tmp_path: Path, 
     assert run.returncode == 0, stderr
     kinds = [e.kind for e in SqliteRunLog(tmp_path / "run").entries() if e.kind != "lead"]
     assert kinds == ["run", "start", "failure", "decision", "start", "end"], stderr
-    assert none_left(pids)
+    assert have_ended(pids)
     want = np.zeros(100)
     for step in range(120):
         want += sum(np.sin(step + rank) for rank in range(3))

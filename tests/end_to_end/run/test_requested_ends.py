@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.runs import RANKS, Run, assert_result, none_left
+from helpers.runs import RANKS, Run, assert_result, have_ended
 from helpers.runs import start as start
 
 import ckpt
@@ -29,12 +29,12 @@ def test_a_run_asked_to_end_saves_its_present_step(start: Callable[..., Run], st
         for _ in range(storm):
             time.sleep(0.01)
             run.process.send_signal(signal.SIGTERM)
-    assert run.end() == 128 + signal.SIGTERM, run.said
+    assert run.end() == 128 + signal.SIGTERM, run.messages
     steps = ckpt.open(run.folder / "repo").steps()
     assert steps[-1] >= (13 if storm == 1 else 9)
-    assert storm > 1 or "have saved and ended, as SIGTERM asked" in run.said
+    assert storm > 1 or "have saved and ended, as SIGTERM asked" in run.messages
     again = start()
-    assert again.end() == 0, again.said
+    assert again.end() == 0, again.messages
     assert_result(again)
     assert [e["attempt"] for e in again.record() if e["kind"] == "start"] == [0, 1]
 
@@ -49,7 +49,7 @@ def test_a_frozen_and_thawed_host_has_no_hang(start: Callable[..., Run]) -> None
     time.sleep(4)
     for pid in pids:  # ckpt-run first, so that it polls the ranks before their next heartbeat
         os.kill(pid, signal.SIGCONT)
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
     assert run.failures() == []
 
@@ -98,9 +98,9 @@ def test_a_killed_ckpt_run_leaves_no_process(start: Callable[..., Run]) -> None:
     assert all(processes.process_state(pid) for pid in pids)
     run.process.kill()
     run.process.wait()
-    assert none_left(pids)
+    assert have_ended(pids)
     again = start(steps=40)
-    assert again.end() == 0, again.said
+    assert again.end() == 0, again.messages
     assert sum(processes.process_state(pid) not in ("", "Z") for pid in pids) == 0
 
 
@@ -123,7 +123,7 @@ def test_a_killed_orphan_guard_is_replaced(start: Callable[..., Run]) -> None:
         time.sleep(0.01)
     pids = [*(run.pid(rank) for rank in range(RANKS)), int((run.folder / "child").read_text())]
     run.close()
-    assert none_left(pids)
+    assert have_ended(pids)
     while pages.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -143,5 +143,5 @@ def test_children_of_a_killed_rank_end_with_it(start: Callable[..., Run]) -> Non
     os.kill(run.pid(0), signal.SIGKILL)
     run.until_step(8, attempt=1)
     assert processes.process_state(child) in ("", "Z")
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)

@@ -102,8 +102,8 @@ def test_memory_on_two_nodes_survives_the_loss_of_one_with_a_rank(start: Starter
 def test_a_failed_background_save_restarts_the_job(start: Starter, point: str) -> None:
     run = start(fault=f"points:0:{point}")
     assert_ends_well(run)
-    assert [cause for cause, _ in run.failures()] == ["exit"], run.said
-    assert f"injected at fail point {point.partition('=')[0]}" in run.said
+    assert [cause for cause, _ in run.failures()] == ["exit"], run.messages
+    assert f"injected at fail point {point.partition('=')[0]}" in run.messages
     assert ckpt.open(run.folder / "repo").steps()[-1] == 39
 
 
@@ -150,7 +150,7 @@ def test_a_flipped_byte_in_a_tier_is_read_from_the_next_one(start: Starter, tmp_
     least = {"memory": 10, "nvme": 12, "repo": 12, "memory nvme": 5}
     assert min(run.restored()) >= least[where]
     saved = next(entry.facts["committed"] for entry in run.log() if entry.kind == "failure")
-    assert ("no later one is whole" in run.said) == (min(run.restored()) <= saved)
+    assert ("no later one is whole" in run.messages) == (min(run.restored()) <= saved)
     assert ckpt.load(run.folder / "repo", group=None)["w"].shape == (4 * RANKS, 100)
 
 
@@ -181,7 +181,7 @@ def test_a_job_whose_steps_are_all_damaged_is_given_up(start: Starter) -> None:
     assert [cause for cause, _ in run.failures()] == ["signal", *["damaged"] * MAX_REPEATED_FAILURES]
     assert (
         f"{MAX_REPEATED_FAILURES} times in a row, as no saved step is whole; bring back the files of one, or remove all"
-        in run.said
+        in run.messages
     )
-    assert re.search(rf"look at {run.files}/logs/{MAX_REPEATED_FAILURES}/rank-\d.log", run.said)
+    assert re.search(rf"look at {run.files}/logs/{MAX_REPEATED_FAILURES}/rank-\d.log", run.messages)
     assert snapshot(run.folder / "repo/steps") == before

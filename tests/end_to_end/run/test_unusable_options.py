@@ -29,13 +29,13 @@ def test_a_job_with_an_unusable_url_is_given_up(start: Starter, tmp_path: Path, 
     (tmp_path / "file").touch()
     run = start("--cold", url=url.format(tmp_path))
     assert run.end() == 1
-    lines = run.said.splitlines()
+    lines = run.messages.splitlines()
     found = re.search(rf"ckpt-run: ranks? [012, ]+ exited with status 1 \(.*{words}.*look at (.*)$", lines[-1])
-    assert found, run.said
+    assert found, run.messages
     assert len(lines) == times
     assert words in Path(found[1]).read_text()
-    assert "whether a rank has died" not in run.said
-    assert "Traceback" not in run.said
+    assert "whether a rank has died" not in run.messages
+    assert "Traceback" not in run.messages
 
 
 def test_a_metrics_port_in_use_does_not_end_a_run(start: Starter) -> None:
@@ -79,5 +79,5 @@ def test_a_command_that_is_no_program_is_refused_in_one_line(tmp_path: Path) -> 
 
 def one_line(run: Faulty) -> str:
     """Return the output of a run, which must be a single line."""
-    (line,) = run.said.splitlines()
+    (line,) = run.messages.splitlines()
     return line.removeprefix("ckpt-run: ")

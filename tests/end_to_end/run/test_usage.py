@@ -164,8 +164,8 @@ def test_a_second_ckpt_run_in_a_folder_is_refused(start: Callable[..., Run]) -> 
     run.until_step(1)
     again = start()
     assert again.end() == 1
-    assert "another ckpt-run works in" in again.said
-    assert len(again.said.splitlines()) == 1
+    assert "another ckpt-run works in" in again.messages
+    assert len(again.messages.splitlines()) == 1
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 128 + signal.SIGINT

@@ -17,7 +17,7 @@ from helpers.memory_runs import InMemory, failures, memories_of, memory_server_p
 from helpers.memory_runs import job as job
 from helpers.network_namespaces import hosts_on_a_wire
 from helpers.processes import until
-from helpers.runs import none_left
+from helpers.runs import have_ended
 
 from ckpt.recovery.ranks import processes
 
@@ -78,7 +78,7 @@ def test_a_job_that_is_given_up_copies_its_memory_to_the_record(job: Callable[..
     log = run.log()
     (failure,) = failures(log)
     assert [e.kind for e in log][-2:] == ["end", "memory"]
-    assert "was brought from ckpt://127.0.0.1:" in run.said("a")
+    assert "was brought from ckpt://127.0.0.1:" in run.messages("a")
     assert run.saved()[-1] >= max(4, failure.facts["committed"])
     run.assert_memory_is_released(*"ab")
 
@@ -135,7 +135,7 @@ def test_killed_agents_leave_memory_and_no_process(job: Callable[..., InMemory])
     for process in run.agents.values():
         process.kill()
     until(lambda: not memory_server_pids(run))
-    assert none_left(pids)
+    assert have_ended(pids)
     assert all(run.files(name) for name in "ab")
 
 
@@ -219,7 +219,7 @@ def test_memory_is_kept_while_the_repository_is_away_at_the_end(job: Callable[..
     repo.rename(away)
     repo.write_text("no folder")
     assert run.ends(*"ab") == {"a": 1, "b": 1}
-    assert "the memory is kept: start ckpt-run again" in run.said("a")
+    assert "the memory is kept: start ckpt-run again" in run.messages("a")
     assert not memory_server_pids(run)
     assert run.files("a")
     repo.unlink()

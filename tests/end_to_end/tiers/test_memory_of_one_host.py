@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.runs import RANKS, Run, assert_result, kill_ranks, memory_folder_of, none_left
+from helpers.runs import RANKS, Run, assert_result, have_ended, kill_ranks, memory_folder_of
 from helpers.runs import start as start
 
 import ckpt
@@ -66,7 +66,7 @@ def test_status_and_metrics_show_the_bytes_in_memory(start: Callable[..., Run], 
     assert found, metrics
     assert 0 < int(found[1]) < 1_000_000
     run.process.send_signal(signal.SIGTERM)
-    assert run.end() == 128 + signal.SIGTERM, run.said
+    assert run.end() == 128 + signal.SIGTERM, run.messages
 
 
 def test_no_step_in_memory_is_lost_when_all_ranks_are_killed(start: Callable[..., Run], tiered: None) -> None:
@@ -75,7 +75,7 @@ def test_no_step_in_memory_is_lost_when_all_ranks_are_killed(start: Callable[...
     memory_folder_of(run)
     run.until_step(12)
     kill_ranks(run)
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.messages
     assert_result(run)
     (failure,) = [e for e in run.record() if e["kind"] == "failure"]
     assert failure["facts"]["committed"] >= failure["facts"]["step"] - 1 >= 11
@@ -89,13 +89,13 @@ def test_a_job_that_is_given_up_drains_its_memory(start: Callable[..., Run], tie
     memory_folder_of(run)
     run.until_step(12)
     os.kill(run.pid(1), signal.SIGKILL)
-    assert run.end() == 1, run.said
-    assert re.search(r"step \d+ was brought from file:///dev/shm/\S+ to file://", run.said), run.said
+    assert run.end() == 1, run.messages
+    assert re.search(r"step \d+ was brought from file:///dev/shm/\S+ to file://", run.messages), run.messages
     assert ckpt.open(run.folder / "repo").steps()[-1] >= 11
     assert run.record()[-1]["kind"] == "note"
     assert not [p for p in memory_folder_of(run).rglob("*") if p.is_file()]
     again = start()
-    assert again.end() == 0, again.said
+    assert again.end() == 0, again.messages
     assert_result(again)
 
 
@@ -106,8 +106,8 @@ def test_a_restarted_ckpt_run_finds_the_steps_in_memory(start: Callable[..., Run
     pids = [run.pid(rank) for rank in range(RANKS)]
     run.process.kill()
     run.process.wait()
-    assert none_left(pids)
+    assert have_ended(pids)
     again = start()
-    assert again.end() == 0, again.said
+    assert again.end() == 0, again.messages
     assert_result(again)
     assert min(int(line) for line in (run.folder / "begun").read_text().split()[RANKS:]) >= 12

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from helpers.forked_python import ForkedPython
 from helpers.namespace_files import NEW, OLD
-from helpers.nodes import Process, directories, nodes_config, quick
+from helpers.nodes import NodeProcess, directories, nodes_config, quick
 from helpers.processes import SOAK
 
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -139,7 +139,7 @@ def check_files_survive_failing_nodes(tmp_path: Path, point: str, number: int, a
     name, _, at = point.partition("@")
     wire = [] if action == "kill" else ["--no-near"]
     points = [f"{name}={action}@{at or 1}" if i < number else "" for i in range(count)]
-    nodes = [Process(tmp_path / f"n{i}", *wire, failpoints=point) for i, point in enumerate(points)]
+    nodes = [NodeProcess(tmp_path / f"n{i}", *wire, failpoints=point) for i, point in enumerate(points)]
     namespace = quick(nodes_config(nodes, redundancy=redundancy, deadline_seconds=5.0 if action == "kill" else 3.0))
     try:
         acknowledged: dict[str, bytes] = {}
@@ -179,7 +179,7 @@ def test_the_next_repair_completes_one_during_which_a_node_failed(tmp_path: Path
     """One disk is lost, and another node fails during the repair: all files stay readable, and the next repair completes it.
     Both are nodes with the most objects."""
     name, _, at = point.partition("@")
-    nodes = [Process(tmp_path / f"n{i}", "--no-near") for i in range(5)]
+    nodes = [NodeProcess(tmp_path / f"n{i}", "--no-near") for i in range(5)]
     namespace = quick(nodes_config(nodes, redundancy="3x", deadline_seconds=3.0))
     try:
         acknowledged = {f"f{i}": random_bytes([50_000, 3_000_000][i % 2], i) for i in range(4)}
@@ -222,7 +222,7 @@ def test_acknowledged_files_survive_two_node_failures_at_random_moments(tmp_path
     seed = int(os.environ.get("CKPT_SEED", random.randrange(10**6)))
     print("seed", seed)
     draw = random.Random(seed)
-    nodes = [Process(tmp_path / f"n{i}") for i in range(8)]
+    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(8)]
     namespace = quick(nodes_config(nodes, redundancy="4+2", deadline_seconds=2.0))
     acknowledged: dict[str, bytes] = {}
     try:

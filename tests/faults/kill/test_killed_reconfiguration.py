@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.folders import TESTS
-from helpers.nodes import Process, directories, nodes_config, quick
+from helpers.nodes import NodeProcess, directories, nodes_config, quick
 from helpers.processes import SOAK
 from helpers.registers import Flaky, words
 from helpers.replica_sets import (
@@ -190,7 +190,7 @@ def test_registers_keep_one_history_while_their_ring_changes(tmp_path: Path, see
 
 def test_clients_continue_after_a_lost_node_was_replaced(tmp_path: Path) -> None:
     """Of four nodes one is lost for good, and a new one takes its place; a client that knows of neither change continues."""
-    nodes = [Process(tmp_path / f"n{i}") for i in range(5)]
+    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(5)]
     try:
         client = quick(nodes_config(nodes[:4], redundancy="2x"))
         for path, data in CONTENT.items():

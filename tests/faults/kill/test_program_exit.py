@@ -12,7 +12,7 @@ from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
-from helpers.nodes import Process
+from helpers.nodes import NodeProcess
 
 import ckpt
 from ckpt.storage.base.threads import DaemonThreadPool
@@ -79,7 +79,7 @@ def test_the_end_of_a_program_finishes_an_unclosed_checkpointer(namespace: str) 
 
 def test_the_end_of_a_program_does_not_wait_for_a_stopped_node(tmp_path: Path) -> None:
     """One node is stopped: the program does not wait for its pending requests to that node."""
-    nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
+    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(4)]
     url = f"ckpt://{','.join(node.address for node in nodes)}/run?redundancy=2x"
     try:
         assert_ends_well(start_program(SAVE, url, "blocking"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.namespace_files import NEW, OLD
-from helpers.nodes import Here, Link, garbage, quick
+from helpers.nodes import Link, LocalNode, garbage, quick
 
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -20,9 +20,9 @@ from ckpt.storage.testing import random_bytes
 
 
 @pytest.fixture
-def nodes_and_links(tmp_path: Path) -> Iterator[tuple[list[Here], list[list[Link]]]]:
+def nodes_and_links(tmp_path: Path) -> Iterator[tuple[list[LocalNode], list[list[Link]]]]:
     """Three nodes, and one connection from each of two clients to each of them, which all bytes take."""
-    nodes = [Here(tmp_path / f"n{i}", NodeOptions(pass_descriptors=False)) for i in range(3)]
+    nodes = [LocalNode(tmp_path / f"n{i}", NodeOptions(pass_descriptors=False)) for i in range(3)]
     links = [[Link(node.address) for node in nodes] for _ in range(2)]
     yield nodes, links
     for link in itertools.chain(*links):
@@ -39,7 +39,7 @@ def open_through(links: list[Link]) -> Namespace:
 
 
 @pytest.mark.parametrize("how", ["severed", "held"])
-def test_clients_that_reach_different_nodes_agree(nodes_and_links: tuple[list[Here], list[list[Link]]], how: str) -> None:
+def test_clients_that_reach_different_nodes_agree(nodes_and_links: tuple[list[LocalNode], list[list[Link]]], how: str) -> None:
     """One client does not reach the first node, the other not the last: both continue, and agree on every result."""
     _, links = nodes_and_links
     clients = [open_through(each) for each in links]
@@ -65,7 +65,9 @@ def test_clients_that_reach_different_nodes_agree(nodes_and_links: tuple[list[He
         client.close()
 
 
-def test_a_client_without_a_quorum_reports_unavailable_members(nodes_and_links: tuple[list[Here], list[list[Link]]]) -> None:
+def test_a_client_without_a_quorum_reports_unavailable_members(
+    nodes_and_links: tuple[list[LocalNode], list[list[Link]]],
+) -> None:
     _, links = nodes_and_links
     client = open_through(links[0])
     client.put("a", b"1")
@@ -82,7 +84,7 @@ def test_a_client_without_a_quorum_reports_unavailable_members(nodes_and_links: 
 
 
 def test_reads_take_another_copy_than_that_of_a_slow_node(
-    nodes_and_links: tuple[list[Here], list[list[Link]]], tmp_path: Path
+    nodes_and_links: tuple[list[LocalNode], list[list[Link]]], tmp_path: Path
 ) -> None:
     """The reply of another copy arrives before that of the slow node."""
     _, links = nodes_and_links
@@ -111,7 +113,7 @@ def test_reads_take_another_copy_than_that_of_a_slow_node(
 
 def test_a_member_that_sends_garbage_is_skipped_and_named(tmp_path: Path) -> None:
     """Reads and writes use the other members, and a direct call raises an error with the address of the broken one."""
-    nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
+    nodes = [LocalNode(tmp_path / f"n{i}") for i in range(3)]
     address, listener = garbage()
     members = [{"url": node.address, "name": f"n{i}"} for i, node in enumerate(nodes)]
     table: dict[str, Any] = {"members": members, "redundancy": "2x", "deadline_seconds": 2.0}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.nodes import Here, Process, nodes_config
+from helpers.nodes import LocalNode, NodeProcess, nodes_config
 from helpers.stopped_client import StoppedClient
 
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
@@ -18,8 +18,8 @@ from ckpt.storage.testing import random_bytes
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Process]]:
-    started = [Process(tmp_path / f"n{i}") for i in range(4)]
+def nodes(tmp_path: Path) -> Iterator[list[NodeProcess]]:
+    started = [NodeProcess(tmp_path / f"n{i}") for i in range(4)]
     try:
         yield started
     finally:
@@ -27,11 +27,11 @@ def nodes(tmp_path: Path) -> Iterator[list[Process]]:
             node.close()
 
 
-def url_of(nodes: list[Process]) -> str:
+def url_of(nodes: list[NodeProcess]) -> str:
     return "ckpt://" + ",".join(node.address for node in nodes)
 
 
-def path_ordered_by(namespace: Namespace, node: Process) -> str:
+def path_ordered_by(namespace: Namespace, node: NodeProcess) -> str:
     """Return a path whose replica set has this node as its first member, which orders its records."""
     names = (f"f{i}" for i in range(1000))
     return next(name for name in names if namespace.ring.replica_set(f"/{name}").members[0] == node.address)
@@ -46,7 +46,7 @@ def path_ordered_by(namespace: Namespace, node: Process) -> str:
     ],
 )
 def test_a_write_completes_after_the_only_member_with_its_record_is_forgotten(
-    nodes: list[Process], nbytes: int, collected: bool, point: str
+    nodes: list[NodeProcess], nbytes: int, collected: bool, point: str
 ) -> None:
     """The first member of the path may have the record, and dies. The others refuse the record, so no remaining member has
     it."""
@@ -71,7 +71,7 @@ def test_a_write_completes_after_the_only_member_with_its_record_is_forgotten(
 
 
 @pytest.mark.parametrize("collects", [False, True], ids=["nothing", "another file"])
-def test_a_write_completes_although_a_new_era_begins(nodes: list[Process], collects: bool) -> None:
+def test_a_write_completes_although_a_new_era_begins(nodes: list[NodeProcess], collects: bool) -> None:
     """The members refuse the record by its old era, and none has it: the client writes it again with the new era."""
     namespace, _ = open_namespace(url_of(nodes))
     namespace.put("a", b"1")
@@ -91,7 +91,7 @@ def test_a_write_completes_although_a_new_era_begins(nodes: list[Process], colle
 def test_a_file_is_moved_by_its_writer_and_by_an_admin_at_the_same_time(tmp_path: Path) -> None:
     """A partly written record is on a forgotten node. The client that forgets the node and the writer move the file at the same
     time."""
-    nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
+    nodes = [LocalNode(tmp_path / f"n{i}") for i in range(4)]
     writer, admin = (Namespace(nodes_config(nodes, redundancy="1x")) for _ in range(2))
     try:
         file = writer.put("f", random_bytes(1 << 20, 2))

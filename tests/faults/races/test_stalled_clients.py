@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow.flight as flight
 import pytest
-from helpers.nodes import Here, Process
+from helpers.nodes import LocalNode, NodeProcess
 
 from ckpt.storage.base.buffer_pool import BufferPool
 from ckpt.storage.base.checksums import transfer_digest
@@ -35,13 +35,13 @@ def begin_append(store: NodeStore, key: str, data: bytes) -> tuple[flight.Flight
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Here]:
-    started = Here(tmp_path / "node", NodeOptions(pass_descriptors=False, buffer_bytes=2 * _BIG, buffer_wait_seconds=2.0))
+def node(tmp_path: Path) -> Iterator[LocalNode]:
+    started = LocalNode(tmp_path / "node", NodeOptions(pass_descriptors=False, buffer_bytes=2 * _BIG, buffer_wait_seconds=2.0))
     yield started
     started.close()
 
 
-def test_stalled_appends_give_their_buffers_to_other_writers(node: Here) -> None:
+def test_stalled_appends_give_their_buffers_to_other_writers(node: LocalNode) -> None:
     store = NodeStore(node.address, NodeCredentials(deadline_seconds=60))
     data = random_bytes(_BIG)
     keys = [store.call("create", f"stalled{i}", 0) for i in range(2)]
@@ -89,7 +89,7 @@ def test_a_full_buffer_is_not_given_to_another_writer() -> None:
 
 def test_a_stalled_read_does_not_keep_a_file_open(tmp_path: Path) -> None:
     """So the space of a deleted file is freed, even if a client has not read it to its end."""
-    node = Here(tmp_path, NodeOptions(pass_descriptors=False, lease_seconds=0.2))
+    node = LocalNode(tmp_path, NodeOptions(pass_descriptors=False, lease_seconds=0.2))
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=60))
         data = random_bytes(64 << 20)
@@ -123,7 +123,7 @@ def accepts(task: Path, number: int) -> bool:
 
 def test_a_node_ends_by_a_signal_that_does_not_interrupt_its_wait(tmp_path: Path) -> None:
     """The signal arrives just before the wait, or another thread receives it."""
-    node = Process(tmp_path / "data")
+    node = NodeProcess(tmp_path / "data")
     try:
         threads = [task for task in Path(f"/proc/{node.process.pid}/task").iterdir() if int(task.name) != node.process.pid]
         other = next(int(task.name) for task in threads if accepts(task, signal.SIGTERM))
@@ -136,7 +136,7 @@ def test_a_node_ends_by_a_signal_that_does_not_interrupt_its_wait(tmp_path: Path
 
 def test_a_node_ends_by_sigterm_despite_stalled_clients(tmp_path: Path) -> None:
     """The calls of clients without a deadline never end by themselves."""
-    node = Process(tmp_path / "data", "--no-near", "--drain-seconds", "0.5")
+    node = NodeProcess(tmp_path / "data", "--no-near", "--drain-seconds", "0.5")
     try:
         store = NodeStore(node.address)
         data = random_bytes(32 << 20)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from helpers.nodes import Process
+from helpers.nodes import NodeProcess
 from helpers.stopped_client import StoppedClient
 
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
@@ -22,7 +22,7 @@ OLD, NEW = random_bytes(1 << 20, 1), random_bytes(1 << 20, 2)
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    nodes = [Process(tmp_path_factory.mktemp("nodes") / f"n{i}") for i in range(4)]
+    nodes = [NodeProcess(tmp_path_factory.mktemp("nodes") / f"n{i}") for i in range(4)]
     try:
         yield "ckpt://" + ",".join(node.address for node in nodes)
     finally:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 from helpers.namespace_files import NEW, fragment_counts
-from helpers.nodes import Here, Process, directories, nodes_config, quick
+from helpers.nodes import LocalNode, NodeProcess, directories, nodes_config, quick
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.writer import FileWriter
@@ -29,7 +29,7 @@ def test_files_are_written_with_fewer_members_while_a_loss_is_tolerated(
 ) -> None:
     """One of the nodes that a file needs is lost: files are written without it while one more loss is tolerated. When that one
     is lost too, no file is written, and all files are read. When both are back, a repair makes all files whole."""
-    nodes = [Process(tmp_path / f"n{i}") for i in range(count)]
+    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(count)]
     namespace = quick(nodes_config(nodes, redundancy=redundancy, deadline_seconds=2.0))
     contents = {path: random_bytes(20_000_000, i) for i, path in enumerate("abc")}
     full, code = count, parse_redundancy(redundancy)
@@ -70,7 +70,7 @@ def test_files_are_written_with_fewer_members_while_a_loss_is_tolerated(
 def test_a_file_survives_one_of_six_nodes_lost_before_its_commit(tmp_path: Path, lost: int) -> None:
     """When one node is lost, the file exists without it. When two are lost, it can't be written, and the commit raises an
     error."""
-    nodes = [Process(tmp_path / f"n{i}", "--no-near") for i in range(6)]
+    nodes = [NodeProcess(tmp_path / f"n{i}", "--no-near") for i in range(6)]
     namespace = quick(nodes_config(nodes, redundancy="4+2"))
     data = random_bytes(3_000_000, 1)
     try:
@@ -164,7 +164,7 @@ def test_a_member_that_answers_before_the_commit_gets_all_fragments(tmp_path: Pa
 
 def test_a_file_continues_on_other_members_when_a_node_is_full(tmp_path: Path) -> None:
     """The node gets full in the middle of a file: the rest goes to other members with the same redundancy."""
-    nodes = [Here(tmp_path / f"n{i}", capacity=6_000_000 if i == 0 else None) for i in range(4)]
+    nodes = [LocalNode(tmp_path / f"n{i}", capacity=6_000_000 if i == 0 else None) for i in range(4)]
     namespace = Namespace(nodes_config(nodes))
     data = random_bytes(64_000_000)
     with namespace.create("a", aligned=False) as writer:

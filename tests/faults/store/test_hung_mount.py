@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from helpers.folders import PROGRAMS
-from helpers.mounts import no_fuse
+from helpers.mounts import why_no_fuse
 
-pytestmark = pytest.mark.skipif(no_fuse() is not None, reason=no_fuse() or "")
+pytestmark = pytest.mark.skipif(why_no_fuse() is not None, reason=why_no_fuse() or "")
 
 PROGRAM = """
 import os, signal, sys, threading

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from helpers.etcd_server import needs_etcd
-from helpers.host_runs import OnHosts, answers, is_right, starts
+from helpers.host_runs import OnHosts, answers, assert_result, starts
 from helpers.network_namespaces import Hosts, hosts_on_a_wire
 from helpers.processes import until
-from helpers.runs import none_left
+from helpers.runs import have_ended
 
 from ckpt.recovery.agent.reachability import Address, AddressCache, find_unreachable
 from ckpt.recovery.ranks import processes
@@ -63,12 +63,12 @@ class Lab:
 
     def ends_well(self, ranks: int) -> list[LogEntry]:
         assert set(self.run.ends(*"abc").values()) == {0}
-        is_right(self.run, ranks)
+        assert_result(self.run, ranks)
         return self.run.log()
 
     def lost(self) -> list[str]:
         """Return the hosts that have reported lost contact."""
-        return [name for name in "abc" if LOST in self.run.said(name)]
+        return [name for name in "abc" if LOST in self.run.messages(name)]
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_host_that_is_cut_off_ends_its_own_ranks(lab: Callable[..., Lab], plac
     name, ranks = "abc"[victim], [2 * place, 2 * place + 1]
     pids = [one.run.pid(rank) for rank in ranks]
     one.hosts.unplug(victim)
-    assert none_left(pids)
+    assert have_ended(pids)
     assert max(one.step(rank) for rank in ranks) < one.run.steps - 1, "the ranks have ended by themselves"
     until(lambda: one.lost() == [name])
     one.run.until(lambda log: len(starts(log)) == 2, "gone on")
@@ -125,7 +125,7 @@ def test_all_hosts_restart_after_all_were_cut_off(lab: Callable[..., Lab]) -> No
     pids = [one.run.pid(rank) for rank in range(6)]
     for each in range(3):
         one.hosts.unplug(each)
-    assert none_left(pids)
+    assert have_ended(pids)
     until(lambda: one.lost() == list("abc"))
     for each in range(3):
         one.hosts.plug(each)

@@ -44,7 +44,7 @@ def test_bad_reports_and_entries_end_no_agent(tmp_path: Path) -> None:
             while not etcd.put_new({f"{LOG}{len(etcd.range(LOG)) + 1:012d}": json.dumps(row).encode()}):
                 pass
         expected = [f"{AGENTS}bad{i} in etcd is no report" for i in (0, 1, 2, 4)] + [f"report of agent bad{i}" for i in (3, 5)]
-        until(lambda: all(text in job.said(name) for text in expected for name in "ab"))
+        until(lambda: all(text in job.messages(name) for text in expected for name in "ab"))
         job.until(lambda log: any(entry.text == "read" for entry in log), "the last entry is read")
         reached = min(job.steps_done(0))
         until(lambda: min(job.steps_done(0)) > reached + 20)
@@ -52,7 +52,7 @@ def test_bad_reports_and_entries_end_no_agent(tmp_path: Path) -> None:
         log = job.log()
         assert [sorted(hosts) for hosts in starts(log)] == [["a", "b"]]
         assert sum("is passed over" in entry.text for entry in log) == len(rows) - 1
-        assert "Traceback" not in job.said("a") + job.said("b")
+        assert "Traceback" not in job.messages("a") + job.messages("b")
     finally:
         job.close()
         server.kill()

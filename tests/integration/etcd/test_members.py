@@ -18,9 +18,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from helpers.etcd_members import FACTS, configured
+from helpers.etcd_members import FACTS, configure_namespace
 from helpers.etcd_server import EtcdProcess, free_port, needs_etcd, running_etcd  # noqa: F401  a fixture
-from helpers.nodes import Process
+from helpers.nodes import NodeProcess
 from helpers.processes import until
 
 from ckpt.aggregator.cluster import config, etcd
@@ -31,11 +31,11 @@ from ckpt.storage.base.errors import InvalidArgument, StoreError, Unavailable
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    made: list[Process] = []
+def nodes(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
+    made: list[NodeProcess] = []
 
-    def start(name: str, *options: str) -> Process:
-        made.append(Process(tmp_path / name, *options))
+    def start(name: str, *options: str) -> NodeProcess:
+        made.append(NodeProcess(tmp_path / name, *options))
         return made[-1]
 
     yield start
@@ -205,10 +205,10 @@ def test_a_malformed_etcd_url_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 @needs_etcd
 def test_a_namespace_through_etcd_survives_killed_nodes(
-    server: EtcdProcess, nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: EtcdProcess, nodes: Callable[..., NodeProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = server.endpoint.removeprefix("http://")
-    configured(tmp_path, monkeypatch, hosts)
+    configure_namespace(tmp_path, monkeypatch, hosts)
     with pytest.raises(Unavailable, match="no node has announced itself"):
         open_namespace("ckpt://lab/")
     options = ("--etcd", server.endpoint, "--cluster", "lab")
@@ -251,9 +251,9 @@ def test_a_namespace_through_etcd_survives_killed_nodes(
 
 @needs_etcd
 def test_another_process_opens_a_namespace_through_etcd(
-    server: EtcdProcess, nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: EtcdProcess, nodes: Callable[..., NodeProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configured(tmp_path, monkeypatch, server.endpoint.removeprefix("http://"))
+    configure_namespace(tmp_path, monkeypatch, server.endpoint.removeprefix("http://"))
     every = [nodes(f"node{i}", "--etcd", server.endpoint, "--cluster", "lab") for i in range(2)]
     done = admin_status()
     assert done.returncode == 0, done.stderr
@@ -264,11 +264,11 @@ def test_another_process_opens_a_namespace_through_etcd(
 
 @needs_etcd
 def test_clients_continue_after_a_node_is_forgotten(
-    server: EtcdProcess, nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: EtcdProcess, nodes: Callable[..., NodeProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that opened the namespace before continues, with a node that arrived later; a client that opens it afterwards
     finds three nodes."""
-    configured(tmp_path, monkeypatch, server.endpoint.removeprefix("http://"))
+    configure_namespace(tmp_path, monkeypatch, server.endpoint.removeprefix("http://"))
     announced = ("--etcd", server.endpoint, "--cluster", "lab")
     every = [nodes(f"node{i}", *announced) for i in range(3)]
     namespace, _ = open_namespace("ckpt://lab/")
@@ -297,9 +297,9 @@ def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_unreachable_etcd_is_reported_in_one_line(
-    nodes: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Callable[..., NodeProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configured(tmp_path, monkeypatch, "127.0.0.1:1,127.0.0.1:2")
+    configure_namespace(tmp_path, monkeypatch, "127.0.0.1:1,127.0.0.1:2")
     done = admin_status()
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr

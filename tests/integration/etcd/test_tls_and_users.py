@@ -13,9 +13,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from helpers.etcd_members import FACTS, configured
+from helpers.etcd_members import FACTS, configure_namespace
 from helpers.etcd_server import EtcdProcess, needs_etcd
-from helpers.nodes import Process
+from helpers.nodes import NodeProcess
 from helpers.processes import until
 
 from ckpt.aggregator.cluster import config, etcd
@@ -94,13 +94,13 @@ def test_members_run_logs_and_nodes_work_by_tls_with_a_certificate(
     assert state.append(0, [Draft(0, "note", "a")])
     assert [entry.text for entry in state.entries()] == ["a"]
 
-    node = Process(tmp_path / "node", "--etcd", hosts, "--cluster", "lab")
+    node = NodeProcess(tmp_path / "node", "--etcd", hosts, "--cluster", "lab")
     try:
         assert server.up() == {node.address: True}
-        configured(tmp_path, monkeypatch, hosts)
+        configure_namespace(tmp_path, monkeypatch, hosts)
         assert [member.address for member in config.find_config("lab").members] == [node.address]
         table = f'etcd = {{ ca_file = "{tmp_path / "missing"}" }}'
-        configured(tmp_path, monkeypatch, hosts, table)
+        configure_namespace(tmp_path, monkeypatch, hosts, table)
         with pytest.raises(InvalidArgument, match="can't be used"):
             config.find_config("lab")
     finally:

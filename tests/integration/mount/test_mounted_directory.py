@@ -14,20 +14,20 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import pytest
-from helpers.mounts import no_fuse
-from helpers.nodes import Process
+from helpers.mounts import why_no_fuse
+from helpers.nodes import NodeProcess
 
 from ckpt.aggregator.file_io.namespace import open_namespace
 from ckpt.storage.testing import random_bytes
 
-pytestmark = pytest.mark.skipif(no_fuse() is not None, reason=no_fuse() or "")
+pytestmark = pytest.mark.skipif(why_no_fuse() is not None, reason=why_no_fuse() or "")
 
 
 class Mounted:
     """A mounted namespace of three nodes."""
 
     def __init__(self, folder: Path) -> None:
-        self.nodes = [Process(folder / f"n{i}") for i in range(3)]
+        self.nodes = [NodeProcess(folder / f"n{i}") for i in range(3)]
         self.folder = folder / "mnt"
         self.folder.mkdir()
         self.url = f"ckpt://{','.join(n.address for n in self.nodes)}/"

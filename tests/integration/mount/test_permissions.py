@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers.nodes import Process
+from helpers.nodes import NodeProcess
 
 _FUSE = os.path.exists("/dev/fuse") and shutil.which("fusermount3") is not None
 pytestmark = pytest.mark.skipif(not _FUSE or os.getuid() != 0, reason="needs /dev/fuse, fusermount3, and root for another user")
@@ -32,7 +32,7 @@ def _mounted(*options: str) -> Iterator[Path]:
     pytest.importorskip("fuse")
     base = Path(tempfile.mkdtemp(prefix="ckpt-test-"))
     base.chmod(0o755)
-    node = Process(base / "node")
+    node = NodeProcess(base / "node")
     folder = base / "mnt"
     folder.mkdir()
     command = [sys.executable, "-m", "ckpt.tools.mount", "--allow-other", *options]

@@ -11,20 +11,20 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers.mounts import no_fuse
-from helpers.nodes import Process
+from helpers.mounts import why_no_fuse
+from helpers.nodes import NodeProcess
 from helpers.processes import until
 
 from ckpt.aggregator.file_io.namespace import open_namespace
 
-pytestmark = pytest.mark.skipif(no_fuse() is not None, reason=no_fuse() or "")
+pytestmark = pytest.mark.skipif(why_no_fuse() is not None, reason=why_no_fuse() or "")
 
 COMMAND = [sys.executable, "-m", "ckpt.tools.mount"]
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Process]:
-    process = Process(tmp_path / "node")
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    process = NodeProcess(tmp_path / "node")
     yield process
     process.close()
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["fusermount3", "-uz", str(made)], capture_output=True, check=False)
 
 
-def begin(node: Process, folder: Path) -> subprocess.Popen[str]:
+def begin(node: NodeProcess, folder: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen([*COMMAND, f"ckpt://{node.address}/", str(folder)], stderr=subprocess.PIPE, text=True)
     until(lambda: os.path.ismount(folder) or process.poll() is not None)
     assert process.poll() is None, process.communicate()
@@ -45,7 +45,7 @@ def begin(node: Process, folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_unmounts(node: Process, folder: Path, number: signal.Signals) -> None:
+def test_a_signal_unmounts(node: NodeProcess, folder: Path, number: signal.Signals) -> None:
     process = begin(node, folder)
     (folder / "file").write_text("here")
     process.send_signal(number)
@@ -54,7 +54,7 @@ def test_a_signal_unmounts(node: Process, folder: Path, number: signal.Signals) 
     assert open_namespace(f"ckpt://{node.address}/")[0].get("file") == b"here"
 
 
-def test_an_open_file_is_completed_before_the_mount_ends(node: Process, folder: Path) -> None:
+def test_an_open_file_is_completed_before_the_mount_ends(node: NodeProcess, folder: Path) -> None:
     process = begin(node, folder)
     with (folder / "file").open("w") as file:
         file.write("begun, ")
@@ -69,7 +69,7 @@ def test_an_open_file_is_completed_before_the_mount_ends(node: Process, folder: 
     assert open_namespace(f"ckpt://{node.address}/")[0].get("file") == b"begun, ended"
 
 
-def test_a_second_signal_ends_a_mount_at_once(node: Process, folder: Path) -> None:
+def test_a_second_signal_ends_a_mount_at_once(node: NodeProcess, folder: Path) -> None:
     process = begin(node, folder)
     file = os.open(folder / "file", os.O_WRONLY | os.O_CREAT)
     process.send_signal(signal.SIGTERM)
@@ -80,7 +80,7 @@ def test_a_second_signal_ends_a_mount_at_once(node: Process, folder: Path) -> No
         os.close(file)
 
 
-def test_a_background_mount_is_usable_when_the_command_returns(node: Process, folder: Path) -> None:
+def test_a_background_mount_is_usable_when_the_command_returns(node: NodeProcess, folder: Path) -> None:
     """The process that serves it continues."""
     command = [*COMMAND, "--background", f"ckpt://{node.address}/", str(folder)]
     done = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers.meetings import elsewhere, env_groups, gather, meet, rank_process, words
+from helpers.meetings import env_groups, gather, meet, rank_process, start_through_a_launcher, words
 from helpers.meetings import folder as folder
 from helpers.processes import finish, until
 from helpers.repositories import files
@@ -66,7 +66,7 @@ def test_a_rendezvous_of_live_processes_is_not_deleted(folder: Path, monkeypatch
 @pytest.mark.parametrize("launcher_lives", [False, True])
 def test_a_rank_of_another_start_does_not_join(folder: Path, launcher_lives: bool) -> None:
     """It belongs to an earlier start of the job, or to another job at the same time; neither has a name."""
-    launcher, other = elsewhere(folder, 1, 2)
+    launcher, other = start_through_a_launcher(folder, 1, 2)
     try:
         if not launcher_lives:
             launcher.kill()
@@ -90,7 +90,7 @@ def test_a_rank_of_another_start_does_not_join(folder: Path, launcher_lives: boo
 def test_ranks_started_by_different_shells_meet(folder: Path, shell: str, settle: float, timeout: float) -> None:
     """Each is started by a shell of its own, which may end: they meet as soon as it is certain, or at the timeout, that no
     other process claims the same rank."""
-    launcher, other = elsewhere(folder, 1, 2)
+    launcher, other = start_through_a_launcher(folder, 1, 2)
     try:
         if shell == "ends":
             launcher.kill()

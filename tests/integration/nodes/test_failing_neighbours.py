@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.near_nodes import DATA, opened
-from helpers.near_nodes import here as here
+from helpers.near_nodes import DATA, open_objects
+from helpers.near_nodes import local_node as local_node
 from helpers.near_nodes import node as node
-from helpers.nodes import Process, nodes_config, quick
+from helpers.nodes import NodeProcess, nodes_config, quick
 
 from ckpt.aggregator.file_io.writer import FileWriter
 from ckpt.storage.testing import random_bytes
@@ -25,7 +25,7 @@ def test_a_file_moves_on_when_a_node_fails_after_its_object_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """The file goes to other members; this process does not keep the begun object open."""
-    nodes = [Process(tmp_path / f"n{i}") for i in range(3)]
+    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x", deadline_seconds=2.0))
     begin, failed = FileWriter._open_object, threading.Lock()
 
@@ -44,7 +44,7 @@ def test_a_file_moves_on_when_a_node_fails_after_its_object_is_begun(
         assert failed.locked()
         assert namespace.get("a") == data
         namespace.close()
-        assert not opened()
+        assert not open_objects()
     finally:
         gc.enable()
         namespace.close()
@@ -55,7 +55,7 @@ def test_a_file_moves_on_when_a_node_fails_after_its_object_is_begun(
 @pytest.mark.parametrize("point", ["node.append=kill@1", "node.get=error@*"])
 def test_other_members_replace_a_node_that_fails_at_a_call(tmp_path: Path, point: str) -> None:
     """The namespace has enough other members."""
-    nodes = [Process(tmp_path / f"n{i}", failpoints=point if i == 0 else "") for i in range(3)]
+    nodes = [NodeProcess(tmp_path / f"n{i}", failpoints=point if i == 0 else "") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x"))
     try:
         namespace.put("first", b"all are there once")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.nodes import Here, nodes_config
+from helpers.nodes import LocalNode, nodes_config
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance
@@ -19,7 +19,7 @@ from ckpt.storage.testing import random_bytes
 @pytest.mark.parametrize("redundancy", ["1x", "2x"])
 def test_no_acknowledged_file_is_only_on_a_forgotten_live_node(tmp_path: Path, redundancy: str) -> None:
     """The configuration of the writer still names the node; afterwards the node can be thrown away."""
-    nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
+    nodes = [LocalNode(tmp_path / f"n{i}") for i in range(4)]
     table = {"redundancy": redundancy, "deadline_seconds": 60.0}  # a busy machine may be slow
     writer = Namespace(nodes_config(nodes, **table))
     acknowledged: list[int] = []

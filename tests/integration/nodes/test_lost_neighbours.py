@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.near_nodes import DATA, files, moved, opened
-from helpers.near_nodes import here as here
+from helpers.near_nodes import DATA, bytes_by_way, files, open_objects
+from helpers.near_nodes import local_node as local_node
 from helpers.near_nodes import node as node
 from helpers.network_namespaces import hosts_on_a_wire
-from helpers.nodes import Here, Process
+from helpers.nodes import LocalNode, NodeProcess
 
 import ckpt
 from ckpt.storage.base.errors import NoSpace, NotFound, StoreError, Unavailable
@@ -45,7 +45,7 @@ def test_a_client_in_another_network_namespace_uses_the_network(tmp_path: Path) 
         store = NodeStore(address, NodeCredentials(deadline_seconds=20))
         write_object(store, "a", DATA)
         assert store.get("a") == read_range(store, "a", 0, len(DATA)) == DATA
-        counted = moved(f"{hosts.address(0)}:8070")
+        counted = bytes_by_way(f"{hosts.address(0)}:8070")
         assert counted["received"] == len(DATA)
         assert "near" not in counted
         store.close()
@@ -53,7 +53,7 @@ def test_a_client_in_another_network_namespace_uses_the_network(tmp_path: Path) 
 
 def test_checkpoints_of_a_namespace_on_one_host_pass_descriptors(tmp_path: Path) -> None:
     """The steps are erasure-coded or copied; they are equal when two nodes are gone."""
-    nodes = [Process(tmp_path / f"n{i}") for i in range(6)]
+    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(6)]
     state = {"w": np.arange(5 << 20, dtype=np.uint32), "b": np.arange(1000.0)}
     try:
         names = ",".join(node.address for node in nodes)
@@ -62,7 +62,7 @@ def test_checkpoints_of_a_namespace_on_one_host_pass_descriptors(tmp_path: Path)
             ckpt.save(state, url, step=1, codec="none")
             found = ckpt.load(url)
             assert all(np.array_equal(found[key], value) for key, value in state.items())
-        counted = [moved(node) for node in nodes]
+        counted = [bytes_by_way(node) for node in nodes]
         # Manifests and records are small enough for a message.
         assert sum(c.get("near", 0) for c in counted) > 3.4 * (20 << 20)
         assert sum(c.get("received", 0) + c.get("sent", 0) for c in counted) == 0
@@ -75,7 +75,7 @@ def test_checkpoints_of_a_namespace_on_one_host_pass_descriptors(tmp_path: Path)
             node.close()
 
 
-def test_a_client_reconnects_after_its_node_was_killed_in_a_write(node: Process) -> None:
+def test_a_client_reconnects_after_its_node_was_killed_in_a_write(node: NodeProcess) -> None:
     store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
     store.put("kept", b"1")
     writer = store.create("torn", 2 * len(DATA))
@@ -99,11 +99,11 @@ def test_a_client_reconnects_after_its_node_was_killed_in_a_write(node: Process)
         except Unavailable:  # the connection retries only after a while
             assert time.monotonic() < deadline
     assert store.get("torn") == DATA
-    assert moved(node) == {"near": len(DATA)}, "the bytes are not passed by descriptors again"
-    assert not opened()
+    assert bytes_by_way(node) == {"near": len(DATA)}, "the bytes are not passed by descriptors again"
+    assert not open_objects()
 
 
-def test_open_files_need_no_reply_of_a_stopped_node(node: Process) -> None:
+def test_open_files_need_no_reply_of_a_stopped_node(node: NodeProcess) -> None:
     store = NodeStore(node.address, NodeCredentials(deadline_seconds=1))
     write_object(store, "a", DATA)
     reader, buffer = store.open("a"), memoryview(bytearray(len(DATA)))
@@ -123,7 +123,7 @@ def test_open_files_need_no_reply_of_a_stopped_node(node: Process) -> None:
     assert store.get("a") == DATA
     reader.close()
     writer.abort()
-    assert not opened()
+    assert not open_objects()
 
 
 WRITER = """
@@ -139,7 +139,7 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_space_of_a_vanished_client_is_freed_after_its_lease(tmp_path: Path, number: int) -> None:
     """This also holds where the client still has the file open."""
-    node = Here(tmp_path / "data", NodeOptions(lease_seconds=1.0), capacity=10_000_000)
+    node = LocalNode(tmp_path / "data", NodeOptions(lease_seconds=1.0), capacity=10_000_000)
     client = subprocess.Popen([sys.executable, "-c", WRITER, node.address], stdout=subprocess.PIPE, text=True)
     try:
         assert client.stdout is not None
@@ -169,7 +169,7 @@ def test_the_space_of_a_vanished_client_is_freed_after_its_lease(tmp_path: Path,
 
 
 def test_a_client_that_returns_after_its_lease_is_refused(tmp_path: Path) -> None:
-    node = Here(tmp_path / "data", NodeOptions(lease_seconds=0.2))
+    node = LocalNode(tmp_path / "data", NodeOptions(lease_seconds=0.2))
     try:
         store = NodeStore(node.address)
         late, later = store.create("a"), store.create("b")
@@ -185,13 +185,13 @@ def test_a_client_that_returns_after_its_lease_is_refused(tmp_path: Path) -> Non
         for writer in (late, later):
             writer.abort()
         assert not files(node.folder)
-        assert not opened()
+        assert not open_objects()
     finally:
         node.close()
 
 
 def test_a_client_renews_its_lease_while_it_writes(tmp_path: Path) -> None:
-    node = Here(tmp_path / "data")
+    node = LocalNode(tmp_path / "data")
     try:
         store = NodeStore(node.address)
         with store.create("a", 10 * len(DATA)) as writer:
@@ -207,7 +207,7 @@ def test_a_client_renews_its_lease_while_it_writes(tmp_path: Path) -> None:
 
 def test_a_process_without_the_secret_gets_nothing_and_blocks_nobody(tmp_path: Path) -> None:
     """It knows the name of the socket, which every process of the host can see, but not the secret."""
-    node = Here(tmp_path / "data")
+    node = LocalNode(tmp_path / "data")
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=20))
         write_object(store, "a", DATA)
@@ -230,14 +230,14 @@ def test_a_process_without_the_secret_gets_nothing_and_blocks_nobody(tmp_path: P
                 peer = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 peer.connect(f"\0{address.socket_name}")
             assert store.get("a") == DATA
-        assert not opened()
+        assert not open_objects()
     finally:
         node.close()
 
 
 def test_a_process_that_takes_the_name_of_an_ended_node_gets_no_bytes(tmp_path: Path) -> None:
     """The client neither accepts bytes from it nor sends it any."""
-    node = Here(tmp_path / "data")
+    node = LocalNode(tmp_path / "data")
     (tmp_path / "objects").mkdir()
     (tmp_path / "objects" / "false").write_bytes(b"false")
     try:
@@ -263,13 +263,13 @@ def test_a_process_that_takes_the_name_of_an_ended_node_gets_no_bytes(tmp_path: 
             assert store.get("a") == DATA
             thread.join()
             assert door.secret not in asked[0]
-        assert not opened()
+        assert not open_objects()
     finally:
         node.close()
 
 
-def test_descriptors_are_not_inherited_by_child_processes(here: Here) -> None:
-    store = NodeStore(here.address)
+def test_descriptors_are_not_inherited_by_child_processes(local_node: LocalNode) -> None:
+    store = NodeStore(local_node.address)
     write_object(store, "a", DATA)
     fd = store.descriptor("a")
     assert fd is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.nodes import Process, nodes_config, quick
+from helpers.nodes import NodeProcess, nodes_config, quick
 
 import ckpt
 from ckpt.storage.base.errors import (
@@ -23,15 +23,15 @@ from ckpt.storage.testing import random_bytes
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[list[Process]]:
-    made = [Process(tmp_path / f"n{i}") for i in range(4)]
+def processes(tmp_path: Path) -> Iterator[list[NodeProcess]]:
+    made = [NodeProcess(tmp_path / f"n{i}") for i in range(4)]
     yield made
     for process in made:
         process.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_file_is_written_with_full_redundancy_when_a_node_fails(processes: list[Process], number: int) -> None:
+def test_a_file_is_written_with_full_redundancy_when_a_node_fails(processes: list[NodeProcess], number: int) -> None:
     namespace = quick(nodes_config(processes, deadline_seconds=3.0))
     namespace.put("before", random_bytes(5 << 20))
     data = random_bytes(48 << 20)
@@ -57,7 +57,7 @@ def test_a_file_is_written_with_full_redundancy_when_a_node_fails(processes: lis
     namespace.close()
 
 
-def test_a_node_that_returns_undoes_no_change(processes: list[Process]) -> None:
+def test_a_node_that_returns_undoes_no_change(processes: list[NodeProcess]) -> None:
     """Its old records and fragments do not undo changes that were made while it was away."""
     namespace = quick(nodes_config(processes, deadline_seconds=3.0))
     for i in range(12):
@@ -78,7 +78,7 @@ def test_a_node_that_returns_undoes_no_change(processes: list[Process]) -> None:
         each.close()
 
 
-def test_too_few_nodes_are_reported(processes: list[Process]) -> None:
+def test_too_few_nodes_are_reported(processes: list[NodeProcess]) -> None:
     namespace = quick(nodes_config(processes, deadline_seconds=2.0))
     namespace.put("a", random_bytes(100_000))
     for process in processes[:3]:
@@ -94,7 +94,7 @@ def test_too_few_nodes_are_reported(processes: list[Process]) -> None:
 
 
 def test_checkpoints_survive_nodes_lost_between_and_during_saves(
-    processes: list[Process], caplog: pytest.LogCaptureFixture
+    processes: list[NodeProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A node is lost between save and load, and another one in the middle of a save."""
     url = f"ckpt://{','.join(p.address for p in processes)}/run?redundancy=2x"
@@ -149,7 +149,7 @@ def run_ranks(size: int, what: str, url: str) -> None:
         assert "done" in out, err
 
 
-def test_many_ranks_save_and_load_through_a_namespace(processes: list[Process]) -> None:
+def test_many_ranks_save_and_load_through_a_namespace(processes: list[NodeProcess]) -> None:
     """The ranks meet at the namespace, save there together, and load with other numbers of ranks and one dead node."""
     url = f"ckpt://{','.join(p.address for p in processes)}/run"
     run_ranks(4, "save", url)

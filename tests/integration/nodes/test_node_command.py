@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from helpers.certificates import certificates
 from helpers.node_stores import node as node
-from helpers.nodes import Here, Process
+from helpers.nodes import LocalNode, NodeProcess
 
 from ckpt.storage.base.errors import (
     InvalidArgument,
@@ -36,7 +36,7 @@ def test_an_old_token_is_refused_after_its_replacement(tmp_path: Path, near: boo
     file = tmp_path / "token"
     tokens = {which: f"the {which} one, long enough" for which in ("old", "new")}
     file.write_text(tokens["old"] + "\n")
-    node = Here(tmp_path / "node", NodeOptions(tokens=TokenFile(file), pass_descriptors=near))
+    node = LocalNode(tmp_path / "node", NodeOptions(tokens=TokenFile(file), pass_descriptors=near))
     try:
         old, new = (NodeStore(node.address, NodeCredentials(token=tokens[which], deadline_seconds=20)) for which in tokens)
         old.put("a", b"1")
@@ -63,7 +63,7 @@ def test_an_old_token_is_refused_after_its_replacement(tmp_path: Path, near: boo
 
 
 def test_the_node_command_serves_and_reports_metrics(tmp_path: Path) -> None:
-    node = Process(tmp_path / "data", "--domain", "rack=r1,host=h3", "--capacity", "1GB", "--no-near")
+    node = NodeProcess(tmp_path / "data", "--domain", "rack=r1,host=h3", "--capacity", "1GB", "--no-near")
     try:
         store = NodeStore(node.address)
         data = random_bytes(3 << 20)
@@ -86,7 +86,7 @@ def test_the_node_command_serves_and_reports_metrics(tmp_path: Path) -> None:
 
 
 def test_a_killed_node_restarts_without_partial_objects(tmp_path: Path) -> None:
-    node = Process(tmp_path / "data", "--no-near")
+    node = NodeProcess(tmp_path / "data", "--no-near")
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
         store.put("kept", b"1")
@@ -109,7 +109,7 @@ def test_a_killed_node_restarts_without_partial_objects(tmp_path: Path) -> None:
 
 def test_a_restarted_node_is_reached_at_once(tmp_path: Path) -> None:
     """This also holds for a client that was refused all the time: gRPC repeats the earlier refusal for up to a second."""
-    node = Process(tmp_path / "data", "--no-near")
+    node = NodeProcess(tmp_path / "data", "--no-near")
     store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
     ended = threading.Event()
 
@@ -138,7 +138,7 @@ def test_a_node_serves_on_ipv6(tmp_path: Path) -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    node = Process(tmp_path / "data", "--no-near", host="[::1]")
+    node = NodeProcess(tmp_path / "data", "--no-near", host="[::1]")
     try:
         store = NodeStore(node.address)
         store.put("a", b"1")
@@ -151,7 +151,7 @@ def test_a_node_serves_on_ipv6(tmp_path: Path) -> None:
 
 def test_a_node_logs_one_line_for_each_event(tmp_path: Path) -> None:
     """The events are refused calls, and an unexpected error with its traceback."""
-    node = Process(tmp_path / "data", "--no-near", failpoints="node.get=error")
+    node = NodeProcess(tmp_path / "data", "--no-near", failpoints="node.get=error")
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=20))
         with pytest.raises(StoreError, match="see its log"):
@@ -170,7 +170,7 @@ def test_a_node_logs_one_line_for_each_event(tmp_path: Path) -> None:
 
 
 def test_a_call_to_a_stopped_node_ends_at_its_deadline(tmp_path: Path) -> None:
-    node = Process(tmp_path / "data")
+    node = NodeProcess(tmp_path / "data")
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=1))
         store.put("a", b"1")
@@ -202,7 +202,7 @@ def test_a_node_serves_by_tls_with_a_token(tmp_path: Path) -> None:
     cert, key = certificates(tmp_path)
     token = tmp_path / "token"
     token.write_text("a token that is long enough\n")
-    node = Process(tmp_path / "data", "--tls-cert", str(cert), "--tls-key", str(key), "--token-file", str(token))
+    node = NodeProcess(tmp_path / "data", "--tls-cert", str(cert), "--tls-key", str(key), "--token-file", str(token))
     try:
         good = NodeStore(node.address, NodeCredentials("a token that is long enough", cert.read_bytes(), deadline_seconds=10))
         good.put("a", b"1")
@@ -237,7 +237,7 @@ def test_wrong_options_of_a_node_are_refused_with_advice(tmp_path: Path, options
     assert not list(tmp_path.iterdir())
 
 
-def test_a_node_on_a_port_in_use_is_refused_in_one_line(tmp_path: Path, node: Here) -> None:
+def test_a_node_on_a_port_in_use_is_refused_in_one_line(tmp_path: Path, node: LocalNode) -> None:
     command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "other"), "--listen", node.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from helpers.nodes import Process
+from helpers.nodes import NodeProcess
 
 from ckpt.aggregator.file_io.namespace import open_namespace
 from ckpt.aggregator.maintenance import scrub as surveys
@@ -22,7 +22,7 @@ def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_status_and_repair_commands_show_the_health_of_a_namespace(tmp_path: Path) -> None:
     """The operator sees a whole namespace, a lost disk, the repair, a whole namespace again, and a member that is down."""
-    nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
+    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(4)]
     try:
         url = f"ckpt://{','.join(node.address for node in nodes)}"
         namespace, _ = open_namespace(url)
@@ -65,13 +65,13 @@ def test_status_and_repair_commands_show_the_health_of_a_namespace(tmp_path: Pat
 
 def test_one_node_at_a_time_repairs_the_namespace(tmp_path: Path) -> None:
     """It restores a lost disk by itself; when it dies, another node continues."""
-    nodes = [Process(tmp_path / f"n{i}") for i in range(4)]
+    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(4)]
     url = f"ckpt://{','.join(node.address for node in nodes)}"
     namespace, _ = open_namespace(url)
     for i in range(24):  # so that each node has some
         namespace.put(f"f{i}", random_bytes(100_000, i))
     repair_nodes = [
-        Process(tmp_path / f"c{i}", "--repair", url, "--repair-every", "0.3", failpoints="") for i in range(2)
+        NodeProcess(tmp_path / f"c{i}", "--repair", url, "--repair-every", "0.3", failpoints="") for i in range(2)
     ]  # not members of the namespace: they only repair it
     try:
         for victim in (0, 1):

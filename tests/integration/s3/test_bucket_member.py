@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.registers import Flaky, check_eras, check_final, ledger, words
+from helpers.registers import Flaky, check_eras, check_final, replicated_registers, words
 
 import ckpt
 from ckpt.aggregator.cluster.config import config_from_table
@@ -163,7 +163,7 @@ def test_registers_in_a_bucket_keep_one_history(bucket: str, seed: int) -> None:
 
     def client(number: int) -> None:
         draws = random.Random(f"{seed} {number}")
-        book = ledger({n: Flaky(r, draws, rate) for n, r in inner.items()}, 10)
+        book = replicated_registers({n: Flaky(r, draws, rate) for n, r in inner.items()}, 10)
         for i in range(5):
             word = f"{number}.{i}"
 
@@ -183,7 +183,7 @@ def test_registers_in_a_bucket_keep_one_history(bucket: str, seed: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    final = words(ledger(inner).read(["x"])["x"])
+    final = words(replicated_registers(inner).read(["x"])["x"])
     assert len(set(final)) == len(final)
     for added, value_words in received:
         assert final[: len(value_words)] == value_words, f"{value_words} was told, {final} is the end"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.loop_runs import PROGRAM, Job, page_of, told
+from helpers.loop_runs import PROGRAM, Job, page_of, rollback_variables
 from helpers.loop_runs import job as job
 from helpers.page_cache import bypasses_cache, drop_cache, is_cached
 
@@ -165,7 +165,7 @@ def test_a_batch_that_spoils_the_weights_is_skipped(tmp_path: Path) -> None:
         history.append(beat.bad)
         decision = roll_back(history, parse_ranges(environ.get(SKIP_VARIABLE, "")))
         actions.append(decision.action)
-        environ |= told(decision)
+        environ |= rollback_variables(decision)
     assert actions == ["retry", "skip"]
     assert environ[SKIP_VARIABLE] == "13-14"
     assert [(bad.step, bad.batch) for bad in history] == [(14, 14)] * 2

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.fork_servers import PROGRAM, Starter, cold, libraries, modules, script, surroundings, warm
-from helpers.fork_servers import begin as begin
+from helpers.fork_servers import PROGRAM, Starter, modules, run_cold, run_warm, script, surroundings, write_packages
+from helpers.fork_servers import start_fork_server as start_fork_server
 
 from ckpt.recovery.ranks.fork_client import ForkServers
 from ckpt.training import import_report
@@ -31,19 +31,19 @@ if sys.platform != "linux":
     ],
 )
 def test_a_forked_rank_has_the_surroundings_of_a_cold_one(
-    begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+    start_fork_server: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.chdir(PROGRAM.parent)
     command, page = [sys.executable, *words], str(tmp_path / "page")
     log = tmp_path / "log"
-    assert cold(command, log, CKPT_PULSE=page) == 0, log.read_text()
+    assert run_cold(command, log, CKPT_PULSE=page) == 0, log.read_text()
     want = json.loads(log.read_text())
-    fork_server = begin(command, import_report.report_path(page))
+    fork_server = start_fork_server(command, import_report.report_path(page))
     assert fork_server.is_ready, fork_server.reason
     assert fork_server.note == ""
     for _ in range(2):  # the fork server can fork more than once
         log.unlink()
-        assert warm(fork_server, log, CKPT_PULSE=page) == 0, log.read_text()
+        assert run_warm(fork_server, log, CKPT_PULSE=page) == 0, log.read_text()
         assert json.loads(log.read_text()) == want
 
 
@@ -82,14 +82,14 @@ ENDS = """
 """
 
 
-def test_a_forked_rank_ends_like_a_cold_one(begin: Starter, tmp_path: Path) -> None:
+def test_a_forked_rank_ends_like_a_cold_one(start_fork_server: Starter, tmp_path: Path) -> None:
     """Exit status and output are equal, to the last byte."""
     command = [sys.executable, script(tmp_path, ENDS)]
-    fork_server = begin(command)
+    fork_server = start_fork_server(command)
     for end in range(16):
         started, forked = tmp_path / f"cold-{end}", tmp_path / f"warm-{end}"
-        want = cold(command, started, end)
-        assert warm(fork_server, forked, end) == want, end
+        want = run_cold(command, started, end)
+        assert run_warm(fork_server, forked, end) == want, end
         assert forked.read_text() == started.read_text(), end
     assert (tmp_path / "warm-3").read_text().count("File ") == 2
 
@@ -97,18 +97,18 @@ def test_a_forked_rank_ends_like_a_cold_one(begin: Starter, tmp_path: Path) -> N
 @pytest.mark.parametrize("text", ["x = = 1\n", "\ufeffprint('bom')\n", "# coding: latin-1\nprint('é')\n", "", "raise\n"])
 @pytest.mark.parametrize("as_module", [False, True])
 def test_any_valid_or_broken_script_runs_as_if_cold(
-    begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, as_module: bool
+    start_fork_server: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, as_module: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     coding = "latin-1" if "latin" in text else "utf-8"
     Path("train.py").write_text(text, encoding=coding)
     command = [sys.executable, *(["-m", "train"] if as_module else ["train.py"])]
-    want = cold(command, tmp_path / "cold")
-    assert warm(begin(command), tmp_path / "warm") == want
+    want = run_cold(command, tmp_path / "cold")
+    assert run_warm(start_fork_server(command), tmp_path / "warm") == want
     assert (tmp_path / "warm").read_text() == (tmp_path / "cold").read_text()
 
 
-def test_a_forked_rank_can_start_processes_of_its_own(begin: Starter, tmp_path: Path) -> None:
+def test_a_forked_rank_can_start_processes_of_its_own(start_fork_server: Starter, tmp_path: Path) -> None:
     """They are spawned, forked, and served by a fork server: each finds the script and its classes."""
     text = """
         import multiprocessing, os, pickle, sys
@@ -126,13 +126,15 @@ def test_a_forked_rank_can_start_processes_of_its_own(begin: Starter, tmp_path: 
                     print(way, pool.submit(double, Point(4)).result().x, os.environ["RANK"])
     """
     command = [sys.executable, script(tmp_path, text)]
-    fork_server = begin(command, modules("multiprocessing", "concurrent.futures", "concurrent.futures.process", "pickle"))
+    fork_server = start_fork_server(
+        command, modules("multiprocessing", "concurrent.futures", "concurrent.futures.process", "pickle")
+    )
     assert fork_server.is_ready, fork_server.reason
-    assert warm(fork_server, tmp_path / "log", 7) == 0, (tmp_path / "log").read_text()
+    assert run_warm(fork_server, tmp_path / "log", 7) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "log").read_text() == "3 __main__\nspawn 8 7\nfork 8 7\nforkserver 8 7\n"
 
 
-def test_forked_ranks_can_use_torch(begin: Starter, tmp_path: Path) -> None:
+def test_forked_ranks_can_use_torch(start_fork_server: Starter, tmp_path: Path) -> None:
     """Two ranks communicate by gloo, with data loader workers and random numbers of their own; torch was imported before the
     script."""
     text = """
@@ -159,7 +161,7 @@ def test_forked_ranks_can_use_torch(begin: Starter, tmp_path: Path) -> None:
             dist.destroy_process_group()
     """
     command = [sys.executable, script(tmp_path, text)]
-    fork_server = begin(command, modules("numpy", "torch", "torch.distributed", "torch.utils.data"))
+    fork_server = start_fork_server(command, modules("numpy", "torch", "torch.distributed", "torch.utils.data"))
     assert fork_server.is_ready, fork_server.reason
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -171,7 +173,7 @@ def test_forked_ranks_can_use_torch(begin: Starter, tmp_path: Path) -> None:
     assert all(own_numbers != other_numbers for own_numbers, other_numbers in zip(output[0][3:], output[1][3:], strict=True))
 
 
-def test_a_forked_rank_writes_its_heartbeat_page_and_its_child_does_not(begin: Starter, tmp_path: Path) -> None:
+def test_a_forked_rank_writes_its_heartbeat_page_and_its_child_does_not(start_fork_server: Starter, tmp_path: Path) -> None:
     """A forked child of a rank is not the rank; a process that the fork server has forked is."""
     text = """
         import os
@@ -182,25 +184,25 @@ def test_a_forked_rank_writes_its_heartbeat_page_and_its_child_does_not(begin: S
         assert os.wait()[1] == 0
     """
     page = HeartbeatPage(tmp_path / "page", new=True)
-    fork_server = begin([sys.executable, script(tmp_path, text)], modules("ckpt", "ckpt.training.heartbeat_page"))
+    fork_server = start_fork_server([sys.executable, script(tmp_path, text)], modules("ckpt", "ckpt.training.heartbeat_page"))
     rank = fork_server.fork(surroundings(CKPT_PULSE=str(tmp_path / "page")), tmp_path / "log")
     assert rank is not None
     assert rank.wait() == 0, (tmp_path / "log").read_text()
     assert (page.read().pid, page.read().step) == (rank.pid, 41)
 
 
-def test_threads_of_openblas_survive_the_fork(begin: Starter, tmp_path: Path) -> None:
+def test_threads_of_openblas_survive_the_fork(start_fork_server: Starter, tmp_path: Path) -> None:
     """OpenBLAS starts threads when numpy is imported, and handles forks."""
     text = "import numpy as np\nprint(float((np.ones((900, 900)) @ np.ones((900, 900))).sum()))\n"
-    fork_server = begin([sys.executable, script(tmp_path, text)], modules("numpy"), OMP_NUM_THREADS="4")
+    fork_server = start_fork_server([sys.executable, script(tmp_path, text)], modules("numpy"), OMP_NUM_THREADS="4")
     assert (fork_server.is_ready, fork_server.note) == (True, ""), fork_server.reason
     for _ in range(2):
         (tmp_path / "log").unlink(missing_ok=True)
-        assert warm(fork_server, tmp_path / "log", OMP_NUM_THREADS="4") == 0
+        assert run_warm(fork_server, tmp_path / "log", OMP_NUM_THREADS="4") == 0
         assert (tmp_path / "log").read_text() == "729000000.0\n"
 
 
-def test_the_allocator_thread_of_pyarrow_survives_the_fork(begin: Starter, tmp_path: Path) -> None:
+def test_the_allocator_thread_of_pyarrow_survives_the_fork(start_fork_server: Starter, tmp_path: Path) -> None:
     """ckpt itself needs pyarrow."""
     text = """
         import sys
@@ -211,16 +213,16 @@ def test_the_allocator_thread_of_pyarrow_survives_the_fork(begin: Starter, tmp_p
         print(there, pq.read_table(sys.argv[1]).equals(table))
     """
     command = [sys.executable, script(tmp_path, text), str(tmp_path / "table")]
-    fork_server = begin(command, modules("pyarrow", "pyarrow.parquet"))
+    fork_server = start_fork_server(command, modules("pyarrow", "pyarrow.parquet"))
     assert (fork_server.is_ready, fork_server.note) == (True, ""), fork_server.reason
     for _ in range(2):
-        assert warm(fork_server, tmp_path / "log") == 0
+        assert run_warm(fork_server, tmp_path / "log") == 0
     assert (tmp_path / "log").read_text() == "True True\n" * 2
 
 
-def test_variables_that_libraries_set_stay_set(begin: Starter, tmp_path: Path) -> None:
+def test_variables_that_libraries_set_stay_set(start_fork_server: Starter, tmp_path: Path) -> None:
     """The rank has a variable that an import sets; one that the script sets wins."""
-    site = libraries(tmp_path, sets="import os\nos.environ.setdefault('A_CACHE', '/a')\nos.environ['KMP_INIT'] = '1'\n")
+    site = write_packages(tmp_path, sets="import os\nos.environ.setdefault('A_CACHE', '/a')\nos.environ['KMP_INIT'] = '1'\n")
     text = """
         import os
         import sets
@@ -230,15 +232,15 @@ def test_variables_that_libraries_set_stay_set(begin: Starter, tmp_path: Path) -
     """
     command = [sys.executable, script(tmp_path / "here", text)]
     page, path = str(tmp_path / "page"), str(site)
-    assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
-    fork_server = begin(command, import_report.report_path(page), PYTHONPATH=path)
+    assert run_cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
+    fork_server = start_fork_server(command, import_report.report_path(page), PYTHONPATH=path)
     assert (fork_server.is_ready, fork_server.note) == (True, ""), fork_server.reason
     for rank in range(2):
-        assert warm(fork_server, tmp_path / "warm", rank, PYTHONPATH=path) == 0
+        assert run_warm(fork_server, tmp_path / "warm", rank, PYTHONPATH=path) == 0
     assert (tmp_path / "warm").read_text() == "/a 1 0\n/a 1 1\n"
 
 
-def test_a_run_starts_warm_after_a_rank_has_reported_its_imports(begin: Starter, tmp_path: Path) -> None:
+def test_a_run_starts_warm_after_a_rank_has_reported_its_imports(start_fork_server: Starter, tmp_path: Path) -> None:
     """A later report with more imports replaces the fork server; after a change of the script ranks start cold, and then warm
     again."""
     text = "import sys\nprint(*sorted({'wave', 'colorsys'} & sys.modules.keys()))\n"

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.fork_servers import Starter, cold, gone, libraries, script, surroundings, warm
-from helpers.fork_servers import begin as begin
+from helpers.fork_servers import Starter, have_ended, run_cold, run_warm, script, surroundings, write_packages
+from helpers.fork_servers import start_fork_server as start_fork_server
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,10 +35,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_module_that_cannot_be_imported_alone_is_left_out(begin: Starter, tmp_path: Path, kind: str) -> None:
+def test_a_module_that_cannot_be_imported_alone_is_left_out(start_fork_server: Starter, tmp_path: Path, kind: str) -> None:
     """Only it and the modules that need it are left out; the rank imports it by itself, unchanged."""
     bad, why = BAD[kind]
-    site = libraries(tmp_path, good="", bad=bad, needs="import bad\n")
+    site = write_packages(tmp_path, good="", bad=bad, needs="import bad\n")
     text = """
         import os, sys
         os.environ["BACKEND"] = "mine"
@@ -51,42 +51,42 @@ def test_a_module_that_cannot_be_imported_alone_is_left_out(begin: Starter, tmp_
     """
     command = [sys.executable, script(tmp_path / "here", text)]
     page, path = str(tmp_path / "page"), str(site)
-    assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
-    fork_server = begin(command, import_report.report_path(page), PYTHONPATH=path)
+    assert run_cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0
+    fork_server = start_fork_server(command, import_report.report_path(page), PYTHONPATH=path)
     assert fork_server.is_ready, fork_server.reason
     assert why in fork_server.note
     assert "without needs: it needs bad, which is left out" in fork_server.note
-    assert warm(fork_server, tmp_path / "warm", 1, PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
+    assert run_warm(fork_server, tmp_path / "warm", 1, PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
     assert (tmp_path / "warm").read_text() == "good 1 mine\n"
 
 
-def test_a_module_that_starts_mpi_is_left_out(begin: Starter, tmp_path: Path) -> None:
+def test_a_module_that_starts_mpi_is_left_out(start_fork_server: Starter, tmp_path: Path) -> None:
     names = {"needs": "import mpi4py.MPI\n", "good": "", "mpi4py": "raise RuntimeError('begun')\n"}
-    site = libraries(tmp_path, **names)
+    site = write_packages(tmp_path, **names)
     reported = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
     path = script(tmp_path / "here", f"import sys\nprint(*sorted({set(names)} & sys.modules.keys()))\n")
-    fork_server = begin([sys.executable, path], reported, PYTHONPATH=str(site))
+    fork_server = start_fork_server([sys.executable, path], reported, PYTHONPATH=str(site))
     assert (fork_server.is_ready, fork_server.note) == (True, "without needs: it needs mpi4py, which is left out"), (
         fork_server.reason
     )
-    assert warm(fork_server, tmp_path / "log", PYTHONPATH=str(site)) == 0
+    assert run_warm(fork_server, tmp_path / "log", PYTHONPATH=str(site)) == 0
     assert (tmp_path / "log").read_text() == "good\n"
 
 
-def test_a_fork_server_gives_up_when_too_many_modules_are_left_out(begin: Starter, tmp_path: Path) -> None:
+def test_a_fork_server_gives_up_when_too_many_modules_are_left_out(start_fork_server: Starter, tmp_path: Path) -> None:
     """It does not restart forever."""
     names = {f"bad{n}": "raise RuntimeError('not today')\n" for n in range(20)}
-    site = libraries(tmp_path, **names)
+    site = write_packages(tmp_path, **names)
     reported = {"modules": {name: str(site / name / "__init__.py") for name in names}, "environ": {}}
-    fork_server = begin([sys.executable, script(tmp_path / "here", "")], reported, PYTHONPATH=str(site))
+    fork_server = start_fork_server([sys.executable, script(tmp_path / "here", "")], reported, PYTHONPATH=str(site))
     assert not fork_server.is_ready
     assert "can't be imported alone (RuntimeError: not today); and as many as 8 other packages" in fork_server.reason
-    assert gone(fork_server.pid)
+    assert have_ended(fork_server.pid)
 
 
-def test_modules_that_the_user_may_edit_are_not_pre_imported(begin: Starter, tmp_path: Path) -> None:
+def test_modules_that_the_user_may_edit_are_not_pre_imported(start_fork_server: Starter, tmp_path: Path) -> None:
     """These are modules beside the script, modules in the search path, and a library of such a name."""
-    site = libraries(tmp_path, good="", statistics="raise RuntimeError('the wrong one')\n")
+    site = write_packages(tmp_path, good="", statistics="raise RuntimeError('the wrong one')\n")
     text = """
         import os, sys
         from ckpt.training import import_report as imports
@@ -102,10 +102,10 @@ def test_modules_that_the_user_may_edit_are_not_pre_imported(begin: Starter, tmp
     (tmp_path / "here" / "space").mkdir()
     (tmp_path / "here" / "space" / "deep.py").write_text("")
     page, path = str(tmp_path / "page"), f"{tmp_path / 'there'}:{site}"
-    assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0, (tmp_path / "cold").read_text()
-    fork_server = begin(command, import_report.report_path(page), PYTHONPATH=path)
+    assert run_cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=path) == 0, (tmp_path / "cold").read_text()
+    fork_server = start_fork_server(command, import_report.report_path(page), PYTHONPATH=path)
     assert (fork_server.is_ready, fork_server.note) == (True, ""), fork_server.reason
-    assert warm(fork_server, tmp_path / "warm", PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
+    assert run_warm(fork_server, tmp_path / "warm", PYTHONPATH=path) == 0, (tmp_path / "warm").read_text()
     assert (tmp_path / "warm").read_text() == "good\nTrue True\n"
 
 
@@ -131,7 +131,7 @@ def test_a_rank_reports_its_imports(tmp_path: Path) -> None:
     for rank in range(2):
         page, log = tmp_path / f"page-{rank}", tmp_path / "log"
         HeartbeatPage(page, new=True)
-        assert cold([*command, str(tmp_path / f"repo-{rank}")], log, rank, CKPT_PULSE=str(page)) == 0, log.read_text()
+        assert run_cold([*command, str(tmp_path / f"repo-{rank}")], log, rank, CKPT_PULSE=str(page)) == 0, log.read_text()
     first, second, last = (
         json.loads(path.read_text())
         for path in (tmp_path / "page-0.1", tmp_path / "page-0.3", import_report.report_path(tmp_path / "page-0"))
@@ -186,8 +186,10 @@ def test_no_word_of_a_command_is_lost(flags: list[str], rest: list[str], as_modu
         (["/none/such/python", __file__], "/none/such/python can't be started: No such file or directory"),
     ],
 )
-def test_a_command_that_cannot_be_forked_is_started_cold(begin: Starter, tmp_path: Path, command: list[str], why: str) -> None:
-    fork_server = begin(command)
+def test_a_command_that_cannot_be_forked_is_started_cold(
+    start_fork_server: Starter, tmp_path: Path, command: list[str], why: str
+) -> None:
+    fork_server = start_fork_server(command)
     assert not fork_server.is_ready
     assert why in fork_server.reason
     assert fork_server.fork(surroundings(), tmp_path / "log") is None
@@ -197,26 +199,26 @@ def test_a_command_that_cannot_be_forked_is_started_cold(begin: Starter, tmp_pat
             split_python_command(command)
 
 
-def test_a_program_that_is_no_python_is_started_cold(begin: Starter, tmp_path: Path) -> None:
+def test_a_program_that_is_no_python_is_started_cold(start_fork_server: Starter, tmp_path: Path) -> None:
     liar = tmp_path / "python3"
     liar.write_text("#!/bin/sh\necho no licence >&2; exit 3\n")
     liar.chmod(0o755)
-    fork_server = begin([str(liar), script(tmp_path, "")])
+    fork_server = start_fork_server([str(liar), script(tmp_path, "")])
     assert not fork_server.is_ready
     assert "the process has ended (no licence)" in fork_server.reason
 
 
-@pytest.mark.parametrize("what", ["script", "library", "gone"])
-def test_a_changed_script_or_library_is_not_run_warm(begin: Starter, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("what", ["script", "library", "have_ended"])
+def test_a_changed_script_or_library_is_not_run_warm(start_fork_server: Starter, tmp_path: Path, what: str) -> None:
     """The script, which may import other modules now, or a pre-imported library has changed: the fork server starts again."""
-    site = libraries(tmp_path, good="")
+    site = write_packages(tmp_path, good="")
     path = script(
         tmp_path / "here", "import good\nfrom ckpt.training import import_report\nimport_report.write_report()\nprint('old')\n"
     )
     command, page = [sys.executable, path], str(tmp_path / "page")
-    assert cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=str(site)) == 0
-    fork_server = begin(command, import_report.report_path(page), PYTHONPATH=str(site))
-    assert warm(fork_server, tmp_path / "warm", PYTHONPATH=str(site)) == 0
+    assert run_cold(command, tmp_path / "cold", CKPT_PULSE=page, PYTHONPATH=str(site)) == 0
+    fork_server = start_fork_server(command, import_report.report_path(page), PYTHONPATH=str(site))
+    assert run_warm(fork_server, tmp_path / "warm", PYTHONPATH=str(site)) == 0
     changed = Path(path) if what == "script" else site / "good" / "__init__.py"
     if what == "gone":
         changed.unlink()
@@ -224,18 +226,18 @@ def test_a_changed_script_or_library_is_not_run_warm(begin: Starter, tmp_path: P
         changed.write_text("print('new')\n")
     assert fork_server.fork(surroundings(PYTHONPATH=str(site)), tmp_path / "again") is None
     assert fork_server.reason == f"{changed} has changed"
-    assert gone(fork_server.pid)
+    assert have_ended(fork_server.pid)
     assert (tmp_path / "again").read_text() == ""
 
 
-def test_a_script_that_sets_a_variable_of_native_code_is_started_cold(begin: Starter, tmp_path: Path) -> None:
+def test_a_script_that_sets_a_variable_of_native_code_is_started_cold(start_fork_server: Starter, tmp_path: Path) -> None:
     reported = {"modules": {}, "environ": {"OMP_NUM_THREADS": "3"}}
-    fork_server = begin([sys.executable, script(tmp_path, "")], reported)
+    fork_server = start_fork_server([sys.executable, script(tmp_path, "")], reported)
     assert not fork_server.is_ready
     assert fork_server.reason == "the script sets OMP_NUM_THREADS, and libraries have read it when they are loaded"
 
 
-def test_a_changed_environment_is_started_cold(begin: Starter, tmp_path: Path) -> None:
-    fork_server = begin([sys.executable, script(tmp_path, "")])
+def test_a_changed_environment_is_started_cold(start_fork_server: Starter, tmp_path: Path) -> None:
+    fork_server = start_fork_server([sys.executable, script(tmp_path, "")])
     assert fork_server.fork(surroundings(OMP_NUM_THREADS="2", NEW="1"), tmp_path / "log") is None
     assert fork_server.reason == "the environment has changed: NEW, OMP_NUM_THREADS"

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.fork_servers import Starter, gone, libraries, script, surroundings
-from helpers.fork_servers import begin as begin
+from helpers.fork_servers import Starter, have_ended, script, surroundings, write_packages
+from helpers.fork_servers import start_fork_server as start_fork_server
 
 from ckpt.recovery.ranks import processes
 from ckpt.recovery.ranks.fork_client import ForkedRank
@@ -33,8 +33,8 @@ def says(log: Path, text: str) -> bool:
     return True
 
 
-def test_forked_ranks_get_signals_and_report_their_status(begin: Starter, tmp_path: Path) -> None:
-    fork_server = begin([sys.executable, script(tmp_path, SLEEPS)])
+def test_forked_ranks_get_signals_and_report_their_status(start_fork_server: Starter, tmp_path: Path) -> None:
+    fork_server = start_fork_server([sys.executable, script(tmp_path, SLEEPS)])
     ranks = [fork_server.fork(surroundings(n), tmp_path / f"log-{n}") for n in range(2)]
     assert all(says(tmp_path / f"log-{n}", "here") for n in range(2))
     first, second = [rank for rank in ranks if rank]
@@ -46,7 +46,7 @@ def test_forked_ranks_get_signals_and_report_their_status(begin: Starter, tmp_pa
     assert first.poll() == -signal.SIGSEGV
     os.close(descriptor)
     fork_server.close()
-    assert gone(fork_server.pid)
+    assert have_ended(fork_server.pid)
     assert second.poll() is None, "a rank has ended with the fork server"
     processes.kill_sessions([second.pid])
     assert second.wait() == -signal.SIGKILL
@@ -59,14 +59,14 @@ def test_a_rank_that_another_process_reaped_counts_as_failed() -> None:
     assert rank.poll() == 255
 
 
-def test_ranks_continue_after_the_fork_server_is_killed(begin: Starter, tmp_path: Path) -> None:
+def test_ranks_continue_after_the_fork_server_is_killed(start_fork_server: Starter, tmp_path: Path) -> None:
     """Later ranks are started cold."""
-    fork_server = begin([sys.executable, script(tmp_path, SLEEPS)])
+    fork_server = start_fork_server([sys.executable, script(tmp_path, SLEEPS)])
     rank = fork_server.fork(surroundings(), tmp_path / "log")
     assert rank is not None
     assert fork_server.pid is not None
     os.kill(fork_server.pid, signal.SIGKILL)
-    assert gone(fork_server.pid)
+    assert have_ended(fork_server.pid)
     assert says(tmp_path / "log", "here")
     assert not fork_server.is_ready
     assert fork_server.fork(surroundings(), tmp_path / "other") is None
@@ -76,24 +76,24 @@ def test_ranks_continue_after_the_fork_server_is_killed(begin: Starter, tmp_path
     assert rank.wait() == -signal.SIGKILL
 
 
-def test_a_stopped_fork_server_is_given_up(begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_fork_server_is_given_up(start_fork_server: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No caller waits for it forever, and its pending fork does not run later."""
     monkeypatch.setattr("ckpt.recovery.ranks.fork_client._FORK_SECONDS", 0.2)
-    fork_server = begin([sys.executable, script(tmp_path, SLEEPS)])
+    fork_server = start_fork_server([sys.executable, script(tmp_path, SLEEPS)])
     assert fork_server.pid is not None
     os.kill(fork_server.pid, signal.SIGSTOP)
     assert fork_server.fork(surroundings(), tmp_path / "log") is None
     assert fork_server.reason == "it has not answered for 0.2 s"
-    assert gone(fork_server.pid)
+    assert have_ended(fork_server.pid)
     assert (tmp_path / "log").read_text() == ""
 
 
 @pytest.mark.parametrize("word", [b"", b"x"])
 def test_a_forked_rank_begins_only_after_the_agent_has_its_number(
-    begin: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: bytes
+    start_fork_server: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: bytes
 ) -> None:
     """So no rank runs whose process number was lost."""
-    fork_server = begin([sys.executable, script(tmp_path, SLEEPS)])
+    fork_server = start_fork_server([sys.executable, script(tmp_path, SLEEPS)])
     monkeypatch.setattr("ckpt.recovery.ranks.fork_server.GO_BYTE", word)
     rank = fork_server.fork(surroundings(), tmp_path / "log")
     assert rank is not None
@@ -101,8 +101,8 @@ def test_a_forked_rank_begins_only_after_the_agent_has_its_number(
     assert (tmp_path / "log").read_text() == ""
 
 
-def test_a_rank_with_an_unwritable_log_is_not_forked(begin: Starter, tmp_path: Path) -> None:
-    fork_server = begin([sys.executable, script(tmp_path, SLEEPS)])
+def test_a_rank_with_an_unwritable_log_is_not_forked(start_fork_server: Starter, tmp_path: Path) -> None:
+    fork_server = start_fork_server([sys.executable, script(tmp_path, SLEEPS)])
     with pytest.raises(FileNotFoundError):
         fork_server.fork(surroundings(), tmp_path / "none" / "log")
     with pytest.raises(IsADirectoryError):
@@ -134,7 +134,7 @@ AGENT = """
 @pytest.mark.parametrize("when", ["ranks", "importing"])
 def test_a_killed_agent_leaves_no_rank_and_no_fork_server(tmp_path: Path, when: str) -> None:
     """This also holds where an import hangs with the interpreter locked."""
-    site = libraries(tmp_path, slow="import ctypes\nctypes.PyDLL(None).sleep(3600)\n")
+    site = write_packages(tmp_path, slow="import ctypes\nctypes.PyDLL(None).sleep(3600)\n")
     script(tmp_path, SLEEPS)
     reported = {"slow": str(site / "slow" / "__init__.py")} if when == "importing" else {}
     (tmp_path / "told.imports").write_text(json.dumps({"modules": reported, "environ": {}}))
@@ -149,4 +149,4 @@ def test_a_killed_agent_leaves_no_rank_and_no_fork_server(tmp_path: Path, when: 
     finally:
         agent.kill()
         agent.wait()
-    assert gone(*pids)
+    assert have_ended(*pids)

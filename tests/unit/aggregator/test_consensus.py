@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.registers import Flaky, ledger, new_registers, record, words
+from helpers.registers import Flaky, new_registers, record, replicated_registers, words
 
 from ckpt.aggregator.placement.redundancy import quorum
 from ckpt.storage.base.errors import Unavailable
@@ -50,7 +50,7 @@ def test_competing_clients_see_one_history(tmp_path: Path, seed: int, members: i
 
     def client(number: int) -> None:
         mine = random.Random(f"{seed} {members} {number}")
-        replicated = ledger({n: Flaky(r, mine, rate) for n, r in inner.items()}, 5)
+        replicated = replicated_registers({n: Flaky(r, mine, rate) for n, r in inner.items()}, 5)
         for i in range(8):
             word = f"{number}.{i}"
 
@@ -73,7 +73,7 @@ def test_competing_clients_see_one_history(tmp_path: Path, seed: int, members: i
         thread.start()
     for thread in threads:
         thread.join()
-    end = words(ledger(inner).read(["x"])["x"])
+    end = words(replicated_registers(inner).read(["x"])["x"])
     assert len(set(end)) == len(end), "no word exists twice"
     for added, seen in results:
         assert end[: len(seen)] == seen, f"seed {seed}: {seen} was returned, but the last value is {end}"
@@ -86,18 +86,20 @@ def test_a_half_done_change_is_settled_by_a_read(tmp_path: Path) -> None:
     """The writer died after the first member. Once a read returns the change, all later reads do, whichever members answer."""
     registers: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)}
     registers["m0"].change([DirectChange("x", NO_BALLOT, RegisterValue(b"", b"half"))], "dead")
-    seen = [words(ledger(registers).read(["x"])["x"]) for _ in range(5)]
+    seen = [words(replicated_registers(registers).read(["x"])["x"]) for _ in range(5)]
     assert seen == sorted(seen), "nothing while only the other members answer, then the value, and never nothing again"
-    ledger(registers).settle(["x"])
+    replicated_registers(registers).settle(["x"])
     rest = registers | {"m0": Flaky(registers["m0"], random.Random(0), 1.0)}
-    assert words(ledger(rest).read(["x"])["x"]) == ["half"], "also without the first member: a read has settled the change"
+    assert words(replicated_registers(rest).read(["x"])["x"]) == ["half"], (
+        "also without the first member: a read has settled the change"
+    )
 
 
 @pytest.mark.parametrize("member", ["m0", "m1", "m2"])
 def test_a_final_value_that_one_member_knows_is_kept(tmp_path: Path, member: str) -> None:
     """The other members may not have learned it. A competing proposal reads the final value and leaves it readable."""
     registers: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)}
-    replicated = ledger(registers)
+    replicated = replicated_registers(registers)
     replicated.update(["x"], lambda _, value: RegisterValue(b"", b"agreed"))
     registers[member].learn("x", RegisterValue(b"", b"agreed"))
     for register in registers.values():
@@ -112,18 +114,18 @@ def test_a_final_value_that_one_member_knows_is_kept(tmp_path: Path, member: str
 
 def test_reads_and_changes_need_a_quorum(tmp_path: Path) -> None:
     inner: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)}
-    ledger(inner).update(["x"], lambda _, value: RegisterValue(b"", b"there"))
+    replicated_registers(inner).update(["x"], lambda _, value: RegisterValue(b"", b"there"))
     one = {n: r if n == "m2" else Flaky(r, random.Random(0), 1.0) for n, r in inner.items()}
     with pytest.raises(Unavailable, match=r"can't read x: 1 of the 3 members .* 2 are needed .*start the missing ones"):
-        ledger(one, 1).read(["x"])
+        replicated_registers(one, 1).read(["x"])
     with pytest.raises(Unavailable, match="can't change x"):
-        ledger(one, 1).update(["x"], lambda _, value: RegisterValue(b"", b"new"))
-    assert words(ledger(inner).read(["x"])["x"]) == ["there"]
+        replicated_registers(one, 1).update(["x"], lambda _, value: RegisterValue(b"", b"new"))
+    assert words(replicated_registers(inner).read(["x"])["x"]) == ["there"]
 
 
 def test_a_damaged_record_is_replaced_by_the_next_change(tmp_path: Path) -> None:
     inner: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)}
-    replicated = ledger(inner)
+    replicated = replicated_registers(inner)
     replicated.update(["x"], lambda _, value: RegisterValue(b"", b"one"))
     for register in inner.values():
         register.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.nodes import Here, directories, nodes_config
+from helpers.nodes import LocalNode, directories, nodes_config
 from helpers.registers import Flaky
 
 from ckpt.aggregator.cluster.config import config_from_table
@@ -204,7 +204,7 @@ def holders(namespace: Namespace, path: str) -> set[str]:
 
 def test_clients_with_an_old_url_follow_a_grown_namespace(tmp_path: Path) -> None:
     """The namespace grows from three to seven: open clients go on, and so do new clients with the old URL."""
-    nodes = [Here(tmp_path / f"n{i}") for i in range(7)]
+    nodes = [LocalNode(tmp_path / f"n{i}") for i in range(7)]
     old = Namespace(nodes_config(nodes[:3]))
     old.put("a", DATA)
     rebalance.rebalance_fragments(Namespace(nodes_config(nodes)))

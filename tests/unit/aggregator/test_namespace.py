@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.namespaces import member_objects, objects
-from helpers.nodes import Here, directories, nodes_config
+from helpers.nodes import LocalNode, directories, nodes_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,7 +157,7 @@ def test_files_are_replaced_and_appended_to(tmp_path: Path) -> None:
 
 
 def test_one_of_several_clients_creates_a_new_file(tmp_path: Path) -> None:
-    nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
+    nodes = [LocalNode(tmp_path / f"n{i}") for i in range(3)]
     clients = [Namespace(nodes_config(nodes)) for _ in range(3)]
     for attempt in range(8):
         size = [100, 100_000][attempt % 2]

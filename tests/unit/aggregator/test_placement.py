@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.namespaces import member_objects
-from helpers.nodes import Here, nodes_config, quick
+from helpers.nodes import LocalNode, nodes_config, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,7 +114,7 @@ def test_failure_domains_follow_the_url_or_the_labels_of_members() -> None:
 
 def test_labels_of_nodes_keep_copies_in_different_racks(tmp_path: Path) -> None:
     """Six nodes in three racks, named by their addresses only: the two copies of a file are never in one rack."""
-    nodes = [Here(tmp_path / f"n{i}", NodeOptions(labels=(("rack", f"r{i // 2}"), ("host", f"h{i}")))) for i in range(6)]
+    nodes = [LocalNode(tmp_path / f"n{i}", NodeOptions(labels=(("rack", f"r{i // 2}"), ("host", f"h{i}")))) for i in range(6)]
     rack = {node.address: f"r{i // 2}" for i, node in enumerate(nodes)}
     url = f"ckpt://{','.join(rack)}"
     for near in ("", f"&near={nodes[3].address}"):
@@ -140,7 +140,7 @@ def test_labels_of_nodes_keep_copies_in_different_racks(tmp_path: Path) -> None:
 
 def test_one_node_under_two_names_is_refused(tmp_path: Path) -> None:
     """Two copies on it would be lost together."""
-    node, other = Here(tmp_path / "n0"), Here(tmp_path / "n1")
+    node, other = LocalNode(tmp_path / "n0"), LocalNode(tmp_path / "n1")
     port = node.address.rpartition(":")[2]
     twice, _ = open_namespace(f"ckpt://{node.address},localhost:{port}/?redundancy=2x")
     with pytest.raises(InvalidArgument, match=f"{node.address} and localhost:{port} are the same device"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.damaged_namespaces import assert_whole, content, filled_namespace
-from helpers.nodes import Here, directories
+from helpers.nodes import LocalNode, directories
 
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -32,7 +32,7 @@ def test_a_drained_member_has_no_objects(tmp_path: Path, redundancy: str) -> Non
 
 def test_a_read_only_member_is_removed_but_not_drained(tmp_path: Path) -> None:
     """It can't delete its objects. It can be removed for ever, and nothing is lost."""
-    nodes = [Here(tmp_path / f"n{i}") for i in range(4)]
+    nodes = [LocalNode(tmp_path / f"n{i}") for i in range(4)]
 
     def opened() -> Namespace:
         members = [{"url": node.address, "name": f"n{i}"} for i, node in enumerate(nodes)]
@@ -42,7 +42,7 @@ def test_a_read_only_member_is_removed_but_not_drained(tmp_path: Path) -> None:
         for path, data in content().items():
             namespace.put(path, data)
     nodes[0].close()
-    nodes[0] = Here(tmp_path / "n0", NodeOptions(read_only=True))
+    nodes[0] = LocalNode(tmp_path / "n0", NodeOptions(read_only=True))
     with closing(opened()) as namespace:
         with pytest.raises(InvalidArgument, match="n0 is read-only, so that it can't delete"):
             rebalance.drain_member(namespace, "n0")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.nodes import Process, directories
+from helpers.nodes import NodeProcess, directories
 from helpers.processes import SOAK
 from helpers.registers import Flaky
 from helpers.replica_sets import CONTENT, assert_all_files_exist, locations_of, make_three_member_namespace, record_members
@@ -316,7 +316,7 @@ def test_rebalancing_enlarges_replica_sets_for_the_redundancy(tmp_path: Path) ->
 
 def test_a_checkpoint_of_higher_redundancy_outlives_two_nodes(tmp_path: Path) -> None:
     """The namespace was created by a save at 2x; a step that is saved at 4+2 outlives any two nodes."""
-    nodes = [Process(tmp_path / f"n{i}") for i in range(6)]
+    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(6)]
     try:
         url = f"ckpt://{','.join(n.address for n in nodes)}"
         ckpt.save({"w": np.arange(10.0)}, f"{url}/first", 1)

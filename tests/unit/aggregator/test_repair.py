@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.damaged_namespaces import assert_whole, content, damage_fragment, filled_namespace, large_file
-from helpers.nodes import Here, directories, nodes_config, quick
+from helpers.nodes import LocalNode, directories, nodes_config, quick
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair as repairs
@@ -62,7 +62,7 @@ def test_a_repair_with_too_few_members_restores_what_it_can(tmp_path: Path) -> N
 
 def test_members_with_rot_in_one_stripe_serve_the_other_stripes(tmp_path: Path) -> None:
     """Two members have rot, each in another stripe, and a third is lost: enough fragments of each stripe are left."""
-    nodes = [Here(tmp_path / f"n{i}") for i in range(6)]
+    nodes = [LocalNode(tmp_path / f"n{i}") for i in range(6)]
     namespace = quick(nodes_config(nodes, redundancy="4+2"))
     data = random_bytes(30_000_000, 1)
     namespace.put("a", data)

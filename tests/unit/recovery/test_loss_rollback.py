@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from helpers.loop_runs import told
+from helpers.loop_runs import rollback_variables
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +31,8 @@ def test_a_bad_batch_is_retried_once_then_more_batches_are_skipped() -> None:
             assert all(is_in_ranges(decision.skip, n) for n in (119 + attempt, 120 + attempt))
             assert decision.before is not None
             assert decision.before < 120 + attempt
-            assert parse_ranges(told(decision)[SKIP_VARIABLE]) == decision.skip
-            assert told(decision)[RESTORE_LIMIT_VARIABLE] == str(decision.before)
+            assert parse_ranges(rollback_variables(decision)[SKIP_VARIABLE]) == decision.skip
+            assert rollback_variables(decision)[RESTORE_LIMIT_VARIABLE] == str(decision.before)
             width = [last - first for first, last in (*skip, *decision.skip)]
             assert width == sorted(width), "each time at least as many batches"
         skip = decision.skip
@@ -43,10 +43,14 @@ def test_a_bad_batch_is_retried_once_then_more_batches_are_skipped() -> None:
 
 
 def test_the_reason_and_the_variables_of_a_roll_back() -> None:
-    assert told(roll_back([bad(5)])) == {}
+    assert rollback_variables(roll_back([bad(5)])) == {}
     found = roll_back([bad(-1, 50, "spike"), bad(-1, 51, "spike")])
     assert found.reason == "the loss of step 51 jumped to 9, above 3; the 2nd time there: batches 50 to 51 are passed over"
-    assert told(found) == {SKIP_VARIABLE: "50-51", RESTORE_LIMIT_VARIABLE: "50", loss_spikes.LIMIT_VARIABLE: "3.0"}
+    assert rollback_variables(found) == {
+        SKIP_VARIABLE: "50-51",
+        RESTORE_LIMIT_VARIABLE: "50",
+        loss_spikes.LIMIT_VARIABLE: "3.0",
+    }
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.sampled_from(["not finite", "spike"])), min_size=1, max_size=12))

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.near_nodes import DATA, files, moved, open_objects_now, opened
-from helpers.near_nodes import here as here
+from helpers.near_nodes import DATA, bytes_by_way, files, open_objects, open_objects_now
+from helpers.near_nodes import local_node as local_node
 from helpers.near_nodes import node as node
-from helpers.nodes import Here, Process, nodes_config, quick
+from helpers.nodes import LocalNode, NodeProcess, nodes_config, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abst
 
 @pytest.mark.parametrize("options", [(), ("--no-near",)])
 def test_bytes_go_through_descriptors_unless_the_node_refuses(tmp_path: Path, options: tuple[str, ...]) -> None:
-    node = Process(tmp_path / "data", *options)
+    node = NodeProcess(tmp_path / "data", *options)
     try:
         store = NodeStore(node.address)
         assert write_object(store, "a/b", DATA) == len(DATA)
@@ -43,21 +43,21 @@ def test_bytes_go_through_descriptors_unless_the_node_refuses(tmp_path: Path, op
         assert read_range(store, "a/b", 1000, 5000) == DATA[1000:6000]
         with pytest.raises(NotFound, match="a/none"):
             read_range(store, "a/none", 0, 10)
-        counted = moved(node)
+        counted = bytes_by_way(node)
         if options:
             assert counted["received"] == len(DATA)
             assert counted["sent"] > len(DATA)
             assert "near" not in counted
         else:
             assert counted == {"near": len(DATA)}
-        assert not opened()
+        assert not open_objects()
     finally:
         node.close()
 
 
 @pytest.mark.parametrize("near_by", [True, False])
 def test_an_append_longer_than_a_message_needs_descriptors(tmp_path: Path, near_by: bool) -> None:
-    node = Here(tmp_path / "data", NodeOptions(pass_descriptors=near_by))
+    node = LocalNode(tmp_path / "data", NodeOptions(pass_descriptors=near_by))
     data = memoryview(bytearray(wire.MESSAGE_BYTES + 1))
     try:
         with NodeStore(node.address).create("a") as writer:
@@ -73,7 +73,7 @@ def test_an_append_longer_than_a_message_needs_descriptors(tmp_path: Path, near_
 
 def test_rot_is_found_by_readers_that_use_descriptors(tmp_path: Path) -> None:
     """A client that reads the file by itself finds a byte that flipped on the disk."""
-    nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
+    nodes = [LocalNode(tmp_path / f"n{i}") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x"))
     try:
         namespace.put("a", DATA)
@@ -95,7 +95,7 @@ def test_rot_is_found_by_readers_that_use_descriptors(tmp_path: Path) -> None:
             node.close()
 
 
-def test_a_forgotten_writer_keeps_no_descriptor_open(node: Process) -> None:
+def test_a_forgotten_writer_keeps_no_descriptor_open(node: NodeProcess) -> None:
     """A writer may neither commit nor abort, for example if a thread pool ends before its calls."""
     writer = NodeStore(node.address).create("a", len(DATA))
     writer.append(memoryview(DATA))
@@ -161,7 +161,7 @@ def test_reservations_never_exceed_the_free_space(
 
 
 def test_a_node_with_a_capacity_refuses_more_bytes(tmp_path: Path) -> None:
-    node = Here(tmp_path / "data", capacity=8_000_000)
+    node = LocalNode(tmp_path / "data", capacity=8_000_000)
     try:
         store = NodeStore(node.address)
         with store.create("a") as writer:
@@ -181,7 +181,7 @@ def test_a_full_disk_raises_no_space_and_is_usable_again(tmp_path: Path) -> None
     mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path / "data")]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this machine can't mount a file system")
-    node = Process(tmp_path / "data")
+    node = NodeProcess(tmp_path / "data")
     try:
         store = NodeStore(node.address)
         with store.create("a") as writer:
@@ -195,16 +195,18 @@ def test_a_full_disk_raises_no_space_and_is_usable_again(tmp_path: Path) -> None
                 writer.append(memoryview(DATA))
             assert writer.commit() == 4 * len(DATA)
         assert store.get("b") == 4 * DATA
-        assert moved(node) == {"near": 4 * len(DATA)}
+        assert bytes_by_way(node) == {"near": 4 * len(DATA)}
     finally:
         node.close()
         subprocess.run(["umount", "-l", str(tmp_path / "data")], check=True)
 
 
 @pytest.mark.parametrize(("point", "kind"), [("full", NoSpace), ("error", StoreError)])
-def test_a_disk_error_during_an_append_is_raised_and_leaves_no_file(here: Here, point: str, kind: type[StoreError]) -> None:
+def test_a_disk_error_during_an_append_is_raised_and_leaves_no_file(
+    local_node: LocalNode, point: str, kind: type[StoreError]
+) -> None:
     """The errors are the same as those of a local directory."""
-    store = NodeStore(here.address)
+    store = NodeStore(local_node.address)
     set_failpoints(f"local.append={point}@2")
     try:
         with store.create("a") as writer:
@@ -213,12 +215,12 @@ def test_a_disk_error_during_an_append_is_raised_and_leaves_no_file(here: Here, 
                 writer.append(memoryview(DATA))
     finally:
         set_failpoints("")
-    assert not files(here.folder)
-    assert not opened()
+    assert not files(local_node.folder)
+    assert not open_objects()
 
 
-def test_an_open_reader_reads_a_deleted_object(here: Here) -> None:
-    store = NodeStore(here.address)
+def test_an_open_reader_reads_a_deleted_object(local_node: LocalNode) -> None:
+    store = NodeStore(local_node.address)
     write_object(store, "a", DATA)
     with store.open("a") as reader:
         buffer = memoryview(bytearray(len(DATA)))
@@ -228,12 +230,12 @@ def test_an_open_reader_reads_a_deleted_object(here: Here) -> None:
         assert buffer == DATA
     with pytest.raises(NotFound):
         store.get("a")
-    assert not opened()
+    assert not open_objects()
 
 
-def test_the_buffer_of_a_running_read_can_not_be_released(here: Here) -> None:
+def test_the_buffer_of_a_running_read_can_not_be_released(local_node: LocalNode) -> None:
     """After a timeout the caller can find out whether the kernel may still write to its buffer."""
-    store = NodeStore(here.address)
+    store = NodeStore(local_node.address)
     write_object(store, "a", DATA)
     memory = bytearray(len(DATA))
     view = memoryview(memory)
@@ -254,7 +256,7 @@ def test_the_buffer_of_a_running_read_can_not_be_released(here: Here) -> None:
 
 
 def test_a_copy_on_another_node_is_read_after_a_disk_error(tmp_path: Path) -> None:
-    nodes = [Here(tmp_path / f"n{i}") for i in range(3)]
+    nodes = [LocalNode(tmp_path / f"n{i}") for i in range(3)]
     namespace = quick(nodes_config(nodes, redundancy="2x"))
     try:
         namespace.put("a", DATA)
@@ -285,9 +287,9 @@ def test_a_file_is_closed_with_its_last_append(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"hello"
 
 
-def test_a_commit_waits_for_running_appends(here: Here) -> None:
+def test_a_commit_waits_for_running_appends(local_node: LocalNode) -> None:
     """A committed object is not written to any more."""
-    store = NodeStore(here.address)
+    store = NodeStore(local_node.address)
     writer = store.create("a")
     reserved, proceed = threading.Event(), threading.Event()
 
@@ -309,11 +311,11 @@ def test_a_commit_waits_for_running_appends(here: Here) -> None:
     assert store.get("a") == DATA
 
 
-def test_a_commit_of_a_length_that_was_not_written_is_refused(here: Here) -> None:
-    store = NodeStore(here.address)
+def test_a_commit_of_a_length_that_was_not_written_is_refused(local_node: LocalNode) -> None:
+    store = NodeStore(local_node.address)
     writer = store.create("a")
     writer.append(memoryview(DATA))
     with pytest.raises(StoreError, match="instead of .*; write it again"):
         store.call("commit", writer._key, 1 << 40)
     writer.abort()
-    assert not files(here.folder)
+    assert not files(local_node.folder)

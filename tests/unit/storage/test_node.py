@@ -13,7 +13,7 @@ import pyarrow.flight as flight
 import pytest
 from helpers.node_stores import node as node
 from helpers.node_stores import store as store
-from helpers.nodes import Here
+from helpers.nodes import LocalNode
 
 from ckpt.storage.base.errors import (
     AlreadyExists,
@@ -35,7 +35,7 @@ from ckpt.storage.testing import random_bytes, write_object
 
 
 def test_a_wrong_token_is_refused_by_every_call(tmp_path: Path) -> None:
-    node = Here(tmp_path, NodeOptions(tokens=lambda: ("the right one, long enough",)))
+    node = LocalNode(tmp_path, NodeOptions(tokens=lambda: ("the right one, long enough",)))
     try:
         NodeStore(node.address, NodeCredentials(token="the right one, long enough")).put("a", b"1")
         for access in (NodeCredentials(), NodeCredentials(token="a wrong one"), NodeCredentials(token="")):
@@ -55,7 +55,7 @@ def test_a_wrong_token_is_refused_by_every_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../a", "a/../../b", "/etc/passwd", "a//b", ".hidden", "x" * 300, "a\x00b"])
-def test_names_that_leave_the_root_are_refused(node: Here, store: NodeStore, name: str) -> None:
+def test_names_that_leave_the_root_are_refused(node: LocalNode, store: NodeStore, name: str) -> None:
     for verb, arguments in (("put", [name, b"1", False]), ("create", [name, 0]), ("delete", [[name]]), ("exists", [name])):
         with pytest.raises(InvalidName, match="not a valid object name"):
             store.call(verb, *arguments)
@@ -64,7 +64,7 @@ def test_names_that_leave_the_root_are_refused(node: Here, store: NodeStore, nam
     assert sorted(p.name for p in node.folder.iterdir()) == ["device.json", "lock"]
 
 
-def test_a_symbolic_link_out_of_the_root_is_not_followed(node: Here, store: NodeStore, tmp_path: Path) -> None:
+def test_a_symbolic_link_out_of_the_root_is_not_followed(node: LocalNode, store: NodeStore, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "key").write_bytes(b"secret")
@@ -91,7 +91,7 @@ def test_an_oversized_message_is_refused(store: NodeStore) -> None:
         writer.close()
 
 
-def test_malformed_messages_are_refused_and_the_node_goes_on(node: Here, store: NodeStore) -> None:
+def test_malformed_messages_are_refused_and_the_node_goes_on(node: LocalNode, store: NodeStore) -> None:
     with store.convert_flight_errors("test"):
         client = store.next_connection()
     garbage = [("list", wire.pack([5]))]
@@ -135,7 +135,7 @@ def test_an_append_that_was_damaged_in_transit_is_refused(store: NodeStore) -> N
 
 
 def test_a_full_node_raises_no_space(tmp_path: Path) -> None:
-    node = Here(tmp_path, capacity=10_000_000)
+    node = LocalNode(tmp_path, capacity=10_000_000)
     try:
         store = NodeStore(node.address)
         assert store.info().free_bytes == 10_000_000
@@ -152,7 +152,7 @@ def test_a_full_node_raises_no_space(tmp_path: Path) -> None:
 
 def test_used_bytes_are_those_of_the_objects(tmp_path: Path) -> None:
     """This holds at every moment. Other files on the disk do not count."""
-    node = Here(tmp_path)
+    node = LocalNode(tmp_path)
     try:
         store = NodeStore(node.address)
         assert store.info().used_bytes == 0
@@ -176,7 +176,7 @@ def test_used_bytes_are_those_of_the_objects(tmp_path: Path) -> None:
         write_object(store, "e", random_bytes(7000))
     finally:
         node.close()
-    again = Here(tmp_path)
+    again = LocalNode(tmp_path)
     try:
         assert again.server.usage()[0] == 20 + 7000, "counted at the start of the node"
     finally:
@@ -195,7 +195,7 @@ def test_used_bytes_include_objects_of_other_writers(tmp_path: Path, monkeypatch
 
 
 def test_a_read_only_node_refuses_writes(tmp_path: Path) -> None:
-    node = Here(tmp_path, NodeOptions(read_only=True))
+    node = LocalNode(tmp_path, NodeOptions(read_only=True))
     try:
         store = NodeStore(node.address)
         for call in (lambda: store.put("a", b""), lambda: store.create("a"), lambda: store.delete(["a"])):
@@ -207,7 +207,7 @@ def test_a_read_only_node_refuses_writes(tmp_path: Path) -> None:
 
 
 def test_an_upload_of_a_vanished_client_expires(tmp_path: Path) -> None:
-    node = Here(tmp_path, NodeOptions(lease_seconds=0.2))
+    node = LocalNode(tmp_path, NodeOptions(lease_seconds=0.2))
     try:
         store = NodeStore(node.address)
         writer = store.create("a")
@@ -248,7 +248,7 @@ assert not errors, errors
 """
 
 
-def test_a_client_is_closed_safely_during_calls_of_other_threads(node: Here) -> None:
+def test_a_client_is_closed_safely_during_calls_of_other_threads(node: LocalNode) -> None:
     """This happens when an answer times out. The `close` of Flight frees memory that such a call is using."""
     done = subprocess.run([sys.executable, "-c", CLOSER, node.address], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
