@@ -123,7 +123,8 @@ def save(
     number = None if step is None else check_step(step)
     repo = open_repository(resolve_url(url), key)
     ranks = as_group(group)
-    # A group meets before it flattens the state, so that a rank with a leaf that can't be stored can report it to the others.
+    # In a group, `run_save` flattens the state after the ranks have met, so that a rank with a leaf that can't be stored can
+    # report it to the others.
     ready = flatten_state(state, ranks) if ranks.size == 1 else state
     session = sessions.enter(repo, ranks, requested_step=(number,))
     try:

@@ -244,7 +244,7 @@ class FileWriter(Writer):
 
     def _object_size_hint(self) -> int:
         """Return the expected bytes of the object of one member."""
-        stripes = max(1, -(-self._size_hint // (8 << 20)))
+        stripes = max(1, -(-self._size_hint // (8 << 20)))  # appends, and so stripes, usually have 8 MiB
         members = min(len(self._member_io.locations), stripes * self._redundancy.total_fragments)
         return int(self._size_hint * self._redundancy.overhead / members) // ALIGNMENT * ALIGNMENT
 
@@ -288,7 +288,7 @@ class FileWriter(Writer):
 
     def _publish_record(self, file: PathRecord) -> PathRecord:
         """Publish the file. Where members were removed from the namespace meanwhile, move its fragments and try again."""
-        unsettled_number = None
+        unsettled_number = None  # the fence number of an earlier try, which a member may have accepted
         removed: MembersRemoved | None = None
         for _ in range(_PUBLISH_TRIES):
             number = None if file.layout is None else self._fence_number

@@ -12,8 +12,8 @@ made in one of two ways:
 Why both are compatible. The first member lets only one direct change of a value pass, so two direct changes never compete. The
 ballot of a direct change is right above the one that it replaces, and below every later two-phase ballot. A register that has
 promised a two-phase ballot refuses a direct change of a value that the proposer may have read. So a direct change that a quorum
-has accepted is seen by each later quorum of promises, as the newest value or as the origin of that. A direct change that fewer
-members have accepted is not acknowledged yet: its author still waits, and finds out in two phases whether it was agreed.
+has accepted is seen by each later quorum of promises, as the newest value or as one from which the newest was made. The author
+of a change that fewer members have accepted still waits, and finds out in two phases whether it was agreed.
 
 While the record ring changes (`aggregator/records/ring_change.py`), a path has two voting groups. Each change must be agreed in
 both, in two phases.
@@ -73,8 +73,8 @@ _CHANGE_SECONDS = 2.0
 class ReplicatedRegisters:
     """The agreed values of paths, read and changed on their replica sets. Safe to use from many threads.
 
-    replica_sets: returns the replica sets of paths, all of one ring. invalidate_ring: called where members answer that the ring
-    is outdated. is_direct: whether direct changes are allowed: all callers agree on the first member of each replica set.
+    replica_sets: returns the replica sets of paths, all of one record ring. invalidate_ring: called where members answer that
+    it is outdated. is_direct: whether direct changes are allowed, as all callers agree on the first member of a replica set.
     """
 
     def __init__(

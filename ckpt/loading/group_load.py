@@ -167,7 +167,7 @@ def load_newest_on_all_ranks(
     load: loads one checkpoint, given a function that opens it.
     before: load the newest step below this number, if there is one.
 
-    Rank 0 lists the steps, and decides which of them were deleted since.
+    Rank 0 lists the steps. If a listed step can't be loaded, rank 0 decides whether it was deleted after the listing.
     """
     group = request.group
 

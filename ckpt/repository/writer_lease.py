@@ -117,7 +117,10 @@ class WriterLease:
     # --- users -------------------------------------------------------------------------------------------------
 
     def add_user(self, *, has_ranks: bool = False) -> None:
-        """Add a user of the lease in this process. has_ranks: other processes may write end markers in this generation."""
+        """Add a user of the lease in this process, such as a `GroupLease`.
+
+        has_ranks: other processes may write end markers in this generation.
+        """
         with self._lock:
             self._user_count += 1
             self._has_ranks = self._has_ranks or has_ranks

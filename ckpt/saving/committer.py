@@ -206,9 +206,8 @@ class Committer:
             return  # rank 0 may have this rank's part, and may still commit it
         folder = f"{step_folder(self._step)}/"
         name = f"/{self._attempt.name}"
-        self.is_outcome_reported = (
-            self.is_outcome_reported or self._is_part_offered
-        )  # do not report a failure before the commit record has been read
+        # While the commit record has not been read, the step may be committed: do not report a failure to the other ranks.
+        self.is_outcome_reported = self.is_outcome_reported or self._is_part_offered
         is_outcome_known = False
         with suppress(CkptError, OSError):
             try:

@@ -1,7 +1,8 @@
 """`Agent`, the part of `ckpt-run` on one host: it creates the parts of the agent, runs its loop and closes them.
 
 The agent starts the ranks that the run log assigns to this host, watches them, ends them when the log requires it, and
-publishes reports. One agent also leads the run (coordinator.py).
+publishes reports. One agent also leads the run: its coordinator appends the entries of the run log that all agents follow
+(recovery/coordinator/coordinator.py). The loop of an agent is in agent_loop.py.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Agent:
         """
         processes.adopt_orphans()
         with contextlib.closing(selectors.DefaultSelector()) as select, self._signals.installed(select):
+            # The folder of the heartbeat pages of the ranks (ckpt/training/heartbeat_page.py).
             pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory_folder()))
             try:
                 return self._run_with_pages(select, pages)
