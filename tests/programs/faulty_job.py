@@ -21,12 +21,12 @@ from ckpt.storage.base.failpoints import set_failpoints
 
 def main() -> None:
     folder, url, steps, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-    tiers = [ckpt.Tier(place, every=1 + i) for i, place in enumerate(sys.argv[6:])]
+    tiers = [ckpt.Tier(tier, every=1 + i) for i, tier in enumerate(sys.argv[6:])]
     rank, size, attempt = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["CKPT_ATTEMPT"])
-    fault, who, more = (*sys.argv[5].split(":", 2), "", "")[:3]
-    mine = fault and int(who) == rank and attempt == 0
-    if mine and fault == "points":
-        set_failpoints(more)
+    fault, faulty_rank, argument = (*sys.argv[5].split(":", 2), "", "")[:3]
+    is_faulty = fault and int(faulty_rank) == rank and attempt == 0
+    if is_faulty and fault == "points":
+        set_failpoints(argument)
     state = {"w": ckpt.Shard(np.zeros((4, 100)), (4 * size, 100), (4 * rank, 0))}
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     with ckpt.Checkpointer(url, every=5, keep=2, tiers=tiers) as ck:
@@ -36,7 +36,7 @@ def main() -> None:
         for step in range(start, steps):
             time.sleep(seconds)
             state["w"].local[...] += np.sin(step * 1.7 + rank)
-            if mine and fault == "memory" and step == int(more):
+            if is_faulty and fault == "memory" and step == int(argument):
                 Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel kills this process first
                 taken = [np.ones(1 << 27) for _ in range(16)]
                 raise SystemExit(f"{len(taken)} GiB were not too much")

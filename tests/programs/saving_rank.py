@@ -79,10 +79,10 @@ def main() -> None:
     if "torch.distributed" in options.get("imports", []):
         import torch.distributed as dist
 
-        held = weakref.ref(dist.group.WORLD)
+        group_reference = weakref.ref(dist.group.WORLD)
         dist.destroy_process_group()  # otherwise its threads are alive when the process ends, which may abort it
         gc.collect()
-        assert held() is None, "ckpt keeps the process group, and so its threads"
+        assert group_reference() is None, "ckpt keeps the process group, and so its threads"
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ def test_drain_ends_a_run_after_an_agreed_step(job: Callable[..., Job]) -> None:
     assert set(run.ends(*"abc").values()) == {0}
     log = run.log()
     (agreed,) = [e.facts["step"] for e in log if e.kind == "stop" and e.facts["agreed"]]
-    (told,) = [line for line in run.ask("why").stdout.splitlines() if "  stop  " in line]
-    assert told.endswith(f"  stop  drain, after step {agreed}")
+    (stop_line,) = [line for line in run.ask("why").stdout.splitlines() if "  stop  " in line]
+    assert stop_line.endswith(f"  stop  drain, after step {agreed}")
     assert "have saved and ended, as drain asked" in log[-1].text
 
 

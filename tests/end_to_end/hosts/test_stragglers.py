@@ -28,7 +28,7 @@ def log(files: Path) -> list[dict]:  # type: ignore[type-arg]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def noted(files: Path) -> list[dict]:  # type: ignore[type-arg]
+def straggler_notes(files: Path) -> list[dict]:  # type: ignore[type-arg]
     return [entry for entry in log(files) if entry["kind"] == "note" and "straggler" in entry["facts"]]
 
 
@@ -41,9 +41,9 @@ def test_a_straggler_on_one_host_is_reported_and_kept(tmp_path: Path, words: tup
     program = [sys.executable, PROGRAM, str(tmp_path), "0.02", "6", *words]
     run = subprocess.Popen([*command, "--", *program], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        until = time.monotonic() + 60
-        while not noted(files):
-            assert time.monotonic() < until
+        deadline = time.monotonic() + 60
+        while not straggler_notes(files):
+            assert time.monotonic() < deadline
             time.sleep(0.1)
         status = subprocess.run([*RUN, "status", "--run-dir", str(files)], capture_output=True, text=True, check=True).stdout
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
@@ -51,7 +51,7 @@ def test_a_straggler_on_one_host_is_reported_and_kept(tmp_path: Path, words: tup
         run.send_signal(signal.SIGTERM)
         _, output = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM
-    (note,) = noted(files)
+    (note,) = straggler_notes(files)
     assert note["facts"]["straggler"] == 2
     assert note["facts"]["times"] > 2
     assert ("without what it waits for" in note["text"]) == bool(words)
@@ -72,9 +72,9 @@ def test_a_spare_replaces_a_slow_host(job: Callable[..., Job], monkeypatch: pyte
     monkeypatch.setenv("CKPT_TEST_SLOW", "6")  # only host b is slow
     run.start("b")
     monkeypatch.delenv("CKPT_TEST_SLOW")
-    record, until = SqliteRunLog(run.folder / "run"), time.monotonic() + 60
+    record, deadline = SqliteRunLog(run.folder / "run"), time.monotonic() + 60
     while not starts(record.entries()):
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     record.close()
     run.start("c")

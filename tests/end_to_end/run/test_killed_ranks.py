@@ -123,8 +123,8 @@ def test_a_job_that_always_fails_is_given_up(start: Callable[..., Run]) -> None:
     run = start(fault=("always", 0, 0))
     assert run.end() == 1
     assert len(run.failures()) == MAX_REPEATED_FAILURES
-    look = f"look at {run.files}/logs/2/rank-0.log"
-    assert run.messages.strip().endswith(f"times in a row, at the same place, with no newer step saved: {look}")
+    advice = f"look at {run.files}/logs/2/rank-0.log"
+    assert run.messages.strip().endswith(f"times in a row, at the same place, with no newer step saved: {advice}")
     assert "RuntimeError: there is no data" in run.messages
     command = [sys.executable, "-m", "ckpt.tools.run", "why", "--run-dir", str(run.files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -150,16 +150,16 @@ np.save("end.npy", state["a"])
 """
 
 
-@pytest.mark.parametrize(("spoiled", "place", "varies", "restored"), [
+@pytest.mark.parametrize(("spoiled", "failing_step", "varies", "restored"), [
     (9, 10, 4, "-1 9 9 4"), (22, 31, 3, "-1 29 29 24 24 19"), (22, 31, 1, "-1 29 29 24 19"),
 ])  # fmt: skip
 def test_an_older_step_is_loaded_where_newer_whole_ones_fail_the_job(
-    tmp_path: Path, spoiled: int, place: int, varies: int, restored: str
+    tmp_path: Path, spoiled: int, failing_step: int, varies: int, restored: str
 ) -> None:
     """The state in these steps makes the job fail a few steps later, always at the same step or at varying ones: after two
     failures an older step is loaded, and an even older one where that one is bad, too."""
-    rotten = ROTTEN.replace("SPOILED", str(spoiled)).replace("PLACE", f"{place} + attempt % {varies}")
-    command = [sys.executable, "-m", "ckpt.tools.run", "--cold", "--run-dir", "run", "--", sys.executable, "-c", rotten]
+    program = ROTTEN.replace("SPOILED", str(spoiled)).replace("PLACE", f"{failing_step} + attempt % {varies}")
+    command = [sys.executable, "-m", "ckpt.tools.run", "--cold", "--run-dir", "run", "--", sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "restored").read_text().split() == restored.split()

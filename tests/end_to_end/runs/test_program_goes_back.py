@@ -47,10 +47,10 @@ with ckpt.Checkpointer(folder / "repo", every=1, keep=50) as ck:
 def run(folder: Path, how: str) -> tuple[int, list[dict[str, Any]]]:
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    ckpt_run, its = [sys.executable, "-m", "ckpt.tools.run"], ["--run-dir", str(folder / "run")]
-    job = [*ckpt_run, "-n", "1", "--cold", *its, "--", sys.executable, str(program), str(folder), how]
+    ckpt_run, run_dir = [sys.executable, "-m", "ckpt.tools.run"], ["--run-dir", str(folder / "run")]
+    job = [*ckpt_run, "-n", "1", "--cold", *run_dir, "--", sys.executable, str(program), str(folder), how]
     done = subprocess.run(job, capture_output=True, text=True, timeout=200, check=False)
-    why = subprocess.run([*ckpt_run, "why", "--json", *its], capture_output=True, text=True, check=True)
+    why = subprocess.run([*ckpt_run, "why", "--json", *run_dir], capture_output=True, text=True, check=True)
     return done.returncode, [json.loads(line) for line in why.stdout.splitlines()]
 
 

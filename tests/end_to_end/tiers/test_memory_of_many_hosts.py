@@ -148,12 +148,12 @@ def test_no_host_waits_for_a_stopped_one(job: Callable[..., InMemory]) -> None:
     run.until_step(6)
     victim = starts(run.log())[0][1]
     agent = run.agents[victim].pid
-    (keeper,) = [pid for pid in memory_server_pids(run) if int(processes._stat_fields(pid)[1]) == agent]
-    for pid in (agent, keeper):
+    (server_pid,) = [pid for pid in memory_server_pids(run) if int(processes._stat_fields(pid)[1]) == agent]
+    for pid in (agent, server_pid):
         os.kill(pid, signal.SIGSTOP)
     run.until_step(25, attempt=1)
     assert run.first_step(1) >= failures(run.log())[0].facts["step"] - 1
-    for pid in (keeper, agent):
+    for pid in (server_pid, agent):
         os.kill(pid, signal.SIGCONT)
     assert set(run.ends(*"abc").values()) == {0}
     run.is_right(2)

@@ -66,7 +66,7 @@ SAME = [[1, NEW], [9, NEW]]
 
 
 @pytest.mark.parametrize(
-    ("replaces", "looks", "saves"),
+    ("replaces", "lease_checks", "saves"),
     [
         pytest.param(False, 1, OTHER, id="new, confirmed, another step is saved"),
         pytest.param(False, 1, SAME, id="new, confirmed, the same step is saved"),
@@ -78,11 +78,11 @@ SAME = [[1, NEW], [9, NEW]]
     ],
 )
 def test_a_writer_that_wakes_after_a_takeover_changes_no_step(
-    writers: tuple[Server, Server], url: str, replaces: bool, looks: int, saves: list[list[int]]
+    writers: tuple[Server, Server], url: str, replaces: bool, lease_checks: int, saves: list[list[int]]
 ) -> None:
     old, new = writers
     before = [[0, 0], [1, 0]] if replaces else [[0, 0]]
-    old.begin(url=url, role="old", saves=[*before, [1, OLD]], stop_after=looks)
+    old.begin(url=url, role="old", saves=[*before, [1, OLD]], stop_after=lease_checks)
     assert old.stands_still()
     committed = variant_of_steps(url).get(1) == OLD
     assert new.run(url=url, role="new", saves=saves) == "saved"

@@ -49,8 +49,8 @@ class Lab:
         self.run.state = named
         self.run.until_step(step)
 
-    def host_of(self, place: int) -> int:
-        return "abc".index(starts(self.run.log())[0][place])
+    def host_of(self, position: int) -> int:
+        return "abc".index(starts(self.run.log())[0][position])
 
     def step(self, rank: int, attempt: int = 0) -> int:
         """Return the last step that a rank has done. This needs no reply of etcd."""
@@ -82,14 +82,14 @@ def failures(log: list[LogEntry]) -> list[LogEntry]:
     return [entry for entry in log if entry.kind == "failure"]
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_host_that_is_cut_off_ends_its_own_ranks(lab: Callable[..., Lab], place: int) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_host_that_is_cut_off_ends_its_own_ranks(lab: Callable[..., Lab], position: int) -> None:
     """It does so by itself, while the other hosts continue without it. When the connection is back it is a spare, and no step
     is lost."""
     one = lab("--min", "2", steps=600)
     one.start()
-    victim = one.host_of(place)
-    name, ranks = "abc"[victim], [2 * place, 2 * place + 1]
+    victim = one.host_of(position)
+    name, ranks = "abc"[victim], [2 * position, 2 * position + 1]
     pids = [one.run.pid(rank) for rank in ranks]
     one.hosts.unplug(victim)
     assert have_ended(pids)

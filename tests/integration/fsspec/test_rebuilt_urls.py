@@ -63,7 +63,7 @@ def test_each_path_can_be_made_a_url_again(names: str, files: CkptFileSystem) ->
     assert fs._parent(fs._strip_protocol(f"{url}/d")) == path
 
 
-def test_paths_in_the_namespace_are_as_before(names: str, files: CkptFileSystem) -> None:
+def test_paths_in_a_namespace_are_plain_paths(names: str, files: CkptFileSystem) -> None:
     assert sorted(files.find("run")) == sorted(FILES)
     assert files.ls("run/d", detail=False) == sorted(p for p in FILES if p.startswith("run/d/"))
     assert files.glob("run/*.json") == ["run/a.json"]

@@ -112,17 +112,17 @@ def test_an_error_after_the_last_append_surfaces_at_commit() -> None:
 
 def test_an_upload_needs_bounded_memory() -> None:
     """The caller waits for a slow upload: at most the queue and the part that is being added are in memory."""
-    held: list[int] = []
+    queued_bytes: list[int] = []
 
     def put(data: Iterator[bytes], part_bytes: int) -> None:
-        held.extend(writer._pieces.queued_bytes for _ in data)
+        queued_bytes.extend(writer._pieces.queued_bytes for _ in data)
 
     writer = MultipartWriter("s3://bucket/name", put, 0)
     part = memoryview(bytes(1 << 20))
     run_simultaneously([lambda: [writer.append(part) for _ in range(16)] for _ in range(4)])
     assert writer.commit() == 64 << 20
-    assert len(held) == 64
-    assert max(held) <= 2 * PART_BYTES + len(part)
+    assert len(queued_bytes) == 64
+    assert max(queued_bytes) <= 2 * PART_BYTES + len(part)
 
 
 def test_abort_releases_an_append_that_waits() -> None:

@@ -46,17 +46,17 @@ def test_boxes_equal_the_cuts_of_numpy(data: st.DataObject, mesh: tuple[int, ...
     cut = st.none() | st.tuples(st.integers(0, len(shape) - 1), st.sampled_from([1, 1, 1, 2, 3]))
     cuts = tuple(data.draw(cut) for _ in mesh)
     whole = np.arange(np.prod(shape)).reshape(shape)
-    held = np.zeros(shape, int)
+    copies_of_element = np.zeros(shape, int)
     for at in itertools.product(*map(range, mesh)):
         local = local_of(whole, mesh, at, cuts)
         covered = np.zeros(local.shape, int)
         for box, within in shard_boxes(shape, mesh, at, cuts):
             assert np.array_equal(whole[box.slices()], local[within.slices()])
             covered[within.slices()] += 1
-            held[box.slices()] += 1
+            copies_of_element[box.slices()] += 1
         assert (covered == 1).all()
     copies = np.prod([size for size, cut in zip(mesh, cuts, strict=True) if cut is None], dtype=int)
-    assert (held == copies).all()
+    assert (copies_of_element == copies).all()
 
 
 compute = getattr(torch_utils, "_compute_local_shape_and_global_offset", None)

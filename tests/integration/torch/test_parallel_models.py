@@ -81,10 +81,10 @@ import json, os, torch
 torch.distributed.init_process_group("gloo")
 sum = torch.ones(1) * (1 + torch.distributed.get_rank())
 torch.distributed.all_reduce(sum)
-told = {name: value for name, value in os.environ.items() if name.startswith(("TORCH", "ROLE_", "GROUP_"))}
+environment = {name: value for name, value in os.environ.items() if name.startswith(("TORCH", "ROLE_", "GROUP_"))}
 with open(os.environ["RANK"] + ".json", "w") as file:
-    json.dump([sum.item(), told], file)
-os._exit(3 if os.environ["CKPT_ATTEMPT"] == "0" else 0)  # else gloo's thread may need the GIL that is gone, and abort
+    json.dump([sum.item(), environment], file)
+os._exit(3 if os.environ["CKPT_ATTEMPT"] == "0" else 0)  # otherwise a thread of gloo may need the GIL that is gone, and abort
 """
 
 
@@ -98,8 +98,12 @@ def test_ranks_of_ckpt_run_under_torchrun_meet_by_themselves(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
-        sum, told = json.loads((tmp_path / f"{rank}.json").read_text())
+        sum, environment = json.loads((tmp_path / f"{rank}.json").read_text())
         assert sum == 3
-        assert told["TORCHELASTIC_RESTART_COUNT"] == "1"
-        assert told["TORCHELASTIC_MAX_RESTARTS"] == "10"
-        assert (told["ROLE_RANK"], told["ROLE_NAME"], told["TORCHELASTIC_ERROR_FILE"]) == (str(rank), "default", "")
+        assert environment["TORCHELASTIC_RESTART_COUNT"] == "1"
+        assert environment["TORCHELASTIC_MAX_RESTARTS"] == "10"
+        assert (environment["ROLE_RANK"], environment["ROLE_NAME"], environment["TORCHELASTIC_ERROR_FILE"]) == (
+            str(rank),
+            "default",
+            "",
+        )

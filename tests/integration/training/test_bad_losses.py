@@ -178,7 +178,7 @@ def test_a_batch_that_spoils_the_weights_is_skipped(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path / "repo").steps()[-1] == 19
 
 
-def test_every_order_of_steps_to_try() -> None:
+def test_older_steps_are_tried_newest_first_up_to_the_limit() -> None:
     from ckpt.format.training_lines import order_by_number
 
     for numbers in itertools.permutations([1, 4, 7, 9]):

@@ -247,15 +247,15 @@ def test_a_run_starts_warm_after_a_rank_has_reported_its_imports(start_fork_serv
     command, reported, log = [sys.executable, script(tmp_path, text)], tmp_path / "told", tmp_path / "log"
     warm_starts = ForkServers(command)
 
-    def tell(*names: str) -> None:
+    def report_imports(*names: str) -> None:
         found = modules(*names)
         found["modules"]["__main__"] = command[1]  # type: ignore[index]
         reported.write_text(json.dumps(found))
 
     def until_warm() -> None:
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while warm_starts._next or warm_starts.status_text != "the next start is warm":
-            assert time.monotonic() < until, warm_starts.status_text
+            assert time.monotonic() < deadline, warm_starts.status_text
             warm_starts.update(surroundings(), reported)
             time.sleep(0.01)
 
@@ -268,16 +268,16 @@ def test_a_run_starts_warm_after_a_rank_has_reported_its_imports(start_fork_serv
         warm_starts.update(surroundings(), reported)
         assert warm_starts.status_text == "no warm start yet: no rank has done a step"
         assert start() is None
-        tell("colorsys")
+        report_imports("colorsys")
         warm_starts.update(surroundings(), reported)
         until_warm()
         assert start() == "colorsys\n"
-        tell("colorsys", "wave")
+        report_imports("colorsys", "wave")
         warm_starts.update(surroundings(), reported)
         assert start() == "colorsys\n", "the old fork server does not serve until the new one is ready"
         until_warm()
         assert start() == "colorsys wave\n"
-        tell("wave")
+        report_imports("wave")
         warm_starts.update(surroundings(), reported)
         assert warm_starts._next is None, "a new fork server was started without new imports"
         Path(command[1]).write_text("print('new')\n")
@@ -285,7 +285,7 @@ def test_a_run_starts_warm_after_a_rank_has_reported_its_imports(start_fork_serv
         assert warm_starts.status_text == f"no warm start: {command[1]} has changed"
         warm_starts.update(surroundings(), reported)
         assert start() is None, "an import report from before the change is used"
-        tell("wave")
+        report_imports("wave")
         warm_starts.update(surroundings(), reported)
         until_warm()
         assert start() == "new\n"

@@ -24,10 +24,11 @@ if sys.platform != "linux":
 SLEEPS = "import time\nprint('here', flush=True)\ntime.sleep(3600)\n"
 
 
-def says(log: Path, text: str) -> bool:
-    until = time.monotonic() + 60
+def contains_soon(log: Path, text: str) -> bool:
+    """Return whether the log contains this text within a minute."""
+    deadline = time.monotonic() + 60
     while text not in (log.read_text() if log.exists() else ""):
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
@@ -36,7 +37,7 @@ def says(log: Path, text: str) -> bool:
 def test_forked_ranks_get_signals_and_report_their_status(start_fork_server: Starter, tmp_path: Path) -> None:
     fork_server = start_fork_server([sys.executable, script(tmp_path, SLEEPS)])
     ranks = [fork_server.fork(surroundings(n), tmp_path / f"log-{n}") for n in range(2)]
-    assert all(says(tmp_path / f"log-{n}", "here") for n in range(2))
+    assert all(contains_soon(tmp_path / f"log-{n}", "here") for n in range(2))
     first, second = [rank for rank in ranks if rank]
     assert (first.poll(), second.poll()) == (None, None)
     assert os.getsid(first.pid) == first.pid
@@ -67,7 +68,7 @@ def test_ranks_continue_after_the_fork_server_is_killed(start_fork_server: Start
     assert fork_server.pid is not None
     os.kill(fork_server.pid, signal.SIGKILL)
     assert have_ended(fork_server.pid)
-    assert says(tmp_path / "log", "here")
+    assert contains_soon(tmp_path / "log", "here")
     assert not fork_server.is_ready
     assert fork_server.fork(surroundings(), tmp_path / "other") is None
     assert "the process has ended" in fork_server.reason
@@ -141,10 +142,10 @@ def test_a_killed_agent_leaves_no_rank_and_no_fork_server(tmp_path: Path, when: 
     command = [sys.executable, script(tmp_path, AGENT, "agent.py"), str(tmp_path), when]
     agent = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(site)})
     try:
-        assert says(tmp_path / "pids", "]")
+        assert contains_soon(tmp_path / "pids", "]")
         pids = json.loads((tmp_path / "pids").read_text())
         assert len(pids) == (3 if when == "ranks" else 1)
-        assert all(says(tmp_path / f"log-{n}", "here") for n in range(len(pids) - 1))
+        assert all(contains_soon(tmp_path / f"log-{n}", "here") for n in range(len(pids) - 1))
         assert all(processes.process_state(pid) for pid in pids)
     finally:
         agent.kill()
