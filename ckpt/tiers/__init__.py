@@ -5,4 +5,4 @@ Guarantee: a step is removed from a near tier only when a further tier has a ver
 `background_copier` does so during training.
 """
 
-from ckpt.tiers.manager import drain as drain
+from ckpt.tiers.memory_drain import drain as drain

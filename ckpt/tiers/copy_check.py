@@ -7,17 +7,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 from ckpt.block_io.block_check import is_good_block
+from ckpt.block_io.replicated_store import remove_bad_copies
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest import Row
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository
-from ckpt.storage.base.errors import CkptError, NotFound
+from ckpt.repository.tiered_repository import TieredRepository
+from ckpt.storage.base.errors import CkptError, NotFound, StoreError
 from ckpt.storage.base.store import Reader, Store
+from ckpt.support.user_warning import warn_user
 
 log = logging.getLogger("ckpt")
+
+
+def remove_damaged_copies(repository: TieredRepository) -> None:
+    """Remove the damaged copies that loads of this process have found, where a further tier has an intact copy."""
+    try:
+        for name in remove_bad_copies(repository.store, partial(is_intact_copy, repository)):
+            message = f"{name} was damaged, and is removed: a further tier has an intact copy, which was read"
+            log.error(message)
+            warn_user(message)
+    except StoreError as error:
+        log.warning("a damaged copy can't be removed, and is not used: %s", error)
 
 
 def is_intact_copy(repo: Repository, copy: Store, name: str) -> bool:

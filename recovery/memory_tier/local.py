@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt.storage.base.errors import CkptError, StoreError
-from ckpt.tiers import manager, tier_spec
+from ckpt.tiers import memory_drain, tier_spec
 
 BROUGHT_TEXT = "was brought"
 """Part of the text about a step that was only in memory and has been copied."""
@@ -63,9 +63,9 @@ def drain_urls(urls: Sequence[str]) -> tuple[bool, str]:
     urls: the memories, the newest first.
     """
     try:
-        text = manager.drain(*urls)
+        text = memory_drain.drain(*urls)
     except CkptError as error:
-        text = f"{urls[0]} {manager.NOT_DRAINED}: {error}"
-    if manager.NOT_DRAINED in text:
+        text = f"{urls[0]} {memory_drain.NOT_DRAINED}: {error}"
+    if memory_drain.NOT_DRAINED in text:
         return False, f"{text}; the memory is kept: start ckpt-run again, or copy it with ckpt-restore"
     return True, text

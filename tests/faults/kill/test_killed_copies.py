@@ -20,7 +20,7 @@ from helpers.two_writers import take_over
 import ckpt
 from ckpt.storage.base.store import ALIGNMENT
 from ckpt.storage.local.shared_memory import MemoryStore
-from ckpt.tiers.manager import drain
+from ckpt.tiers.memory_drain import drain
 
 KILLED = """
 import sys, ckpt

@@ -26,7 +26,8 @@ from ckpt.storage.base.errors import NotFound, StoreError
 from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.remote.fsspec_store import FsspecStore
-from ckpt.tiers.manager import NOT_DRAINED, _remove_freed_commits, drain
+from ckpt.tiers.freed_memory import remove_freed_commits
+from ckpt.tiers.memory_drain import NOT_DRAINED, drain
 from ckpt.tools.restore import _atomic_destination
 
 __all__ = ["tier_folders"]
@@ -138,7 +139,7 @@ def test_the_only_readable_record_of_a_step_stays_in_memory(tier_folders: TierFo
     flip_bit(tier_folders.run / "steps/0/commit.json", 20)
     for name in ("pack", "manifest"):
         shutil.rmtree(tier_folders.memory / "steps/0" / name)
-    _remove_freed_commits(ckpt.open(tier_folders.memory), ckpt.open(tier_folders.run))
+    remove_freed_commits(ckpt.open(tier_folders.memory), ckpt.open(tier_folders.run))
     assert (tier_folders.memory / "steps/0/commit.json").exists()
 
 

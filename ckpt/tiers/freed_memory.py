@@ -1,0 +1,57 @@
+"""Delete the steps in memory tiers at the end of a job, and the commit records that this leaves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ckpt.groups.base import Group
+from ckpt.repository.repository import Repository, commit_name
+from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
+from ckpt.tiers.open_tier import OpenTier
+from ckpt.tiers.tier_spec import MEMORY
+
+log = logging.getLogger("ckpt")
+
+
+def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest: tuple[int, int] | None) -> None:
+    """Delete the steps in memory tiers, after a check that the repository of record has the newest step.
+
+    step: the number of that step; -1 if there is none.
+    newest: training line and number of the step that this job restored or saved last.
+    """
+    record = open_tiers[-1].session.repo
+    try:
+        if group.rank == 0 and step >= 0 and record.record(step).step != step:
+            raise IntegrityError(f"{record.url}/{commit_name(step)} is not the record of step {step}")
+    except CkptError as error:
+        log.warning("the memory is not freed, because step %d can't be read from %s (%s)", step, record.url, error)
+        return
+    for place in open_tiers[:-1]:
+        store = place.session.repo.store
+        if group.rank == 0 and place.spec.url == MEMORY and place.session.user_count == 1:
+            try:
+                names = [entry.name for entry in store.list("steps")]
+                if group.size > 1 and newest is not None:  # another rank may still wait for this record
+                    names = [name for name in names if name != commit_name(newest[1])]
+                store.delete([name for name in names if name.endswith("/commit.json")])
+                store.delete(names)
+                store.sweep_temporaries("")
+            except StoreError as error:
+                log.warning("the memory at %s could not be freed: %s", place.url, error)
+
+
+def remove_freed_commits(repo: Repository, record: Repository) -> None:
+    """Remove commit records without files, which `free_memory` has left for ranks that were waiting for them.
+
+    A record is removed only if the repository of record has a readable record of the same save or a later one. Otherwise it may
+    be the only one.
+    """
+    for step in repo.step_numbers():
+        name = commit_name(step)
+        if [entry.name for entry in repo.store.list(f"steps/{step}")] != [name]:
+            continue
+        with suppress(NotFound, IntegrityError):
+            if record.record(step).save_order >= repo.record(step).save_order:
+                repo.store.delete([name])

@@ -1,0 +1,117 @@
+"""The function drain, which copies the newest steps in memory to their repositories without the program that saved them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from typing import Any
+
+from ckpt.groups.base import SingleProcessGroup
+from ckpt.repository.repository import Repository, Url, commit_name, open_repository
+from ckpt.repository.tiered_repository import TieredRepository
+from ckpt.repository.writer_lease import SerialCounter
+from ckpt.saving import session_registry as sessions
+from ckpt.saving.writer_session import Session
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
+from ckpt.storage.base.store import Store
+from ckpt.tiers.copy_step import missing_packs, promote
+from ckpt.tiers.tier_spec import TIER_NOTE_NAME, read_tier_note, url_of_subfolder
+
+log = logging.getLogger("ckpt")
+
+NOT_DRAINED = "could not be drained"
+"""Marks a line of the report of `drain` about memory that must be kept."""
+_ANSWER_SECONDS = 10.0
+
+
+def _has_steps(repo: Repository) -> bool:
+    """Return whether a repository has a committed step."""
+    return any(repo.store.exists(commit_name(step)) for step in reversed(repo.step_numbers()))
+
+
+def drain(memory: Url, *before: Url) -> str:
+    """Copy the newest step of each repository in a memory tier to its repository of record, without the program that saved it.
+
+        print(ckpt.tiers.drain("/dev/shm/ckpt-1000"))
+
+    memory: the folder or URL of the memory, as in CKPT_MEMORY.
+    before: memory of earlier attempts, the newest first. A repository is copied from there if the later ones have no step of
+        it.
+
+    Returns:
+        A report with one line for each repository that was copied, was already up to date, or failed. It raises no error of a
+        store or a repository; a line of a failure contains "could not be drained".
+    """
+    messages, drained_names = [], set[str]()
+    for each in (memory, *before):
+        store = open_repository(each).store
+        try:
+            names = sorted(store.list_folders("")) if store.answers(_ANSWER_SECONDS) else []
+        except StoreError as error:
+            if drained_names:
+                log.info("%s can't be read, and is not needed any more: %s", store.url, error)
+            else:
+                messages.append(f"{store.url} {NOT_DRAINED}: {error}")
+            continue
+        for name in names:
+            if name in drained_names:
+                continue
+            repo = open_repository(url_of_subfolder(store.url if isinstance(each, Store) else os.fspath(each), name))
+            try:
+                messages.append(_drain_repository(repo))
+                if _has_steps(repo):  # files of attempts that never committed do not replace an older memory
+                    drained_names.add(name)
+            except (CkptError, OSError) as error:
+                messages.append(f"{repo.url} {NOT_DRAINED}: {error}")
+    return "\n".join(filter(None, messages))
+
+
+def _require_tier_note(repo: Repository) -> dict[str, Any] | None:
+    """Return the note of a tier, or None if the tier has no step that could be lost.
+
+    Raises IntegrityError if the tier has steps, and its note is missing or damaged.
+    """
+    try:
+        note = read_tier_note(repo)
+    except IntegrityError as error:
+        if not _has_steps(repo):
+            return None
+        raise IntegrityError(f"{error}. {repo.url} has steps and counts as not drained") from error
+    if note is None and _has_steps(repo):
+        raise IntegrityError(f"{repo.url}/{TIER_NOTE_NAME} is missing, and {repo.url} has steps: it counts as not drained")
+    return note
+
+
+def _drain_repository(repo: Repository) -> str:
+    """Copy the newest step of one repository in memory to its repository of record; return a line of the report, or ""."""
+    note = _require_tier_note(repo)
+    if note is None:
+        return ""
+    repos = [repo if url == repo.url else open_repository(url) for url in note["places"]]
+    record = repos[-1]
+    if record.identity() != note["id"]:
+        raise InvalidArgument(f"{record.url} is another repository now; copy the steps that you need with ckpt-restore")
+    source = TieredRepository([r for r in repos if r is not record])
+    newest, there = max(r.newest() for r in source.places), record.newest()
+    step = newest[1]
+    if step < 0:
+        return ""
+    with suppress(NotFound, IntegrityError):
+        newer = there > newest and record.record(there[1]).save_order > source.commit(step).save_order
+        if newer and not missing_packs(record, record.record(there[1])):
+            return f"{record.url} has step {there[1]} already, which is newer than step {step} in {repo.url}"
+    series = SerialCounter(repos)
+    opened: list[Session] = []
+    try:
+        opened.append(sessions.enter(record, SingleProcessGroup(), series))
+        for near in repos[:-1]:
+            try:
+                opened.append(sessions.enter(near, SingleProcessGroup(), series))
+            except StoreError as error:  # e.g. a host is lost; the lease of the repository of record is enough
+                log.info("%s can't be written, and is only read: %s", near.url, error)
+        done = promote(source, step, opened[0])
+    finally:
+        for session in opened:
+            sessions.leave(session)
+    return f"step {step} was brought from {repo.url} to {record.url}" if done else f"{record.url} has step {step} already"

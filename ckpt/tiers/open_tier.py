@@ -1,0 +1,89 @@
+"""The class OpenTier, one tier of a Checkpointer with its writer session."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckpt.errors import RanksMissing, StepRefused
+from ckpt.saving.handle import SaveHandle
+from ckpt.saving.writer_session import Session
+from ckpt.storage.base.errors import NoSpace, StoreError
+from ckpt.tiers.background_copier import Promoter
+from ckpt.tiers.tier_spec import MEMORY, Tier, stored_step_bytes
+from ckpt.training import heartbeat_page
+from ckpt.training.save_interval import interval_seconds
+
+_MAX_SKIP_EXPONENT = 6  # a tier that failed is skipped for 1, 2, 4 … 64 saves
+
+
+@dataclass(slots=True)
+class OpenTier:
+    """A tier with its writer session. The repository of record is the last one."""
+
+    spec: Tier
+    session: Session
+    capacity_bytes: int | None = None
+    stored_bytes: int = 0
+    promoter: Promoter | None = None
+    last_promotion_at: float = field(default_factory=time.monotonic)
+    saves_to_skip: int = 0
+    """How many more saves skip this tier."""
+    consecutive_failures: int = 0
+
+    @property
+    def url(self) -> str:
+        return self.session.repo.url
+
+    def is_due(self, step: int) -> bool:
+        every = self.spec.every
+        if every is None or isinstance(every, int):
+            return self.spec.counts(step)
+        cost = self.promoter.last_copy_seconds if self.promoter else 0.0
+        return time.monotonic() - self.last_promotion_at >= interval_seconds(every, cost)
+
+    def measure_stored_bytes(self) -> None:
+        if self.capacity_bytes is not None:
+            self.stored_bytes = stored_step_bytes(self.session.repo)
+
+    def require_room(self, step_bytes: int) -> None:
+        """Raise NoSpace where a step of this size would exceed the capacity, which must be known."""
+        assert self.capacity_bytes is not None
+        if self.stored_bytes + step_bytes > self.capacity_bytes:
+            raise NoSpace(
+                f"{self.url} has {self.stored_bytes / 1e9:.3f} GB of at most {self.capacity_bytes / 1e9:.3f} GB, and a step "
+                f"has {step_bytes / 1e9:.3f} GB: give its Tier a higher limit= or a lower keep="
+            )
+
+    def skip_next_saves(self) -> None:
+        """Skip this tier after a failure, for longer after each further one."""
+        self.saves_to_skip = 1 << min(self.consecutive_failures, _MAX_SKIP_EXPONENT)
+        self.consecutive_failures += 1
+
+    def excuse_until_next_save(self, handle: SaveHandle) -> None:
+        """Excuse the error of this save, because the next save goes to a further tier."""
+        handle.excuse()
+        self.session.excused_save = handle
+
+
+def publish_durable(tier: OpenTier, step: int) -> None:
+    """Publish for `ckpt-run` that a step is not only in the memory of hosts."""
+    if tier.spec.url != MEMORY and (page := heartbeat_page.own_page()) is not None:
+        page.publish_durable(step)
+
+
+def cancel_promotion(tiers: Iterable[OpenTier], step: int) -> None:
+    """Do not copy this step to these tiers."""
+    for tier in tiers:
+        if tier.promoter is not None:
+            tier.promoter.drop(step)
+
+
+def can_fall_through(error: BaseException, group_size: int) -> bool:
+    """Return whether to try the next tier. In a group only errors that all ranks see count: all must choose alike."""
+    if group_size == 1:
+        return isinstance(error, StoreError)
+    full = isinstance(error, NoSpace) or getattr(error.__cause__, "errno", None) == errno.ENOSPC
+    return full or (isinstance(error, StepRefused) and not isinstance(error, RanksMissing))
