@@ -14,13 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "design" / "rooms.toml"
-FOLDERS = {
-    "storage": "ckpt.storage",
-    "aggregator": "ckpt.aggregator",
-    "ckpt": "ckpt",
-    "recovery": "ckpt.recovery",
-    "tools": "ckpt.tools",
-}
+
+
+def _folders() -> dict[str, str]:
+    """Return the package of each folder, as setup.py installs it, in the order of the layers of the table."""
+    assignments = [node for node in ast.parse((ROOT / "setup.py").read_text()).body if isinstance(node, ast.Assign)]
+    packages = next(ast.literal_eval(node.value) for node in assignments if ast.unparse(node.targets[0]) == "FOLDERS")
+    folder_of = {folder: package for package, folder in packages.items()}
+    return {layer["name"]: folder_of[layer["name"]] for layer in tomllib.loads(TABLE.read_text())["layer"]}
+
+
+FOLDERS = _folders()
 """The folders of the repository and the packages as which they are installed, the lowest layer first."""
 
 
