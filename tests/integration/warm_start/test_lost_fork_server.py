@@ -121,7 +121,7 @@ AGENT = """
     from ckpt.recovery.ranks.fork_client import ForkServerClient
 
     folder = Path(sys.argv[1])
-    fork_server = ForkServerClient.start([sys.executable, str(folder / "train.py")], os.environ, folder / "told.imports")
+    fork_server = ForkServerClient.start([sys.executable, str(folder / "train.py")], os.environ, folder / "rank.imports")
     while sys.argv[2] == "ranks" and not fork_server.is_ready:
         assert not fork_server.reason, fork_server.reason
         time.sleep(0.01)
@@ -138,7 +138,7 @@ def test_a_killed_agent_leaves_no_rank_and_no_fork_server(tmp_path: Path, when: 
     site = write_packages(tmp_path, slow="import ctypes\nctypes.PyDLL(None).sleep(3600)\n")
     script(tmp_path, SLEEPS)
     reported = {"slow": str(site / "slow" / "__init__.py")} if when == "importing" else {}
-    (tmp_path / "told.imports").write_text(json.dumps({"modules": reported, "environ": {}}))
+    (tmp_path / "rank.imports").write_text(json.dumps({"modules": reported, "environ": {}}))
     command = [sys.executable, script(tmp_path, AGENT, "agent.py"), str(tmp_path), when]
     agent = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(site)})
     try:

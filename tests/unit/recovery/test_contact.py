@@ -23,7 +23,7 @@ def after(*probes: Probe, least: int = 1, acknowledged_at: float = 100.0) -> Con
     return contact
 
 
-def test_the_whole_lease_must_have_passed():
+def test_contact_is_lost_only_after_the_whole_lease():
     contact = after(probe(102.2), probe(102.99))
     assert not contact.is_lost(100.0 + LOST_SECONDS - 0.001)
     assert contact.is_lost(100.0 + LOST_SECONDS)

@@ -1,4 +1,4 @@
-"""Saves in the background: staged in pieces, within a memory budget, beside training."""
+"""Saves in the background: staged in parts, within a memory budget, beside training."""
 
 import queue
 import threading
@@ -73,7 +73,7 @@ def test_a_save_beyond_in_flight_waits_for_an_earlier_one(tmp_path):
     assert ckpt.open(store).steps() == [0, 1, 2]
 
 
-def test_a_state_larger_than_the_memory_budget_is_staged_in_pieces(tmp_path):
+def test_a_state_larger_than_the_memory_budget_is_staged_in_parts(tmp_path):
     rng = np.random.default_rng(0)
     state = {f"l{i}": rng.integers(0, 255, 9 * MIB, dtype=np.uint8) for i in range(6)}
     for blocking in (True, False):
