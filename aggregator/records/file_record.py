@@ -101,7 +101,7 @@ class PathRecord:
     """Where the content of a larger file is stored."""
     rename_token: str = ""
     """Names an unfinished rename; empty if there is none. During a rename another path may name the same objects, so only a
-    scrub may delete them."""
+    repair may delete them, after a scrub of all records."""
 
     @property
     def exists(self) -> bool:
