@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from ckpt.api import check_step, load_newest, load_step
 from ckpt.block_io import staging_arena as arenas
@@ -25,6 +23,7 @@ from ckpt.repository.damage_registry import mark_damaged
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.saving import session_registry as sessions
+from ckpt.saving.attached_optimizers import AttachedOptimizers
 from ckpt.saving.background_scrub import BYTES_PER_SECOND, Scrubber
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
@@ -34,7 +33,6 @@ from ckpt.saving.rank_parts import TIMEOUT_SECONDS
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.staging_memory import staging_bytes
 from ckpt.saving.writer_session import Session
-from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.name_mapping import Rename
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, InvalidName, Refused, UnknownScheme
 from ckpt.support.fork_check import CreatorProcess
@@ -43,7 +41,8 @@ from ckpt.tiers.manager import TierManager
 from ckpt.tiers.tier_spec import Tier, checked_tiers
 from ckpt.training import heartbeat_marks, import_report
 from ckpt.training import heartbeat_page as pulses
-from ckpt.training.loss_monitor import LossMonitor, as_number
+from ckpt.training.idle_window import IdleWindow, idle_window_after
+from ckpt.training.loss_monitor import LossMonitor, reason_not_to_save
 from ckpt.training.loss_spikes import spike_detector_from_env
 from ckpt.training.restore_limit import restore_limit_from_env
 from ckpt.training.save_interval import Every, interval_seconds, mtbf_seconds_from_env
@@ -52,17 +51,6 @@ from ckpt.training.save_schedule import SaveSchedule
 log = logging.getLogger("ckpt")
 
 _STEP, _COMPILE, _END = map(pulses.PHASES.index, ("step", "compile", "end"))
-
-
-class _IdleWindow(NamedTuple):
-    """The steps that need nothing but a heartbeat. It is a tuple because each of these steps unpacks it."""
-
-    page: pulses.HeartbeatPage
-    after_step: int
-    until_step: int
-    """The first step that may need more."""
-    deadline_ns: int
-    """The time on CLOCK_MONOTONIC from which a step may need more."""
 
 
 class Checkpointer:
@@ -125,14 +113,12 @@ class Checkpointer:
         in_flight = checked_positive("in_flight", in_flight, "a positive number of saves")
         if in_flight > 1 and tiers:
             raise InvalidArgument(f"in_flight={in_flight}: use 1 with tiers, where a save must end before the next one begins")
-        self._attached: list[Any] = []
-        self._hooks: list[Any] = []
+        self._attached = AttachedOptimizers(self._before_step)
         url, ranks = resolve_url(url), as_group(group)
         self._options = Options(
             codec=codec, digest=digest, memory=memory, keep=as_keep(keep), overwrite=True, in_flight=in_flight,
-            deferrable=self._is_attached, timeout=timeout, verify_replicas=verify_replicas, nan=nan,
+            deferrable=self._attached.has, timeout=timeout, verify_replicas=verify_replicas, nan=nan,
         )  # fmt: skip
-        self._lazy_memory: frozenset[int] = frozenset()
         self._last_save: SaveHandle | None = None
         self._last_save_started_at = time.monotonic()
         self._staging_prepared = False
@@ -152,7 +138,7 @@ class Checkpointer:
         if self._schedule is not None:
             self._options = replace(self._options, propose_next_step=self._schedule.propose_next_step)
         self._import_reports_left = 2
-        self._idle_window: _IdleWindow | None = None
+        self._idle_window: IdleWindow | None = None
         self._has_restored_or_saved = False
         self._session: Session | None = (
             self._tiers.nearest if self._tiers else sessions.enter(open_repository(url, keys), ranks)
@@ -275,13 +261,13 @@ class Checkpointer:
             if self._heartbeat_page is not None:
                 self._idle_window = self._idle_window_after(step, self._heartbeat_page)
             return None
-        if (reason := self._reason_not_to_save(step, loss)) is not None:
+        if (reason := reason_not_to_save(self._loss_monitor, step, loss)) is not None:
             log.warning("step %d is not saved: %s; %s", step, reason, _CONTINUE_HINT)
             self._skip_step(step, reason)
             return None
         return self._save(step, state, False, False, is_loss_finite=loss is not None)
 
-    def _idle_window_after(self, step: int, page: pulses.HeartbeatPage) -> _IdleWindow | None:
+    def _idle_window_after(self, step: int, page: pulses.HeartbeatPage) -> IdleWindow | None:
         """Return the window in which a step needs only a heartbeat, because no save runs or is due; None if unknown."""
         under_way = self._last_save is not None and not self._last_save.done()
         if (
@@ -294,16 +280,7 @@ class Checkpointer:
             return None
         if self._last_save is not None and self._import_reports_left:
             return None
-        every, until_step, deadline_ns = self._every, sys.maxsize, sys.maxsize
-        if isinstance(every, int):
-            until_step = step + every - (step + 1) % every
-        elif self._schedule is not None:
-            if (due := self._schedule.next_due_step()) is None:
-                return None
-            until_step = due
-        elif every is not None:
-            deadline_ns = int(1e9 * (self._last_save_started_at + self._interval()))
-        return _IdleWindow(page, step, until_step, deadline_ns)
+        return idle_window_after(step, page, self._every, self._schedule, lambda: self._last_save_started_at + self._interval())
 
     def _publish_step(self, page: pulses.HeartbeatPage, step: int, state: Any, loss: Any) -> None:
         if loss is not None and self._loss_monitor is not None:
@@ -317,24 +294,13 @@ class Checkpointer:
             self._import_reports_left -= 1
             import_report.write_report()
         if page.should_stop(step):
-            if (why := self._reason_not_to_save(step, loss)) is not None:
+            if (why := reason_not_to_save(self._loss_monitor, step, loss)) is not None:
                 self._skip_step(step, why)
                 log.warning("step %d is not saved (%s), and the job ends as it was asked to; %s", step, why, _CONTINUE_HINT)
             else:
                 self.save(step, state, blocking=True).result()
                 log.warning("step %d is saved, and the job ends as it was asked to", step)
             raise SystemExit(0)
-
-    def _reason_not_to_save(self, step: int, loss: Any) -> str | None:
-        """Return why the state is not saved, or None if it can be saved."""
-        if self._loss_monitor is None:
-            number = 0.0 if loss is None else as_number(loss)
-            return None if math.isfinite(number) else f"its loss is {number}"
-        self._loss_monitor.wait()
-        if (bad := self._loss_monitor.bad_loss) is None:
-            return None
-        whose = "its loss" if bad.step == step else f"the loss of step {bad.step}"
-        return f"{whose} is {bad.loss}" if bad.kind == "not finite" else f"{whose} jumped to {bad.loss}"
 
     def _skip_step(self, step: int, reason: str) -> None:
         """Publish that this rank does not save the step, so that the other ranks do not wait for its part."""
@@ -374,7 +340,7 @@ class Checkpointer:
         options = replace(self._options, nan="allow") if is_loss_finite and self._options.nan == "warn" else self._options
         session, step = self._require_open(), check_step(step)
         began, self._idle_window = time.monotonic(), None
-        self._lazy_memory = self._attached_memory()
+        self._attached.find_memory()
         if not self._has_restored_or_saved:
             session.lineage.note_joined(step)
             self._has_restored_or_saved = True
@@ -454,26 +420,11 @@ class Checkpointer:
             CkptError: An argument is no torch optimizer.
         """
         for optimizer in optimizers:
-            inner, hook = _register_step_hook(optimizer, self._before_step)
-            self._hooks.append(hook)
-            self._attached.append(inner)
+            self._attached.add(optimizer)
 
     def _before_step(self, *_: Any) -> None:
         if self._session is not None and self._creator_process.is_current:
             (self._tiers or self._session).wait_staged()
-
-    def _attached_memory(self) -> frozenset[int]:
-        found: set[int] = set()
-        for optimizer in self._attached:
-            for group in optimizer.param_groups:
-                found.update(map(_data_address, group["params"]))
-            for state in optimizer.state.values():
-                found.update(_data_address(v) for v in state.values() if hasattr(v, "data_ptr"))
-        found.discard(0)
-        return frozenset(found)
-
-    def _is_attached(self, leaf: ArrayLeaf) -> bool:
-        return leaf.kind == "torch" and leaf.value.data_ptr() in self._lazy_memory
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -518,8 +469,7 @@ class Checkpointer:
             return
         if self._heartbeat_page is not None:  # the end may take longer than a step
             self._heartbeat_page.beat(_END)
-        for hook in self._hooks:
-            hook.remove()
+        self._attached.detach()
         self._scrubber.close()
         if self._tiers is not None:
             with heartbeat_marks.phase("end"):
@@ -558,19 +508,3 @@ _CONTINUE_HINT = (
     "to continue from the last good step, call restore(state) with a lower learning rate or other data; to keep this state, "
     "call save(step, state), or call step() without loss="
 )
-
-
-def _register_step_hook(optimizer: Any, before_step: Callable[..., None]) -> tuple[Any, Any]:
-    """Register a hook before each step of the optimizer; return the optimizer inside any wrappers, and the hook."""
-    inner = optimizer
-    while inner is not None:
-        try:
-            return inner, inner.register_step_pre_hook(before_step)
-        except AttributeError:  # raised also by a wrapper that inherits the method but was not initialised as an optimizer
-            inner = getattr(inner, "optimizer", None)
-    raise CkptError(f"{type(optimizer).__name__} has no register_step_pre_hook: lazy staging needs a torch optimizer")
-
-
-def _data_address(tensor: Any) -> int:
-    """Return the address of a tensor's memory, or of the local shard of a DTensor."""
-    return int(getattr(tensor, "_local_tensor", tensor).data_ptr())

@@ -77,6 +77,21 @@ class LossMonitor:
             self._heartbeat_page.publish_bad_loss(self.bad_loss)
 
 
+def reason_not_to_save(monitor: LossMonitor | None, step: int, loss: Any) -> str | None:
+    """Return why the state after a step is not saved, or None if it can be saved.
+
+    monitor: has the losses up to this step; None without a heartbeat page, where only `loss` counts.
+    """
+    if monitor is None:
+        number = 0.0 if loss is None else as_number(loss)
+        return None if math.isfinite(number) else f"its loss is {number}"
+    monitor.wait()
+    if (bad := monitor.bad_loss) is None:
+        return None
+    whose = "its loss" if bad.step == step else f"the loss of step {bad.step}"
+    return f"{whose} is {bad.loss}" if bad.kind == "not finite" else f"{whose} jumped to {bad.loss}"
+
+
 def as_number(loss: Any) -> float:
     """Return the loss as a float, after waiting for its device; raise InvalidArgument if it is no number.
 
