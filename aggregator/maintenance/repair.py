@@ -29,6 +29,7 @@ from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord
 log = logging.getLogger("ckpt")
 
 FILES_AT_ONCE = 3
+"""How many files are repaired or moved in parallel."""
 
 
 @dataclass(slots=True)

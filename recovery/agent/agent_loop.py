@@ -27,7 +27,9 @@ from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
 from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
 
 _TICK_SECONDS = 0.05
+"""The longest wait of the loop, unless a rank ends or a signal arrives."""
 _TIDY_SECONDS = 0.5
+"""The time between two rounds of the periodic work (`HostRanks.tidy`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,9 @@ from ckpt.storage.node.upload_leases import UploadLeases
 log = logging.getLogger("ckpt.node")
 
 _READ_BYTES = 4 << 20
+"""The most bytes of an object that one message of a stream has."""
 _LIST_ENTRIES = 5_000
+"""The most entries that one message of a listing has."""
 
 
 @dataclass(frozen=True, slots=True)
