@@ -1,4 +1,7 @@
-"""The class Checkpointer for a training loop: it restores at the start, and saves when a save is due."""
+"""The class Checkpointer for a training loop; long, because a third of it documents its public methods.
+
+It restores a step at the start, saves when a save is due, and waits for its saves at the end.
+"""
 
 from __future__ import annotations
 
