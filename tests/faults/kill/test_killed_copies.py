@@ -26,8 +26,8 @@ KILLED = """
 import sys, ckpt
 from pathlib import Path
 from helpers.states import state_of
-from helpers.tier_folders import Places
-with Places(Path(sys.argv[1])).open() as ck:
+from helpers.tier_folders import TierFolders
+with TierFolders(Path(sys.argv[1])).open() as ck:
     _, start = ck.restore(state_of(0))
     for step in range(start, start + 8):
         ck.step(step, state_of(step)).result()

@@ -12,9 +12,9 @@ import ckpt
 RANK = """
 import os, sys, ckpt
 from pathlib import Path
-from helpers.tier_folders import Places, shard_of
+from helpers.tier_folders import TierFolders, shard_of
 rank = int(os.environ["RANK"])
-with Places(Path(sys.argv[1])).open(group="auto", timeout=60) as ck:
+with TierFolders(Path(sys.argv[1])).open(group="auto", timeout=60) as ck:
     state, start = ck.restore(shard_of(rank, 2, 0))
     assert start == 0 or (state["w"].local == shard_of(rank, 2, start - 1)["w"].local).all()
     print("start", start, flush=True)
