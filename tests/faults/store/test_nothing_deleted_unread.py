@@ -41,7 +41,7 @@ def save_in_memory(tier_folders: TierFolders, steps: range = range(3)) -> None:
 
 
 def damage(path: Path, how: str) -> None:
-    if how == "flip":
+    if how == "flip_bit":
         flip_bit(path, 20)
     elif how == "truncate":
         path.write_bytes(path.read_bytes()[:20])

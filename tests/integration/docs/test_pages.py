@@ -117,7 +117,7 @@ def test_an_ellipsis_matches_any_text_or_any_lines(expected: str, same: bool) ->
 
 def test_a_diff_applies_at_one_place_only() -> None:
     assert changed("a\nb\nc\n", " a\n-b\n+x\n+y\n", "here") == "a\nx\ny\nc\n"
-    with pytest.raises(AssertionError, match="are 2 times in the file"):
+    with pytest.raises(AssertionError, match="occur 2 times in the file"):
         changed("a\na\n", "-a\n", "here")
 
 

@@ -208,7 +208,7 @@ def test_a_program_that_is_no_python_is_started_cold(start_fork_server: Starter,
     assert "the process has ended (no licence)" in fork_server.reason
 
 
-@pytest.mark.parametrize("what", ["script", "library", "have_ended"])
+@pytest.mark.parametrize("what", ["script", "library", "deleted"])
 def test_a_changed_script_or_library_is_not_run_warm(start_fork_server: Starter, tmp_path: Path, what: str) -> None:
     """The script, which may import other modules now, or a pre-imported library has changed: the fork server starts again."""
     site = write_packages(tmp_path, good="")
@@ -220,7 +220,7 @@ def test_a_changed_script_or_library_is_not_run_warm(start_fork_server: Starter,
     fork_server = start_fork_server(command, import_report.report_path(page), PYTHONPATH=str(site))
     assert run_warm(fork_server, tmp_path / "warm", PYTHONPATH=str(site)) == 0
     changed = Path(path) if what == "script" else site / "good" / "__init__.py"
-    if what == "gone":
+    if what == "deleted":
         changed.unlink()
     else:
         changed.write_text("print('new')\n")
