@@ -71,20 +71,29 @@ LAYOUTS: dict[str, Callable[[int, int, int], tuple[int, int, int, int]]] = {
 """The range of rows and of columns that each of four ranks needs of a matrix."""
 
 
-@pytest.mark.usefixtures("sharing_ranks")
-@pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_auto_shares_reads_where_ranks_need_the_same_parts(tmp_path: Path, codec: Any, layout: str) -> None:
-    """The group reads little more than the union of the bytes that its ranks would read without sharing."""
+SHAPES = {"big": (4000, 1024), "middle": (1500, 1024), "shared": (700, 1024)} | {f"small{i}": (40, 64) for i in range(9)}
+
+
+@pytest.fixture(scope="module", params=["none", {"id": "zstd", "level": 1}])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A repository with one step, stored with a codec, and the state of that step."""
     draw = np.random.default_rng(5)
-    full = {"big": (4000, 1024), "middle": (1500, 1024), "shared": (700, 1024)} | {f"small{i}": (40, 64) for i in range(9)}
-    state = {name: draw.integers(0, 50, shape).astype(np.float32) for name, shape in full.items()}
-    ckpt.save(state, tmp_path, 0, codec=codec, group=None)
+    state = {name: draw.integers(0, 50, shape).astype(np.float32) for name, shape in SHAPES.items()}
+    folder = tmp_path_factory.mktemp("saved")
+    ckpt.save(state, folder, 0, codec=request.param, group=None)
+    return folder, state
+
+
+@pytest.mark.usefixtures("sharing_ranks")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_auto_shares_reads_where_ranks_need_the_same_parts(saved: tuple[Path, dict[str, np.ndarray]], layout: str) -> None:
+    """The group reads little more than the union of the bytes that its ranks would read without sharing."""
+    folder, state = saved
 
     def load(group: Group, share: Any) -> None:
-        boxes = {name: LAYOUTS[layout](group.rank, *shape) for name, shape in full.items()}
-        like = {n: ckpt.Shard(np.zeros((b - a, d - c), np.float32), full[n], (a, c)) for n, (a, b, c, d) in boxes.items()}
-        loaded = ckpt.load(CountingStore(tmp_path), like, group=group, share_reads=share)
+        boxes = {name: LAYOUTS[layout](group.rank, *shape) for name, shape in SHAPES.items()}
+        like = {n: ckpt.Shard(np.zeros((b - a, d - c), np.float32), SHAPES[n], (a, c)) for n, (a, b, c, d) in boxes.items()}
+        loaded = ckpt.load(CountingStore(folder), like, group=group, share_reads=share)
         assert all(np.array_equal(loaded[n].local, state[n][a:b, c:d]) for n, (a, b, c, d) in boxes.items())
 
     def read_with(share: Any) -> list[tuple[str, int, int]]:
