@@ -105,8 +105,8 @@ def read_shared(
     window = _open_window(shared_reads, group) if one_host else None
     by_messages = bool(shared_reads) and window is None and group.can_exchange and (share is True or not has_common_page_cache)
     if bypass_cache:
-        for key, wanted in by_key.items():
-            wanted.bypass_cache = share is not False and (
+        for key, block_read in by_key.items():
+            block_read.bypass_cache = share is not False and (
                 window is not None or by_messages or not saves_enough or has_disjoint_needs(blocks[key])
             )
     own_and_shared = [(by_key.get(key), turn) for key, turn in shared_reads.items()]
@@ -182,7 +182,7 @@ class _OwnJob(NamedTuple):
 
     block: int
     """The index of the shared block."""
-    wanted: BlockRead
+    block_read: BlockRead
     number: int
     """The index of the job in the window."""
     job: ReadJob
@@ -198,12 +198,12 @@ def _read_through_window(
     Returns whether all bytes have arrived; False if another rank failed.
     """
     own_jobs = [
-        _OwnJob(block, wanted, number, job)
-        for block, (wanted, turn) in enumerate(shared_reads) if wanted is not None
+        _OwnJob(block, block_read, number, job)
+        for block, (block_read, turn) in enumerate(shared_reads) if block_read is not None
         for number, job in enumerate(turn.jobs, turn.first_job) if job.reader == group.rank
     ]  # fmt: skip
     threads = READ_THREADS
-    if not any(own.wanted.row.codec for own in own_jobs):  # a thread that decodes needs memory for a whole block
+    if not any(own.block_read.row.codec for own in own_jobs):  # a thread that decodes needs memory for a whole block
         threads = max(threads, STREAM_THREADS // group.size)
     remaining_jobs, lock = iter(own_jobs), threading.Lock()
     errors: list[BaseException] = []
@@ -245,7 +245,7 @@ def _fill_window(window: SharedWindow, source: BlockSource, jobs: Iterator[_OwnJ
             if own is None:
                 return
             slot = window.wait_for_free_slot(own.block)
-        reader.fetch(own.wanted, own.job.begin, own.job.end, slot[own.job.begin : own.job.end])
+        reader.fetch(own.block_read, own.job.begin, own.job.end, slot[own.job.begin : own.job.end])
         window.mark_ready(own.number)
 
 
@@ -254,13 +254,13 @@ def _place_from_window(
 ) -> None:
     """Copy what this rank needs to its targets, block by block as they are ready."""
     acceptor = source.acceptor()
-    for block, (wanted, turn) in enumerate(shared_reads):
-        if wanted is not None:
-            for begin, end in wanted.raw_ranges():
+    for block, (block_read, turn) in enumerate(shared_reads):
+        if block_read is not None:
+            for begin, end in block_read.raw_ranges():
                 for number, job in enumerate(turn.jobs, turn.first_job):
                     if max(begin, job.begin) < min(end, job.end):
                         window.wait_until_ready(number, job.reader)
-                acceptor.accept(wanted, begin, window.slot(block)[begin:end])
+                acceptor.accept(block_read, begin, window.slot(block)[begin:end])
         window.release(block)
 
 
@@ -275,9 +275,9 @@ def _read_by_messages(
         failed.append(error)
     rounds = 1 + max(turn.round for _, turn in shared_reads)
     by_round: list[list[tuple[BlockRead, SharedRead]]] = [[] for _ in range(rounds)]
-    for wanted, turn in shared_reads:
-        if wanted is not None:
-            by_round[turn.round].append((wanted, turn))
+    for block_read, turn in shared_reads:
+        if block_read is not None:
+            by_round[turn.round].append((block_read, turn))
     for of_round in by_round:
         _run_round(source, group, of_round, failed)
     if failed:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from helpers.folders import PROGRAMS
-from helpers.processes import _path
+from helpers.processes import python_path
 
 
 class ForkedPython:
@@ -19,7 +19,7 @@ class ForkedPython:
     def __init__(self, *modules: str) -> None:
         self._server = subprocess.Popen(
             [sys.executable, str(PROGRAMS / "fork_server.py"), *modules],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": _path()},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": python_path()},
         )  # fmt: skip
 
     def __enter__(self) -> ForkedPython:

@@ -15,13 +15,14 @@ from helpers.folders import PROGRAMS, TESTS
 SOAK = os.environ.get("CKPT_SOAK") == "1"
 
 
-def _path() -> str:
+def python_path() -> str:
+    """Return PYTHONPATH with the tests before what it has."""
     return os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
 
 
 def python(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:
     """Start a Python process that runs `code` with the tests on its path and text pipes."""
-    env = {**os.environ, "PYTHONPATH": _path(), **options.pop("env", {})}
+    env = {**os.environ, "PYTHONPATH": python_path(), **options.pop("env", {})}
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, args)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options,
@@ -41,7 +42,7 @@ class Killer:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(PROGRAMS / "kill_server.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": _path()},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": python_path()},
         )  # fmt: skip
 
     def run(self, **job: Any) -> dict[str, Any]:

@@ -14,19 +14,28 @@ from pathlib import Path
 from helpers.folders import PROGRAMS, TESTS
 
 
-def check_on_torch_ranks(program: str, size: int, root: Path, *checks: str) -> None:
-    """Run checks of a program of tests in one launch of torchrun; each rank must complete each check."""
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment without the variables of a launcher, with `more`."""
     kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|OMPI_|PMI|SLURM_|TORCHELASTIC", k)}
+    return kept | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | more
+
+
+def torchrun(size: int, program: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Return how the ranks ended. None of them outlives the call."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    process = subprocess.Popen(
-        [*launcher, str(PROGRAMS / program), str(root), *checks],
-        env=kept | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    command = [*launcher, str(program), *arguments]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=environment(**more), stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
         out, err = process.communicate(timeout=300)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, out + err[-6000:]
-    assert len([json.loads(line) for line in re.findall(r"\{.*?\}", out)]) == size * len(checks), out
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def check_on_torch_ranks(program: str, size: int, root: Path, *checks: str) -> None:
+    """Run checks of a program of tests in one launch of torchrun; each rank must complete each check."""
+    done = torchrun(size, PROGRAMS / program, str(root), *checks)
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    assert len([json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]) == size * len(checks), done.stdout

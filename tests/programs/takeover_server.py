@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from helpers.folders import TESTS
-from helpers.processes import _path
+from helpers.processes import python_path
 from helpers.states import state_of
 
 
@@ -118,7 +117,7 @@ class Server:
         self._count = 0
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{_path()}"},
+            env={**os.environ, "PYTHONPATH": python_path()},
         )  # fmt: skip
 
     def begin(self, **job: Any) -> int:

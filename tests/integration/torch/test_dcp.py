@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.folders import EXAMPLES
-from helpers.torch_launches import SMALL, environment, torch, torchrun
+from helpers.torch_launches import SMALL, torch
+from helpers.torchrun import environment, torchrun
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from helpers.folders import EXAMPLES, PROGRAMS
 from helpers.processes import SOAK
-from helpers.torch_launches import SMALL, torchrun
+from helpers.torch_launches import SMALL
+from helpers.torchrun import torchrun
 from programs import torch_rank
 
 import ckpt
