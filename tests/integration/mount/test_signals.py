@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.mounts import why_no_fuse
+from helpers.node_fixtures import node as node
 from helpers.nodes import NodeProcess
 from helpers.processes import until
 
@@ -20,13 +21,6 @@ from ckpt.aggregator.file_io.namespace import open_namespace
 pytestmark = pytest.mark.skipif(why_no_fuse() is not None, reason=why_no_fuse() or "")
 
 COMMAND = [sys.executable, "-m", "ckpt.tools.mount"]
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    process = NodeProcess(tmp_path / "node")
-    yield process
-    process.close()
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.near_nodes import DATA, open_objects
-from helpers.near_nodes import local_node as local_node
-from helpers.near_nodes import node as node
+from helpers.node_fixtures import DATA, open_objects
+from helpers.node_fixtures import local_node as local_node
+from helpers.node_fixtures import node as node
 from helpers.nodes import NodeProcess, nodes_config, quick
 
 from ckpt.aggregator.file_io.writer import FileWriter

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.near_nodes import DATA, bytes_by_way, files, open_objects
-from helpers.near_nodes import local_node as local_node
-from helpers.near_nodes import node as node
 from helpers.network_namespaces import hosts_on_a_wire
+from helpers.node_fixtures import DATA, bytes_by_way, files, open_objects
+from helpers.node_fixtures import local_node as local_node
+from helpers.node_fixtures import node as node
 from helpers.nodes import LocalNode, NodeProcess
 
 import ckpt

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.certificates import certificates
-from helpers.node_stores import node as node
+from helpers.node_fixtures import local_node as local_node
 from helpers.nodes import LocalNode, NodeProcess
 
 from ckpt.storage.base.errors import (
@@ -237,8 +237,8 @@ def test_wrong_options_of_a_node_are_refused_with_advice(tmp_path: Path, options
     assert not list(tmp_path.iterdir())
 
 
-def test_a_node_on_a_port_in_use_is_refused_in_one_line(tmp_path: Path, node: LocalNode) -> None:
-    command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "other"), "--listen", node.address]
+def test_a_node_on_a_port_in_use_is_refused_in_one_line(tmp_path: Path, local_node: LocalNode) -> None:
+    command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "other"), "--listen", local_node.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr

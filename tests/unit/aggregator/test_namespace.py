@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.namespaces import member_objects, objects
+from helpers.namespace_files import member_objects, objects
 from helpers.nodes import LocalNode, directories, nodes_config
 from hypothesis import given, settings
 from hypothesis import strategies as st

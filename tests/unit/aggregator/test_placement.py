@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.namespaces import member_objects
+from helpers.namespace_files import member_objects
 from helpers.nodes import LocalNode, nodes_config, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.near_nodes import DATA, bytes_by_way, files, open_objects, open_objects_now
-from helpers.near_nodes import local_node as local_node
-from helpers.near_nodes import node as node
+from helpers.node_fixtures import DATA, bytes_by_way, files, open_objects, open_objects_now
+from helpers.node_fixtures import local_node as local_node
+from helpers.node_fixtures import node as node
 from helpers.nodes import LocalNode, NodeProcess, nodes_config, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st

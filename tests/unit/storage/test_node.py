@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
-from helpers.node_stores import node as node
-from helpers.node_stores import store as store
+from helpers.node_fixtures import local_node as local_node
+from helpers.node_fixtures import store as store
 from helpers.nodes import LocalNode
 
 from ckpt.storage.base.errors import (
@@ -55,22 +55,22 @@ def test_a_wrong_token_is_refused_by_every_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../a", "a/../../b", "/etc/passwd", "a//b", ".hidden", "x" * 300, "a\x00b"])
-def test_names_that_leave_the_root_are_refused(node: LocalNode, store: NodeStore, name: str) -> None:
+def test_names_that_leave_the_root_are_refused(local_node: LocalNode, store: NodeStore, name: str) -> None:
     for verb, arguments in (("put", [name, b"1", False]), ("create", [name, 0]), ("delete", [[name]]), ("exists", [name])):
         with pytest.raises(InvalidName, match="not a valid object name"):
             store.call(verb, *arguments)
     with pytest.raises(InvalidName):
         list(store.read(name, 0, 10))
-    assert sorted(p.name for p in node.folder.iterdir()) == ["device.json", "lock"]
+    assert sorted(p.name for p in local_node.folder.iterdir()) == ["device.json", "lock"]
 
 
-def test_a_symbolic_link_out_of_the_root_is_not_followed(node: LocalNode, store: NodeStore, tmp_path: Path) -> None:
+def test_a_symbolic_link_out_of_the_root_is_not_followed(local_node: LocalNode, store: NodeStore, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "key").write_bytes(b"secret")
     store.put("a", b"1")
-    (node.folder / "objects" / "out").symlink_to(secret)
-    (node.folder / "objects" / "key").symlink_to(secret / "key")
+    (local_node.folder / "objects" / "out").symlink_to(secret)
+    (local_node.folder / "objects" / "key").symlink_to(secret / "key")
     for name in ("out/key", "key"):
         with pytest.raises(InvalidName, match="symbolic link"):
             store.get(name)
@@ -91,7 +91,7 @@ def test_an_oversized_message_is_refused(store: NodeStore) -> None:
         writer.close()
 
 
-def test_malformed_messages_are_refused_and_the_node_goes_on(node: LocalNode, store: NodeStore) -> None:
+def test_malformed_messages_are_refused_and_the_node_goes_on(local_node: LocalNode, store: NodeStore) -> None:
     with store.convert_flight_errors("test"):
         client = store.next_connection()
     garbage = [("list", wire.pack([5]))]
@@ -248,9 +248,9 @@ assert not errors, errors
 """
 
 
-def test_a_client_is_closed_safely_during_calls_of_other_threads(node: LocalNode) -> None:
+def test_a_client_is_closed_safely_during_calls_of_other_threads(local_node: LocalNode) -> None:
     """This happens when an answer times out. The `close` of Flight frees memory that such a call is using."""
-    done = subprocess.run([sys.executable, "-c", CLOSER, node.address], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", CLOSER, local_node.address], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 

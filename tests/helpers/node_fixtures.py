@@ -1,4 +1,4 @@
-"""A node on this host, its client, and the number of bytes that went through descriptors."""
+"""Nodes on this host as fixtures, their client, and the number of bytes that went through descriptors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.credentials import NodeCredentials
 from ckpt.storage.testing import random_bytes
 from helpers.nodes import LocalNode, NodeProcess
 
@@ -29,6 +31,14 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
 def local_node(tmp_path: Path) -> Iterator[LocalNode]:
     """Yield a node in this process."""
     made = LocalNode(tmp_path / "data")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(local_node: LocalNode) -> Iterator[NodeStore]:
+    """Yield a client of the node in this process."""
+    made = NodeStore(local_node.address, NodeCredentials(deadline_seconds=10))
     yield made
     made.close()
 
