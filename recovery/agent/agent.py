@@ -46,11 +46,11 @@ from ckpt.storage.base.http_pages import HttpPages
 class Agent:
     """The agent of this host. It is used from the main thread only."""
 
-    def __init__(self, spec: RunSpec, options: HostOptions, state: RunLog, print_line: Callable[[str], None]) -> None:
+    def __init__(self, spec: RunSpec, options: HostOptions, run_log: RunLog, print_line: Callable[[str], None]) -> None:
         self._spec, self._options = spec, options
         self._incarnation, self._joined_at = secrets.token_hex(8), time.time()
         self._port = launch.free_port(options.address)
-        self._log = FollowedLog(state)
+        self._log = FollowedLog(run_log)
         self._messages = UserMessages(print_line, spec)
         use_fork_server = options.use_fork_server and not options.through_mpi
         self._fork_servers = ForkServers(spec.command) if use_fork_server else None
@@ -112,7 +112,7 @@ class Agent:
         return joined
 
     def _run_joined(self, identity: AgentIdentity, surroundings: RankSurroundings, ranks: HostRanks, run_id: str) -> int:
-        run_log, single_host = self._log.state, self._spec.hosts == 1
+        run_log, single_host = self._log.run_log, self._spec.hosts == 1
         coordinator = Coordinator(run_log, single_host)
         self._accounting = TimeAccounting(self._options.folder, identity.name, single_host, self._log, coordinator)
         with contextlib.closing(HostLease(run_log, surroundings.orphan_guard, identity.name, self._spec.least)) as lease:

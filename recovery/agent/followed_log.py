@@ -15,8 +15,8 @@ _READ_SECONDS = 0.1
 class FollowedLog:
     """Reads new entries and appends after them. The main thread owns it; other threads may read `entries`."""
 
-    def __init__(self, state: RunLog) -> None:
-        self.state = state
+    def __init__(self, run_log: RunLog) -> None:
+        self.run_log = run_log
         self.run_state = RunState()
         """The state of the run after the last entry that was read."""
         self.entries: tuple[LogEntry, ...] = ()
@@ -25,7 +25,7 @@ class FollowedLog:
 
     def read(self) -> list[LogEntry]:
         """Read the new entries, apply them and return them."""
-        entries = self.state.entries(self.run_state.number)
+        entries = self.run_log.entries(self.run_state.number)
         self._read_at = time.monotonic()
         self.run_state = self.run_state.apply_entries(entries)
         self.entries += tuple(entries)
@@ -37,4 +37,4 @@ class FollowedLog:
 
     def append(self, drafts: Sequence[Draft]) -> bool:
         """Append entries after the last one that was read. Return False if another agent has appended some."""
-        return self.state.append(self.run_state.number, drafts)
+        return self.run_log.append(self.run_state.number, drafts)

@@ -73,7 +73,7 @@ class Joining:
         """Try once. Return None if another agent has begun a run at the same time."""
         self._log.read()
         run_state, spec, single_host = self._log.run_state, self._request.spec, self._request.spec.hosts == 1
-        reports = self._log.state.reports()
+        reports = self._log.run_log.reports()
         is_under_way = run_state.last is not None and not run_state.has_ended
         can_join = is_under_way and not single_host and run_state.spec == spec and not run_state.end_request
         living = self._find_living(reports, can_join)
@@ -92,9 +92,9 @@ class Joining:
 
     def _find_living(self, reports: Mapping[str, Mapping[str, Any]], can_join: bool) -> dict[str, AgentReport]:
         """Return the reports of living agents if the decision depends on them, as it takes a while to find them."""
-        is_locked = self._request.spec.hosts == 1 and not self._log.state.is_remote
+        is_locked = self._request.spec.hosts == 1 and not self._log.run_log.is_remote
         must_observe = reports and not is_locked and (self._request.name in reports or not can_join)
-        return find_living_agents(self._log.state) if must_observe else {}
+        return find_living_agents(self._log.run_log) if must_observe else {}
 
     def _refuse_conflict(self, living: Mapping[str, AgentReport], run_state: RunState, is_under_way: bool) -> None:
         name, single_host = self._request.name, self._request.spec.hosts == 1
@@ -123,13 +123,13 @@ class Joining:
         run_id = secrets.token_hex(6)
         drafts = [
             draft_run(run_state.attempt + 1, run_id, spec, _unfinished_reports(run_state, reports)),
-            draft_lead(run_state.attempt + 1, f"{name} coordinates", name),
+            draft_lead(run_state.attempt + 1, f"{name} leads the run", name),
         ]
         own_report = self._request.make_report()
         # Publish a report before leading: the other agents take an agent without reports for lost.
-        self._log.state.publish_report(name, own_report.to_facts())
+        self._log.run_log.publish_report(name, own_report.to_facts())
         if not self._log.append(drafts):
-            self._log.state.remove_report(name)
+            self._log.run_log.remove_report(name)
             return None
         if run_state.spec is not None and run_state.spec.command != spec.command:
             before = " ".join(run_state.spec.command)
@@ -138,7 +138,7 @@ class Joining:
             )
         failpoint("agent.begun")
         for other in reports.keys() - living.keys() - {name}:
-            self._log.state.remove_report(other)
+            self._log.run_log.remove_report(other)
         self._log.read()
         return Joined(run_id)
 

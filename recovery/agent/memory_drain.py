@@ -57,6 +57,6 @@ class SharedMemoryDrain:
     def _drain(self) -> None:
         run_state = self._log.run_state
         done, text = local.drain_urls([namespace.url() for namespace in run_state.memory if namespace.nodes])
-        failpoint("agent.home")
+        failpoint("agent.drain")
         kept = () if done else run_state.memory
         self._log.append([draft_memory(run_state, kept, text or "no step was only in memory")])

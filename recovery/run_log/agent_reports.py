@@ -206,11 +206,11 @@ class AgentLiveness:
         return 0.0 if seen is None else self._now - seen.observed_at
 
 
-def find_living_agents(state: RunLog, seconds: float = 3 * REPORT_SECONDS) -> dict[str, AgentReport]:
+def find_living_agents(run_log: RunLog, seconds: float = 3 * REPORT_SECONDS) -> dict[str, AgentReport]:
     """Return the agents that publish a new report within `seconds`. Returns early when all agents have."""
     liveness, until = AgentLiveness(), time.monotonic() + seconds
     while (now := time.monotonic()) < until:
-        reports = decode_reports(state.reports())
+        reports = decode_reports(run_log.reports())
         liveness.observe(reports, now)
         if len(liveness.living()) == len(reports):
             break
