@@ -10,7 +10,7 @@ from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, is_dead, this_process
 from ckpt.repository.lease_records import EndMarker, end_markers, generation_name, list_lease_records
 from ckpt.repository.repository import Repository
-from ckpt.repository.writer_lease import Attempt, AttemptCounter, SerialCounter, WriterLease, acquire_lease
+from ckpt.repository.writer_lease import Attempt, AttemptSeries, SerialCounter, WriterLease, acquire_lease
 from ckpt.storage.base.checked_decode import decode
 from ckpt.storage.base.errors import CkptError
 from ckpt.support.fork_check import CreatorProcess
@@ -41,10 +41,10 @@ class GroupLease:
         self.progress_count = 0
         """Grows while the saves of this group make progress. It has no lock: a lost update does no harm, only growth counts."""
         self._creator_process = CreatorProcess()
-        self._own_attempts = AttemptCounter(None, rank, number * _NUMBERS_PER_GROUP, 0)
+        self._own_attempts = AttemptSeries(None, rank, number * _NUMBERS_PER_GROUP, 0)
         # All groups of which this process is rank 0 share one count of serials, so that these grow.
         first_serial = number * _NUMBERS_PER_GROUP if rank else 0
-        self._group_attempts = AttemptCounter(number, rank, number * _NUMBERS_PER_GROUP, first_serial)
+        self._group_attempts = AttemptSeries(number, rank, number * _NUMBERS_PER_GROUP, first_serial)
         writer.add_user(has_ranks=size > 1)
 
     def count_progress(self) -> None:

@@ -68,8 +68,8 @@ class SerialCounter:
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptCounter:
-    """Which attempts at a step are counted together, and their first numbers."""
+class AttemptSeries:
+    """Attempts that are numbered together for each step: those of a group, or those of a process alone."""
 
     group: int | None
     """The number of the group. None for saves of this process alone, which are counted separately from those of its groups."""
@@ -147,15 +147,15 @@ class WriterLease:
                 self.repo.store.sweep_temporaries("")
                 self._are_temporaries_swept = True
 
-    def begin_attempt(self, step: int, counter: AttemptCounter) -> Attempt:
+    def begin_attempt(self, step: int, series: AttemptSeries) -> Attempt:
         """Return a new attempt at a step. No sweep deletes its files before `end_attempt`."""
         self._require_own_process()
         with self._lock:
-            key = step, counter.group
-            number = self._attempt_counts[key] = self._attempt_counts.get(key, counter.first_number - 1) + 1
-            name = f"{counter.rank}-{self.generation}-{counter.first_serial + next(self._serials)}"
+            key = step, series.group
+            number = self._attempt_counts[key] = self._attempt_counts.get(key, series.first_number - 1) + 1
+            name = f"{series.rank}-{self.generation}-{series.first_serial + next(self._serials)}"
             self._active_attempts[name] = frozenset()
-            return Attempt(name, counter.rank, self.generation, step, number)
+            return Attempt(name, series.rank, self.generation, step, number)
 
     def pin_packs(self, attempt: Attempt, packs: Iterable[str]) -> None:
         """Protect the packs of earlier steps to which the attempt may refer from sweeps, until `end_attempt`."""
@@ -287,7 +287,7 @@ def _take_generation(repo: Repository, above_generation: int, process: ProcessId
                     "taking over %s from process %d on %s: whether it lives can't be seen from here; it can't commit any more",
                     repo.url, owner.pid, owner.host,
                 )  # fmt: skip
-        failpoint("claim")
+        failpoint("lease")
         try:
             repo.store.put_new(generation_name(newest + 1), json_records.encode("generation", {"owner": asdict(process)}))
         except (AlreadyExists, NotFound):  # another writer was faster; NotFound: its sweep deleted our temporary file

@@ -1,4 +1,4 @@
-"""The class Promoter, which copies steps to a tier in the background; a newer step replaces a waiting one."""
+"""The class BackgroundCopier, which copies steps to a tier in the background; a newer step replaces a waiting one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RETRY_SECONDS = (1.0, 60.0)
 """The first and the longest time before a failed copy is retried."""
 
 
-class Promoter:
+class BackgroundCopier:
     """Copies steps from `source` to `target`, in a thread that starts with the first step.
 
     `wait` raises the last error, and the log has one warning for each kind of error. A failed copy is retried, or a newer step

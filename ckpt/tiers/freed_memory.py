@@ -28,9 +28,9 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
     except CkptError as error:
         log.warning("the memory is not freed, because step %d can't be read from %s (%s)", step, record.url, error)
         return
-    for place in open_tiers[:-1]:
-        store = place.session.repo.store
-        if group.rank == 0 and place.spec.url == MEMORY and place.session.user_count == 1:
+    for tier in open_tiers[:-1]:
+        store = tier.session.repo.store
+        if group.rank == 0 and tier.spec.url == MEMORY and tier.session.user_count == 1:
             try:
                 names = [entry.name for entry in store.list("steps")]
                 if group.size > 1 and newest is not None:  # another rank may still wait for this record
@@ -39,7 +39,7 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
                 store.delete(names)
                 store.sweep_temporaries("")
             except StoreError as error:
-                log.warning("the memory at %s could not be freed: %s", place.url, error)
+                log.warning("the memory at %s could not be freed: %s", tier.url, error)
 
 
 def remove_freed_commits(repo: Repository, record: Repository) -> None:

@@ -37,7 +37,7 @@ from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError, NoSpace, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.support.user_warning import warn_user
-from ckpt.tiers.background_copier import Promoter
+from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.copy_check import remove_damaged_copies
 from ckpt.tiers.freed_memory import free_memory, remove_freed_commits
 from ckpt.tiers.open_tier import OpenTier, can_fall_through, cancel_promotion, publish_durable
@@ -77,26 +77,26 @@ class TierManager:
             # The repository of record is first, so that a job which is refused there has changed nothing.
             self._enter_tier(Tier(url, every, keep), record, series, record.store)
             require_shared_memory(tiers, group)
-            for tier, repo in zip(reversed(tiers), reversed(repos[:-1]), strict=True):
+            for spec, repo in zip(reversed(tiers), reversed(repos[:-1]), strict=True):
                 try:
-                    self._enter_tier(tier, repo, series, record.store)
+                    self._enter_tier(spec, repo, series, record.store)
                 except StoreError as error:  # all ranks of a group get the same error
                     message = f"the tier {repo.url} is not used, and saves go to the next tier: {error}"
                     log.error(message)
                     warn_user(message)
-            entered = [place.session.repo for place in self._open_tiers]
+            entered = [tier.session.repo for tier in self._open_tiers]
             bind_to_repository(entered, group.rank == 0)
-            self._previous_memories = previous_memories(record) if any(tier.url == MEMORY for tier in tiers) else []
+            self._previous_memories = previous_memories(record) if any(spec.url == MEMORY for spec in tiers) else []
             near = [r for r in repos[:-1] if r in entered or has_steps_of(r, record)]
             self.repository = TieredRepository([*near, *self._previous_memories, record])
             # All tiers share one lineage: a save to the nearest tier may continue from a step restored from another tier.
             writer = self.nearest
-            newest = max(place.session.lineage.newest_step for place in self._open_tiers)
+            newest = max(tier.session.lineage.newest_step for tier in self._open_tiers)
             lineage = Lineage(self.repository, writer.lease.writer.generation, partial(damaged_steps, writer.repo), newest)
-            for place in self._open_tiers:
-                place.session.lineage = lineage
+            for tier in self._open_tiers:
+                tier.session.lineage = lineage
             if group.rank == 0:
-                self._start_promoters()
+                self._start_copiers()
         except BaseException:
             self._leave_sessions()
             raise
@@ -112,25 +112,25 @@ class TierManager:
             remove_freed_commits(repo, self._open_tiers[-1].session.repo)
         self._open_tiers.insert(0, OpenTier(tier, sessions.enter(repo, self._group, series, rendezvous_store)))
 
-    def _start_promoters(self) -> None:
+    def _start_copiers(self) -> None:
         """Start copying to all tiers but the nearest, and measure their sizes, on rank 0."""
-        for number, place in enumerate(self._open_tiers):
-            repo = place.session.repo
-            place.session.spared_steps = partial(self._steps_to_promote_from, number)
+        for number, tier in enumerate(self._open_tiers):
+            repo = tier.session.repo
+            tier.session.spared_steps = partial(self._steps_to_promote_from, number)
             if number:
-                place.promoter = Promoter(
-                    self._repositories_except(repo), place.session, as_keep(place.spec.keep), partial(publish_durable, place)
+                tier.copier = BackgroundCopier(
+                    self._repositories_except(repo), tier.session, as_keep(tier.spec.keep), partial(publish_durable, tier)
                 )
             if repo is not self.repository.places[-1]:
-                place.capacity_bytes = capacity_bytes(place.spec, repo)
-                place.measure_stored_bytes()
+                tier.capacity_bytes = capacity_bytes(tier.spec, repo)
+                tier.measure_stored_bytes()
 
     def _repositories_except(self, repo: Repository) -> TieredRepository:
         return TieredRepository([other for other in self.repository.places if other is not repo])
 
     def _leave_sessions(self) -> None:
-        for place in self._open_tiers:
-            sessions.leave(place.session)
+        for tier in self._open_tiers:
+            sessions.leave(tier.session)
 
     @property
     def every(self) -> Every:
@@ -148,49 +148,49 @@ class TierManager:
         return self._open_tiers[-1].session.repo
 
     @property
-    def _promoters(self) -> list[Promoter]:
-        return [place.promoter for place in self._open_tiers if place.promoter is not None]
+    def _copiers(self) -> list[BackgroundCopier]:
+        return [tier.copier for tier in self._open_tiers if tier.copier is not None]
 
     def _steps_to_promote_from(self, number: int) -> set[int]:
         """Return the steps that a tier must keep, because they are still to be copied to further tiers."""
-        further = (place.promoter for place in self._open_tiers[number + 1 :] if place.promoter is not None)
-        return set[int]().union(*(promoter.needed_steps() for promoter in further))
+        further = (tier.copier for tier in self._open_tiers[number + 1 :] if tier.copier is not None)
+        return set[int]().union(*(copier.needed_steps() for copier in further))
 
     # --- saving ------------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
         """Return whether a further tier gets this step because of its number."""
-        return any(place.spec.counts(step) for place in self._open_tiers[1:])
+        return any(tier.spec.counts(step) for tier in self._open_tiers[1:])
 
     def save(self, step: int, state: Any, options: Options, blocking: bool, all_tiers: bool) -> SaveHandle:
         """Save to the nearest tier that can take the step, and return the handle.
 
         all_tiers: whether the step is due in all tiers, whatever its number.
         """
-        for promoter in self._promoters:
-            promoter.raise_fenced()
+        for copier in self._copiers:
+            copier.raise_fenced()
         self.catch_up()
         start = self._choose_first_tier()
-        due = {n for n, place in enumerate(self._open_tiers) if n and (all_tiers or place.is_due(step))}
-        for number, place in enumerate(self._open_tiers[start:], start):
+        due = {n for n, tier in enumerate(self._open_tiers) if n and (all_tiers or tier.is_due(step))}
+        for number, tier in enumerate(self._open_tiers[start:], start):
             further_tiers = [self._open_tiers[n] for n in due if n > number]
             for other in further_tiers:
-                if other.promoter is not None:
-                    other.promoter.expect(step)
+                if other.copier is not None:
+                    other.copier.expect(step)
             try:
-                handle = self._save_to_tier(place, step, state, options, blocking)
+                handle = self._save_to_tier(tier, step, state, options, blocking)
             except BaseException as error:
                 cancel_promotion(further_tiers, step)
                 if number == len(self._open_tiers) - 1 or not can_fall_through(error, self._group.size):
                     raise
                 self._skip_after_failure(number, step, error)
                 if self._group.size > 1 and not blocking:  # the other ranks learn of the failure only after this step
-                    return self._failed_handle(place, step, error)
+                    return self._failed_handle(tier, step, error)
                 continue
             self._last_save = handle
             handle.when_done(partial(self._save_ended, handle, number, further_tiers))
             return handle
-        raise AssertionError("the last place raises")
+        raise AssertionError("the last tier raises")
 
     def _save_to_tier(self, tier: OpenTier, step: int, state: Any, options: Options, blocking: bool) -> SaveHandle:
         if tier.capacity_bytes is not None:
@@ -210,52 +210,52 @@ class TierManager:
     def skip_step(self, step: int, error: BaseException) -> None:
         """Publish that this rank does not save a step that the other ranks may save."""
         number = self._choose_first_tier()
-        place = self._open_tiers[number]
-        skip_step(place.session, step, error)
+        tier = self._open_tiers[number]
+        skip_step(tier.session, step, error)
         if number < len(self._open_tiers) - 1:  # for the other ranks, this step fails in the tier
-            place.skip_next_saves()
+            tier.skip_next_saves()
 
     def _choose_first_tier(self) -> int:
         """Wait for the end of the previous save, and return the first tier to try next; it is the same on all ranks."""
         if self._last_save is not None:
             self._last_save.require_end()
-        for number, place in enumerate(self._open_tiers[:-1]):
-            if not place.saves_to_skip:
+        for number, tier in enumerate(self._open_tiers[:-1]):
+            if not tier.saves_to_skip:
                 return number
-            place.saves_to_skip -= 1
+            tier.saves_to_skip -= 1
         return len(self._open_tiers) - 1
 
     def _save_ended(self, handle: SaveHandle, number: int, further_tiers: Sequence[OpenTier]) -> None:
-        place, error = self._open_tiers[number], handle.error()
+        tier, error = self._open_tiers[number], handle.error()
         if error is not None:
             cancel_promotion(further_tiers, handle.step)
             if number < len(self._open_tiers) - 1 and can_fall_through(error, self._group.size):
-                place.excuse_until_next_save(handle)
+                tier.excuse_until_next_save(handle)
                 self._skip_after_failure(number, handle.step, error)
             return
         for other in self._open_tiers:
             other.session.excused_save = None
-        place.consecutive_failures = 0
-        place.last_promotion_at = time.monotonic()
-        publish_durable(place, handle.step)
+        tier.consecutive_failures = 0
+        tier.last_promotion_at = time.monotonic()
+        publish_durable(tier, handle.step)
         commit = handle.checkpoint().commit
         self._line_and_step = commit.line, handle.step
         self._step_bytes = commit.raw_bytes
         with suppress(StoreError):
-            place.measure_stored_bytes()
+            tier.measure_stored_bytes()
         for other in further_tiers:
-            if other.promoter is not None:
+            if other.copier is not None:
                 other.last_promotion_at = time.monotonic()
-                other.promoter.offer(handle.step)
-        if self._previous_memories and not any(promoter.needed_steps() - {handle.step} for promoter in self._promoters):
+                other.copier.offer(handle.step)
+        if self._previous_memories and not any(copier.needed_steps() - {handle.step} for copier in self._copiers):
             self._release_previous_memories()
 
     def _skip_after_failure(self, number: int, step: int, error: BaseException) -> None:
-        place = self._open_tiers[number]
-        place.skip_next_saves()
+        tier = self._open_tiers[number]
+        tier.skip_next_saves()
         log.warning(
             "step %d could not be saved to the tier %s: %s; saves go to %s for the next %d",
-            step, place.url, error, self._open_tiers[number + 1].url, place.saves_to_skip,
+            step, tier.url, error, self._open_tiers[number + 1].url, tier.saves_to_skip,
         )  # fmt: skip
 
     def _failed_handle(self, tier: OpenTier, step: int, error: BaseException) -> SaveHandle:
@@ -270,9 +270,9 @@ class TierManager:
         before, self._previous_memories = self._previous_memories, []
         self.repository = TieredRepository([r for r in self.repository.places if r not in before])
         self.nearest.lineage.repo = self.repository
-        for place in self._open_tiers:
-            if place.promoter is not None:
-                place.promoter.set_source(self._repositories_except(place.session.repo))
+        for tier in self._open_tiers:
+            if tier.copier is not None:
+                tier.copier.set_source(self._repositories_except(tier.session.repo))
 
     # --- promoting ---------------------------------------------------------------------------------------------
 
@@ -300,28 +300,28 @@ class TierManager:
         if self._caught_up:
             return
         self._caught_up = True
-        for number, place in enumerate(self._open_tiers):
-            if place.promoter is None:
+        for number, tier in enumerate(self._open_tiers):
+            if tier.copier is None:
                 continue
-            there = place.session.repo.newest()
-            publish_durable(place, there[1])
-            is_due = place.spec.counts if isinstance(place.spec.every, int) else lambda _: True
+            there = tier.session.repo.newest()
+            publish_durable(tier, there[1])
+            is_due = tier.spec.counts if isinstance(tier.spec.every, int) else lambda _: True
             nearer = [*(other.session.repo for other in self._open_tiers[:number]), *self._previous_memories]
             newest = max(repo.newest(is_due) for repo in nearer)
             if newest > there and (self._line_and_step is None or newest <= self._line_and_step):
-                place.promoter.offer(newest[1])
+                tier.copier.offer(newest[1])
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:
         """Wait for the running saves, and until each tier has the steps that are due there; raise SaveFailed if one failed.
 
         progress: called from time to time while a copy makes progress.
         """
-        for place in self._open_tiers:
-            place.session.wait()
+        for tier in self._open_tiers:
+            tier.session.wait()
         errors = []
-        for promoter in reversed(self._promoters):  # the repository of record first; a failure does not stop the others
+        for copier in reversed(self._copiers):  # the repository of record first; a failure does not stop the others
             try:
-                promoter.wait(progress)
+                copier.wait(progress)
             except SaveFailed as error:
                 errors.append(error)
         self.raise_failed()
@@ -330,23 +330,23 @@ class TierManager:
 
     def wait_ignoring_errors(self) -> None:
         """Wait for the running saves and copies; a later call raises their errors."""
-        for place in self._open_tiers:
-            place.session.wait()
-        for promoter in self._promoters:
+        for tier in self._open_tiers:
+            tier.session.wait()
+        for copier in self._copiers:
             with suppress(SaveFailed):
-                promoter.wait()
+                copier.wait()
 
     def wait_staged(self) -> None:
         """Wait until all running saves have copied the state."""
-        for place in self._open_tiers:
-            place.session.wait_staged()
+        for tier in self._open_tiers:
+            tier.session.wait_staged()
 
     def raise_failed(self) -> None:
         """Raise an error of a save, or Fenced, but not an error of a copy, which is retried."""
-        for place in self._open_tiers:
-            place.session.raise_failed()
-            if place.promoter is not None:
-                place.promoter.raise_fenced()
+        for tier in self._open_tiers:
+            tier.session.raise_failed()
+            if tier.copier is not None:
+                tier.copier.raise_fenced()
 
     def close(self, promote: bool, progress: Callable[[], None] | None = None) -> None:
         """Wait for the running saves, and release all writer leases.
@@ -354,8 +354,8 @@ class TierManager:
         promote: whether to copy the newest step to the repository of record first, and then to free the memory tiers.
         """
         try:
-            for place in self._open_tiers:
-                place.session.wait()
+            for tier in self._open_tiers:
+                tier.session.wait()
             if promote:
                 step = self._promote_newest()
                 self.wait(progress)
@@ -363,27 +363,27 @@ class TierManager:
             else:
                 self._warn_of_unpromoted_step()
                 self.raise_failed()
-            for place in self._open_tiers:
-                place.session.raise_excused()
+            for tier in self._open_tiers:
+                tier.session.raise_excused()
         finally:
-            for promoter in self._promoters:
-                promoter.close(wait=promote)
+            for copier in self._copiers:
+                copier.close(wait=promote)
             self._leave_sessions()
 
     def _promote_newest(self) -> int:
         """Start copying the newest step to the repository of record, and return its number; -1 if there is none."""
         self.catch_up()
         record = self._open_tiers[-1]
-        if record.promoter is None:
+        if record.copier is None:
             return -1
         newest = self._line_and_step
         if newest is None:
             newest = max(
-                repo.newest() for repo in [*(place.session.repo for place in self._open_tiers), *self._previous_memories]
+                repo.newest() for repo in [*(tier.session.repo for tier in self._open_tiers), *self._previous_memories]
             )
         step = newest[1]
         if step >= 0:
-            record.promoter.offer(step)
+            record.copier.offer(step)
         return step
 
     def _warn_of_unpromoted_step(self) -> None:

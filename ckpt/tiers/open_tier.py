@@ -11,7 +11,7 @@ from ckpt.errors import RanksMissing, StepRefused
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import NoSpace, StoreError
-from ckpt.tiers.background_copier import Promoter
+from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.tier_spec import MEMORY, Tier, stored_step_bytes
 from ckpt.training import heartbeat_page
 from ckpt.training.save_interval import interval_seconds
@@ -27,7 +27,7 @@ class OpenTier:
     session: Session
     capacity_bytes: int | None = None
     stored_bytes: int = 0
-    promoter: Promoter | None = None
+    copier: BackgroundCopier | None = None
     last_promotion_at: float = field(default_factory=time.monotonic)
     saves_to_skip: int = 0
     """How many more saves skip this tier."""
@@ -41,7 +41,7 @@ class OpenTier:
         every = self.spec.every
         if every is None or isinstance(every, int):
             return self.spec.counts(step)
-        cost = self.promoter.last_copy_seconds if self.promoter else 0.0
+        cost = self.copier.last_copy_seconds if self.copier else 0.0
         return time.monotonic() - self.last_promotion_at >= interval_seconds(every, cost)
 
     def measure_stored_bytes(self) -> None:
@@ -77,8 +77,8 @@ def publish_durable(tier: OpenTier, step: int) -> None:
 def cancel_promotion(tiers: Iterable[OpenTier], step: int) -> None:
     """Do not copy this step to these tiers."""
     for tier in tiers:
-        if tier.promoter is not None:
-            tier.promoter.drop(step)
+        if tier.copier is not None:
+            tier.copier.drop(step)
 
 
 def can_fall_through(error: BaseException, group_size: int) -> bool:
