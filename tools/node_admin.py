@@ -15,7 +15,7 @@ from ckpt.tools.node_options import SETTINGS
 if TYPE_CHECKING:
     from ckpt.aggregator.file_io.namespace import Namespace
     from ckpt.aggregator.maintenance.repair import RepairReport
-    from ckpt.aggregator.maintenance.scrub import ScrubReport
+    from ckpt.aggregator.maintenance.scrub import FileHealth, ScrubReport
 
 _GRACE_OPTION = click.option(
     "--grace", default=3600.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS",
@@ -236,12 +236,20 @@ def _run_scrub(namespace: Namespace, verify: bool, grace: float) -> ScrubReport:
         return scrub_namespace(namespace, True, advance, grace)
 
 
+def _consequence(health: FileHealth) -> str:
+    if health.state == "lost":
+        return "it can't be read"
+    if not health.spare_fragments:
+        return "one more lost fragment destroys it"
+    return f"it survives the loss of {format_count(health.spare_fragments, 'more fragment')}"
+
+
 def _print_findings(namespace: Namespace, found: ScrubReport) -> None:
     for health in found.damaged_files:
-        consequence = (
-            "it can't be read" if health.state == "lost" else f"{health.spare_fragments} more of its fragments may be lost"
+        emit(
+            f"{health.path}: {health.state}, {_consequence(health)}"
+            + "".join(f"; {m} is rotten" for m, _ in health.damaged_objects)
         )
-        emit(f"{health.path}: {health.state}, {consequence}" + "".join(f"; {m} is rotten" for m, _ in health.damaged_objects))
     for member, names in found.orphans.items():
         emit(f"{member}: {format_count(len(names), 'object')} that no record names")
     if found.lagging_paths:

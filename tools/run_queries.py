@@ -86,7 +86,7 @@ def status(run_dir: Path, state: str | None) -> int:
     if len(reports) > 1:
         rows = [
             (r.name, _host_activity(r, run_state), str(first.get(r.name, "")), _format_step(r.step), _format_step(r.committed),
-             "coordinates" if r.name == run_state.leader else "")
+             "leads" if r.name == run_state.leader else "")
             for r in sorted(reports.values(), key=lambda r: (first.get(r.name, 1 << 60), r.joined))
         ]  # fmt: skip
         common.show_table(("host", "does", ">first rank", ">step", ">committed", ""), rows)

@@ -76,15 +76,10 @@ class LineSegment:
                 self._next_number(order.newest_line), lines[self._restored_step], self._restored_step
             )
             log.warning(
-                "%s: step %d continues from step %d, and step %d was saved after that: training line %d begins, and the steps "
-                "saved after step %d are abandoned",
-                self._repo.url,
-                self._first_step,
-                self._restored_step,
-                newest,
-                opened.number,
-                self._restored_step,
-            )
+                "%s: the new step %d continues from step %d; the steps that were saved after step %d, the newest of them %d, "
+                "are abandoned (training line %d)",
+                self._repo.url, self._first_step, self._restored_step, self._restored_step, newest, opened.number,
+            )  # fmt: skip
             return opened
         later = {step for step in order.history() if step > self._first_step and step in lines}
         skipped = later.intersection(self._damaged())  # a load of this process has skipped them

@@ -110,7 +110,7 @@ class Coordinator:
         if min(candidates, key=lambda r: (r.joined, r.name)).name != own_report.name:
             return False
         failpoint("coordinator.lead")
-        text = f"{own_report.name} coordinates from now on" + (f", as {run_state.leader} is gone" if run_state.leader else "")
+        text = f"{own_report.name} leads the run from now on" + (f", as {run_state.leader} is gone" if run_state.leader else "")
         written = self._run_log.append(run_state.number, [draft_lead(max(0, run_state.attempt), text, own_report.name)])
         failpoint("coordinator.lead.written")
         return written

@@ -85,7 +85,7 @@ def test_status_and_plan_describe_the_run_and_change_nothing(job: Callable[..., 
     status = run.ask("status").stdout
     assert f"{spare} " in status
     assert "spare" in status
-    assert "coordinates" in status
+    assert "leads" in status
     assert "1 of 2 spare hosts wait" in status
     lost = starts(log)[0][1]
     planned = run.ask("plan", "--dry-run", "--lose", lost).stdout

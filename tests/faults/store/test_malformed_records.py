@@ -131,7 +131,7 @@ REPORT = _agent(
 def _log() -> list[Any]:
     """Return the rows of a run with an entry of each kind."""
     living = {name: _agent(name) for name in "ab"}
-    drafts = [entry_drafts.draft_run(0, "r", SPEC), Draft(0, "lead", "a coordinates", {"name": "a"})]
+    drafts = [entry_drafts.draft_run(0, "r", SPEC), Draft(0, "lead", "a leads the run", {"name": "a"})]
 
     def run_state() -> RunState:
         return RunState().apply_entries([read_entry(i + 1, json.dumps(row).encode()) for i, row in enumerate(_rows(drafts))])

@@ -39,7 +39,7 @@ def test_status_and_repair_commands_show_the_health_of_a_namespace(tmp_path: Pat
         disk.mkdir()
         done = admin("scrub", "--quick", url)
         assert done.returncode == 1
-        assert "endangered, 0 more of its fragments may be lost" in done.stdout
+        assert "endangered, one more lost fragment destroys it" in done.stdout
         done = admin("scrub", "--json", url)
         assert not json.loads(done.stdout)["whole"]
         done = admin("repair", url)

@@ -65,9 +65,9 @@ def run_asked_to_end(tmp_path: Path) -> Path:
     run_log = SqliteRunLog(tmp_path)
     drafts = [
         entry_drafts.draft_run(0, "r", RunSpec(("true",), 2, hosts=2)),
-        Draft(0, "lead", "a coordinates", {"name": "a"}),
+        Draft(0, "lead", "a leads the run", {"name": "a"}),
         Draft(0, "start", "4 ranks on a, b: true", {"members": [], "memory": []}),
-        Draft(0, "lead", "b coordinates from now on, as a is gone", {"name": "b"}),
+        Draft(0, "lead", "b leads the run from now on, as a is gone", {"name": "b"}),
         entry_drafts.draft_failure(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
         Draft(0, "decision", "it was asked to end", {"action": "halt", "wait": 0.0, "status": 143}),
     ]
