@@ -121,7 +121,7 @@ def command(
     passes = 2 if chosen == "pt" else 1  # .pt is read into memory, and then written
     with _atomic_destination(dest, chosen, overwrite) as temporary:
         with common.progress(selected.nbytes * passes, f"step {checkpoint.step}") as advance:
-            raw = writer.write(selected, str(temporary), _with_failpoint("restore.piece", advance))
+            raw = writer.write(selected, str(temporary), _with_failpoint("restore.write", advance))
         nbytes = _make_durable(temporary)
         failpoint("restore.written")
     if raw:

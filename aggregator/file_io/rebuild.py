@@ -130,7 +130,7 @@ def _rebuild_once(
     def rebuild(index: int) -> None:
         stripe = layout.stripes[index]
         missing = [i for i, f in enumerate(stripe.fragments) if f is None]
-        failpoint("repair.piece")
+        failpoint("repair.fragment")
         used = [layout.objects[f.object_index].member for f in stripe.fragments if f is not None]
         members = [m for m in targets.choose(f"{version}/{index}", len(missing), used) if objects.is_writable(m)]
         new = _assign_fragments(member_io, previous, index, missing, members)

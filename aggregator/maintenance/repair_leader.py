@@ -43,7 +43,7 @@ class RepairLeader:
         self._rounds_per_scrub = rounds_per_scrub
         self._rounds = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ckpt-caretaker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ckpt-repair-leader", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

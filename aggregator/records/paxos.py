@@ -229,14 +229,14 @@ class ReplicatedRegisters:
 
         if len({replica_sets[path].members[0] for path in changes}) > 1:  # one member may accept where another refuses
             update.possibly_changed.update(changes)
-        failpoint("ledger.change")
+        failpoint("register.change")
         first_answers, _ = self._call_members(
             {path: replica_sets[path].members[:1] for path in changes}, change, timeout_seconds=timeout_seconds
         )
         update.possibly_changed.update(path for path in changes if False not in first_answers[path].values())
         remaining += [path for path in changes if True not in first_answers[path].values()]
         changed_on_first = {path: replica_sets[path] for path in changes if True in first_answers[path].values()}
-        failpoint("ledger.changed")
+        failpoint("register.changed")
 
         def enough(path: str, got: Mapping[str, bool]) -> bool:
             return changed_on_first[path].can_write({changed_on_first[path].members[0], *(m for m, yes in got.items() if yes)})
@@ -294,7 +294,7 @@ class ReplicatedRegisters:
     def _run_round(self, paths: Sequence[str], ballot: Ballot, update: RegisterUpdate) -> tuple[list[str], Ballot]:
         """Run both phases once. Return the paths to try again, and the highest ballot of any answer."""
         replica_sets, fence_number = self._require_replica_sets(paths, update)
-        failpoint("ledger.prepare")
+        failpoint("register.prepare")
         promises, errors = self._call_members(
             {path: replicas.members for path, replicas in replica_sets.items()},
             lambda registers, names: registers.prepare(names, ballot, fence_number),
@@ -305,7 +305,7 @@ class ReplicatedRegisters:
                 raise no_quorum_error(path, replica_sets[path], True, promises[path], errors)
         proposals, undecided, highest = choose_values(replica_sets, promises, ballot, update)
         update.possibly_changed.update(proposals)
-        failpoint("ledger.accept")
+        failpoint("register.accept")
         accepted, _ = self._call_members(
             {path: replica_sets[path].members for path in proposals},
             lambda registers, names: registers.accept(
@@ -317,7 +317,7 @@ class ReplicatedRegisters:
                 and is_decided({m: yes for m, yes in got.items() if yes or m in proposals[path].promising}, replica_sets[path])
             ),
         )
-        failpoint("ledger.accepted")
+        failpoint("register.accepted")
         for path, proposal in proposals.items():
             if replica_sets[path].can_write({m for m, yes in accepted[path].items() if yes}):
                 update.found[path] = proposal.value

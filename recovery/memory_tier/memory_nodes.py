@@ -262,7 +262,7 @@ class _ServedNodes:
                 time.sleep(0.1)
         node = f"{self._host}:{server.port}"
         self._servers[node] = server, device
-        failpoint("keeper.serves")
+        failpoint("memory_nodes.serve")
         return node
 
 

@@ -193,7 +193,7 @@ def test_a_job_continues_without_a_host_whose_connection_is_cut(job: Callable[..
 def test_the_next_leader_completes_the_drain_of_a_killed_one(job: Callable[..., InMemory]) -> None:
     """It copies the newest step from the memory that the other hosts still serve."""
     run = job("--restarts", "0", steps=10_000)
-    run.start("a", failpoints="agent.home=kill")
+    run.start("a", failpoints="agent.drain=kill")
     run.until(lambda log: any(e.kind == "lead" for e in log), "led")
     for name in "bc":
         run.start(name)

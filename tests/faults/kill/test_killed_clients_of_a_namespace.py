@@ -53,9 +53,9 @@ def client() -> Iterator[ForkedPython]:
 
 POINTS = [
     "namespace.append", "namespace.append@2", "local.append@2", "local.fsync", "local.rename", "namespace.commit",
-    "namespace.record", "ledger.change", "ledger.changed", "registers.commit", "registers.commit@2", "registers.committed",
+    "namespace.record", "register.change", "register.changed", "registers.commit", "registers.commit@2", "registers.committed",
     "registers.committed@2", "registers.committed@3", "namespace.recorded", "namespace.rename", "namespace.renamed",
-    "ledger.prepare", "ledger.accept", "ledger.accepted", "local.delete",
+    "register.prepare", "register.accept", "register.accepted", "local.delete",
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ POINTS = sorted(
         for folder in ("ckpt", "storage")
         for path in (TESTS.parent / folder).rglob("*.py")
         for point in re.findall(r'failpoint\("([\w.]+)"\)', path.read_text())
-        if point.partition(".")[0] in ("claim", "save", "delete", "local") and point != "local.read"  # nothing reads packs
+        if point.partition(".")[0] in ("lease", "save", "delete", "local") and point != "local.read"  # nothing reads packs
     }
 )
 """Read from the sources, so that the tests include each fail point that is added."""

@@ -41,8 +41,8 @@ def path_ordered_by(namespace: Namespace, node: NodeProcess) -> str:
 @pytest.mark.parametrize(
     ("collected", "point"),
     [
-        pytest.param(False, "ledger.changed", id="no record was collected before"),
-        pytest.param(True, "ledger.accept", id="records were collected before"),
+        pytest.param(False, "register.changed", id="no record was collected before"),
+        pytest.param(True, "register.accept", id="records were collected before"),
     ],
 )
 def test_a_write_completes_after_the_only_member_with_its_record_is_forgotten(
@@ -78,7 +78,7 @@ def test_a_write_completes_although_a_new_era_begins(nodes: list[NodeProcess], c
     assert begin_era(namespace) is not None
     if collects:
         namespace.delete(["a"])
-    writer = StoppedClient(url_of(nodes), "namespace.put('b', random_bytes(1 << 20, 2))", "ledger.accept")
+    writer = StoppedClient(url_of(nodes), "namespace.put('b', random_bytes(1 << 20, 2))", "register.accept")
     try:
         assert collect_tombstones(namespace, 0.0) == 1 if collects else begin_era(namespace) is not None
         outcome = writer.finish()

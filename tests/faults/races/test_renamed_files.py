@@ -188,7 +188,7 @@ def test_a_stopped_writer_recognises_its_append_by_its_objects(
     stopped, resume = threading.Event(), threading.Event()
 
     def stop_once(name: str) -> None:
-        if name == "ledger.changed" and threading.current_thread() is writer and not stopped.is_set():
+        if name == "register.changed" and threading.current_thread() is writer and not stopped.is_set():
             stopped.set()
             assert resume.wait(60)
 

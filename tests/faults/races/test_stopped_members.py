@@ -35,7 +35,7 @@ class Silent(Registers):
     read = prepare = accept = change = scan = reset = mark_complete = fence = learn = join_ring = drop = collect = _wait
 
 
-@pytest.mark.parametrize("point", ["ledger.changed", "namespace.recorded", "ledger.change"])
+@pytest.mark.parametrize("point", ["register.changed", "namespace.recorded", "register.change"])
 def test_a_write_interrupted_at_its_record_is_old_or_new_for_good(open_client: Callable[[], Namespace], point: str) -> None:
     """The client cannot know whether the members have the record: the objects stay, and the file is the old or the new one for
     good."""

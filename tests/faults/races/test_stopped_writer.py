@@ -91,7 +91,7 @@ def test_objects_that_a_repair_deletes_are_not_published(url: str, namespace: Na
     assert_whole(namespace)
 
 
-@pytest.mark.parametrize("point", ["ledger.change", "ledger.changed"])
+@pytest.mark.parametrize("point", ["register.change", "register.changed"])
 def test_a_repair_deletes_no_object_of_a_record_that_a_member_has(url: str, namespace: Namespace, point: str) -> None:
     """At the second point one member has the record already: its objects stay, though the writer has no reply yet."""
     writer = StoppedClient(url, PUT, point)
@@ -108,7 +108,7 @@ def test_a_repair_deletes_no_object_of_a_record_that_a_member_has(url: str, name
 
 def test_a_refused_writer_that_stops_again_publishes_its_data_or_fails(url: str, namespace: Namespace) -> None:
     """It has renamed its objects, and is stopped again while a repair deletes them."""
-    writer = StoppedClient(url, PUT, "namespace.record", "ledger.change")
+    writer = StoppedClient(url, PUT, "namespace.record", "register.change")
     try:
         assert begin_era(namespace) is not None
         writer.continue_to_next_point()
@@ -138,7 +138,7 @@ def test_a_stopped_writer_does_not_bring_back_a_collected_file(url: str, namespa
     """The writer stops while members may have its record. The collection removes every trace of whether the file was deleted
     since."""
     collect_tombstones(namespace, 0.0)
-    writer = StoppedClient(url, "namespace.put('b', b'small')", "ledger.accept")
+    writer = StoppedClient(url, "namespace.put('b', b'small')", "register.accept")
     try:
         namespace.put("b", b"other")
         namespace.delete(["b"])

@@ -23,7 +23,7 @@ from ckpt.aggregator.records.ring_change import change_ring
 from ckpt.storage.base.errors import StoreError
 
 
-@pytest.mark.parametrize("point", ["repair.piece", "repair.commit", "ledger.change", "ledger.changed"])
+@pytest.mark.parametrize("point", ["repair.fragment", "repair.commit", "register.change", "register.changed"])
 def test_the_next_repair_completes_a_killed_one(tmp_path: Path, point: str) -> None:
     filled_namespace(tmp_path, "2x", 4).close()
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))  # not every disk has objects

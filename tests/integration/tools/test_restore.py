@@ -212,12 +212,12 @@ def test_damage_is_reported_and_nothing_is_written(what: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("point", ["restore.piece", "restore.written"])
+@pytest.mark.parametrize("point", ["restore.write", "restore.written"])
 def test_a_killed_restore_leaves_no_destination(
     ending: str, point: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     root, _ = saved
-    at = "@2" if point == "restore.piece" else ""  # the first part of a .pt is read before its file exists
+    at = "@2" if point == "restore.write" else ""  # the first part of a .pt is read before its file exists
     killed = run(root, tmp_path / f"out.{ending}", CKPT_FAILPOINTS=f"{point}=kill{at}")
     assert killed.returncode == -signal.SIGKILL
     (left,) = left_in(tmp_path)
@@ -236,7 +236,7 @@ def test_a_killed_restore_leaves_the_old_destination(saved: tuple[Path, dict[str
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_full_disk_is_reported_in_one_line(ending: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     root, _ = saved
-    failed = run(root, tmp_path / f"out.{ending}", CKPT_FAILPOINTS="restore.piece=full")
+    failed = run(root, tmp_path / f"out.{ending}", CKPT_FAILPOINTS="restore.write=full")
     assert failed.returncode == 1
     assert failed.stderr.count("\n") == 1
     assert "injected at fail point" in failed.stderr
