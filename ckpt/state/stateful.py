@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import UnsupportedLeaf
+from ckpt.state.frameworks import framework_function, imported_files
 from ckpt.storage.base.errors import CkptError, first_line
 
 
@@ -46,6 +47,10 @@ def as_stateful(value: Any, path: str) -> Stateful | None:
     """
     if isinstance(value, type):
         return None
+    of_framework = framework_function(value, "as_stateful")
+    if of_framework is not None and (found := of_framework(value)) is not None:
+        stateful: Stateful = found
+        return stateful
     try:
         get, put = get_attribute(value, "state_dict"), get_attribute(value, "load_state_dict")
     except UnsupportedLeaf as error:
@@ -92,7 +97,10 @@ def _describe_error(error: Exception) -> str:
 def is_random_generator(value: Any) -> bool:
     """Return whether `value` is a random generator or a RandomState: each rank of a group stores its own."""
     of_numpy = (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
-    return isinstance(value, (RandomState, random.Random, *of_numpy)) or _is_torch_generator(value)
+    if isinstance(value, (RandomState, random.Random, *of_numpy)) or _is_torch_generator(value):
+        return True
+    of_framework = framework_function(value, "is_random_generator")
+    return of_framework is not None and bool(of_framework(value))
 
 
 def _is_torch_generator(value: Any) -> bool:
@@ -109,7 +117,8 @@ def _nested_tuple(state: Any) -> Any:
 
 
 class RandomState:
-    """The global random generators of Python, numpy and torch (host and every CUDA device), as one entry of a state.
+    """The global random generators of Python, numpy, torch (host and every CUDA device) and each other framework that the
+    process has imported, as one entry of a state.
 
     A save reads the generators; a load with the entry in `like` sets them. In a group, each rank stores its own.
 
@@ -124,6 +133,7 @@ class RandomState:
             found["torch"] = torch.get_rng_state()
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 found["cuda"] = torch.cuda.get_rng_state_all()
+        found.update({name: file.random_state() for name, file in imported_files().items() if hasattr(file, "random_state")})
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,3 +145,6 @@ class RandomState:
             torch.set_rng_state(state["torch"])
             if "cuda" in state and torch.cuda.is_available():
                 torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+        for name, file in imported_files().items():
+            if name in state and hasattr(file, "set_random_state"):
+                file.set_random_state(state[name])

@@ -8,15 +8,12 @@ Start with `base.ArrayLeaf`, then `numpy`.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ckpt.errors import FormatError, LeafMismatch
+from ckpt.state.frameworks import file_of_kind, framework_file
 from ckpt.state.leaves import numpy, sharded
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import NumpyLeaf, NumpyScalarLeaf
@@ -52,41 +49,22 @@ def _leaf_maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
         return NumpyScalarLeaf
     if issubclass(kind, sharded.Shard):
         return sharded.as_leaf
-    # An array of a framework that was not imported cannot exist, so `import ckpt` does not import any.
-    torch = sys.modules.get("torch")
-    if torch is not None and issubclass(kind, torch.Tensor):
-        from ckpt.state.leaves import torch as torch_leaves
-
-        return torch_leaves.as_leaf
-    jax = sys.modules.get("jax")
-    if jax is not None and issubclass(kind, (jax.Array, jax.core.Tracer)):
-        from ckpt.state.leaves import jax as jax_leaves
-
-        return jax_leaves.as_leaf
+    framework = framework_file(kind)
+    if framework is not None and framework.is_array(kind):
+        maker: Callable[[Any], ArrayLeaf | None] = framework.as_leaf
+        return maker
     return None
 
 
 def empty_leaf(kind: str, dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
     """Return a new leaf with uninitialised bytes for a load to fill; its `finish` returns the array.
 
-    kind: of the saved leaf (numpy, scalar, bytes, torch, jax); attributes: the saved `ArrayLeaf.attributes()`.
+    kind: of the saved leaf: numpy, scalar, bytes, or the name of a framework's file.
+    attributes: the saved `ArrayLeaf.attributes()`.
 
     Raises FormatError for an unknown kind, and LeafMismatch where its framework is not installed.
     """
     if kind in ("numpy", "scalar", "bytes"):
         return numpy.empty_leaf(kind, dtype, shape, attributes)
-    return _empty_maker(kind)(dtype, shape, attributes)
-
-
-@lru_cache(maxsize=8)
-def _empty_maker(kind: str) -> Callable[[str, tuple[int, ...], dict[str, Any]], ArrayLeaf]:
-    if kind not in ("torch", "jax"):
-        raise FormatError(f"unknown array kind {kind!r}: update ckpt, or give `like` with arrays of another kind")
-    try:
-        made = importlib.import_module(f"ckpt.state.leaves.{kind}")
-    except ImportError as error:
-        raise LeafMismatch(
-            f"the array was saved by {kind}, which is not installed: install it, or give `like` with numpy arrays ({error})"
-        ) from error
-    maker: Callable[[str, tuple[int, ...], dict[str, Any]], ArrayLeaf] = made.empty_leaf
-    return maker
+    made: ArrayLeaf = file_of_kind(kind).empty_leaf(dtype, shape, attributes)
+    return made

@@ -18,6 +18,11 @@ from ckpt.state.leaves.numpy import HostLeaf, NumpyLeaf, flat_bytes
 from ckpt.state.leaves.sharded import ShardedLeaf
 
 
+def is_array(kind: type) -> bool:
+    """Return whether values of this type are arrays, or stand for one inside of jit."""
+    return issubclass(kind, (jax.Array, jax.core.Tracer))
+
+
 def as_leaf(value: jax.Array) -> ArrayLeaf:
     """Return the leaf of a jax array; raise TypeError for one without data."""
     if isinstance(value, jax.core.Tracer):

@@ -24,6 +24,11 @@ _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.qui
 _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def is_array(kind: type) -> bool:
+    """Return whether values of this type are tensors."""
+    return issubclass(kind, torch.Tensor)
+
+
 def as_leaf(value: torch.Tensor) -> ArrayLeaf:
     """Return the leaf of a tensor; raise TypeError for one that is not plain memory."""
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:

@@ -1,0 +1,84 @@
+"""Finds the file of `ckpt/state/leaves/` that knows the arrays and objects of a framework, by the type of a value.
+
+Each file defines
+
+    is_array(kind) -> bool                          whether values of a type are arrays
+    as_leaf(value) -> ArrayLeaf                     the leaf of an array
+    empty_leaf(dtype, shape, attributes)            the target of a new array for a load
+
+and, where the framework has them,
+
+    as_stateful(value) -> Stateful | None           functions that read and set the state of an object
+    is_random_generator(value) -> bool              each rank of a group stores its own
+    random_state() -> Any, set_random_state(state)  the global generators, for `ckpt.RandomState`
+
+A further framework is one file there, and one row of the table here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from ckpt.errors import FormatError, LeafMismatch
+
+_FILE_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
+"""By the package in which a framework defines its types: the file in `ckpt/state/leaves/`, which is also the stored kind."""
+
+_KINDS = frozenset(_FILE_OF_PACKAGE.values())
+
+_files: dict[type, ModuleType | None] = {}
+"""The result of `framework_file` for each type that was asked for."""
+
+
+def framework_file(kind: type) -> ModuleType | None:
+    """Return the module of `ckpt.state.leaves` for the framework that defines a type or one of its bases; None for other types.
+
+    A value of a framework that the process has not imported can't exist, so this imports no framework.
+    """
+    try:
+        return _files[kind]
+    except KeyError:
+        found = _files[kind] = _find_file(kind)
+        return found
+
+
+def _find_file(kind: type) -> ModuleType | None:
+    for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        name = _FILE_OF_PACKAGE.get(package)
+        if name is not None and package in sys.modules:
+            return importlib.import_module(f"ckpt.state.leaves.{name}")
+    return None
+
+
+def framework_function(value: Any, name: str) -> Callable[[Any], Any] | None:
+    """Return a function of the file of the framework that defines the type of `value`; None where the file has none."""
+    file = framework_file(type(value))
+    return None if file is None else getattr(file, name, None)
+
+
+def imported_files() -> dict[str, ModuleType]:
+    """Return the files of all frameworks that this process has imported, by kind."""
+    names = {name for package, name in _FILE_OF_PACKAGE.items() if package == name and package in sys.modules}
+    return {name: importlib.import_module(f"ckpt.state.leaves.{name}") for name in sorted(names)}
+
+
+@lru_cache(maxsize=16)
+def file_of_kind(kind: str) -> Any:
+    """Return the module of `ckpt.state.leaves` for a stored kind of array.
+
+    Raises FormatError for an unknown kind, and LeafMismatch where its framework is not installed.
+    """
+    if kind not in _KINDS:
+        raise FormatError(f"unknown array kind {kind!r}: update ckpt, or give `like` with arrays of another kind")
+    try:
+        return importlib.import_module(f"ckpt.state.leaves.{kind}")
+    except ImportError as error:
+        raise LeafMismatch(
+            f"the array was saved by {kind}, which is not installed: install it, or give `like` with numpy arrays ({error})"
+        ) from error
