@@ -1,5 +1,6 @@
 # make demo    kill a training in the middle of a save and see it go on as if nothing had happened
 # make test    all tests            make test-fast   the units alone
+# make test-frameworks   the tests of each framework, in an environment of its own (FRAMEWORKS="keras paddle": these; VERSIONS=lowest)
 # make lint    ruff, and mypy on the installed package
 # make cluster six storage nodes on this machine, to try things with
 # make bench   the benchmarks       make soak   the fault tests, at full length
@@ -15,7 +16,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 * (os.cpu_count() or 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo cluster test test-fast bench soak lint docs map clean
+.PHONY: help demo cluster test test-fast test-frameworks bench soak lint docs map clean
 .SUFFIXES:
 .DELETE_ON_ERROR:
 
@@ -31,6 +32,24 @@ test: $(VENV)/.test
 
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/unit -m 'not soak'
+
+# A framework is a folder of tests/integration with requirements.txt (the newest versions), and requirements-lowest.txt.
+FRAMEWORKS ?= $(patsubst tests/integration/%/requirements.txt,%,$(sort $(wildcard tests/integration/*/requirements.txt)))
+VERSIONS ?= newest
+REQUIREMENTS := requirements$(if $(filter lowest,$(VERSIONS)),-lowest).txt
+
+test-frameworks: $(FRAMEWORKS:%=test-framework-%)
+
+test-framework-%: .venv-frameworks/%-$(VERSIONS)/.installed
+	CKPT_TEST_FRAMEWORK=$* .venv-frameworks/$*-$(VERSIONS)/bin/python -m pytest -q tests/integration/$*
+
+.PRECIOUS: .venv-frameworks/%-$(VERSIONS)/.installed
+.SECONDEXPANSION:
+.venv-frameworks/%-$(VERSIONS)/.installed: pyproject.toml tests/integration/$$*/$(REQUIREMENTS)
+	@echo "installing $* into $(@D) …"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install -q -e . -r tests/integration/$*/$(REQUIREMENTS) 'pytest>=8' pytest-asyncio 'hypothesis>=6.100'
+	@touch $@
 
 cluster: $(VENV)/.cluster
 	@$(BIN)/python examples/nodes.py
@@ -63,7 +82,7 @@ map-docs:
 	@$(PYTHON) .ci/map.py --docs
 
 clean:
-	rm -rf $(VENV) build dist demo-run comeback-run benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-frameworks build dist demo-run comeback-run benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of extras of pyproject.toml; a changed pyproject.toml or setup.py installs it again. pip compiles what it copies, and
