@@ -24,12 +24,14 @@ from helpers.network_namespaces import Hosts
 
 PROGRAM = str(PROGRAMS / "job_on_hosts.py")
 RUN = [sys.executable, "-m", "ckpt.tools.run"]
+STEP_SECONDS = 0.05
+"""The time of a step. Every fifth step is saved by all ranks, so shorter steps would keep all processors busy with saves."""
 
 
 class Job:
     """Some agents of one run, with two ranks each."""
 
-    def __init__(self, folder: Path, state: str | None, *options: str, hosts: int = 3, steps: int = 250) -> None:
+    def __init__(self, folder: Path, state: str | None, *options: str, hosts: int = 3, steps: int = 100) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.state = ["--state", state] if state else []
@@ -40,7 +42,7 @@ class Job:
     def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None) -> None:
         folder = self.folder / (files or ("run" if not self.state else f"run-{name}"))
         arguments = ["--run-dir", str(folder), *self.state, "--name", name, "--address", "127.0.0.1"]
-        program = program or (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
+        program = program or (sys.executable, PROGRAM, str(self.folder), str(self.steps), str(STEP_SECONDS))
         with self._open_messages(name) as messages:
             self.agents[name] = subprocess.Popen(
                 [*RUN, *self.options, *arguments, "--", *program], text=True, stderr=messages, stdout=subprocess.DEVNULL,
@@ -175,7 +177,7 @@ class OnHosts(Job):
 
     def start(self, name: str, failpoints: str = "", program: tuple[str, ...] | None = None, files: str | None = None) -> None:
         arguments = ["--run-dir", str(self.folder / f"run-{name}"), *self.state, "--name", name]
-        program = (sys.executable, PROGRAM, str(self.folder), str(self.steps), "0.02")
+        program = (sys.executable, PROGRAM, str(self.folder), str(self.steps), str(STEP_SECONDS))
         with self._open_messages(name) as messages:
             self.agents[name] = self.hosts.run(
                 "abc".index(name), *RUN, *self.options, *arguments, "--", *program, stderr=messages, stdout=subprocess.DEVNULL,

@@ -20,7 +20,7 @@ def test_a_run_survives_etcd_being_away_for_a_while(tmp_path: Path) -> None:
     """The ranks continue; failures meanwhile are handled afterwards, and no host is taken for lost."""
     server = EtcdProcess(tmp_path / "etcd")
     server.start()
-    run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", steps=600)
+    run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", steps=240)
     try:
         for name in "abc":
             run.start(name)
@@ -50,7 +50,7 @@ def test_hosts_without_etcd_report_it_and_end_when_asked(tmp_path: Path) -> None
     """Each host reports its state, and ends when it is asked to."""
     server = EtcdProcess(tmp_path / "etcd")
     server.start()
-    run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", "--grace", "1", hosts=2, steps=300)
+    run = Job(tmp_path / "job", f"etcd://{server.endpoint.removeprefix('http://')}/lab", "--grace", "1", hosts=2, steps=120)
     try:
         for name in "ab":
             run.start(name)

@@ -43,7 +43,7 @@ def test_all_ranks_start_again_after_one_is_killed(job: Callable[..., Job]) -> N
 
 @pytest.mark.parametrize("which", ["leader", "other"])
 def test_a_spare_replaces_a_lost_host(job: Callable[..., Job], which: str) -> None:
-    run = job(steps=500)  # more steps than the job makes while the test reads the log
+    run = job(steps=200)  # more steps than the job makes while the test reads the log
     for name in "abcd":
         run.start(name)
     run.until_step(12)
@@ -86,7 +86,7 @@ def test_a_job_with_too_few_hosts_gives_up(job: Callable[..., Job]) -> None:
 @ETCD
 def test_a_stopped_agent_that_continues_becomes_a_spare(job: Callable[..., Job], place: int) -> None:
     """The other hosts continued without it. Its ranks have been ended."""
-    run = job("--min", "2", steps=400)
+    run = job("--min", "2", steps=160)
     for name in "abc":
         run.start(name)
     run.until_step(12)
@@ -175,7 +175,7 @@ def test_a_host_cut_off_from_the_others_becomes_a_spare(tmp_path: Path) -> None:
     with hosts_on_a_wire(4) as hosts:
         hosts.run_etcd(3, tmp_path / "etcd")
         until(lambda: answers(f"http://{hosts.etcd_at(3)}"))
-        run = OnHosts(tmp_path / "job", f"etcd://{hosts.etcd_at(3)}/lab", "--min", "2", steps=900)
+        run = OnHosts(tmp_path / "job", f"etcd://{hosts.etcd_at(3)}/lab", "--min", "2", steps=240)
         run.hosts = hosts
         for name in "abc":
             run.start(name)

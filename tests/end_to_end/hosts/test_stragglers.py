@@ -67,7 +67,7 @@ def test_a_straggler_on_one_host_is_reported_and_kept(tmp_path: Path, words: tup
 
 def test_a_spare_replaces_a_slow_host(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is repeated."""
-    run = job("--straggler", "2", "--straggler-after", "1", "--spares", "1", hosts=2, steps=200)
+    run = job("--straggler", "2", "--straggler-after", "1", "--spares", "1", hosts=2, steps=80)
     run.start("a")
     monkeypatch.setenv("CKPT_TEST_SLOW", "6")  # only host b is slow
     run.start("b")
