@@ -120,7 +120,7 @@ def _not_running_reason(run_state: RunState, reports: Mapping[str, AgentReport])
     """Return why a run is not running; "" if it is."""
     if run_state.has_ended and run_state.last is not None:
         return f"it does not run: {run_state.last.text}"
-    return "" if reports else "it does not run: its agents are gone; start ckpt-run again, and it goes on"
+    return "" if reports else "it does not run: its agents are gone; start ckpt-run again to continue it"
 
 
 def _host_activity(report: AgentReport, run_state: RunState) -> str:

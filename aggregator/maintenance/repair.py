@@ -140,7 +140,7 @@ def _admit_restored_members(namespace: Namespace) -> None:
         return
     namespace.invalidate_ring()
     for member in incomplete:
-        log.warning("the registers of %s are whole again", member)
+        log.warning("the registers of %s are complete again", member)
         registers[member].learn(namespace.ring.register_name, rings.encode_ring(namespace.ring))
         registers[member].fence(namespace.ring.fence_number)
         registers[member].mark_complete()

@@ -178,7 +178,7 @@ def require_startable(command: Sequence[str]) -> None:
 
 
 def _start_error(command: Sequence[str], reason: str | None) -> CkptError:
-    return CkptError(f"{command[0]} can't be started: {reason}; give a command that runs by itself")
+    return CkptError(f"{command[0]} can't be started: {reason}; give a command that can be started in a shell")
 
 
 def _require_script(command: Sequence[str]) -> None:

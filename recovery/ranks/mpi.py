@@ -55,7 +55,9 @@ def main(wrapped: Sequence[str]) -> None:
     try:
         os.execvp(wrapped[0], list(wrapped))
     except OSError as error:
-        raise CkptError(f"{wrapped[0]} can't be started: {error.strerror}; give a command that runs by itself") from error
+        raise CkptError(
+            f"{wrapped[0]} can't be started: {error.strerror}; give a command that can be started in a shell"
+        ) from error
 
 
 if __name__ == "__main__":

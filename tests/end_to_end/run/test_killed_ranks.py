@@ -95,7 +95,7 @@ def test_a_rank_that_ends_early_fails_the_save_of_the_others(start: Callable[...
     run = start(fault=("leave", 17, 1))
     assert run.end() == 0, run.messages
     assert_result(run)
-    assert "rank 1 of 3 did not bring its part of step 19 and has ended" in run.messages, run.messages
+    assert "rank 1 of 3 did not write its part of step 19 and has ended" in run.messages, run.messages
     assert len(run.failures()) == 1
 
 

@@ -73,7 +73,7 @@ def test_a_command_that_is_no_program_is_refused_in_one_line(tmp_path: Path) -> 
     command = [*RUN, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path / "data")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    message = f"ckpt-run: {tmp_path}/data can't be started: Permission denied; give a command that runs by itself\n"
+    message = f"ckpt-run: {tmp_path}/data can't be started: Permission denied; give a command that can be started in a shell\n"
     assert done.stderr == message
 
 

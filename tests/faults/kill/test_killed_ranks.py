@@ -117,7 +117,7 @@ def test_the_other_ranks_do_not_wait_for_a_killed_rank(tmp_path: Path) -> None:
         save_next_step(others)
         for line in next_lines(others):
             assert line.startswith("RanksMissing"), line
-            assert "rank 1 of 3 did not bring its part of step 1 and has ended" in line
+            assert "rank 1 of 3 did not write its part of step 1 and has ended" in line
     finally:
         for rank in ranks:
             rank.kill()

@@ -88,7 +88,7 @@ def test_a_missing_rank_does_not_block_training(tmp_path: Path) -> None:
         handle = saver.save(1, {"a": np.zeros(10)})
         assert not handle.done()
         handle.wait()
-        with pytest.raises(ckpt.SaveFailed, match=r"saving step 1 .* rank 1 of 2 did not bring its part"):
+        with pytest.raises(ckpt.SaveFailed, match=r"saving step 1 .* rank 1 of 2 did not write its part"):
             saver.save(2, {"a": np.zeros(10)})
         with pytest.raises(ckpt.SaveFailed, match="saving step 2"):
             saver.close()
@@ -113,7 +113,7 @@ def test_a_rank_that_has_ended_its_saves_is_not_waited_for(tmp_path: Path, step:
         assert closed.wait(60)
         last.result()
         if step == 2:
-            with pytest.raises(ckpt.CkptError, match="rank 1 of 3 did not bring its part of step 2 and has ended"):
+            with pytest.raises(ckpt.CkptError, match="rank 1 of 3 did not write its part of step 2 and has ended"):
                 saver.save(2, one_array(2)).result()
         saver.close()
         return "raised"
