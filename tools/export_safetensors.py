@@ -28,12 +28,18 @@ _HEADER_LIMIT = 100_000_000
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     """Write the file; return the names of the arrays that it has as plain integers."""
-    types = {a.name: _type_code(a) for a in contents.arrays}
+    raw = {a.name: a.dtype for a in contents.arrays if type_code(a) is None}
     metadata = {"format": "pt", "step": str(contents.checkpoint.step)}  # transformers requires `format`
-    raw = {a.name: a.dtype for a in contents.arrays if types[a.name] is None}
     for key, value in (("values", contents.values), ("tied", contents.tied), ("dtypes", raw)):
         if value:
             metadata[key] = json.dumps(value)
+    write_file(contents, path, metadata, advance)
+    return list(raw)
+
+
+def write_file(contents: Contents, path: str, metadata: dict[str, str], advance: Advance) -> None:
+    """Write all arrays of `contents` as one file with this metadata."""
+    types = {a.name: type_code(a) for a in contents.arrays}
     header: dict[str, Any] = {"__metadata__": metadata}
     starts: dict[str, int] = {}
     end = 0
@@ -64,9 +70,8 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
             file.seek(base + starts[array.name] + start * array.numpy.itemsize)
             file.write(np.ascontiguousarray(as_raw(data)).data)
             advance(data.nbytes)
-    return list(raw)
 
 
-def _type_code(array: Array) -> str | None:
+def type_code(array: Array) -> str | None:
     """Return the code of the array's type, or None if the format does not have the type."""
     return _TYPE_CODES.get(array.native.name if array.native is not None else array.dtype)

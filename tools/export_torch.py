@@ -27,10 +27,16 @@ TENSOR_TYPES = {
 
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
-    """Write the file; return the names of the arrays that it has as plain integers. The whole state is in memory meanwhile."""
+    """Write the file; return the names of the arrays that it has as plain integers. The whole state is in memory meanwhile.
+
+    If names change, the file has one dict of all names, as a state_dict, because the old containers would not fit them.
+    """
     torch = import_optional("torch", "a .pt file", "torch")
     tensors = _TensorReader(contents, torch)
-    tree = select(contents.tree, matcher(contents.only)) if contents.only else contents.tree
+    if contents.names.changes:
+        tree: Node = {"dict": [[name, node] for name, node in contents.nodes.items()]}
+    else:
+        tree = select(contents.tree, matcher(contents.only)) if contents.only else contents.tree
     finish = rebuild(make_plain(tree), tensors.plan_array)
     tensors.read_all(advance)
     with open(path, "wb") as file:

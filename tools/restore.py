@@ -23,6 +23,9 @@ from ckpt.storage.base.fd_io import describe_os_error
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
 from ckpt.tools.common import Advance, emit, format_size, printable
+from ckpt.tools.export_hf import require_replaceable
+from ckpt.tools.export_names import ExportNames
+from ckpt.tools.restore_options import HfOptions, hugging_face_options, name_options
 from ckpt.tools.step_contents import read_contents
 
 # The module of each format, which is imported only for that format, because each needs another library.
@@ -32,6 +35,7 @@ _WRITER_MODULES = {
     "pt": "export_torch",
     "hdf5": "export_hdf5",
     "zarr": "export_zarr",
+    "hf": "export_hf",
 }
 _FORMATS_BY_SUFFIX = {
     ".safetensors": "safetensors", ".npz": "npz", ".pt": "pt", ".pth": "pt", ".h5": "hdf5", ".hdf5": "hdf5",
@@ -49,6 +53,7 @@ Examples:
   ckpt-restore runs/a state.pt --step 1000
   ckpt-restore s3://bucket/run weights.h5 --only model.embed --only model.head
   ckpt-restore runs/a /data/step --format zarr
+  ckpt-restore runs/a my-model --hf --strip model. --config folder-of-the-first-model
 
 \b
 What each format contains:
@@ -61,7 +66,10 @@ What each format contains:
                are `values` and `tied`
   pt           the state itself with tensors for arrays, for torch.load(weights_only=True):
                dataclasses and objects become dicts, namedtuples and frozensets become tuples.
+               With --strip or --rename it is one dict of all names instead, as a state_dict.
                The only format that needs the whole state in memory
+  hf           a folder for from_pretrained of transformers or peft: model.safetensors, or several
+               with an index; of an adapter, adapter_model.safetensors. Tied arrays are stored once
 
 \b
 Types that a format lacks (bfloat16, float8, int4 in npz, hdf5 and zarr; dates, text and
@@ -91,6 +99,8 @@ Exit status: 0 written, 1 not written (the message says why), 2 wrong usage.""",
     type=click.Choice(list(_WRITER_MODULES)),
     help="The format. Default: by the suffix of DEST (.safetensors .npz .pt .pth .h5 .hdf5 .zarr).",
 )
+@name_options
+@hugging_face_options
 @common.key_option
 @click.option("--overwrite", is_flag=True, help="Replace DEST if it exists.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
@@ -100,38 +110,55 @@ def command(
     step: int | None,
     only: tuple[str, ...],
     requested_format: str | None,
+    names: ExportNames,
+    hf: bool,
+    hf_options: HfOptions,
     key_file: str | None,
     overwrite: bool,
 ) -> int:
-    """Write a step of the checkpoint repository at URL to the file DEST, in a format that other programs read.
+    """Write a step of the checkpoint repository at URL to the file or folder DEST, in a format that other programs read.
 
     URL is a folder, or any URL that ckpt.save accepts (s3://bucket/run …). Nothing is changed there.
     """
-    chosen = requested_format or _FORMATS_BY_SUFFIX.get(dest.suffix.lower())
-    if chosen is None:
-        raise click.UsageError(
-            f"the suffix of {dest.name!r} names no format: choose one with --format, or give DEST one of the suffixes "
-            + " ".join(_FORMATS_BY_SUFFIX)
-        )
+    chosen = _choose_format(dest, requested_format, hf, hf_options)
     _check_destination(dest, chosen, overwrite)
     repo = ckpt.open(url, key=key_file)
     checkpoint = repo[step] if step is not None else _newest_checkpoint(repo)
-    selected = read_contents(checkpoint, only)
+    selected = read_contents(checkpoint, only, names)
     writer = importlib.import_module(f"ckpt.tools.{_WRITER_MODULES[chosen]}")
+    model = writer.prepare(selected, hf_options) if chosen == "hf" else None
+    if model is not None:
+        selected = model.contents
     passes = 2 if chosen == "pt" else 1  # .pt is read into memory, and then written
     with _atomic_destination(dest, chosen, overwrite) as temporary:
         with common.progress(selected.nbytes * passes, f"step {checkpoint.step}") as advance:
-            raw = writer.write(selected, str(temporary), _with_failpoint("restore.write", advance))
+            counted = _with_failpoint("restore.write", advance)
+            raw = model.write(temporary, counted) if model is not None else writer.write(selected, str(temporary), counted)
         nbytes = _make_durable(temporary)
         failpoint("restore.written")
     if raw:
         listed = ", ".join(printable(name) for name in raw[:5]) + (f" and {len(raw) - 5} more" if len(raw) > 5 else "")
         click.echo(f"{chosen} lacks the types of {listed}: they are stored as plain integers, see --help", err=True)
-    emit(
-        f"wrote {dest}: {format_count(len(selected.arrays), 'leaf')} and "
-        f"{format_count(len(selected.values), 'plain value')} of step {checkpoint.step}, {format_size(nbytes)}"
-    )
+    if model is not None and hf_options.config is None:
+        click.echo(f"{dest} has no {model.config_name}, which from_pretrained needs: copy it there, or give --config", err=True)
+    values = "" if model is not None else f" and {format_count(len(selected.values), 'plain value')}"
+    emit(f"wrote {dest}: {format_count(len(selected.arrays), 'leaf')}{values} of step {checkpoint.step}, {format_size(nbytes)}")
     return 0
+
+
+def _choose_format(dest: Path, requested: str | None, hf: bool, hf_options: HfOptions) -> str:
+    """Return the format that the options or the suffix of `dest` name; raise UsageError where they don't fit together."""
+    if hf and requested not in (None, "hf"):
+        raise click.UsageError(f"--hf and --format {requested} exclude each other")
+    chosen = "hf" if hf else requested or _FORMATS_BY_SUFFIX.get(dest.suffix.lower())
+    if chosen is None:
+        raise click.UsageError(
+            f"the suffix of {dest.name!r} names no format: choose one with --format, or give DEST one of the suffixes "
+            + " ".join(_FORMATS_BY_SUFFIX)
+        )
+    if chosen != "hf" and hf_options != HfOptions():
+        raise click.UsageError("--config, --max-shard-size and --adapter need --hf")
+    return chosen
 
 
 def main() -> None:
@@ -165,7 +192,9 @@ def _check_destination(dest: Path, format_name: str, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CkptError(f"{dest} exists; name another file, or replace it with --overwrite")
-    if format_name == "zarr":
+    if format_name == "hf":
+        require_replaceable(dest)
+    elif format_name == "zarr":
         if not (dest.is_dir() and any((dest / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))):
             raise CkptError(f"{dest} exists and is not a zarr group, so it is not replaced; remove it, or name another")
     elif dest.is_dir():

@@ -16,13 +16,15 @@ import ml_dtypes
 import numpy as np
 
 from ckpt.block_io.read_plan import Target
+from ckpt.errors import LeafNotFound
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.state.boxes import Box
 from ckpt.state.dtypes import dtype_name, numpy_dtype
 from ckpt.state.leaves.numpy import NumpyLeaf
-from ckpt.state.name_patterns import entries, matcher, require_match
+from ckpt.state.name_patterns import entries, matcher, require_match, suggest
 from ckpt.state.tree import Node
 from ckpt.storage.base.errors import CkptError, IntegrityError
+from ckpt.tools.export_names import SAME_NAMES, ExportNames
 
 PIECE_BYTES = 32 << 20
 """The size of a piece, a few blocks: large enough to read at the speed of the disk, small enough to be in memory twice."""
@@ -98,11 +100,15 @@ class Contents:
     """The whole state tree of the step."""
     only: tuple[str, ...]
     """The patterns of the chosen names; empty for all."""
+    names: ExportNames
+    """How the names of the step become those of the output."""
     arrays: list[Array]
     tied: dict[str, str]
     """Further names of arrays: second name → `Array.name`."""
     values: dict[str, Any]
-    """Plain values by path, as JSON; other types are nodes of docs/reference/format.md, such as {"bytes": …}."""
+    """Plain values by name, as JSON; other types are nodes of docs/reference/format.md, such as {"bytes": …}."""
+    nodes: dict[str, Node]
+    """The nodes of the chosen arrays (with their further names) and values, by name in the output."""
 
     @property
     def nbytes(self) -> int:
@@ -141,8 +147,14 @@ class Contents:
             yield ArrayPiece(array, box, lazy[box.slices()])
 
 
-def read_contents(checkpoint: Checkpoint, only: Iterable[str] = ()) -> Contents:
-    """Return the contents of a step, or the part that matches patterns; raise LeafNotFound for one that matches nothing."""
+def read_contents(checkpoint: Checkpoint, only: Iterable[str] = (), names: ExportNames = SAME_NAMES) -> Contents:
+    """Return the contents of a step, or the part that is chosen.
+
+    only: patterns of saved names; empty for all.
+    names: which of those names are exported, and the names that they get.
+
+    Raises LeafNotFound for a pattern that matches nothing, and CkptError where two leaves would get one name.
+    """
     only = tuple(only)
     tree = checkpoint.tree()
     saved = checkpoint.saved()
@@ -150,33 +162,68 @@ def read_contents(checkpoint: Checkpoint, only: Iterable[str] = ()) -> Contents:
     if only:
         require_match((path for path, _ in found), only, checkpoint.where)
     matches = matcher(only) if only else lambda _: True
-    arrays: dict[str, Array] = {}
-    tied: dict[str, str] = {}
-    values: dict[str, Any] = {}
+    reader = _ContentsReader(checkpoint, names)
     seen: set[str] = set()
-
-    def add(leaf: str, name: str) -> None:
-        if leaf not in saved:
-            raise IntegrityError(f"leaf {leaf} is in the tree of {checkpoint.where} but in none of its manifests")
-        if leaf in arrays:
-            tied[name] = arrays[leaf].name
-        else:
-            arrays[leaf] = Array(name, leaf, saved[leaf].dtype, saved[leaf].shape)
-
     for path, node in found:
+        chosen = matches(path) and names.selects(path)
         if not (isinstance(node, dict) and "array" in node):
-            if matches(path):
-                values[_unused_name(path, values)] = _node_to_json(node)
+            if chosen:
+                reader.add_value(path, node)
             continue
         leaf = node["array"]
         first = leaf not in seen
         seen.add(leaf)
-        if matches(path):
-            add(leaf, leaf if first else _unused_name(path, collections.ChainMap[str, Any](tied, saved)))
+        if chosen:
+            reader.add_array(leaf, leaf if first else _unused_name(path, reader.tied_or_saved), node)
     for leaf in saved:  # arrays that `entries` does not list, such as those in a set
-        if leaf not in seen and matches(leaf):
-            add(leaf, leaf)
-    return Contents(checkpoint, tree, only, list(arrays.values()), tied, values)
+        if leaf not in seen and matches(leaf) and names.selects(leaf):
+            reader.add_array(leaf, leaf, None)
+    if names.strip and not reader.nodes:
+        raise LeafNotFound(f"no chosen leaf of {checkpoint.where} begins with {names.strip!r}{suggest(names.strip, saved)}")
+    return Contents(checkpoint, tree, only, names, list(reader.arrays.values()), reader.tied, reader.values, reader.nodes)
+
+
+class _ContentsReader:
+    """Collects the chosen entries of a step under the names that they get."""
+
+    def __init__(self, checkpoint: Checkpoint, names: ExportNames) -> None:
+        self._where = checkpoint.where
+        self._saved = checkpoint.saved()
+        self._names = names
+        self._sources: dict[str, str] = {}  # by name in the export: the saved name
+        self.arrays: dict[str, Array] = {}  # by name of the leaf
+        self.tied: dict[str, str] = {}
+        self.values: dict[str, Any] = {}
+        self.nodes: dict[str, Node] = {}
+        self.tied_or_saved = collections.ChainMap[str, Any]({}, self._saved)
+
+    def add_array(self, leaf: str, source: str, node: Node) -> None:
+        if leaf not in self._saved:
+            raise IntegrityError(f"leaf {leaf} is in the tree of {self._where} but in none of its manifests")
+        name = self._new_name(source)
+        if leaf in self.arrays:
+            self.tied[name] = self.arrays[leaf].name
+            self.tied_or_saved[source] = leaf
+        else:
+            self.arrays[leaf] = Array(name, leaf, self._saved[leaf].dtype, self._saved[leaf].shape)
+        if node is not None:
+            self.nodes[name] = node
+
+    def add_value(self, path: str, node: Node) -> None:
+        name = _unused_name(self._new_name(path), self.values)
+        self.values[name] = _node_to_json(node)
+        self.nodes[name] = node
+
+    def _new_name(self, source: str) -> str:
+        if not self._names.changes:
+            return source
+        new = self._names(source)
+        if self._sources.setdefault(new, source) != source:
+            raise CkptError(
+                f"--strip and --rename give {self._sources[new]} and {source} one name, {new}: change them, or leave one out "
+                "with --only"
+            )
+        return new
 
 
 def _unused_name(path: str, taken: Container[str]) -> str:
