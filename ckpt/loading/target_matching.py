@@ -272,8 +272,11 @@ class TargetMatcher:
         It gets an outline of the saved state, with a `Saved` for each array.
         """
         state = node["object"] if isinstance(node, dict) and "object" in node else node
-        if callable(shape := getattr(like, "state_dict_like", None)):
-            target = shape(self._saved_outline(state, path), self._selector is None)
+        if callable(shape := stateful.like or getattr(like, "state_dict_like", None)):
+            try:
+                target = shape(self._saved_outline(state, path), self._selector is None)
+            except (TypeError, ValueError) as error:
+                raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
             finish = self._dict(target, state, path) or (lambda: target)
         else:
             current = state_of(stateful, like, path)

@@ -8,9 +8,10 @@ import types
 from typing import Any
 
 from ckpt.errors import UnsupportedLeaf
+from ckpt.state.frameworks import PACKAGES
 from ckpt.state.leaves.sharded import Shard
 
-_FRAMEWORK_MODULES = ("numpy", "torch", "jax", "jaxlib", "ml_dtypes")
+_FRAMEWORK_MODULES = PACKAGES | {"numpy", "ml_dtypes"}
 """Arrays of classes from these packages need no check: all that a load needs of them is stored."""
 
 _TORCH_ATTRIBUTES = ("_is_param", "_is_buffer")

@@ -26,10 +26,13 @@ from typing import Any
 
 from ckpt.errors import FormatError, LeafMismatch
 
-_FILE_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_FILE_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "keras": "keras"}
 """By the package in which a framework defines its types: the file in `ckpt/state/leaves/`, which is also the stored kind."""
 
-_KINDS = frozenset(_FILE_OF_PACKAGE.values())
+PACKAGES = frozenset(_FILE_OF_PACKAGE)
+"""The packages of the frameworks."""
+
+_KINDS = frozenset(_FILE_OF_PACKAGE.values()) - {"keras"}  # the arrays of Keras are stored as those of its backend
 
 _files: dict[type, ModuleType | None] = {}
 """The result of `framework_file` for each type that was asked for."""

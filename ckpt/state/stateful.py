@@ -22,6 +22,9 @@ class Stateful:
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
+    like: Callable[[Any, bool], dict[str, Any]] | None = None
+    """Returns the state that a load fills; its arguments are those of `state_dict_like` in
+    `ckpt.loading.target_matching`. It raises TypeError or ValueError where the saved state does not fit."""
 
 
 def get_attribute(value: Any, name: str) -> Any:
@@ -43,14 +46,12 @@ def get_attribute(value: Any, name: str) -> Any:
 def as_stateful(value: Any, path: str) -> Stateful | None:
     """Return the functions that read and set the state of `value`, None where it has no state.
 
-    Raises UnsupportedLeaf where reading its `state_dict` attribute fails.
+    Raises UnsupportedLeaf where reading its `state_dict` attribute fails, or where its framework keeps its state to itself.
     """
     if isinstance(value, type):
         return None
-    of_framework = framework_function(value, "as_stateful")
-    if of_framework is not None and (found := of_framework(value)) is not None:
-        stateful: Stateful = found
-        return stateful
+    if (found := _stateful_of_framework(value, path)) is not None:
+        return found
     try:
         get, put = get_attribute(value, "state_dict"), get_attribute(value, "load_state_dict")
     except UnsupportedLeaf as error:
@@ -68,6 +69,17 @@ def as_stateful(value: Any, path: str) -> Stateful | None:
     if _is_torch_generator(value):
         return Stateful(value.get_state, value.set_state)
     return None
+
+
+def _stateful_of_framework(value: Any, path: str) -> Stateful | None:
+    of_framework = framework_function(value, "as_stateful")
+    if of_framework is None:
+        return None
+    try:
+        found: Stateful | None = of_framework(value)
+    except TypeError as error:
+        raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error
+    return found
 
 
 def state_of(stateful: Stateful, value: Any, path: str) -> Any:

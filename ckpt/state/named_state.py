@@ -1,0 +1,36 @@
+"""Compares the names in the state of an object with the names that a step has for it, before anything is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def require_saved_names(state: Any, saved: Any, kind: str) -> None:
+    """Raise ValueError where nested dicts of a state and of a step have different names.
+
+    state: what a load fills: nested dicts of arrays, and of objects with a state of their own, which are not entered.
+    saved: the outline of the saved state.
+    kind: the type of the object, for the message.
+    """
+    missing, unknown = list(_names_besides(state, saved)), list(_names_besides(saved, state))
+    differences = [f"the step lacks {_first_few(missing)}"] * bool(missing)
+    differences += [f"the step has {_first_few(unknown)} besides"] * bool(unknown)
+    if differences:
+        raise ValueError(f"{' and '.join(differences)}, unlike the {kind} of `like`: build it as it was when saved")
+
+
+def _names_besides(value: Any, other: Any, path: str = "") -> Iterator[str]:
+    """Yield the names in nested dicts that another one lacks."""
+    if not isinstance(value, dict) or not isinstance(other, dict):
+        return
+    for key, child in value.items():
+        name = f"{path}.{key}" if path else str(key)
+        if key in other:
+            yield from _names_besides(child, other[key], name)
+        else:
+            yield name
+
+
+def _first_few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
