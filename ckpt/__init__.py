@@ -13,6 +13,7 @@ from ckpt.support import interrupts as interrupts  # first: Ctrl-C during the ot
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ckpt.support.other_package import warn_of_other_package
 from ckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ _MODULES = {
     "ckpt.tiers.tier_spec": "Tier",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+warn_of_other_package()
 
 
 def __getattr__(name: str) -> Any:

@@ -5,3 +5,8 @@ layer.
 
 Start with the file that has the name of the command.
 """
+
+import ckpt
+from ckpt.support.other_package import require_this_package
+
+require_this_package(ckpt)

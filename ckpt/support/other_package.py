@@ -1,0 +1,35 @@
+"""Recognises the package `ckpt` of PyPI, which is another project: it installs a top-level package of the same name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+
+from ckpt.support.user_warning import warn_user
+
+_FILE_OF_THE_OTHER = os.path.join("ckpt", "decorator.py")
+"""A file that the other package has, and this one never has."""
+_REPAIR = (
+    "run pip uninstall ckpt, and then pip install --force-reinstall --no-deps ckpt-store (in a checkout: . for ckpt-store)"
+)
+
+
+def warn_of_other_package(path: Iterable[str] | None = None) -> None:
+    """Warn if the other package is installed on the import path, `sys.path` by default. This takes one stat for each folder."""
+    for folder in sys.path if path is None else path:
+        if isinstance(folder, str) and os.path.exists(os.path.join(folder, _FILE_OF_THE_OTHER)):
+            where = folder or "."
+            warn_user(
+                f"{where} has another project's module ckpt, PyPI's package `ckpt`, and one of the two is hidden: {_REPAIR}"
+            )
+            return
+
+
+def require_this_package(module: object) -> None:
+    """Raise ImportError if the module `ckpt` is not this project's: an installation replaced or removed its first file."""
+    if not hasattr(module, "_MODULE_OF"):
+        where = next(iter(getattr(module, "__path__", ["?"])))
+        raise ImportError(
+            f"{where} is not the module of ckpt-store, which PyPI's package `ckpt` has replaced or removed: {_REPAIR}"
+        )
