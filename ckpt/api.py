@@ -29,6 +29,7 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.saving import session_registry as sessions
+from ckpt.saving.group_choice import group_that_saves
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
 from ckpt.saving.options import Options
@@ -122,7 +123,7 @@ def save(
                       verify_replicas=verify_replicas, nan=nan)  # fmt: skip
     number = None if step is None else check_step(step)
     repo = open_repository(resolve_url(url), key)
-    ranks = as_group(group)
+    ranks = group_that_saves(group)
     # In a group, `run_save` flattens the state after the ranks have met, so that a rank with a leaf that can't be stored can
     # report it to the others.
     ready = flatten_state(state, ranks) if ranks.size == 1 else state

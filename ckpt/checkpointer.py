@@ -19,7 +19,6 @@ from ckpt.block_io import staging_arena as arenas
 from ckpt.errors import FormatError
 from ckpt.format.codec import CodecOption
 from ckpt.format.signature import KeyOption, as_keys
-from ckpt.groups import as_group
 from ckpt.loading.group_load import LoadRequest
 from ckpt.loading.shared_read import ShareReads
 from ckpt.repository.damage_registry import mark_damaged
@@ -28,6 +27,7 @@ from ckpt.repository.retention import Keep, as_keep
 from ckpt.saving import session_registry as sessions
 from ckpt.saving.attached_optimizers import AttachedOptimizers
 from ckpt.saving.background_scrub import BYTES_PER_SECOND, Scrubber
+from ckpt.saving.group_choice import group_that_saves
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
 from ckpt.saving.options import Options
@@ -117,7 +117,7 @@ class Checkpointer:
         if in_flight > 1 and tiers:
             raise InvalidArgument(f"in_flight={in_flight}: use 1 with tiers, where a save must end before the next one begins")
         self._attached = AttachedOptimizers(self._before_step)
-        url, ranks = resolve_url(url), as_group(group)
+        url, ranks = resolve_url(url), group_that_saves(group)
         self._options = Options(
             codec=codec, digest=digest, memory=memory, keep=as_keep(keep), overwrite=True, in_flight=in_flight,
             deferrable=self._attached.has, timeout=timeout, verify_replicas=verify_replicas, nan=nan,

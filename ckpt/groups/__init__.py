@@ -2,8 +2,9 @@
 
 A group uses a framework only if the process has imported it. This package imports nothing else of ckpt.
 
-Start with `base.Group`. There is one file each for torch, jax, MPI and threads. `env` is for ranks that have only environment
-variables and no network; they exchange bytes through the store (`store_rendezvous`).
+Start with `base.Group`. There is one file each for torch, jax, MPI and threads. `env` is for ranks without a network that ckpt
+can use, as described by a launcher (`launchers`) or by another library (`framework_ranks`); they exchange bytes through the
+store (`store_rendezvous`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt.groups.base import Group, SingleProcessGroup
-from ckpt.groups.env import EnvGroup, EnvRank, rank_from_env
+from ckpt.groups.env import EnvGroup
+from ckpt.groups.framework_ranks import framework_rank
+from ckpt.groups.launchers import EnvRank, rank_from_env
 from ckpt.storage.base.errors import InvalidArgument
 
 __all__ = ["EnvGroup", "Group", "SingleProcessGroup", "as_group", "detect"]
@@ -70,11 +73,13 @@ def detect() -> Group:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
         return as_group(mpi.COMM_WORLD)
-    env_rank = rank_from_env()
+    env_rank = framework_rank()
+    if env_rank is None or env_rank.size == 1:
+        env_rank = rank_from_env()
     if env_rank is None or env_rank.size == 1:
         return SingleProcessGroup()
     if env_rank not in _env_groups:
-        _env_groups[env_rank] = EnvGroup()
+        _env_groups[env_rank] = EnvGroup(found=env_rank)
         atexit.register(_env_groups[env_rank].close)
     return _env_groups[env_rank]
 

@@ -1,0 +1,25 @@
+"""The group of a save, and a warning where this process looks like one of many but would save alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.groups import Group, as_group
+from ckpt.groups.launchers import signs_of_other_ranks
+from ckpt.support.user_warning import warn_user
+
+_MAX_SIGNS = 4
+_has_warned = False
+
+
+def group_that_saves(group: Any) -> Group:
+    """Return the group of a `group=` option. Warns once where "auto" finds one process, but the environment shows others."""
+    global _has_warned
+    found = as_group(group)
+    if isinstance(group, str) and found.size == 1 and not _has_warned and (signs := signs_of_other_ranks()):
+        _has_warned = True
+        warn_user(
+            f"this process looks like one of many ({', '.join(signs[:_MAX_SIGNS])}), but saves alone: initialise its library "
+            "before, or set RANK and WORLD_SIZE, or give group= (None: it is to save alone)"
+        )
+    return found
