@@ -1,0 +1,216 @@
+"""The position in the training data of a Lightning Trainer, in the middle of an epoch.
+
+Lightning stores how many batches of an epoch are done, but not which. This module stores the random state with which the
+iterators of the epoch began. A resumed run makes the iterators again from that state and discards the batches that were done.
+Batches of a dataset with an index are not loaded for that if the DataLoader has no workers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ckpt.state.stateful import RandomState, as_stateful, is_random_generator
+from ckpt.storage.base.errors import CkptError
+
+_PARTS = ("sampler", "batch_sampler", "dataset", "generator")
+"""The attributes of a DataLoader, and of its samplers, that may have random generators."""
+
+
+class DataPosition:
+    """The position of a data fetcher in its epoch.
+
+    check: whether a resumed run compares the sample indices of the discarded batches with those of the saved run.
+    """
+
+    def __init__(self, check: bool) -> None:
+        self._check = check
+        self._at_iterator: dict[str, Any] | None = None
+        self._at_first_batch: dict[str, Any] | None = None
+        self._counters: list[_IndexCounter] = []
+
+    def iterator_begins(self, combined_loader: Any) -> None:
+        """Record the random state with which the iterators of an epoch are made."""
+        self._at_iterator = _random_snapshot(combined_loader)
+
+    def epoch_begins(self, fetcher: Any) -> None:
+        """Record the random state before the first batch of an epoch, and count the sample indices from here on."""
+        self._at_first_batch = _random_snapshot(fetcher.combined_loader)
+        self._count_indices(fetcher.combined_loader)
+
+    def state_dict(self, fetcher: Any, in_epoch: bool) -> dict[str, Any]:
+        """Return the position after the last batch that the loop took.
+
+        in_epoch: False between two epochs, where only the random state of the samplers counts.
+        """
+        loader = fetcher.combined_loader
+        found: dict[str, Any] = {"now": _random_snapshot(loader)}
+        if in_epoch and not are_stateful(loader):
+            found |= {
+                "iterator": self._at_iterator,
+                "first_batch": self._at_first_batch,
+                "batches": fetcher.fetched - len(getattr(fetcher, "batches", ())),
+                "indices": [[counter.count, counter.checksum] for counter in self._counters],
+            }
+        return found
+
+    def go_to(self, fetcher: Any, saved: dict[str, Any]) -> None:
+        """Make the iterators of `fetcher` again, and continue after the saved number of batches.
+
+        Raises CkptError if the samplers give other samples than in the saved run.
+        """
+        loader = fetcher.combined_loader
+        if "batches" in saved:
+            self._at_iterator, self._at_first_batch = saved["iterator"], saved["first_batch"]
+            set_random_snapshot(loader, saved["iterator"])
+            iter(fetcher)
+            self._count_indices(loader)
+            set_random_snapshot(loader, saved["first_batch"])
+            batches = getattr(fetcher, "iterator_wrapper", fetcher)  # where training_step takes an iterator
+            with _skip_loading(loader if fetcher.length is not None else None):
+                for done in range(saved["batches"]):
+                    if next(batches, None) is None:
+                        raise _other_data_error(f"the epoch has {done} batches, and {saved['batches']} of them were done")
+            indices = [[counter.count, counter.checksum] for counter in self._counters]
+            if self._check and indices != saved["indices"]:
+                raise _other_data_error(f"the first {saved['batches']} batches of the epoch have other samples than before")
+        set_random_snapshot(loader, saved["now"])
+
+    def _count_indices(self, combined_loader: Any) -> None:
+        self._counters = []
+        for iterator in _iterators(combined_loader):
+            if hasattr(iterator, "_sampler_iter"):
+                iterator._sampler_iter = _IndexCounter(iterator._sampler_iter)
+                self._counters.append(iterator._sampler_iter)
+
+
+def are_stateful(combined_loader: Any) -> bool:
+    """Return whether all dataloaders have a position of their own, which Lightning stores.
+
+    Raises CkptError if only some have one.
+    """
+    flags = [callable(getattr(each, "load_state_dict", None)) for each in combined_loader.flattened]
+    if any(flags) and not all(flags):
+        raise CkptError("some training dataloaders have load_state_dict() and others have not: use one kind for all of them")
+    return all(flags)
+
+
+def _other_data_error(what: str) -> CkptError:
+    return CkptError(
+        f"the data cannot continue where the saved step was: {what}. Use the same dataset, batch size and processes, and a "
+        "sampler with a torch.Generator or state_dict(); or give Checkpoints(check_data=False)"
+    )
+
+
+class _IndexCounter:
+    """An iterator over the sample indices of batches, with their number and checksum."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self.count = self.checksum = 0
+
+    def __iter__(self) -> _IndexCounter:
+        return self
+
+    def __next__(self) -> Any:
+        index = next(self._iterator)
+        self.count += 1
+        self.checksum = zlib.crc32(repr(index).encode(), self.checksum)
+        return index
+
+
+# --- loading ---------------------------------------------------------------------------------------------------
+
+
+def _iterators(combined_loader: Any) -> list[Any]:
+    """Return the iterator of each dataloader in the present epoch."""
+    return list(getattr(combined_loader._iterator, "iterators", ()))
+
+
+class _NoFetcher:
+    """Takes the place of the part of a DataLoader iterator that loads the samples of a batch."""
+
+    def fetch(self, index: Any) -> None:
+        return None
+
+
+@contextmanager
+def _skip_loading(combined_loader: Any | None) -> Iterator[None]:
+    """Let the DataLoaders without workers draw indices only. Workers have random generators of their own, so they load."""
+    from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+
+    changed = [
+        (iterator, iterator._dataset_fetcher)
+        for iterator in (() if combined_loader is None else _iterators(combined_loader))
+        if isinstance(iterator, _SingleProcessDataLoaderIter) and iterator._dataset_kind == _DatasetKind.Map
+    ]
+    with ExitStack() as stack:
+        for iterator, fetcher in changed:
+            iterator._dataset_fetcher = _NoFetcher()
+            stack.callback(setattr, iterator, "_dataset_fetcher", fetcher)
+        yield
+
+
+# --- random state ----------------------------------------------------------------------------------------------
+
+
+def _random_snapshot(combined_loader: Any | None) -> dict[str, Any]:
+    """Return the state of the global random generators, and of those that the samplers and datasets have."""
+    found: dict[str, Any] = {"global": RandomState().state_dict(), "epochs": {}, "own": {}}
+    for name, part in _parts(combined_loader):
+        if isinstance(getattr(part, "epoch", None), int):
+            found["epochs"][name] = part.epoch
+        for key, stateful in _generators(name, part):
+            found["own"][key] = _copied(stateful.get())
+    return found
+
+
+def set_random_snapshot(combined_loader: Any | None, snapshot: dict[str, Any]) -> None:
+    """Set all generators as they were at a snapshot."""
+    for name, part in _parts(combined_loader):
+        if name in snapshot["epochs"]:
+            part.epoch = snapshot["epochs"][name]
+        for key, stateful in _generators(name, part):
+            if key in snapshot["own"]:
+                stateful.set(_copied(snapshot["own"][key]))
+    RandomState().load_state_dict(snapshot["global"])
+
+
+def _parts(combined_loader: Any | None) -> Iterator[tuple[str, Any]]:
+    """Yield the dataloaders, their samplers and datasets, with their names."""
+    seen: set[int] = set()
+
+    def below(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+        if value is None or id(value) in seen or isinstance(value, (str, bytes, int, list, tuple, dict)):
+            return
+        seen.add(id(value))
+        yield name, value
+        for part in _PARTS:
+            yield from below(f"{name}.{part}", getattr(value, part, None))
+
+    for number, loader in enumerate(() if combined_loader is None else combined_loader.flattened):
+        yield from below(str(number), loader)
+
+
+def _generators(name: str, part: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the random generators that are attributes of an object, and a sampler that has a state of its own."""
+    if is_random_generator(part) or ("sampler" in name.rpartition(".")[2] and hasattr(part, "load_state_dict")):
+        if (stateful := as_stateful(part, name)) is not None:
+            yield name, stateful
+        return
+    for key, value in getattr(part, "__dict__", {}).items():
+        if key not in _PARTS and is_random_generator(value) and (stateful := as_stateful(value, key)) is not None:
+            yield f"{name}.{key}", stateful
+
+
+def _copied(value: Any) -> Any:
+    """Return a state that later draws do not change: some generators return their own dicts and arrays."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    if hasattr(value, "clone"):
+        return value.clone()
+    return value.copy() if hasattr(value, "copy") else value

@@ -1,0 +1,165 @@
+"""Where a Lightning Trainer can be saved and resumed exactly: between two batches, and between two epochs.
+
+Callback hooks run in the middle of the work for a batch: a validation, learning rate schedulers and counters follow them. So
+this module calls back after the loops' own `on_advance_end`. At the first batch of a resumed run it sets all counters to the
+saved ones, so that Lightning repeats neither a validation nor a step of a scheduler.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+from ckpt.adapters.lightning_data import DataPosition, set_random_snapshot
+
+Point = Literal["batch", "epoch"]
+"""After which of them a state was saved."""
+
+
+class LoopPoints:
+    """Calls `reached` after each batch and each epoch of a Trainer, and resumes its loops from such a point.
+
+    trainer: the Trainer, in its setup hook.
+    reached: is called with "batch" in the middle of an epoch, and with "epoch" between two epochs.
+    restore: returns the checkpoint to resume from, or None. It is called when the Trainer would load one.
+    check_data: as for `DataPosition`.
+    """
+
+    def __init__(
+        self, trainer: Any, reached: Callable[[Point], None], restore: Callable[[Any], dict[str, Any] | None], check_data: bool
+    ) -> None:
+        self._trainer, self._reached, self._restore = trainer, reached, restore
+        self.point: Point = "epoch"
+        self._position = DataPosition(check_data)
+        self._resume_at: dict[str, Any] | None = None
+        self._fit_loop_state: dict[str, Any] = {}
+        fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._wrapped = [
+            (trainer._checkpoint_connector, "resume_start", self._resume_start),
+            (fit, "setup_data", self._setup_data),
+            (fit, "on_advance_start", self._epoch_starts),
+            (fit, "on_advance_end", self._epoch_ends),
+            (epoch, "reset", self._reset_batches),
+            (epoch, "on_run_start", self._batches_start),
+            (epoch, "on_advance_end", self._batch_ends),
+        ]
+        for owner, name, wrapper in self._wrapped:
+            setattr(owner, name, partial(wrapper, getattr(owner, name)))
+
+    def remove(self) -> None:
+        """Give the loops their own methods again."""
+        for owner, name, _ in self._wrapped:
+            vars(owner).pop(name, None)
+        self._wrapped = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the point and the position in the data."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if fetcher is None:  # the training has ended, or not begun
+            return {"point": self.point}
+        return {"point": self.point, "data": self._position.state_dict(fetcher, self.point == "batch")}
+
+    # --- wrappers of the Trainer's methods ---------------------------------------------------------------------
+
+    def _resume_start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        path = args[0] if args else kwargs.get("checkpoint_path")
+        checkpoint = self._restore(path)
+        if checkpoint is not None:
+            self._resume_at = checkpoint.pop("ckpt")
+            self._fit_loop_state = checkpoint["loops"]["fit_loop"]
+            self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint
+
+    def _setup_data(self, original: Callable[[], None]) -> None:
+        fit = self._trainer.fit_loop
+        if self._resume_at is not None:
+            fit._restarting = True  # otherwise Lightning does not load the state of dataloaders between epochs
+        before = fit._data_fetcher
+        with _call_before_iterator(type(fit), self._position.iterator_begins):
+            original()
+        if self._resume_at is not None and self._resume_at["point"] == "epoch" and fit._data_fetcher is not before:
+            _clear_restart(fit)
+
+    def _epoch_starts(self, original: Callable[[], None]) -> None:
+        resume_at = self._resume_at
+        if resume_at is not None and resume_at["point"] == "epoch":
+            self._resume_at = None
+            self._set_counters()
+            if "data" in resume_at:
+                set_random_snapshot(self._trainer.fit_loop._combined_loader, resume_at["data"]["now"])
+        original()
+
+    def _reset_batches(self, original: Callable[[], None]) -> None:
+        with warnings.catch_warnings():
+            if self._resume_at is not None:  # Lightning does not know that the data continues
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            original()
+
+    def _batches_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        resume_at, self._resume_at = self._resume_at, None
+        if resume_at is None:
+            with _call_before_iterator(type(self._trainer.fit_loop), self._position.iterator_begins):
+                original(fetcher)
+            self._position.epoch_begins(fetcher)
+            return
+        original(fetcher)
+        self._set_counters()
+        self._position.go_to(fetcher, resume_at["data"])
+
+    def _batch_ends(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        original(fetcher)
+        epoch = self._trainer.fit_loop.epoch_loop
+        if not epoch._num_ready_batches_reached() and not epoch._should_accumulate():
+            self.point = "batch"
+            self._reached("batch")
+
+    def _epoch_ends(self, original: Callable[[], None]) -> None:
+        original()
+        if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():  # otherwise max_steps ended it before its end
+            self.point = "epoch"
+            self._reached("epoch")
+
+    def _set_counters(self) -> None:
+        """Set all counters of the loops to the saved values: Lightning's own restart changes some of them."""
+        fit = self._trainer.fit_loop
+        fit.load_state_dict(self._fit_loop_state)
+        fit._combined_loader_states_to_load = []
+        self._fit_loop_state = {}
+        _clear_restart(fit)
+
+
+def _clear_restart(loop: Any) -> None:
+    """Remove the marks with which Lightning would repeat the last part of the saved batch or epoch."""
+    for name in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
+        if hasattr(loop, name):
+            setattr(loop, name, False)
+    if hasattr(loop, "reset_restart_stage"):
+        loop.reset_restart_stage()
+    for child in list(vars(loop).values()):
+        if hasattr(child, "on_save_checkpoint") and hasattr(child, "_restarting"):
+            _clear_restart(child)
+
+
+@contextmanager
+def _call_before_iterator(fit_loop: type, call: Callable[[Any], None]) -> Iterator[None]:
+    """Call `call` with each CombinedLoader of which the block makes iterators, before it does."""
+    kind = next(sys.modules[base.__module__].CombinedLoader for base in fit_loop.__mro__ if _has_combined_loader(base))
+    original = kind.__iter__
+
+    def begin(combined_loader: Any) -> Any:
+        call(combined_loader)
+        return original(combined_loader)
+
+    kind.__iter__ = begin
+    try:
+        yield
+    finally:
+        kind.__iter__ = original
+
+
+def _has_combined_loader(base: type) -> bool:
+    return hasattr(sys.modules[base.__module__], "CombinedLoader")

@@ -1,0 +1,113 @@
+"""A Lightning training that is killed and started again gives the losses of an unbroken one, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.folders import PROGRAMS
+from helpers.processes import python_path
+
+import ckpt
+
+OTHER_PACKAGE = "--package=pytorch_lightning"
+
+
+class Training:
+    """Runs of programs/lightning_training.py with the same options."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder, self.options = folder, options
+
+    def run(self, name: str, *more: str, status: int = 0) -> str:
+        """Run it once, with a repository and losses of that name; return what it printed."""
+        env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, PROGRAMS / "lightning_training.py", self.url(name), self.folder / f"{name}.losses", *self.options, *more],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, cwd=self.folder,
+        )  # fmt: skip
+        assert done.returncode == status, done.stdout
+        return done.stdout
+
+    def url(self, name: str) -> Path:
+        return self.folder / name
+
+    def losses(self, name: str, rank: int = 0) -> dict[tuple[str, str], str]:
+        """Return the line of each batch by epoch and batch; one that a restart repeated counts once, as it was last."""
+        lines = (self.folder / f"{name}.losses.{rank}").read_text().splitlines()
+        return {tuple(line.split()[:2]): line for line in lines}
+
+    def killed_and_resumed(self, batches: int, ranks: int = 1) -> str:
+        """Compare an unbroken run with one that is killed after some batches; return what the resumed run printed."""
+        self.run("whole")
+        self.run("cut", f"--kill-at={batches}", status=-signal.SIGKILL)
+        assert len(self.losses("cut")) == batches
+        printed = self.run("cut")
+        assert "ckpt: resumed from step" in printed
+        for rank in range(ranks):
+            assert self.losses("cut", rank) == self.losses("whole", rank)
+        assert len(self.losses("whole")) > batches
+        return printed
+
+
+@pytest.mark.parametrize(
+    ("batches", "options"),
+    [
+        pytest.param(17, [], id="in the middle of an epoch"),
+        pytest.param(11, [OTHER_PACKAGE], id="between two epochs"),
+        pytest.param(9, ["--every=4", "--val-interval=0.3", OTHER_PACKAGE], id="after a validation in the epoch"),
+        pytest.param(17, ["--sampler=own"], id="a sampler of the user"),
+        pytest.param(17, ["--sampler=seeded", "--max-steps=30"], id="a loader with a generator, up to max_steps"),
+        pytest.param(17, ["--sampler=stream"], id="a dataset without a length"),
+        pytest.param(17, ["--workers=2", "--noise"], id="random samples of workers"),
+        pytest.param(17, ["--accumulate=3"], id="accumulated gradients"),
+        pytest.param(17, ["--manual"], id="manual optimization"),
+    ],
+)
+def test_losses_after_a_kill(tmp_path: Path, batches: int, options: list[str]) -> None:
+    Training(tmp_path, *options).killed_and_resumed(batches)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    Training(tmp_path, "--ranks=2", "--every=2", "--epochs=5").killed_and_resumed(9, ranks=2)
+
+
+def test_more_epochs_continue_an_ended_training(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.run("whole")
+    training.run("parts", "--epochs=2", "--every=1000")
+    assert [checkpoint.step for checkpoint in ckpt.open(training.url("parts"))] == [21]  # the last step is saved
+    training.run("parts", "--every=1000")
+    assert training.losses("parts") == training.losses("whole")
+
+
+def test_more_steps_continue_in_the_epoch(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.run("whole")
+    training.run("parts", "--max-steps=17", "--every=1000")
+    training.run("parts", "--every=1000")
+    assert training.losses("parts") == training.losses("whole")
+
+
+def test_data_in_another_order_is_refused(tmp_path: Path) -> None:
+    training = Training(tmp_path, "--sampler=hidden")
+    training.run("cut", "--kill-at=17", status=-signal.SIGKILL)
+    printed = training.run("cut", status=1)
+    assert "CkptError: the data cannot continue where the saved step was: the first 6 batches" in printed
+    assert "check_data=False" in printed
+
+
+def test_hyperparameter_that_is_code_is_named(tmp_path: Path) -> None:
+    training = Training(tmp_path, "--epochs=1")
+    printed = training.run("one")
+    assert printed.count("hyper_parameters.rule is not stored, because it is a function") == 1
+
+
+def test_step_of_other_code_is_refused(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    ckpt.save({"weights": b"1"}, training.url("other"), step=3)
+    assert "FormatError: step 3 of" in training.run("other", status=1)

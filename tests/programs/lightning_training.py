@@ -1,0 +1,175 @@
+"""A Lightning training with dropout and shuffled data, which writes the loss of each batch to a file and may kill itself.
+
+python lightning_training.py URL LOSSES [--package=…] [--kill-at=N] …
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+SAMPLES, BATCH = 44, 4
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("losses", type=Path)
+    parser.add_argument("--package", default="lightning.pytorch")
+    parser.add_argument("--kill-at", type=int, default=-1, help="the number of batches after which the process kills itself")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--max-steps", type=int, default=-1)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--sampler", default="shuffle")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--noise", action="store_true", help="samples with random noise")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--val-interval", type=float, default=1.0)
+    parser.add_argument("--manual", action="store_true", help="manual optimization with two optimizers")
+    parser.add_argument("--no-callback", action="store_true")
+    parser.add_argument("--ckpt-path", default=None)
+    return parser.parse_args()
+
+
+options = parsed()
+pl: Any = importlib.import_module(options.package)
+
+
+class Data(Dataset):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x, self.y = torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x = self.x[index]
+        return (x + torch.randn(6) if options.noise else x), self.y[index]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        data = Data()
+        yield from ((data.x[i], data.y[i]) for i in range(SAMPLES))
+
+
+class OwnSampler(Sampler):
+    """Another order in each epoch, from a numpy generator that goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Any:
+        return iter(self.random.permutation(SAMPLES).tolist())
+
+
+class HiddenSampler(OwnSampler):
+    """The same with a generator that nobody can find."""
+
+    generators: dict = {}
+
+    def __init__(self) -> None:
+        self.generators["one"] = np.random.default_rng(os.getpid())
+
+    def __iter__(self) -> Any:
+        return iter(self.generators["one"].permutation(SAMPLES).tolist())
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"width": 16, "rule": torch.nn.functional.relu})
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1)
+        )
+        self.automatic_optimization = not options.manual
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.layers(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=False)
+        if options.manual:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with options.losses.with_name(f"{options.losses.name}.{self.global_rank}").open("a") as file:
+            rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            loss = outputs["loss"].item().hex() if outputs else batch[0].sum().item().hex()
+            file.write(f"{self.current_epoch} {batch_idx} {self.global_step} {loss} {rate:.12g}\n")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", torch.nn.functional.mse_loss(self.layers(x + torch.randn_like(x)), y), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+        if options.manual:
+            return [optimizer, torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss", "interval": "epoch"}}
+
+
+class Kill(pl.Callback):
+    """Kills this process at the start of a batch, once all saves are committed."""
+
+    batches = 0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.batches == options.kill_at:
+            for callback in trainer.callbacks:
+                if getattr(callback, "_checkpointer", None) is not None:
+                    callback._checkpointer.wait()
+            trainer.strategy.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.batches += 1
+
+
+def loader() -> DataLoader:
+    data: Any = Stream() if options.sampler == "stream" else Data()
+    kinds: dict[str, dict[str, Any]] = {
+        "shuffle": {"shuffle": True},
+        "seeded": {"shuffle": True, "generator": torch.Generator().manual_seed(7)},
+        "own": {"sampler": OwnSampler()},
+        "hidden": {"sampler": HiddenSampler()},
+        "stream": {},
+    }
+    return DataLoader(data, BATCH, num_workers=options.workers, **kinds[options.sampler])
+
+
+def main() -> None:
+    pl.seed_everything(1, verbose=False)
+    callbacks = [Kill()]
+    if not options.no_callback:
+        from ckpt.adapters.lightning import Checkpoints
+
+        callbacks.append(Checkpoints(options.url, every=options.every, keep=3))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto",
+        max_epochs=options.epochs, max_steps=options.max_steps, callbacks=callbacks, logger=False,
+        accumulate_grad_batches=options.accumulate, val_check_interval=options.val_interval,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=not options.no_callback,
+    )  # fmt: skip
+    torch.manual_seed(os.getpid() if Path(options.url).exists() else 1)  # a restart has other numbers until it resumes
+    trainer.fit(Model(), loader(), DataLoader(Data(), 8, shuffle=False), ckpt_path=options.ckpt_path)
+
+
+main()
