@@ -131,7 +131,9 @@ class Checkpoints:
         self._steps_seen = steps
         if self._checkpointer.step(steps - 1, self._state, loss=self._loss) is not None:
             self._steps_saved = steps
-        elif point == "batch" and (0 < trainer.max_steps <= steps or (trainer.should_stop and trainer.fit_loop._can_stop_early)):
+        elif point == "batch" and (
+            0 < trainer.max_steps <= steps or (trainer.should_stop and trainer.fit_loop._can_stop_early)
+        ):
             self._save_last()  # the counters count the end of the epoch before `on_train_end`
 
     def _save_last(self) -> None:
@@ -145,14 +147,16 @@ class Checkpoints:
         repository = self._checkpointer.repository
         if path:
             if repository.latest() is not None:
-                _warn(f"fit loads ckpt_path={path!s}, and not the newest step of {repository.url}: leave ckpt_path out to resume")
+                _warn(
+                    f"fit loads ckpt_path={path!s}, and not the newest step of {repository.url}: leave ckpt_path out to resume"
+                )
             return None
         checkpoint, start = self._checkpointer.restore(None)
         if checkpoint is None:
             return None
         if not isinstance(checkpoint, dict) or "point" not in checkpoint.get("ckpt", {}):
             raise FormatError(
-                f"step {start - 1} of {repository.url} was not saved by Checkpoints: give another URL, or load it with ckpt.load"
+                f"step {start - 1} of {repository.url} was not saved by Checkpoints: give another URL, or use ckpt.load"
             )
         self._steps_seen = self._steps_saved = start
         _info(f"resumed from step {start - 1} of {repository.url}")

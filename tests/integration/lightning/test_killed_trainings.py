@@ -27,7 +27,8 @@ class Training:
         """Run it once, with a repository and losses of that name; return what it printed."""
         env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, PROGRAMS / "lightning_training.py", self.url(name), self.folder / f"{name}.losses", *self.options, *more],
+            [sys.executable, PROGRAMS / "lightning_training.py", self.url(name), self.folder / f"{name}.losses",
+             *self.options, *more],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, cwd=self.folder,
         )  # fmt: skip
         assert done.returncode == status, done.stdout
