@@ -38,7 +38,7 @@ class LoopPoints:
         self._resume_at: dict[str, Any] | None = None
         self._fit_loop_state: dict[str, Any] = {}
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._wrapped = [
+        self._wrapped: list[tuple[Any, str, Callable[..., None]]] = [
             (trainer._checkpoint_connector, "resume_start", self._resume_start),
             (fit, "setup_data", self._setup_data),
             (fit, "on_advance_start", self._epoch_starts),
