@@ -16,7 +16,8 @@ settings.load_profile("any machine")
 def pytest_configure() -> None:
     """Signals as in a terminal. A shell starts its background jobs with SIGINT ignored, nohup does so with SIGHUP, and programs
     that a test starts inherit that: an interrupt would never reach them."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else each of thousands of processes starts a thread for each processor
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # else each of thousands of processes has a thread per processor
+        os.environ.setdefault(name, "1")
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
