@@ -24,7 +24,7 @@ from ckpt.state.name_patterns import entries, select, suggest
 from ckpt.state.optimizer_names import add_missing_moments, is_optimizer
 from ckpt.state.optimizer_order import ParametersMismatch, modules_in, reorder_state
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, state_of
-from ckpt.state.torch_keys import is_module, mismatched_keys
+from ckpt.state.torch_keys import has_named_parameters, mismatched_keys
 from ckpt.state.tree import Node, PerRank, join_path
 from ckpt.state.tree_rebuild import decode_key, empty_dict, rebuild
 from ckpt.storage.base.errors import CkptError, IntegrityError
@@ -280,7 +280,7 @@ class TargetMatcher:
             finish = self._dict(target, state, path) or (lambda: target)
         else:
             current = state_of(stateful, like, path)
-            if is_module(like):
+            if has_named_parameters(like):
                 self._check_module_keys(like, current, state, path)
             if is_optimizer(like):
                 state = self._reorder_optimizer_state(like, node, state, path)

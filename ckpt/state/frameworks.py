@@ -9,6 +9,9 @@ Each file defines
 and, where the framework has them,
 
     as_stateful(value) -> Stateful | None           functions that read and set the state of an object
+    is_module(value) -> bool                        whether it has `named_parameters(remove_duplicate=)`, as torch's
+    module_entries(value) -> ModuleEntries          the names of its buffers and frozen parameters
+    param_groups(value) -> list[dict] | None        of an optimizer whose state numbers its parameters, as torch's does
     is_random_generator(value) -> bool              each rank of a group stores its own
     random_state() -> Any, set_random_state(state)  the global generators, for `ckpt.RandomState`
 
@@ -26,7 +29,9 @@ from typing import Any
 
 from ckpt.errors import FormatError, LeafMismatch
 
-_FILE_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "keras": "keras"}
+_FILE_OF_PACKAGE = {
+    "torch": "torch", "jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "keras": "keras", "paddle": "paddle",
+}  # fmt: skip
 """By the package in which a framework defines its types: the file in `ckpt/state/leaves/`, which is also the stored kind."""
 
 PACKAGES = frozenset(_FILE_OF_PACKAGE)

@@ -7,21 +7,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from ckpt.state.frameworks import framework_function
 from ckpt.state.leaves import empty_leaf
 from ckpt.state.torch_keys import bare_name
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether `value` is a torch optimizer, or wraps one and has its interface."""
+    """Return whether `value` is an optimizer whose state numbers its parameters: torch's, one that wraps it, or Paddle's."""
+    return _is_torch_optimizer(value) or _groups_of_framework(value) is not None
+
+
+def _is_torch_optimizer(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and (
         isinstance(value, torch.optim.Optimizer) or isinstance(getattr(type(value), "param_groups", None), property)
     )
 
 
+def _groups_of_framework(value: Any) -> list[dict[str, Any]] | None:
+    of_framework = framework_function(value, "param_groups")
+    return None if of_framework is None else of_framework(value)
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer, each with its parameters under `params`."""
+    found = _groups_of_framework(optimizer)
+    return list(optimizer.param_groups) if found is None else found
+
+
 def parameters_of(optimizer: Any) -> list[Any]:
     """Return the parameters, in the order in which `state_dict()` numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for group in groups_of(optimizer) for parameter in group["params"]]
 
 
 # --- names -----------------------------------------------------------------------------------------------------
@@ -66,7 +82,7 @@ def _names_by_path(ids: list[int], modules: NamedModules) -> list[str] | None:
 
 def parameter_names(optimizer: Any, modules: NamedModules) -> ParameterNames:
     """Return the current names of an optimizer's parameters."""
-    return ParameterNames(names_by_path(optimizer, modules), names_by_group(optimizer.param_groups))
+    return ParameterNames(names_by_path(optimizer, modules), names_by_group(groups_of(optimizer)))
 
 
 def names_by_group(groups: Any) -> list[str] | None:
@@ -103,6 +119,8 @@ def add_missing_moments(optimizer: Any, current: Any, saved: Any) -> Any:
     current: the optimizer's `state_dict()`.
     saved: the saved `state_dict()`; each array is an object with `dtype` and `shape`.
     """
+    if not _is_torch_optimizer(optimizer):
+        return current
     current_states, saved_states = (state.get("state") if isinstance(state, dict) else None for state in (current, saved))
     if not isinstance(current_states, dict) or not isinstance(saved_states, dict):
         return current

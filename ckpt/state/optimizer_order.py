@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from ckpt.state.optimizer_names import NamedModules, ParameterNames, names_by_group, parameter_names
-from ckpt.state.torch_keys import is_module
+from ckpt.state.optimizer_names import NamedModules, ParameterNames, groups_of, names_by_group, parameter_names
+from ckpt.state.torch_keys import has_named_parameters
 from ckpt.state.tree import Node, PerRank, encode_key, join_path
 from ckpt.state.tree_rebuild import decode_key
 
 
 def modules_in(state: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the torch modules in the containers of a state, each with its path.
+    """Yield the modules in the containers of a state, each with its path.
 
     above: the ids of the containers around this one.
     """
-    if is_module(state):
+    if has_named_parameters(state):
         yield path, state
         return
     if id(state) in above:  # the state contains itself, which flatten() refuses
@@ -108,7 +108,7 @@ def reorder_state(optimizer: Any, modules: NamedModules, node: Node, state: Node
     count = sum(len(_dict_value(group, "params")) for group in groups)
     saved = ParameterNames(*(names if names and len(names) == count else None for names in (by_path, by_group)))
     numbers = new_numbers(saved, parameter_names(optimizer, modules))
-    return None if numbers is None else _renumber(state, groups, numbers, optimizer.param_groups)
+    return None if numbers is None else _renumber(state, groups, numbers, groups_of(optimizer))
 
 
 def _parameter_groups(state: Node) -> list[Node]:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Set
 from typing import Any, NamedTuple
 
+from ckpt.state.frameworks import framework_function
+
 _WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 """The prefix of names in a module wrapped for activation checkpointing; `state_dict()` has the names without it."""
 
@@ -31,12 +33,21 @@ class ModuleEntries(NamedTuple):
     """Parameters without requires_grad."""
 
 
+def has_named_parameters(value: Any) -> bool:
+    """Return whether `value` is a module of torch, or a layer of a framework whose parameters have names too."""
+    of_framework = framework_function(value, "is_module")
+    return is_module(value) or (of_framework is not None and bool(of_framework(value)))
+
+
 _NO_ENTRIES = ModuleEntries([], [])
 
 
 def module_entries(value: Any) -> ModuleEntries:
-    """Return the buffers and frozen parameters of a torch module, or of an object with a `members` method, as ModelState."""
+    """Return the buffers and frozen parameters of a module, or of an object with a `members` method, as ModelState."""
     if not is_module(value):
+        if has_named_parameters(value) and (of_framework := framework_function(value, "module_entries")) is not None:
+            found: ModuleEntries = of_framework(value)
+            return found
         named = getattr(type(value), "members", None) if hasattr(type(value), "state_dict_like") else None
         return named(value) if callable(named) else _NO_ENTRIES
     buffers, frozen = [], []
@@ -55,6 +66,8 @@ def mismatched_keys(module: Any, own_keys: Set[str], given_keys: Set[str]) -> tu
     Keys below a submodule with its own way to load are not compared. No keys are compared where the module itself has one, or
     where a load hook may change the given or missing keys.
     """
+    if not is_module(module):  # a layer of another framework, which has no load hooks
+        return sorted(own_keys - given_keys), sorted(given_keys - own_keys)
     base = sys.modules["torch"].nn.Module
     parts = list(module.named_modules(remove_duplicate=False))
     hooked = any(getattr(part, hooks, None) for _, part in parts for hooks in _LOAD_HOOKS)

@@ -26,7 +26,7 @@ from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import BytesLeaf, NumpyScalarLeaf
 from ckpt.state.optimizer_names import is_optimizer, names_by_path
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, is_random_generator, state_of
-from ckpt.state.torch_keys import is_module, module_entries
+from ckpt.state.torch_keys import has_named_parameters, module_entries
 from ckpt.storage.base.errors import first_line
 
 Node = Any
@@ -272,7 +272,7 @@ class _Flattener:
         self._name_sets.update((join_path(path, name), self._buffers) for name in buffers)
         self._name_sets.update((join_path(path, name), self._frozen) for name in frozen)
         node = {"object": self.node(state_of(stateful, value, path), path), "class": _type_name(type(value))}
-        if is_module(value):
+        if has_named_parameters(value):
             self._modules.append((path, value))
         elif is_optimizer(value):
             self._optimizers.append((value, node))

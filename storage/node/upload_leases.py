@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckpt.storage.base.errors import NoSpace, NotFound, Unavailable
@@ -38,8 +38,6 @@ class UploadLeases:
         self._lease_seconds = lease_seconds
         self._changed = threading.Condition()
         self._uploads: dict[str, LeasedUpload] = {}
-        self._ending: list[LeasedUpload] = []
-        """Uploads that no call finds any more, but whose files still take space: they are being committed or removed."""
         self._is_closed = False
 
     def create(self, name: str, size_hint: int) -> str:
@@ -112,7 +110,7 @@ class UploadLeases:
 
     def _free_bytes(self) -> int:
         """Return the bytes that may still be reserved. The caller has the lock."""
-        return max(0, self._unpromised_bytes(sum(u.reserved_bytes for u in (*self._uploads.values(), *self._ending))))
+        return max(0, self._unpromised_bytes(sum(u.reserved_bytes for u in self._uploads.values())))
 
     def commit(self, key: str, length: int | None = None) -> int:
         """Make the object durable and visible, and return its length.
@@ -123,7 +121,7 @@ class UploadLeases:
         try:
             return upload.writer.commit(length)
         finally:
-            self._discard([upload])
+            upload.writer.abort()
 
     def abort(self, key: str) -> None:
         """Discard an upload. Does nothing if it does not exist any more."""
@@ -131,7 +129,7 @@ class UploadLeases:
             upload = self._remove_when_idle(key)
         except NotFound:
             return
-        self._discard([upload])
+        upload.writer.abort()
 
     def expire(self) -> list[str]:
         """Discard the uploads whose leases have expired, and return the names of their objects."""
@@ -139,8 +137,9 @@ class UploadLeases:
             oldest_allowed = time.monotonic() - self._lease_seconds
             expired = {k: u for k, u in self._uploads.items() if u.touched_at < oldest_allowed and not u.active_calls}
             for key in expired:
-                self._ending.append(self._uploads.pop(key))
-        self._discard(expired.values())
+                del self._uploads[key]
+        for upload in expired.values():
+            upload.writer.abort()
         return [upload.name for upload in expired.values()]
 
     def drain(self, seconds: float) -> int:
@@ -149,8 +148,8 @@ class UploadLeases:
             self._is_closed = True
             self._changed.wait_for(lambda: not self._uploads, seconds)
             unfinished, self._uploads = list(self._uploads.values()), {}
-            self._ending += unfinished
-        self._discard(unfinished)
+        for upload in unfinished:
+            upload.writer.abort()
         return len(unfinished)
 
     def __len__(self) -> int:
@@ -178,19 +177,8 @@ class UploadLeases:
         """Remove an upload for its last call, wait until no other call uses it, and return it."""
         upload = self._acquire(key)
         with self._changed:
-            if self._uploads.pop(key, None) is not None:
-                self._ending.append(upload)
+            self._uploads.pop(key, None)
             upload.active_calls -= 1
             self._changed.wait_for(lambda: not upload.active_calls, self._lease_seconds)
             self._changed.notify_all()
         return upload
-
-    def _discard(self, uploads: Iterable[LeasedUpload]) -> None:
-        """Remove the files of uploads that have ended, and only then promise their space to others."""
-        for upload in uploads:
-            try:
-                upload.writer.abort()
-            finally:
-                with self._changed:
-                    if upload in self._ending:
-                        self._ending.remove(upload)
