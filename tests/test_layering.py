@@ -24,6 +24,7 @@ FRAMEWORK_FILES = {
     "ckpt/state/leaves/torch.py": "torch",
     "ckpt/state/leaves/dtensor.py": "torch",
     "ckpt/state/leaves/jax.py": "jax",
+    "ckpt/state/leaves/jax_objects.py": "jax",
     "ckpt/adapters/torch.py": "torch",
     "ckpt/adapters/dcp.py": "torch",
     "ckpt/adapters/jax.py": "jax",

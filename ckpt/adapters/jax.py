@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from ckpt.state.leaves.jax_objects import leaf_names
+
 
 class Tree:
     """A pytree as an entry of a state.
@@ -28,7 +30,7 @@ class Tree:
     def state_dict(self) -> dict[str, Any]:
         """Return the leaves by the names of their paths: {"params.dense.kernel": …}. A second leaf of a name gets a "~"."""
         leaves = jax.tree_util.tree_flatten_with_path(self.value)[0]
-        return dict(zip(_leaf_names(leaves), (leaf for _, leaf in leaves), strict=True))
+        return dict(zip(leaf_names(leaves), (leaf for _, leaf in leaves), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the leaves of the tree by the leaves of the same names.
@@ -38,18 +40,7 @@ class Tree:
                 is unknown which of them belongs here.
         """
         leaves, structure = jax.tree_util.tree_flatten_with_path(self.value)
-        names = _leaf_names(leaves)
+        names = leaf_names(leaves)
         if doubtful := [name for name in names if f"{name}~" in state and f"{name}~" not in names]:
             raise KeyError(f"two leaves were saved as {doubtful[0]}, and this tree has one: give a tree that has both")
         self.value = structure.unflatten([state[name] for name in names])
-
-
-def _leaf_names(leaves: list[tuple[tuple[Any, ...], Any]]) -> list[str]:
-    """Return a different name for each leaf; in {"a.b": x, "a": {"b": y}} two leaves have one path."""
-    names: dict[str, None] = {}
-    for path, _ in leaves:
-        name = ".".join(jax.tree_util.keystr((key,), simple=True) for key in path) or "value"
-        while name in names:
-            name += "~"
-        names[name] = None
-    return list(names)

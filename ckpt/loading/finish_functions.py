@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from ckpt.state.boxes import whole_box
 from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.static_values import keeps_functions
 from ckpt.state.tree import Node
 from ckpt.state.tree_rebuild import scalar_bytes
 
@@ -22,6 +24,18 @@ def tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
         return tuple.__new__(type(like), values)  # the constructor of a namedtuple would take each value as an argument
     except TypeError:  # a type of an extension module, such as torch.Size
         return type(like)(values)
+
+
+def dataclass_like(like: Any, parts: dict[str, Finish]) -> Any:
+    """Set fields of a dataclass to the values that `parts` return, and return it; if it is immutable, a new one."""
+    made = like
+    if type(like).__dataclass_params__.frozen or keeps_functions(like):  # the modules of equinox are immutable
+        made = object.__new__(type(like))
+        for field in dataclasses.fields(like):
+            object.__setattr__(made, field.name, getattr(like, field.name))
+    for name, part in parts.items():
+        object.__setattr__(made, name, part())
+    return made
 
 
 def finish_once(leaf: ArrayLeaf) -> Finish:

@@ -15,7 +15,7 @@ from typing import Any
 from ckpt.block_io.read_plan import Target
 from ckpt.errors import LeafMismatch, LeafNotFound
 from ckpt.format.manifest import Saved
-from ckpt.loading.finish_functions import Finish, fill_scalar, finish_once, tuple_like
+from ckpt.loading.finish_functions import Finish, dataclass_like, fill_scalar, finish_once, tuple_like
 from ckpt.state.alias_notes import AliasNote, read_alias_note
 from ckpt.state.dtypes import numpy_dtype
 from ckpt.state.leaves import as_leaf, empty_leaf
@@ -23,9 +23,10 @@ from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.name_patterns import entries, select, suggest
 from ckpt.state.optimizer_names import add_missing_moments, is_optimizer
 from ckpt.state.optimizer_order import ParametersMismatch, modules_in, reorder_state
-from ckpt.state.stateful import Stateful, as_stateful, get_attribute, state_of
+from ckpt.state.stateful import Stateful, as_stateful, get_attribute, method, state_of
+from ckpt.state.static_values import is_function, is_plain, static_fields
 from ckpt.state.torch_keys import has_named_parameters, mismatched_keys
-from ckpt.state.tree import Node, PerRank, join_path
+from ckpt.state.tree import Node, PerRank, flatten, join_path
 from ckpt.state.tree_rebuild import decode_key, empty_dict, rebuild
 from ckpt.storage.base.errors import CkptError, IntegrityError
 
@@ -124,11 +125,16 @@ class TargetMatcher:
             return self._tuple(like, node, path)
         if dataclasses.is_dataclass(like) and not isinstance(like, type):
             return self._dataclass(like, node, path)
-        if not self._is_selected(path):
+        if not self._is_selected(path) or (node is None and is_function(like)):
             return None
-        if isinstance(node, dict) and "array" in node and node["kind"] != "bytes":
+        if isinstance(node, dict) and "array" in node and node["kind"] != "bytes" and not self._is_traced_number(like, node):
             raise self._kind_mismatch(like, node, path)
         return self.rebuild(node)
+
+    def _is_traced_number(self, like: Any, node: Node) -> bool:
+        """Return whether a number of `like` was saved as a jax array without axes, as jit returns it: flax counts steps so."""
+        is_number = isinstance(like, (int, float, complex))
+        return is_number and node["kind"] == "jax" and "key" not in node and self._lookup(node["array"], "").shape == ()
 
     def _per_rank(self, like: PerRank, node: Node, path: str) -> Finish | None:
         finish = self.match(like.value, node, path)
@@ -212,22 +218,18 @@ class TargetMatcher:
         fields = [f.name for f in dataclasses.fields(like)]
         if not (isinstance(node, dict) and "dataclass" in node) or node["fields"] != fields:
             raise self._kind_mismatch(like, node, path)
-        parts = self._items([getattr(like, f) for f in fields], node["dataclass"], fields, path)
-        if not any(parts):
-            return None
+        static = static_fields(like)
+        parts: dict[str, Finish] = {}
+        for name, child in zip(fields, node["dataclass"], strict=True):
+            match = self._match_static if name in static else self.match
+            if (part := match(getattr(like, name), child, join_path(path, name))) is not None:
+                parts[name] = part
+        return (lambda: dataclass_like(like, parts)) if parts else None
 
-        def finish() -> Any:
-            made = like
-            if type(like).__dataclass_params__.frozen:
-                made = object.__new__(type(like))
-                for name in fields:
-                    object.__setattr__(made, name, getattr(like, name))
-            for name, part in zip(fields, parts, strict=True):
-                if part is not None:
-                    object.__setattr__(made, name, part())
-            return made
-
-        return finish
+    def _match_static(self, value: Any, node: Node, path: str) -> None:
+        """Keep a static field of `like`; log a warning if it is another plain value than the saved one."""
+        if is_plain(value) and flatten(value).node != node and self._is_selected(path):
+            log.warning("leaf %s: `like` has %.80r, unlike %s; it is static, so it stays", path, value, self._where)
 
     def _array(self, leaf: ArrayLeaf, node: Node, path: str) -> Finish | None:
         if not self._is_selected(path):
@@ -272,7 +274,7 @@ class TargetMatcher:
         It gets an outline of the saved state, with a `Saved` for each array.
         """
         state = node["object"] if isinstance(node, dict) and "object" in node else node
-        if callable(shape := stateful.like or getattr(like, "state_dict_like", None)):
+        if callable(shape := stateful.like or method(like, "state_dict_like")):
             try:
                 target = shape(self._saved_outline(state, path), self._selector is None)
             except (TypeError, ValueError) as error:
@@ -289,12 +291,12 @@ class TargetMatcher:
 
         def load() -> Any:
             try:
-                stateful.set(finish())
+                made = stateful.set(finish())
             except Exception as error:
                 reason = " ".join(str(error).split())
                 message = f"leaf {path or '(root)'}: {_type_with_article(like)} refused the state of {self._where}: {reason}"
                 raise LeafMismatch(message) from error
-            return like
+            return made if stateful.replaces else like
 
         return load
 

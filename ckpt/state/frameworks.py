@@ -13,6 +13,10 @@ and, where the framework has them,
     module_entries(value) -> ModuleEntries          the names of its buffers and frozen parameters
     param_groups(value) -> list[dict] | None        of an optimizer whose state numbers its parameters, as torch's does
     is_random_generator(value) -> bool              each rank of a group stores its own
+    as_pytree(value) -> Stateful | None             the same for a value of a class that a user registers with the framework
+    static_fields(value) -> frozenset[str]          the fields of a dataclass that are no data, but part of the program
+    keeps_functions(value) -> bool                  whether functions inside of an object are part of the program
+    advice(value) -> str | None                     what to store in place of an object that is refused
     random_state() -> Any, set_random_state(state)  the global generators, for `ckpt.RandomState`
 
 A further framework is one file there, and one row of the table here.
@@ -30,7 +34,9 @@ from typing import Any
 from ckpt.errors import FormatError, LeafMismatch
 
 _FILE_OF_PACKAGE = {
-    "torch": "torch", "jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "keras": "keras", "paddle": "paddle",
+    "torch": "torch",
+    "jax": "jax", "jaxlib": "jax", "flax": "jax", "equinox": "jax", "optax": "jax",
+    "grain": "grain", "tensorflow": "tensorflow", "keras": "keras", "paddle": "paddle",
 }  # fmt: skip
 """By the package in which a framework defines its types: the file in `ckpt/state/leaves/`, which is also the stored kind."""
 

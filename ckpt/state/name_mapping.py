@@ -98,8 +98,8 @@ class _Renamer:
         state = state_of(stateful, like, path)
         if not is_module(like) and (home := self._saved_path(state, path)) in self._saved:
             return self._rename_parameters(self._saved[home])
-        if callable(follow := getattr(like, "renamed", None)):
-            state_node = follow(
+        if hasattr(type(like), "renamed"):
+            state_node = like.renamed(
                 self._tree,
                 lambda name: self._rename(join_path(path, name)),
                 lambda v, name: self.node(v, join_path(path, name)),

@@ -13,6 +13,7 @@ import numpy as np
 
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.frameworks import framework_function, imported_files
+from ckpt.state.static_values import is_plain
 from ckpt.storage.base.errors import CkptError, first_line
 
 
@@ -25,6 +26,8 @@ class Stateful:
     like: Callable[[Any, bool], dict[str, Any]] | None = None
     """Returns the state that a load fills; its arguments are those of `state_dict_like` in
     `ckpt.loading.target_matching`. It raises TypeError or ValueError where the saved state does not fit."""
+    replaces: bool = False
+    """Whether the object is immutable, so that `set` returns a new object."""
 
 
 def get_attribute(value: Any, name: str) -> Any:
@@ -41,6 +44,11 @@ def get_attribute(value: Any, name: str) -> Any:
         raise UnsupportedLeaf(
             f"the {name} of a {_type_name(value)} cannot be read ({_describe_error(error)}): {_LEAVE_OUT_HINT}"
         ) from error
+
+
+def method(value: Any, name: str) -> Callable[..., Any] | None:
+    """Return a method that the class defines: attributes of the object may be anything, as those of a generator of nnx."""
+    return getattr(value, name) if hasattr(type(value), name) else None
 
 
 def as_stateful(value: Any, path: str) -> Stateful | None:
@@ -68,6 +76,21 @@ def as_stateful(value: Any, path: str) -> Stateful | None:
         return Stateful(lambda: value.get_state(legacy=False), value.set_state)
     if _is_torch_generator(value):
         return Stateful(value.get_state, value.set_state)
+    return _as_pytree(value, path)
+
+
+def _as_pytree(value: Any, path: str) -> Stateful | None:
+    """Return the functions for a value of a class that the user has registered with a framework."""
+    if is_plain(value):
+        return None
+    for file in imported_files().values():
+        try:
+            found: Stateful | None = file.as_pytree(value) if hasattr(file, "as_pytree") else None
+        except Exception as error:
+            where = f"leaf {path or '(root)'}: flattening a {_type_name(value)}"
+            raise UnsupportedLeaf(f"{where} failed ({_describe_error(error)}): {_LEAVE_OUT_HINT}") from error
+        if found is not None:
+            return found
     return None
 
 

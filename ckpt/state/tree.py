@@ -26,6 +26,7 @@ from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import BytesLeaf, NumpyScalarLeaf
 from ckpt.state.optimizer_names import is_optimizer, names_by_path
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, is_random_generator, state_of
+from ckpt.state.static_values import is_function, keeps_functions, refusal, replacement_advice, static_fields
 from ckpt.state.torch_keys import has_named_parameters, module_entries
 from ckpt.storage.base.errors import first_line
 
@@ -112,6 +113,7 @@ class _Flattener:
         self._name_of_identity: dict[Hashable, str] = {}
         self._name_at_address: dict[int, str] = {}  # the first leaf at each address
         self._addresses: list[int | None] = []  # one for each leaf, in the order of `leaves`
+        self._function_keepers = 0  # the number of open containers in which functions count as static
         self._open_containers: set[int] = set()  # ids of the containers around the current value: finds a state in itself
 
     def run(self, state: Any) -> FlatState:
@@ -177,10 +179,9 @@ class _Flattener:
             return self._container(value, path, self._dataclass)
         if isinstance(value, (bool, int, float, str)) and kind.__module__ == "builtins":
             return value
-        raise UnsupportedLeaf(
-            f"leaf {path or '(root)'}: a {_type_name(kind)} cannot be stored without pickle; give it state_dict() and "
-            "load_state_dict(), turn it into arrays and plain values, or leave it out of the state"
-        )
+        if self._function_keepers and is_function(value):
+            return None
+        raise refusal(value, path)
 
     def _can_differ_by_rank(self) -> bool:
         """Return whether other ranks may have another value under this path."""
@@ -250,12 +251,24 @@ class _Flattener:
 
     def _dataclass(self, value: Any, path: str) -> Node:
         values = {f.name: self._field(value, f.name, path) for f in dataclasses.fields(value)}
+        if replacement_advice(value) is not None:
+            raise refusal(value, path)
         require_plain_container(value, path, values)
-        return {
-            "dataclass": [self.node(item, join_path(path, name)) for name, item in values.items()],
-            "class": _type_name(type(value)),
-            "fields": list(values),
-        }
+        static, keeps = static_fields(value), keeps_functions(value)
+        self._function_keepers += keeps
+        nodes = [
+            (self._static_value if name in static else self.node)(item, join_path(path, name)) for name, item in values.items()
+        ]
+        self._function_keepers -= keeps
+        return {"dataclass": nodes, "class": _type_name(type(value)), "fields": list(values)}
+
+    def _static_value(self, value: Any, path: str) -> Node:
+        """Return the node of a static field: null for a value that cannot be stored, since a load keeps that of `like`."""
+        try:
+            _Flattener(self._rank).node(value, path)
+        except UnsupportedLeaf:
+            return None
+        return self.node(value, path)
 
     def _field(self, value: Any, name: str, path: str) -> Any:
         try:

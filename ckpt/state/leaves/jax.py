@@ -14,8 +14,11 @@ import numpy as np
 from ckpt.state.boxes import Box, Replica
 from ckpt.state.dtypes import dtype_name, numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, LeafShard
+from ckpt.state.leaves.jax_objects import advice, as_pytree, as_stateful, keeps_functions, static_fields
 from ckpt.state.leaves.numpy import HostLeaf, NumpyLeaf, flat_bytes
 from ckpt.state.leaves.sharded import ShardedLeaf
+
+__all__ = ["advice", "as_leaf", "as_pytree", "as_stateful", "empty_leaf", "is_array", "keeps_functions", "static_fields"]
 
 
 def is_array(kind: type) -> bool:
@@ -33,8 +36,8 @@ def as_leaf(value: jax.Array) -> ArrayLeaf:
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
-    """Return the target of a new array on the default device; attributes: key (the random generator of a key array)."""
-    return _JaxTarget(dtype, shape, None, attributes.get("key"))
+    """Return the target of a new array on the default device; attributes: those of a `JaxLeaf`."""
+    return _JaxTarget(dtype, shape, None, attributes.get("key"), bool(attributes.get("weak")))
 
 
 class JaxLeaf(HostLeaf):
@@ -60,7 +63,7 @@ class JaxLeaf(HostLeaf):
         return ("jax", id(self.value))
 
     def attributes(self) -> dict[str, Any]:
-        return {"key": self._key} if self._key else {}
+        return _attributes(self._data, self._key)
 
     def is_frozen(self) -> bool:
         # The numpy array keeps a host buffer alive even if jit donates it. Donation would delete a device buffer, but
@@ -68,7 +71,9 @@ class JaxLeaf(HostLeaf):
         return True
 
     def target(self) -> ArrayLeaf:
-        return _JaxTarget(self.dtype, self.shape, self.value.sharding, self._key)
+        # An array without a committed device may be combined with arrays over a mesh: the loaded one is as free.
+        sharding = self.value.sharding if getattr(self.value, "_committed", True) else None
+        return _JaxTarget(self.dtype, self.shape, sharding, self._key, self._data.weak_type)
 
 
 class _JaxTarget(NumpyLeaf):
@@ -76,12 +81,13 @@ class _JaxTarget(NumpyLeaf):
 
     kind = "jax"
 
-    __slots__ = ("_key", "_sharding")
+    __slots__ = ("_key", "_sharding", "_weak")
 
-    def __init__(self, dtype: str, shape: tuple[int, ...], sharding: Any, key: str | None) -> None:
+    def __init__(self, dtype: str, shape: tuple[int, ...], sharding: Any, key: str | None, weak: bool = False) -> None:
         super().__init__(np.empty(shape, numpy_dtype(dtype)))
         self._sharding = sharding
         self._key = key
+        self._weak = weak
 
     def attributes(self) -> dict[str, Any]:
         return {"key": self._key} if self._key else {}
@@ -90,7 +96,8 @@ class _JaxTarget(NumpyLeaf):
         if self._key:
             made = jax.random.wrap_key_data(jax.numpy.asarray(self.value), impl=self._key)
             return jax.device_put(made, self._sharding)
-        return _require_same_dtype(jax.device_put(self.value, self._sharding), self)
+        made = _require_same_dtype(jax.device_put(self.value, self._sharding), self)
+        return _weakly_typed(made) if self._weak else made
 
 
 class JaxShards(ShardedLeaf):
@@ -111,7 +118,7 @@ class JaxShards(ShardedLeaf):
                 parts[box] = LeafShard(
                     _HostShard(np.asarray(shard.data)), box, Replica(holders.index(mine), len(holders), holders)
                 )
-        attributes = {"key": self._key} if self._key else {}
+        attributes = _attributes(self._data, self._key)
         dtype = np.dtype(self._data.dtype)
         super().__init__(value, "jax", shape, dtype_name(dtype), dtype.itemsize, list(parts.values()), attributes)
 
@@ -119,7 +126,7 @@ class JaxShards(ShardedLeaf):
         return ("jax", id(self.value))
 
     def target(self) -> ArrayLeaf:
-        return _JaxShardsTarget(self, self._data.sharding, self._key)
+        return _JaxShardsTarget(self, self._data.sharding, self._key, self._data.weak_type)
 
 
 class _HostShard(NumpyLeaf):
@@ -137,21 +144,24 @@ class _HostShard(NumpyLeaf):
 class _JaxShardsTarget(ShardedLeaf):
     """Bytes on the host for each shard of this process, from which `finish` makes a jax array after a load has filled them."""
 
-    __slots__ = ("_key", "_sharding")
+    __slots__ = ("_key", "_sharding", "_weak")
 
-    def __init__(self, like: JaxShards, sharding: Any, key: str | None) -> None:
+    def __init__(self, like: JaxShards, sharding: Any, key: str | None, weak: bool) -> None:
         dtype = numpy_dtype(like.dtype)
         parts = [LeafShard(NumpyLeaf(np.empty(p.box.shape, dtype)), p.box, p.replica) for p in like.shards()]
         super().__init__(None, "jax", like.shape, like.dtype, like.itemsize, parts)
         self._sharding = sharding
         self._key = key
+        self._weak = weak
 
     def finish(self) -> Any:
         shards = {p.box: p.leaf.value for p in self.shards()}
         devices = self._sharding.addressable_devices_indices_map(self.shape)
         arrays = [jax.device_put(shards[_box_of_index(index, self.shape)], device) for device, index in devices.items()]
         made = jax.make_array_from_single_device_arrays(self.shape, self._sharding, arrays)
-        return jax.random.wrap_key_data(made, impl=self._key) if self._key else _require_same_dtype(made, self)
+        if self._key:
+            return jax.random.wrap_key_data(made, impl=self._key)
+        return _weakly_typed(_require_same_dtype(made, self)) if self._weak else _require_same_dtype(made, self)
 
 
 def _plain_data(value: jax.Array) -> tuple[jax.Array, str | None]:
@@ -159,6 +169,15 @@ def _plain_data(value: jax.Array) -> tuple[jax.Array, str | None]:
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(value), str(jax.random.key_impl(value))
     return value, None
+
+
+def _attributes(data: jax.Array, key: str | None) -> dict[str, Any]:
+    return {"key": key} if key else {"weak": True} if data.weak_type else {}
+
+
+def _weakly_typed(value: jax.Array) -> jax.Array:
+    """Return the array with a weak type, by which results take the dtype of the other operand: other rounding without it."""
+    return jax._src.lax.lax._convert_element_type(value, weak_type=True)  # jax has no public function for it
 
 
 def _require_same_dtype(made: jax.Array, leaf: ArrayLeaf) -> jax.Array:
