@@ -113,12 +113,12 @@ class ModelState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the filled state of `state_dict_like` into the models and optimizers; ignore entries of other models."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         state = _map_nested(state, _unwrap)
         for model in self._models:
             mine = {name: state["model"][name] for name in get_model_state_dict(model) if name in state["model"]}
-            set_model_state_dict(model, mine)
+            self._set_model(model, mine)
         if "optimizer" in state:
             names = self._names()
             for optimizer in self._optimizers:
@@ -137,6 +137,11 @@ class ModelState:
                 raise InvalidArgument(f"two of the models of a ModelState have a {min(twice)}; give each its own ModelState")
             found.update(state)
         return found
+
+    def _set_model(self, model: Any, state: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        set_model_state_dict(model, state)
 
     def _names(self) -> dict[Any, str]:
         """Return the name of each parameter; the first one if it has several."""

@@ -1,0 +1,156 @@
+"""Trainer of transformers with checkpoints in a ckpt repository, and a mixin for subclasses of Trainer, such as those of TRL.
+
+Usage:
+
+    from ckpt.adapters.transformers import CkptTrainer
+    trainer = CkptTrainer(model, args, train_dataset=dataset, ckpt="/data/run")
+    trainer.train(resume_from_checkpoint=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from transformers import Trainer, TrainerCallback
+
+from ckpt.adapters.transformers_run import TrainerRun, require_supported
+from ckpt.repository.repository import Url
+from ckpt.storage.base.errors import IntegrityError, InvalidArgument
+
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look into transformers
+    """Makes a subclass of Trainer save to and resume from a ckpt repository. Name it before the other base class:
+
+        class CkptSFTTrainer(CheckpointedTrainer, SFTTrainer):
+            pass
+
+        trainer = CkptSFTTrainer(model, args=args, train_dataset=dataset, ckpt="/data/run")
+        trainer.train(resume_from_checkpoint=True)
+
+    ckpt: the URL of the repository. None means the one in CKPT_DIR, or else the folder `ckpt` in `output_dir`.
+
+    When a step is saved follows from the TrainingArguments: save_strategy, save_steps, save_total_limit, save_only_model,
+    load_best_model_at_end and metric_for_best_model. A save runs in the background. It has the model, the optimizer, the
+    scheduler, the scaler, the random generators of each rank, the state of the Trainer and the position in the data. With
+    save_total_limit, the best model is also saved to a repository of its own, with the suffix "-best". Of a peft model, only
+    the adapters are saved.
+
+    `train(resume_from_checkpoint=True)` continues from the newest complete step, and starts from the beginning where there is
+    none. A number or "checkpoint-500" names a step. A folder that Trainer itself has saved is loaded as Trainer does it.
+
+    The continuation equals an uninterrupted training bit for bit if the training itself is deterministic. Two kinds of
+    randomness are not repeated: what workers of the data loader draw (`dataloader_num_workers` above 0), and what an
+    IterableDataset draws from the global generators.
+
+    Raises:
+        InvalidArgument: At `train`, for DeepSpeed, FSDP1, hyperparameter search, and uploads of checkpoints to the hub.
+    """
+
+    def __init__(self, *args: Any, ckpt: Url | None = None, **kwargs: Any) -> None:
+        self._ckpt_url = ckpt
+        self._ckpt_run: TrainerRun | None = None
+        super().__init__(*args, **kwargs)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as Trainer does; see the class for `resume_from_checkpoint`."""
+        require_supported(self, args[0] if args else kwargs.get("trial"))
+        with TrainerRun(self, self._ckpt_url) as run:
+            self._ckpt_run = run
+            try:
+                folder = run.choose(resume_from_checkpoint)
+                while True:
+                    try:
+                        return super().train(folder, *args, **kwargs)
+                    except IntegrityError as error:
+                        folder = run.choose_older(error)
+            finally:
+                self._ckpt_run = None
+                run.publish_best()
+
+    # --- what Trainer calls ------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any = None, *args: Any, **kwargs: Any) -> None:
+        if self._ckpt_run is None:
+            super()._save_checkpoint(model, trial, *args, **kwargs)
+        else:
+            self._ckpt_run.save()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        if not self._loads(resume_from_checkpoint):  # otherwise the model is loaded with the optimizer
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._ckpt_run is not None and self._loads(checkpoint):
+            self._ckpt_run.load()
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if not self._loads(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._ckpt_run is not None and self._loads(checkpoint):
+            self._ckpt_run.continue_training()
+        else:
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        if self._ckpt_run is None or not self._ckpt_run.load_best():
+            super()._load_best_model()
+
+    def _loads(self, checkpoint: str | None) -> bool:
+        return self._ckpt_run is not None and self._ckpt_run.owns(checkpoint)
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        return loader if self._ckpt_run is None else self._ckpt_run.data.wrap(loader)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        if self._ckpt_run is not None:
+            epoch_iterator = self._ckpt_run.data.watch(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        if self._ckpt_run is not None:
+            self._ckpt_run.loss = loss
+        return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._ckpt_run is not None:
+            self._ckpt_run.note_step()
+
+
+class CkptTrainer(CheckpointedTrainer, Trainer):  # type: ignore[misc]
+    """Trainer of transformers that saves to and resumes from a ckpt repository; see `CheckpointedTrainer`.
+
+    trainer = CkptTrainer(model, args, train_dataset=dataset, ckpt="/data/run")
+    trainer.train(resume_from_checkpoint=True)
+    """
+
+
+class Checkpoints(TrainerCallback):  # type: ignore[misc]
+    """Refuses to train: a callback of Trainer can't resume, because it can't set the position in the data. Use CkptTrainer.
+
+    url: the URL of a repository, which the error repeats.
+    """
+
+    def __init__(self, url: Url | None = None, **options: Any) -> None:
+        self._url = url
+
+    def on_init_end(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse()
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise InvalidArgument(
+            "a callback of Trainer cannot set the position in the data, so a resumed run would repeat samples: write "
+            f"ckpt.adapters.transformers.CkptTrainer(..., ckpt={self._url!r}) without this callback"
+        )

@@ -1,0 +1,304 @@
+"""One call of `CheckpointedTrainer.train`: its saves, and the step from which it resumes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
+
+from ckpt.adapters.peft import AdapterState, is_peft_model
+from ckpt.adapters.torch import ModelState
+from ckpt.adapters.transformers_data import DataPosition
+from ckpt.api import load_newest, load_step
+from ckpt.checkpointer import Checkpointer
+from ckpt.errors import StepNotFound
+from ckpt.groups import as_group
+from ckpt.loading.group_load import LoadRequest
+from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
+from ckpt.repository.repository import Url, open_repository, resolve_url
+from ckpt.storage.base.errors import IntegrityError, InvalidArgument
+
+log = logging.getLogger("ckpt")
+
+_STEP_NAME = re.compile(r"(?:.*/)?(?:checkpoint-)?(\d+)/?")
+_STATE_FILE = "trainer_state.json"
+
+
+def require_supported(trainer: Any, trial: Any) -> None:
+    """Raise InvalidArgument if a Trainer is set up in a way that can't be saved by ckpt, with what to do instead."""
+    args = trainer.args
+    if trial is not None or getattr(trainer, "hp_search_backend", None) is not None:
+        raise InvalidArgument("all trials of a hyperparameter search would save to one repository: use Trainer for the search")
+    if trainer.is_deepspeed_enabled:
+        raise InvalidArgument("CkptTrainer does not save DeepSpeed engines: train with FSDP2 or DDP, or use Trainer")
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
+        raise InvalidArgument("CkptTrainer does not save FSDP1: set fsdp_version to 2 in fsdp_config")
+    if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end":
+        raise InvalidArgument(
+            f"hub_strategy={getattr(args.hub_strategy, 'value', args.hub_strategy)!r} uploads checkpoint folders, which ckpt "
+            "does not write: use hub_strategy='end'"
+        )
+
+
+class TrainerRun:
+    """The Checkpointer of one call of `train`, and what it saves and loads."""
+
+    def __init__(self, trainer: Any, url: Url | None) -> None:
+        if url is None and not os.environ.get("CKPT_DIR"):
+            url = Path(trainer.args.output_dir) / "ckpt"
+        limit = trainer.args.save_total_limit
+        self._trainer, self._url = trainer, resolve_url(url)
+        self._limit: int | None = limit if limit and limit > 0 else None
+        self.data = DataPosition()
+        self.loss: Any = None
+        self._progress = _Progress(trainer)
+        self._saver = Checkpointer(self._url, every=None, keep=self._limit)
+        self._best_saver: Checkpointer | None = None
+        self._best_step: int | None = None
+        self._noted_step: int | None = None
+        self._resume_step: int | None = None
+        self._may_fall_back = self._is_loaded = False
+        self._state: dict[str, Any] | None = None
+        self._folder = tempfile.mkdtemp(prefix="ckpt-")
+
+    def __enter__(self) -> TrainerRun:
+        self._saver.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            if self._best_saver is not None:
+                self._best_saver.__exit__(kind, error, tb)
+        finally:
+            self._saver.__exit__(kind, error, tb)
+
+    # --- which step --------------------------------------------------------------------------------------------
+
+    def choose(self, resume: Any) -> str | None:
+        """Return what `Trainer.train` takes as its `resume_from_checkpoint`.
+
+        This is a folder with the state of the Trainer, which belongs to a step of the repository, or a folder that Trainer has
+        saved, or None for a training from the beginning.
+        """
+        if resume is None or resume is False:
+            return None
+        if isinstance(resume, (str, os.PathLike)) and os.path.isfile(os.path.join(resume, _STATE_FILE)):
+            return os.fspath(resume)
+        newest = resume is True or str(resume).lower() == "true" or str(resume) == str(self._url)
+        named = None if newest else _STEP_NAME.fullmatch(str(resume))
+        if not newest and named is None:
+            raise InvalidArgument(
+                f"resume_from_checkpoint={resume!r} is neither a step nor a folder that Trainer saved: use True or a number"
+            )
+        target = {"trainer": self._progress.target()}
+        target, start = self._saver.restore(target, step=int(named[1]) if named else None)
+        if start:
+            self._may_fall_back = newest
+            return self._make_folder(start - 1, target)
+        output = self._trainer.args.output_dir
+        found: str | None = get_last_checkpoint(output) if os.path.isdir(output) else None
+        log.warning("%s has no step yet: training starts from %s", self._saver.repository.url, found or "the beginning")
+        return found
+
+    def choose_older(self, error: IntegrityError) -> str:
+        """Return the folder of the step before the one that is damaged; raise the error if the step was named or used."""
+        step = self._resume_step
+        if step is None or not self._may_fall_back or self._is_loaded:
+            raise error
+        repository = self._saver.repository
+        mark_damaged_in_all_tiers(repository, [step])
+        request = LoadRequest({"trainer": self._progress.target()}, group=as_group())
+        found = load_newest(repository, False, request, step)
+        if found is None or found[0] >= step:
+            raise error
+        log.error("step %d is damaged, training continues from step %d: %s", step, found[0], error)
+        return self._make_folder(*found)
+
+    def _make_folder(self, step: int, state: dict[str, Any]) -> str:
+        self._resume_step = step
+        folder = Path(self._folder, f"checkpoint-{step}")
+        folder.mkdir(exist_ok=True)
+        (folder / _STATE_FILE).write_text(state["trainer"].text)
+        return str(folder)
+
+    def owns(self, checkpoint: str | None) -> bool:
+        """Return whether a folder is one that `choose` has made."""
+        return checkpoint is not None and str(checkpoint).startswith(self._folder + os.sep)
+
+    # --- saving and loading ------------------------------------------------------------------------------------
+
+    def _make_state(self) -> dict[str, Any]:
+        trainer = self._trainer
+        if trainer.args.save_only_model:
+            return {"trainer": self._progress, "train": _model_state(trainer.model)}
+        state = {
+            "trainer": self._progress, "train": _model_state(trainer.model, trainer.optimizer),
+            "scheduler": trainer.lr_scheduler, "data": self.data,
+        }  # fmt: skip
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        if scaler is not None:
+            state["scaler"] = scaler
+        if not self._saver_is_attached:
+            self._saver.attach(trainer.optimizer)
+            self._saver_is_attached = True
+        return state
+
+    _saver_is_attached = False
+
+    def save(self) -> None:
+        """Save the step that the Trainer has just made, in the background; and the model, if it is the best so far."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        trainer.store_flos()
+        self._saver.save(step, self._current_state())
+        best = getattr(trainer.state, "best_global_step", None)
+        if best and best == step and self._limit is not None:
+            if self._best_saver is None:
+                self._best_saver = Checkpointer(self._best_url(), every=None, keep=1)
+            self._best_saver.save(step, {"train": _model_state(trainer.model)})
+        if best:
+            self._best_step = best
+            trainer.state.best_model_checkpoint = self._best_text()
+
+    def _current_state(self) -> dict[str, Any]:
+        if self._state is None or self._state["train"].model is not self._trainer.model:
+            self._state = self._make_state()
+        return self._state
+
+    def load(self) -> None:
+        """Load the chosen step into the objects of the Trainer, which are complete by now."""
+        assert self._resume_step is not None
+        self._state = None
+        state = self._current_state() | {"trainer": self._progress.target()}
+        self._saver.restore(state, step=self._resume_step)
+        self._progress.copy_from(state["trainer"])
+        self._best_step = self._trainer.state.best_global_step
+        if self._best_step:
+            self._trainer.state.best_model_checkpoint = self._best_text()
+        self._is_loaded = True
+
+    def continue_training(self) -> None:
+        """Set the random generators, and the losses that are not logged yet. The Trainer has reset those before."""
+        self.data.continue_random()
+        self._progress.restore_losses()
+
+    def note_step(self) -> None:
+        """Publish the heartbeat of a step; it may save the step and end the process where `ckpt-run` asks for that."""
+        step = self._trainer.state.global_step
+        if step == self._noted_step:
+            return
+        self._noted_step = step
+        self._saver.step(step, self._current_state(), loss=self.loss)
+
+    # --- the best model ----------------------------------------------------------------------------------------
+
+    def _best_url(self) -> Url:
+        if not isinstance(self._url, (str, os.PathLike)):
+            raise InvalidArgument("save_total_limit with a best model needs a URL as text in ckpt=, for a second repository")
+        path, mark, query = str(self._url).partition("?")
+        return path.rstrip("/") + "-best" + mark + query
+
+    def _best_text(self) -> str:
+        return f"{self._url if self._limit is None else self._best_url()} (step {self._best_step})"
+
+    def load_best(self) -> bool:
+        """Load the best model at the end of the training; return whether it was saved here."""
+        trainer = self._trainer
+        step = trainer.state.best_global_step
+        if not step or step != self._best_step:
+            return False
+        trainer.state.best_model_checkpoint = None  # the Trainer would look for a folder of this name
+        self._saver.wait()
+        if self._best_saver is not None:
+            self._best_saver.wait()
+        request = LoadRequest({"train": _model_state(trainer.model)}, group=as_group())
+        try:
+            repository = self._saver.repository if self._limit is None else open_repository(self._best_url())
+            load_step(repository, step, request)
+        except StepNotFound:  # saved without a limit
+            load_step(self._saver.repository, step, request)
+        return True
+
+    def publish_best(self) -> None:
+        """Name the best step in the state of the Trainer, after the training."""
+        if self._best_step:
+            self._trainer.state.best_model_checkpoint = self._best_text()
+
+
+def _model_state(model: Any, optimizer: Any = None) -> _NamedModel:
+    kind = _Adapters if is_peft_model(model) else _Model
+    return kind(model, getattr(optimizer, "optimizer", optimizer))
+
+
+class _NamedModel:
+    """A ModelState that knows its model."""
+
+    model: Any
+
+
+class _Model(_NamedModel, ModelState):
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        super().__init__(model, optimizer)
+        self.model = model
+
+
+class _Adapters(_NamedModel, AdapterState):
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        super().__init__(model, optimizer)
+        self.model = model
+
+
+class _Progress:
+    """The state of the Trainer as JSON, which rank 0 stores for all, and the losses of this rank that are not logged yet."""
+
+    def __init__(self, trainer: Any, text: str | None = None) -> None:
+        self._trainer = trainer
+        self.text = text
+        self._losses: list[Any] = []
+
+    def target(self) -> _Progress:
+        """Return an object to load into."""
+        return _Progress(self._trainer, "")
+
+    def copy_from(self, loaded: _Progress) -> None:
+        self._losses = loaded._losses
+
+    def _callback_states(self) -> dict[str, Any]:
+        """Return the states of callbacks, as `Trainer._save_checkpoint` collects them."""
+        found: dict[str, list[Any]] = {}
+        for callback in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, []).append(callback.state())
+        return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.text is not None:
+            return {"json": self.text, "losses": []}
+        trainer = self._trainer
+        pending = getattr(trainer, "_tr_loss", None)
+        losses = [] if pending is None else [float(pending), int(trainer._globalstep_last_logged)]
+        if trainer.args.process_index:
+            return {"losses": losses}
+        trainer.state.stateful_callbacks = self._callback_states()
+        state = asdict(trainer.state) | {"best_model_checkpoint": None}  # the Trainer would look for a folder of this name
+        return {"json": json.dumps(state, default=float), "losses": losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.text, self._losses = str(state["json"]), list(state["losses"])
+
+    def restore_losses(self) -> None:
+        if self._losses and hasattr(self._trainer, "_tr_loss"):
+            self._trainer._tr_loss += self._losses[0]
+            self._trainer._globalstep_last_logged = self._losses[1]
+        self._losses = []

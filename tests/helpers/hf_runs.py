@@ -1,0 +1,104 @@
+"""Runs of programs/hf_training.py: one that is never killed, one that is, and its continuation."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from helpers.folders import PROGRAMS
+from helpers.torchrun import environment
+
+
+def run(folder: Path, name: str, ranks: int = 1, program: str = "hf_training.py", **options: Any) -> tuple[int, str]:
+    """Run a training, and return its exit status and what it has printed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = [str(PROGRAMS / program), str(folder), name, json.dumps(options)]
+    if ranks == 1:
+        return run_in_child(folder / f"{name}.log", arguments)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *launcher, *arguments]
+    process = subprocess.Popen(
+        command, env=environment(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=""), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        printed, _ = process.communicate(timeout=280)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, printed
+
+
+def run_in_child(log: Path, arguments: list[str]) -> tuple[int, str]:
+    """Run a program in a child of this process, which has imported transformers: the import takes longer than a training."""
+    child = multiprocessing.get_context("fork").Process(target=_run_program, args=(log, arguments))
+    child.start()
+    child.join(280)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    return child.exitcode or 0, log.read_text()
+
+
+def _run_program(log: Path, arguments: list[str]) -> None:
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
+    os.environ |= {"HF_HUB_OFFLINE": "1"}
+    sys.argv = arguments
+    status = 0
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def finish(folder: Path, name: str, ranks: int = 1, **options: Any) -> str:
+    """Run a training that must reach its end, and return what it has printed."""
+    status, printed = run(folder, name, ranks, **options)
+    assert status == 0, printed[-4000:]
+    return printed
+
+
+def lines(folder: Path, name: str, rank: int = 0, suffix: str = "jsonl") -> list[Any]:
+    file = folder / f"{name}-{rank}.{suffix}"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def check_continuation(folder: Path, kill_at: int, ranks: int = 1, first: int | None = None, **options: Any) -> None:
+    """Kill a training in the middle of an update, and require that its continuation repeats the losses of a whole run.
+
+    first: the update with which the continuation must begin, if the saves were on the disk before the kill.
+    """
+    finish(folder / "quiet", "quiet", ranks, **options)
+    status, printed = run(folder / "killed", "killed", ranks, kill_at=kill_at, **options)
+    assert status == (-signal.SIGKILL if ranks == 1 else 1), printed[-4000:]
+    if ranks > 1:
+        assert "SIGKILL" in printed
+    finish(folder / "killed", "again", ranks, resume=True, **options)
+    for rank in range(ranks):
+        whole = lines(folder / "quiet", "quiet", rank)
+        killed, again = lines(folder / "killed", "killed", rank), lines(folder / "killed", "again", rank)
+        assert killed == whole[: len(killed)]
+        assert again == whole[len(whole) - len(again) :]
+        assert 0 < again[0][0] <= kill_at
+        assert first is None or again[0][0] == first
+        logged = lines(folder / "killed", "again", rank, "logs.jsonl")
+        assert logged == lines(folder / "quiet", "quiet", rank, "logs.jsonl")[-len(logged) :]
+        assert (
+            lines(folder / "killed", "again", rank, "end.jsonl")[0][:3]
+            == lines(folder / "quiet", "quiet", rank, "end.jsonl")[0][:3]
+        )

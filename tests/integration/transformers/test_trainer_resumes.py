@@ -1,0 +1,99 @@
+"""A Trainer that is killed and resumed has the losses of one that never stopped, bit for bit.
+
+The model has dropout, the dataset and the collator draw random numbers, gradients are accumulated over two batches, and the
+samples are shuffled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers  # noqa: F401  # children of this process then begin at once
+from helpers.hf_runs import check_continuation, finish, lines, run
+
+import ckpt
+
+EACH_BATCH = {"gradient_accumulation_steps": 1, "save_steps": 1, "logging_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("kill_at", "arguments"),
+    [
+        (10, {"save_steps": 4}),  # in the second epoch
+        (7, {"save_steps": 6}),  # between two epochs
+        (2, EACH_BATCH),  # after the first batch of an epoch, which is fetched together with the second
+        (16, {"save_steps": 5, "save_total_limit": 1}),  # in the last epoch
+    ],
+    ids=["in an epoch", "at its end", "at its first batch", "keeping one"],
+)
+def test_one_process(tmp_path: Path, kill_at: int, arguments: dict[str, object]) -> None:
+    check_continuation(tmp_path, kill_at, args=arguments)
+    steps = [checkpoint.step for checkpoint in ckpt.open(tmp_path / "quiet/out/ckpt")]
+    if arguments.get("save_total_limit"):
+        assert len(steps) == 1
+    assert not list((tmp_path / "quiet/out").glob("checkpoint-*"))
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    check_continuation(tmp_path, 9, ranks=2, samples=44, args={"save_steps": 4})
+
+
+def test_order_drawn_from_the_global_generators(tmp_path: Path) -> None:
+    """The sampler draws a permutation at the start of each epoch, which a resumed epoch must draw again."""
+    arguments = {"accelerator_config": {"use_seedable_sampler": False}, "save_steps": 4}
+    check_continuation(tmp_path, 10, args=arguments)
+
+
+def test_stream_and_workers(tmp_path: Path) -> None:
+    """An IterableDataset, and a data loader with workers: exact where they draw no random numbers."""
+    check_continuation(tmp_path / "stream", 5, stream=True, random_data=False, args={"max_steps": 9, "save_steps": 3})
+    check_continuation(tmp_path / "workers", 10, random_data=False, args={"dataloader_num_workers": 1, "save_steps": 4})
+
+
+def test_adapters_of_peft(tmp_path: Path) -> None:
+    """Only the adapters are saved, and the base model comes from the script."""
+    check_continuation(tmp_path, 10, lora=True, args={"save_steps": 4})
+    names = list(ckpt.open(tmp_path / "quiet/out/ckpt").latest())
+    weights = [name for name in names if name.startswith("train.model.")]
+    assert weights
+    assert all("lora_" in name for name in weights)
+
+
+def test_fewer_processes_continue_from_the_same_step(tmp_path: Path) -> None:
+    finish(tmp_path, "two", 2, samples=44, args={"max_steps": 4, "save_steps": 4})
+    finish(tmp_path, "one", 1, samples=44, resume=True, args={"max_steps": 6, "save_steps": 4})
+    assert lines(tmp_path, "one")[0][0] == 4
+
+
+@pytest.mark.parametrize("limit", [1, None])
+def test_best_model_is_loaded_at_the_end(tmp_path: Path, limit: int | None) -> None:
+    arguments = {
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2,
+        "save_total_limit": limit, "learning_rate": 0.5,
+    }  # fmt: skip
+    check_continuation(tmp_path, 10, evaluate=True, args=arguments)
+    (last, _, best, where), *_ = lines(tmp_path / "quiet", "quiet", 0, "end.jsonl")
+    assert best < last
+    assert where.endswith(f"(step {best})")
+    if limit:
+        assert [checkpoint.step for checkpoint in ckpt.open(tmp_path / "quiet/out/ckpt-best")] == [best]
+
+
+def test_a_damaged_step_is_passed_over(tmp_path: Path) -> None:
+    finish(tmp_path, "first", args={"max_steps": 6})
+    for pack in (tmp_path / "out/ckpt/steps").glob("*6/pack/*"):
+        data = bytearray(pack.read_bytes())
+        data[: len(data)] = bytes(len(data))
+        pack.write_bytes(data)
+    finish(tmp_path, "again", resume=True, args={"max_steps": 8})
+    assert lines(tmp_path, "again")[0][0] == 4
+    status, printed = run(tmp_path, "named", resume="checkpoint-12", args={"max_steps": 14})
+    assert status
+    assert "StepNotFound" in printed
+
+
+def test_resuming_where_nothing_is_saved_begins(tmp_path: Path) -> None:
+    printed = finish(tmp_path, "new", resume=True, args={"max_steps": 2})
+    assert "training starts from the beginning" in printed
+    assert lines(tmp_path, "new")[0][0] == 0

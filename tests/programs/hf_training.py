@@ -1,0 +1,176 @@
+"""A training by a subclass of Trainer, for tests/integration/transformers. It may kill itself.
+
+usage: hf_training.py FOLDER NAME OPTIONS    (OPTIONS is JSON)
+
+Each rank appends the loss of each micro-batch to FOLDER/NAME-RANK.jsonl, as [update, loss], and each logged loss to
+FOLDER/NAME-RANK.logs.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+
+import ckpt
+from ckpt.adapters.transformers import CheckpointedTrainer, CkptTrainer
+
+FOLDER, NAME = Path(sys.argv[1]), sys.argv[2]
+OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+RANK = int(os.environ.get("RANK", "0"))
+WORDS = 31
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Sequences of which each access changes a random word, as an augmentation does."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = np.random.RandomState(5).randint(0, WORDS, (count, 8))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        row = self.rows[index].copy()
+        if OPTIONS.get("random_data", True):
+            row[random.randrange(8)] = np.random.randint(WORDS)
+        return {"input_ids": row.tolist()}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, count: int) -> None:
+        self.rows = Tokens(count)
+
+    def __iter__(self) -> Any:
+        for index in range(len(self.rows)):
+            yield self.rows[index]
+
+
+def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([sample["input_ids"] for sample in samples])
+    labels = ids.clone()
+    if OPTIONS.get("random_data", True):
+        ids = torch.where(torch.rand(ids.shape) < 0.15, 0, ids)
+    return {"input_ids": ids, "labels": labels}
+
+
+class Killer(TrainerCallback):
+    """Kills the process in the middle of an update, once the last save is committed."""
+
+    saved = 0
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.saved = state.global_step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == OPTIONS.get("kill_at", -1):
+            while newest_step() < self.saved:
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in logs:
+            write("logs.jsonl", [state.global_step, float(logs["loss"]).hex()])
+
+
+def newest_step() -> int:
+    try:
+        return max(ckpt.open(OPTIONS.get("url", FOLDER / "out/ckpt")).steps(), default=0)
+    except ckpt.StepNotFound:
+        return 0
+
+
+def write(suffix: str, row: list[Any]) -> None:
+    with open(FOLDER / f"{NAME}-{RANK}.{suffix}", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+class Recorder:
+    """Writes the loss of each micro-batch; a base class of a Trainer."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        write("jsonl", [self.state.global_step, float(loss).hex()])  # type: ignore[attr-defined]
+        return loss
+
+
+def make_model() -> Any:
+    torch.manual_seed(7)
+    config = GPT2Config(vocab_size=WORDS, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    model: Any = GPT2LMHeadModel(config)
+    if OPTIONS.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True))
+    return model
+
+
+def make_arguments(kind: Any = TrainingArguments, **more: Any) -> Any:
+    values = {
+        "output_dir": str(FOLDER / "out"), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "num_train_epochs": 3, "learning_rate": 0.01, "lr_scheduler_type": "cosine", "save_steps": 2, "logging_steps": 3,
+        "report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 11,
+        "remove_unused_columns": False,
+    }  # fmt: skip
+    return kind(**(values | more | OPTIONS.get("args", {})))
+
+
+def make_trainer() -> Any:
+    kind: Any = CkptTrainer
+    data: Any = (Stream if OPTIONS.get("stream") else Tokens)(OPTIONS.get("samples", 22))
+    more: dict[str, Any] = {}
+    if OPTIONS.get("evaluate"):
+        more["eval_dataset"] = Tokens(6)
+    if OPTIONS.get("url"):
+        more["ckpt"] = OPTIONS["url"]
+    if OPTIONS.get("sft"):
+        return make_sft_trainer(more)
+
+    class Recording(Recorder, kind):  # type: ignore[misc]
+        pass
+
+    return Recording(make_model(), make_arguments(), data_collator=collate, train_dataset=data, callbacks=[Killer()], **more)
+
+
+def make_sft_trainer(more: dict[str, Any]) -> Any:
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    class Recording(Recorder, CheckpointedTrainer, SFTTrainer):  # type: ignore[misc]
+        pass
+
+    rows = datasets.Dataset.from_list([Tokens(22)[i] for i in range(22)])
+    args = make_arguments(SFTConfig, max_length=8, remove_unused_columns=True, dataset_kwargs={"skip_prepare_dataset": True})
+    return Recording(make_model(), args, train_dataset=rows, callbacks=[Killer()], data_collator=collate,
+                     processing_class=OPTIONS["tokenizer"] and make_tokenizer(), **more)  # fmt: skip
+
+
+def make_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(WORDS)}, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="0")
+
+
+def main() -> None:
+    trainer = make_trainer()
+    trainer.train(resume_from_checkpoint=OPTIONS.get("resume"))
+    weights = sum(p.detach().double().sum() for p in trainer.model.parameters() if p.requires_grad)
+    write("end.jsonl", [trainer.state.global_step, float(weights).hex(), trainer.state.best_global_step,
+                        trainer.state.best_model_checkpoint])  # fmt: skip
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
