@@ -1,4 +1,4 @@
-"""The commands: ckpt-inspect, ckpt-restore, ckpt-node, ckpt-mount and ckpt-run.
+"""The commands: ckpt-inspect, ckpt-restore, ckpt-import, ckpt-node, ckpt-mount and ckpt-run.
 
 A command parses its options, calls the layers below and prints. Exit codes and messages are in `common`. Nothing imports this
 layer.

@@ -16,13 +16,13 @@ from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import Advance
 from ckpt.tools.step_contents import Array, Contents, as_raw
 
-_TYPE_CODES = {
+TYPE_CODES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float16": "F16", "float32": "F32", "float64": "F64", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
-_HEADER_LIMIT = 100_000_000
+HEADER_LIMIT = 100_000_000
 """The library refuses longer headers."""
 
 
@@ -54,9 +54,9 @@ def write_file(contents: Contents, path: str, metadata: dict[str, str], advance:
         header[array.name] = {"dtype": code, "shape": shape, "data_offsets": [end, end := end + array.nbytes]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _HEADER_LIMIT:
+    if len(text) > HEADER_LIMIT:
         raise CkptError(
-            f"a safetensors header has at most {_HEADER_LIMIT:,} bytes, and the names and values of this step need "
+            f"a safetensors header has at most {HEADER_LIMIT:,} bytes, and the names and values of this step need "
             f"{len(text):,}; choose another format, or fewer leaves with --only"
         )
     with open(path, "wb") as file:
@@ -74,4 +74,4 @@ def write_file(contents: Contents, path: str, metadata: dict[str, str], advance:
 
 def type_code(array: Array) -> str | None:
     """Return the code of the array's type, or None if the format does not have the type."""
-    return _TYPE_CODES.get(array.native.name if array.native is not None else array.dtype)
+    return TYPE_CODES.get(array.native.name if array.native is not None else array.dtype)

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {"SECURITY.md": "operations/security-policy.md", "CHANGELOG.md": "reference/changelog.md"}
 """Files of the repository that are pages of the site, too."""
 
-COMMANDS = ("inspect", "restore", "node", "mount", "run")
+COMMANDS = ("inspect", "restore", "import", "node", "mount", "run")
+_MODULES = {"import": "import_step"}  # `import` is a keyword
 
 API = {
     "saving": ("Save and load", "The two functions that most programs need, and what they return.",
@@ -76,7 +77,7 @@ def outside_page(file: str, page: str) -> str:
 
 def command_page(name: str) -> str:
     """Return a page with the `--help` of a command and of its subcommands."""
-    module = importlib.import_module(f"ckpt.tools.{name}")
+    module = importlib.import_module(f"ckpt.tools.{_MODULES.get(name, name)}")
     commands = {f"ckpt-{name}": next(c for c in vars(module).values() if getattr(c, "name", None) == f"ckpt-{name}")}
     commands |= {f"ckpt-{name} {other}": command for other, command in getattr(module, "_SUBCOMMANDS", {}).items()}
     text = [f"# ckpt-{name}\n", "What the command prints with `--help`.\n"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.frameworks import PACKAGES
+from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.sharded import Shard
 
 _FRAMEWORK_MODULES = PACKAGES | {"numpy", "ml_dtypes"}
@@ -48,7 +49,7 @@ def require_plain_array(value: Any, path: str) -> None:
     kind = type(value)
     known = _framework_class_cache.get(kind)
     if known is None:
-        known = issubclass(kind, Shard) or kind.__module__.partition(".")[0] in _FRAMEWORK_MODULES
+        known = issubclass(kind, (Shard, ArrayLeaf)) or kind.__module__.partition(".")[0] in _FRAMEWORK_MODULES
         _framework_class_cache[kind] = known
     if not known and (lost := own_attributes(value).keys() - set(_TORCH_ATTRIBUTES)):
         raise _lost_attributes_error(value, lost, path, "the plain array (torch: as_subclass(torch.Tensor), numpy: np.asarray)")

@@ -49,6 +49,8 @@ def _leaf_maker(kind: type) -> Callable[[Any], ArrayLeaf | None] | None:
         return NumpyScalarLeaf
     if issubclass(kind, sharded.Shard):
         return sharded.as_leaf
+    if issubclass(kind, ArrayLeaf):  # an array that is not in memory, such as one in a file of another program
+        return lambda value: value
     framework = framework_file(kind)
     if framework is not None and framework.is_array(kind):
         maker: Callable[[Any], ArrayLeaf | None] = framework.as_leaf

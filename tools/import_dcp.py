@@ -1,0 +1,187 @@
+"""Reads folders of torch.distributed.checkpoint as a state whose tensors stay in the files.
+
+`.metadata` is a pickle. It is read with the classes of DCP's metadata alone; anything else in it is refused. Tensors and other
+values are read as `weights_only=True` allows.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import IO, Any
+
+from ckpt.state.boxes import Box
+from ckpt.storage.base.errors import CkptError, first_line
+from ckpt.tools.common import import_optional
+from ckpt.tools.import_files import FileLeaf
+from ckpt.tools.import_torch import read_slice
+
+METADATA = ".metadata"
+_METADATA_CLASSES = (
+    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex",
+    "StorageMeta", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+_CLASSES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads DCP's metadata. It finds no other classes and functions, so that it can run nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        torch = import_optional("torch", "a folder of torch.distributed.checkpoint", "torch")
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if module == "pathlib" and name in ("PosixPath", "Path", "PurePosixPath"):
+            return Path
+        if (module, name) not in _CLASSES:
+            raise pickle.UnpicklingError(f"it has a {module}.{name}, which is none of DCP's metadata")
+        return super().find_class(module, name)
+
+
+def read_state(source: Path) -> Any:
+    """Return the state that was saved in a folder, nested as it was if its metadata has the paths."""
+    metadata = _read_metadata(source / METADATA)
+    regions: dict[str, dict[tuple[int, ...], Any]] = {}
+    for index, info in metadata.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            how = ", ".join(info.transform_descriptors)
+            raise CkptError(f"{source}: {index.fqn} is compressed ({how}): load it with DCP, and use ckpt.save")
+        regions.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+    files = _Files(source)
+    try:
+        flat = {
+            name: files.read_entry(name, entry, regions.get(name, {})) for name, entry in metadata.state_dict_metadata.items()
+        }
+    finally:
+        files.close()
+    return _nested(flat, metadata.planner_data)
+
+
+def _read_metadata(path: Path) -> Any:
+    try:
+        with open(path, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata.storage_data, dict) or not isinstance(metadata.state_dict_metadata, dict):
+            raise ValueError("it has no table of the stored parts")
+    except FileNotFoundError as error:
+        raise CkptError(
+            f"{path} is missing, so that the folder is no complete checkpoint of DCP: import another one"
+        ) from error
+    except (
+        pickle.UnpicklingError,
+        ValueError,
+        EOFError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        ImportError,
+    ) as error:
+        raise CkptError(f"{path} can't be read ({first_line(error)}): load it with DCP, and use ckpt.save") from error
+    return metadata
+
+
+class _Files:
+    """The files of a folder, each opened once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, IO[bytes]] = {}
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._open.values():
+            file.close()
+
+    def read_entry(self, name: str, entry: Any, parts: dict[tuple[int, ...], Any]) -> Any:
+        """Return the leaf of a tensor, or another value."""
+        where = f"{self._folder}: {name}"
+        if not hasattr(entry, "chunks"):
+            if len(parts) != 1:
+                raise CkptError(f"{where} has {len(parts)} stored parts in {METADATA}, not one: the checkpoint is not complete")
+            return self._read_part(next(iter(parts.values())), where)
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        regions = []
+        for chunk in entry.chunks:
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            if box.offset not in parts:
+                raise CkptError(f"{where} lacks the part at {list(box.offset)} in {METADATA}: the checkpoint is not complete")
+            leaf = self._read_part(parts[box.offset], where)
+            region = leaf.single_region if isinstance(leaf, FileLeaf) else None
+            if region is None or region.shape != box.shape or leaf.dtype != dtype:
+                raise CkptError(f"{where}: the stored part at {list(box.offset)} is not the one that {METADATA} describes")
+            regions.append((box, region))
+        try:
+            return FileLeaf(dtype, tuple(entry.size), regions)
+        except CkptError as error:
+            raise CkptError(f"{where}: {error}") from error
+
+    def _read_part(self, info: Any, where: str) -> Any:
+        name = str(info.relative_path)
+        path = self._folder / name
+        if name.startswith("/") or ".." in Path(name).parts:
+            raise CkptError(f"{where} is in {name!r}, which is outside of the folder; only files in it are read")
+        if name not in self._open:
+            try:
+                self._open[name] = open(path, "rb")
+            except FileNotFoundError as error:
+                raise CkptError(f"{where} is in {path}, which is missing: copy the folder again") from error
+        part = io.BufferedReader(_Slice(self._open[name], info.offset, info.length))
+        return read_slice(part, str(path), info.offset, where)
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, min(len(view), self._length - self._at))]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return int(count)
+
+
+def _nested(flat: dict[str, Any], paths: Any) -> Any:
+    """Return the values in the dicts and lists that DCP took apart; `paths` has the keys of each name."""
+    if not isinstance(paths, dict) or not set(flat) <= paths.keys():
+        return flat
+    root: dict[Any, Any] = {}
+    for name, value in flat.items():
+        keys = paths[name]
+        node: Any = root
+        for key, following in zip(keys, keys[1:], strict=False):
+            node = _enter(node, key, [] if isinstance(following, int) else {})
+        _enter(node, keys[-1], value)
+    return root
+
+
+def _enter(node: Any, key: Any, value: Any) -> Any:
+    """Set an entry of a dict or list if it is missing, and return it."""
+    if isinstance(node, list):
+        node.extend([None] * (key + 1 - len(node)))
+        if node[key] is None:
+            node[key] = value
+        return node[key]
+    return node.setdefault(key, value)

@@ -1,0 +1,141 @@
+"""Arrays that lie in files of other programs, as leaves that a save reads block by block.
+
+A state of such leaves is saved like any other: its memory does not depend on the size of the arrays.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.state.boxes import Box, contiguous_start, intersect
+from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.leaves.base import ArrayLeaf, Bytes
+from ckpt.storage.base.errors import CkptError
+
+
+@dataclass(frozen=True, slots=True)
+class FileRegion:
+    """An array in a file, by the offset of its first element and the distances of its elements."""
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In bytes, one for each axis."""
+    itemsize: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after the other, in C order."""
+        return self.strides == contiguous_strides(self.shape, self.itemsize)
+
+    def read(self, box: Box, out: Bytes) -> None:
+        """Copy the elements of a box, in C order, to `out`; raise CkptError if the file is shorter than it was."""
+        if not out.size:
+            return
+        if not self.is_contiguous:
+            self._read_strided(box, out)
+            return
+        start = contiguous_start(box, self.shape)
+        if start is not None:
+            _read_exactly(self.path, self.offset + start * self.itemsize, out)
+            return
+        step = out.size // box.shape[0]
+        for i in range(box.shape[0]):
+            row = Box((box.offset[0] + i, *box.offset[1:]), (1, *box.shape[1:]))
+            self.read(row, out[i * step : (i + 1) * step])
+
+    def _read_strided(self, box: Box, out: Bytes) -> None:
+        with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+            elements = np.dtype((np.void, self.itemsize))
+            array: Any = np.ndarray(self.shape, elements, memory, self.offset, self.strides)
+            np.copyto(out.view(elements).reshape(box.shape), array[(*box.slices(), ...)])
+            del array  # otherwise the file can't be closed
+
+
+def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the strides in bytes of an array in C order."""
+    strides = []
+    for length in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= length
+    return tuple(reversed(strides))
+
+
+def _read_exactly(path: str, offset: int, out: Bytes) -> None:
+    view = out.data
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < len(view):
+            count = os.preadv(fd, [view[done:]], offset + done)
+            if not count:
+                raise CkptError(f"{path} ends at byte {offset + done}, before an array that it describes: copy the file again")
+            done += count
+    finally:
+        os.close(fd)
+
+
+class FileLeaf(ArrayLeaf):
+    """An array of one or more regions of files."""
+
+    __slots__ = ("_attributes", "_regions", "kind")
+
+    kind: str  # type: ignore[misc]
+
+    def __init__(
+        self, dtype: str, shape: Sequence[int], regions: Sequence[tuple[Box, FileRegion]], kind: str = "torch",
+        attributes: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """kind: the kind of the array that a load without `like` makes: "torch" or "numpy". Its framework is not imported."""
+        self.value = self
+        self.kind = kind
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.itemsize = numpy_dtype(dtype).itemsize
+        size = int(np.prod(self.shape, dtype=object))
+        self.nbytes = size * self.itemsize
+        self.flat = None
+        self._regions = list(regions)
+        self._attributes = attributes or {}
+        if (covered := sum(box.size for box, _ in self._regions)) != size:
+            raise CkptError(
+                f"its parts have {covered} elements, and the array has {size}: a file is missing, or was written twice"
+            )
+
+    @property
+    def single_region(self) -> FileRegion | None:
+        """The region of an array that lies in one; None for one of several parts."""
+        return self._regions[0][1] if len(self._regions) == 1 else None
+
+    def read(self, box: Box, out: Bytes) -> None:
+        if len(self._regions) == 1:
+            self._regions[0][1].read(box, out)
+            return
+        elements = np.dtype((np.void, self.itemsize))
+        target = out.view(elements).reshape(box.shape)
+        for outer, region in self._regions:
+            if (common := intersect(box, outer)) is not None:
+                part = np.empty(common.size * self.itemsize, np.uint8)
+                region.read(common.relative_to(outer), part)
+                target[common.relative_to(box).slices()] = part.view(elements).reshape(common.shape)
+
+    def write(self, box: Box, data: Bytes) -> None:
+        raise AssertionError("an array in a file of another program is never written")
+
+    def identity(self) -> Hashable | None:
+        return ("file", self.dtype, self.shape, tuple(self._regions))
+
+    def attributes(self) -> dict[str, Any]:
+        return self._attributes
+
+
+def whole_file_leaf(region: FileRegion, dtype: str, kind: str = "torch", attributes: dict[str, Any] | None = None) -> FileLeaf:
+    """Return the leaf of an array that lies in one region."""
+    return FileLeaf(dtype, region.shape, [(Box((0,) * len(region.shape), region.shape), region)], kind, attributes)

@@ -1,0 +1,98 @@
+"""Recognises the format of a checkpoint of another program by its files, and reads it as a state whose arrays stay in them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckpt.storage.base.errors import CkptError
+
+_READERS = {"safetensors": "import_safetensors", "torch": "import_torch", "dcp": "import_dcp", "hf-bin": "import_hf_bin"}
+"""The module of each format that can be imported. It has `read_state(source)`."""
+FORMATS = tuple(_READERS)
+
+_ADVICE = {
+    "deepspeed": (
+        "a checkpoint of DeepSpeed ZeRO, whose parts are pickles: write its weights with its own zero_to_fp32.py "
+        "(--safe_serialization), and import the safetensors files"
+    ),
+    "deepspeed-universal": (
+        "a universal checkpoint of DeepSpeed: load it with DeepSpeed, and save its state with ckpt; or write the weights of "
+        "the original with zero_to_fp32.py --safe_serialization, and import those"
+    ),
+    "orbax": "a checkpoint of Orbax: restore it with Orbax, and give the state to ckpt.save (docs/howto/migrate-orbax.md)",
+    "tensorflow": "a checkpoint of TensorFlow: restore it into the model, and give the model to ckpt.save",
+    "paddle": "a file of paddle.save, which is a pickle: read it with paddle.load where you trust it, and give it to ckpt.save",
+    "keras": "a file of Keras: load it with keras, and give the model to ckpt.save",
+    "numpy": "a file of numpy: read it with numpy.load, and give the arrays to ckpt.save",
+}
+"""By format that can't be imported: what the source is, and what to do."""
+
+
+def read_source(source: Path, requested: str | None) -> Any:
+    """Return the state of a source; raise CkptError where its format can't be imported.
+
+    requested: one of FORMATS; None to recognise it.
+    """
+    if not source.exists():
+        raise CkptError(f"{source} does not exist; name a file or folder of another program")
+    found = requested or find_format(source)
+    if found is None:
+        raise CkptError(f"{source} is of no format that is recognised: name one with --format ({', '.join(FORMATS)})")
+    if found not in _READERS:
+        raise CkptError(f"{source} is {_ADVICE[found]}")
+    read: Callable[[Path], Any] = importlib.import_module(f"ckpt.tools.{_READERS[found]}").read_state
+    return read(source)
+
+
+def find_format(source: Path) -> str | None:
+    """Return the format of a source by its files, one of FORMATS or of those with advice; None for an unknown one."""
+    return _format_of_folder(source) if source.is_dir() else _format_of_file(source)
+
+
+def _format_of_folder(folder: Path) -> str | None:
+    if (folder / ".metadata").is_file():
+        return "dcp"
+    patterns = {
+        "safetensors": ("*.safetensors",), "hf-bin": ("pytorch_model*.bin.index.json", "pytorch_model.bin"),
+        "deepspeed-universal": ("zero/*/fp32.pt", "*/zero/*/fp32.pt"),
+        "deepspeed": ("*zero_pp_rank_*", "*/*zero_pp_rank_*"),
+        "orbax": ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_CHECKPOINT_METADATA", "*/manifest.ocdbt"),
+        "tensorflow": ("checkpoint", "*.index"), "paddle": ("*.pdparams", "*.pdopt"),
+    }  # fmt: skip
+    for name, globs in patterns.items():
+        if any(next(folder.glob(pattern), None) is not None for pattern in globs):
+            return name
+    return None
+
+
+def _format_of_file(path: Path) -> str | None:
+    name = path.name
+    if name.endswith((".safetensors", ".safetensors.index.json")):
+        return "safetensors"
+    if name.endswith(".bin.index.json"):
+        return "hf-bin"
+    by_suffix = {
+        ".pdparams": "paddle", ".pdopt": "paddle", ".index": "tensorflow", ".h5": "keras", ".keras": "keras", ".npz": "numpy",
+        ".npy": "numpy",
+    }  # fmt: skip
+    if path.suffix in by_suffix:
+        return by_suffix[path.suffix]
+    if path.name == ".metadata":
+        return None
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl") or zipfile.is_zipfile(path):
+        return "torch"
+    return "safetensors" if _has_safetensors_header(path) else None
+
+
+def _has_safetensors_header(path: Path) -> bool:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            return 2 <= length <= 100_000_000 and isinstance(json.loads(file.read(length)), dict)
+        except ValueError:
+            return False

@@ -1,0 +1,112 @@
+"""Reads safetensors files, and folders of them with an index, as a state whose arrays stay in the files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from ckpt.state.dtypes import numpy_dtype
+from ckpt.storage.base.errors import CkptError
+from ckpt.tools.export_safetensors import HEADER_LIMIT, TYPE_CODES
+from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, whole_file_leaf
+
+_DTYPES = {code: name for name, code in TYPE_CODES.items()}
+INDEX_SUFFIX = ".index.json"
+
+
+def read_state(source: Path) -> dict[str, FileLeaf]:
+    """Return the arrays of a file, of an index and its files, or of a folder, by name."""
+    if source.is_dir():
+        indexes = sorted(source.glob(f"*.safetensors{INDEX_SUFFIX}"))
+        if len(indexes) > 1:
+            raise CkptError(f"{source} has several indexes ({', '.join(i.name for i in indexes)}): name the one to import")
+        if not indexes:
+            return _join(sorted(source.glob("*.safetensors")))
+        source = indexes[0]
+    if not source.name.endswith(INDEX_SUFFIX):
+        return read_file(source)
+    file_of = read_index(source)
+    found = _join([source.parent / name for name in sorted(set(file_of.values()))])
+    missing = sorted(file_of.keys() - found.keys())
+    if missing:
+        raise CkptError(
+            f"{source} names {missing[0]} and {len(missing) - 1} more that its files lack: download the files again"
+        )
+    return {name: found[name] for name in file_of}
+
+
+def read_index(source: Path) -> dict[str, str]:
+    """Return the file of each array of an index; raise CkptError for one that is damaged, or names files elsewhere."""
+    try:
+        file_of = json.loads(source.read_bytes())["weight_map"]
+        names = set(file_of.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CkptError(f"{source} is no index of a model ({error!r}): download it again") from error
+    for name in names:
+        if not isinstance(name, str) or name != os.path.basename(name):
+            raise CkptError(f"{source} names the file {name!r}, which is not beside it; only files in its folder are read")
+        if not (source.parent / name).is_file():
+            raise CkptError(f"{source} names {name}, which is missing: download it")
+    return dict(file_of)
+
+
+def _join(paths: list[Path]) -> dict[str, FileLeaf]:
+    found: dict[str, FileLeaf] = {}
+    for path in paths:
+        for name, leaf in read_file(path).items():
+            if name in found:
+                raise CkptError(f"several files of {path.parent} have an array {name}: import each file to a step of its own")
+            found[name] = leaf
+    return found
+
+
+def read_file(path: Path) -> dict[str, FileLeaf]:
+    """Return the arrays of one file by name; raise CkptError if its header is damaged."""
+    header, start = _read_header(path)
+    metadata = header.pop("__metadata__", {})
+    kind = "torch" if metadata.get("format", "pt") == "pt" else "numpy"
+    room = path.stat().st_size - start
+    found = {}
+    for name, entry in header.items():
+        try:
+            dtype, shape, (first, end) = _DTYPES.get(entry["dtype"]), tuple(map(int, entry["shape"])), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CkptError(f"{path}: the header entry of {name} is damaged ({error!r}); copy the file again") from error
+        if dtype is None:
+            raise CkptError(f"{path}: {name} has the type {entry['dtype']}, which ckpt can't store: convert it first")
+        itemsize = numpy_dtype(dtype).itemsize
+        if not (0 <= first <= end <= room and end - first == itemsize * math.prod(shape)):
+            raise CkptError(f"{path}: the bytes of {name} do not fit the file or its shape {shape}; copy the file again")
+        region = FileRegion(str(path), start + first, shape, contiguous_strides(shape, itemsize), itemsize)
+        found[name] = whole_file_leaf(region, dtype, kind)
+    return found | _tied_names(metadata, found)
+
+
+def _tied_names(metadata: dict[str, Any], found: dict[str, FileLeaf]) -> dict[str, FileLeaf]:
+    """Return the further names of arrays, which `ckpt-restore` writes."""
+    try:
+        tied = json.loads(metadata.get("tied", "{}"))
+        return {name: found[first] for name, first in tied.items() if first in found}
+    except (ValueError, TypeError, AttributeError):  # another program's metadata of the same name
+        return {}
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a file, and where its arrays begin."""
+    with open(path, "rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else HEADER_LIMIT + 1
+        text = file.read(length) if length <= HEADER_LIMIT else b""
+    try:
+        if len(text) != length:
+            raise ValueError("it is shorter than its header")
+        header = json.loads(text)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+    except ValueError as error:
+        raise CkptError(f"{path} is no safetensors file, or is damaged ({error}): copy it again") from error
+    return header, 8 + length

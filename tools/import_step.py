@@ -1,0 +1,110 @@
+"""The command ckpt-import: saves a checkpoint of another program as a step of a repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+import ckpt
+from ckpt.state.tree import flatten
+from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.plural import format_count
+from ckpt.tools import common
+from ckpt.tools.common import emit, format_size
+from ckpt.tools.import_files import FileLeaf
+from ckpt.tools.import_formats import FORMATS, read_source
+from ckpt.tools.step_contents import Contents, read_contents
+
+_STAGING_BYTES = 256 << 20
+
+
+@click.command(
+    "ckpt-import",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  ckpt-import model.pt runs/a --step 1000
+  ckpt-import Llama-3-8B/ runs/base --under model
+  ckpt-import dcp-run/step-1000 s3://bucket/run --step 1000
+
+\b
+What SOURCE may be:
+  torch        a file of torch.save, read as torch.load(weights_only=True) does. A file with other
+               objects is refused
+  safetensors  a file, an index with its files, or a folder with them
+  hf-bin       a folder with pytorch_model.bin, or with pytorch_model.bin.index.json
+  dcp          a folder of torch.distributed.checkpoint (of FSDP, torchtitan, Megatron torch_dist …)
+
+\b
+For other formats the error names what to do. Arrays are read in pieces, so that the memory does not
+depend on their size; a file of torch before 1.6 is read as a whole. After the save, each array is
+read again from the source and from the step, and compared. An interrupted import leaves no step.
+Exit status: 0 imported, 1 not imported (the message says why), 2 wrong usage.""",
+)
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("url")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="The number of the step. Default: the one after the newest, at first 0."
+)
+@click.option("--under", metavar="KEY", help="Put all that SOURCE has below this key of the state, such as model.")
+@click.option("--format", "requested_format", type=click.Choice(FORMATS), help="The format. Default: it is recognised.")
+@click.option("--key-file", metavar="FILE", help="Sign the step with the key in this file. Default: the file in CKPT_KEY_FILE.")
+@click.option("--overwrite", is_flag=True, help="Replace the step if it exists.")
+@click.version_option(ckpt.__version__, package_name="ckpt-store")
+def command(
+    source: Path,
+    url: str,
+    step: int | None,
+    under: str | None,
+    requested_format: str | None,
+    key_file: str | None,
+    overwrite: bool,
+) -> int:
+    """Save the checkpoint SOURCE of another program as a step of the repository at URL.
+
+    URL is a folder, or any URL that ckpt.save accepts (s3://bucket/run …). SOURCE is not changed.
+    """
+    state = read_source(source, requested_format)
+    if under:
+        state = {under: state}
+    checkpoint = ckpt.save(
+        state, url, step, group=None, memory=_STAGING_BYTES, key=key_file, overwrite=overwrite, nan="allow"
+    )  # fmt: skip
+    failpoint("import.saved")
+    contents = read_contents(checkpoint)
+    _compare(state, contents, source)
+    emit(
+        f"imported {source} as step {checkpoint.step} of {url}: {format_count(len(contents.arrays), 'leaf')} and "
+        f"{format_count(len(contents.values), 'plain value')}, {format_size(contents.nbytes)}"
+    )
+    return 0
+
+
+def _compare(state: Any, contents: Contents, source: Path) -> None:
+    """Raise CkptError if an array of the step differs from the source, which may have changed during the import."""
+    leaves = flatten(state).leaves
+    with common.progress(contents.nbytes, "comparing") as advance:
+        for array, box, data in contents.read():
+            leaf = leaves[array.leaf]
+            if isinstance(leaf, FileLeaf):
+                expected = np.empty(data.nbytes, np.uint8)
+                leaf.read(box, expected)
+                if not np.array_equal(np.ascontiguousarray(data).reshape(-1).view(np.uint8), expected):
+                    raise CkptError(
+                        f"leaf {array.leaf} of {contents.checkpoint.where} differs from {source}, which was changed during the "
+                        "import: import it again with --overwrite"
+                    )
+            advance(data.nbytes)
+
+
+def main() -> None:
+    """Run the command as a console script."""
+    common.run(command)
+
+
+if __name__ == "__main__":
+    main()

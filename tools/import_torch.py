@@ -1,0 +1,105 @@
+"""Reads files of torch.save as a state whose tensors stay in the files.
+
+Nothing but what `weights_only=True` allows is unpickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from ckpt.state.tree import join_path
+from ckpt.storage.base.errors import CkptError, first_line
+from ckpt.tools.common import import_optional
+from ckpt.tools.import_files import FileLeaf, FileRegion, whole_file_leaf
+
+
+def read_state(source: Path) -> Any:
+    """Return the state in a file, with a `FileLeaf` for each tensor; a file of torch before 1.6 is read into memory."""
+    torch = import_optional("torch", "a file of torch.save", "torch")
+    if not zipfile.is_zipfile(source):
+        with open(source, "rb") as file:
+            return _load(torch, file, str(source), "cpu")
+    with open(source, "rb") as file:
+        return read_slice(file, str(source), 0, str(source))
+
+
+def read_slice(file: IO[bytes], path: str, start: int, where: str) -> Any:
+    """Return the state of a file of torch.save that lies in another file.
+
+    file: the bytes of the inner file alone.
+    path: the outer file.
+    start: where the inner file begins in it.
+    where: what is read, for messages.
+    """
+    torch = import_optional("torch", "a file of torch.save", "torch")
+    _require_byte_order(file, where)
+    file.seek(0)
+    state = _load(torch, file, where, "meta")
+    return replace_tensors(torch, state, lambda tensor, name: _leaf(torch, tensor, f"{where}: {name}", path, start))
+
+
+def _require_byte_order(file: IO[bytes], where: str) -> None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = [name for name in archive.namelist() if name.rpartition("/")[2] == "byteorder"]
+            order = archive.read(names[0]).decode() if names else sys.byteorder
+    except (zipfile.BadZipFile, OSError, UnicodeDecodeError) as error:
+        raise CkptError(f"{where} is no file of torch.save, or is damaged ({error}): copy it again") from error
+    if order != sys.byteorder:
+        raise CkptError(f"{where} was written by a machine of other byte order: load it with torch, and use ckpt.save")
+
+
+def _load(torch: Any, file: IO[bytes], where: str, device: str) -> Any:
+    try:
+        return torch.load(file, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CkptError(
+            f"{where} has objects that weights_only refuses ({_refused(error)}): where you trust it, load it with "
+            "torch.load(weights_only=False), and give its tensors and plain values to ckpt.save"
+        ) from error
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
+        raise CkptError(f"{where} is no file of torch.save, or is damaged ({first_line(error)}): copy it again") from error
+
+
+def _refused(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
+    return lines[0][:150] if lines else first_line(error)[:150]
+
+
+def replace_tensors(torch: Any, state: Any, leaf_of: Callable[[Any, str], FileLeaf]) -> Any:
+    """Return the state with leaves for its tensors. Dicts and lists are changed in place, to keep their attributes."""
+
+    def replaced(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return leaf_of(value, path or "(root)")
+        if isinstance(value, dict):
+            for key, item in value.items():
+                value[key] = replaced(item, join_path(path, key))
+        elif isinstance(value, list):
+            value[:] = [replaced(item, join_path(path, i)) for i, item in enumerate(value)]
+        elif type(value) is tuple:
+            return tuple(replaced(item, join_path(path, i)) for i, item in enumerate(value))
+        return value
+
+    return replaced(state, "")
+
+
+def _leaf(torch: Any, tensor: Any, where: str, path: str, start: int) -> FileLeaf:
+    """Return the leaf of a tensor on the device meta that was loaded from a file."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CkptError(f"{where} is a {tensor.layout} {type(tensor).__name__}, not a plain tensor: store its plain tensors")
+    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if offset is None:
+        raise CkptError(f"torch {torch.__version__} does not tell where the tensors of a file lie: update torch")
+    size = tensor.element_size()
+    strides = tuple(step * size for step in tensor.stride())
+    region = FileRegion(path, start + offset + tensor.storage_offset() * size, tuple(tensor.shape), strides, size)
+    attributes = {"parameter": True} if isinstance(tensor, torch.nn.Parameter) else {}
+    if tensor.requires_grad:
+        attributes["requires_grad"] = True
+    return whole_file_leaf(region, str(tensor.dtype).removeprefix("torch."), "torch", attributes)
