@@ -21,11 +21,19 @@ def as_stateful(value: Any) -> Stateful | None:
         return Stateful(value.state_dict, lambda state: set_layer_state(value, state))
     if isinstance(value, paddle.optimizer.Optimizer):
         return Stateful(lambda: optimizer_state(value), lambda state: set_optimizer_state(value, state))
+    if type(value).__module__.startswith("paddle.distributed") and "_inner_opt" in vars(value):
+        return Stateful(_refuse_wrapper, _refuse_wrapper)
     if isinstance(value, LRScheduler):
         return Stateful(lambda: schedule_state(value), lambda state: set_schedule_state(value, state))
     if isinstance(value, _Generator):
         return Stateful(lambda: _pack(value.get_state()), lambda state: value.set_state(_unpack(state)))
     return None
+
+
+def _refuse_wrapper(*_: Any) -> Any:
+    raise TypeError(
+        "its state is divided over ranks or named after counters: give ckpt.adapters.paddle.ModelState the optimizer"
+    )
 
 
 # --- layers ----------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ def state_of(optimizer: Any) -> dict[str, Any]:
     groups = [{"params": [next(numbers) for _ in group["params"]]} for group in groups_of(optimizer)]
     if isinstance(optimizer, paddle.optimizer.LBFGS):
         return {"lbfgs": dict(optimizer.state), "param_groups": groups}
+    if "_optim" in vars(optimizer):
+        raise TypeError("it divides its state over ranks: use sharding stage 1 and ckpt.adapters.paddle.ModelState")
     if hasattr(optimizer, "inner_optimizer"):
         raise TypeError("it wraps another optimizer: store its inner_optimizer, and leave this one out")
     _take_up_loaded_state(optimizer)
@@ -89,7 +91,7 @@ def set_accumulators(optimizer: Any, parameter: Any, saved: dict[str, Any], name
         return
     have = accumulators_of(optimizer, parameter)
     if have.keys() != saved.keys():
-        _create_accumulators(optimizer, parameter)
+        create_accumulators(optimizer, parameter)
         have = accumulators_of(optimizer, parameter)
     if have.keys() != saved.keys():
         both = f"{', '.join(sorted(have)) or 'nothing'}; the saved one had {', '.join(sorted(saved))}"
@@ -105,7 +107,7 @@ def set_accumulators(optimizer: Any, parameter: Any, saved: dict[str, Any], name
         have[key].copy_(tensor, True)
 
 
-def _create_accumulators(optimizer: Any, parameter: Any) -> None:
+def create_accumulators(optimizer: Any, parameter: Any) -> None:
     """Create the tensors of a parameter, as the first step of the optimizer does."""
     block = paddle.base.framework.default_main_program().global_block()
     group = next((g for g in optimizer._param_groups if isinstance(g, dict) and any(p is parameter for p in g["params"])), None)
@@ -129,4 +131,4 @@ def _take_up_loaded_state(optimizer: Any) -> None:
     with paddle.no_grad():
         for parameter in parameters_of(optimizer):
             if any(name.startswith(f"{parameter.name}_") for name in holder):
-                _create_accumulators(optimizer, parameter)
+                create_accumulators(optimizer, parameter)

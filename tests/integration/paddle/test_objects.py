@@ -90,7 +90,7 @@ def test_master_weights_and_moments_in_float32(tmp_path: Path) -> None:
 
     parameter, optimizer = made(1.0)
     with paddle.no_grad():
-        paddle_optimizer._create_accumulators(optimizer, parameter)
+        paddle_optimizer.create_accumulators(optimizer, parameter)
     state = paddle_optimizer.accumulators_of(optimizer, parameter)
     assert {"moment1", "moment2", "beta1_pow_acc", "master_weight"} <= state.keys()
     for number, tensor in enumerate(state.values()):

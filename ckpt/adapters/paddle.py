@@ -1,0 +1,136 @@
+"""The class ModelState, which saves a Paddle model and its optimizer so that any other hybrid parallelism can load them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import paddle
+from paddle.optimizer.lr import LRScheduler
+
+from ckpt.adapters.paddle_layout import Layout, OptimizerPart, owned_parts, tensors_of, unwrap_layer, unwrap_optimizer
+from ckpt.state.leaves import paddle_optimizer
+from ckpt.state.leaves.paddle_objects import module_entries, schedule_state, set_schedule_state
+from ckpt.state.leaves.sharded import Shard
+from ckpt.state.torch_keys import ModuleEntries
+from ckpt.storage.base.errors import InvalidArgument
+
+
+class ModelState:
+    """A layer and its optimizer as one entry of a state, under the names of the whole model.
+
+        hcg = fleet.get_hybrid_communicate_group()
+        state = {"train": ModelState(model, optimizer, hcg), "random": ckpt.RandomState()}
+
+    layer: a layer, or what `fleet.distributed_model` returns for it.
+    optimizer: an optimizer of paddle.optimizer, or what `fleet.distributed_optimizer` returns for it.
+    hcg: the hybrid communicate group, which says how the ranks divide the model; None where all ranks have the same one.
+
+    It knows tensor parallelism (`is_distributed` and `split_axis` of parameters), pipeline stages (PipelineLayer, shared layers
+    too), data parallelism, and the sharding of the optimizer (stage 1, with and without `split_param`). A step of one division
+    is loaded by every other one, and by one process.
+
+    Raises:
+        InvalidArgument: At a save or load, if the optimizer has parameters of no layer, or is sharded in another way.
+        LeafMismatch: At a load, if the optimizer is of another kind than the saved one.
+    """
+
+    def __init__(self, layer: Any, optimizer: Any = None, hcg: Any = None) -> None:
+        self._layer = unwrap_layer(layer)
+        self._optimizer: Any = None
+        self._sharding: Any = None
+        if optimizer is not None:
+            self._optimizer, self._sharding = unwrap_optimizer(optimizer)
+        self._layout = Layout(hcg, self._layer)
+        self._cleared: list[Any] = []  # the parameters of which a load removes the optimizer's state
+
+    def members(self) -> ModuleEntries:
+        """Return the names in `state_dict` of buffers, which may differ between ranks, and of frozen parameters."""
+        state, entries = self._layer.state_dict(), module_entries(self._layer)
+        buffers, frozen = ({id(state[name]) for name in names if name in state} for names in entries)
+        tensors = tensors_of(self._layer).items()
+        return ModuleEntries(*([f"model.{name}" for name, t in tensors if id(t) in kind] for kind in (buffers, frozen)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors by name, without a copy; each with the box of the whole tensor that this rank has."""
+        buffers = set(self.members().buffers)
+        found: dict[str, Any] = {
+            "model": {
+                name: self._layout.shard(name, t, f"model.{name}" in buffers) for name, t in tensors_of(self._layer).items()
+            }
+        }
+        if self._optimizer is not None:
+            state = {}
+            for part in self._parts():
+                entries = paddle_optimizer.accumulators_of(self._optimizer, part.parameter)
+                if shards := {key: part.shard(key, t) for key, t in entries.items() if part.stores(key, t)}:
+                    state[part.name] = shards
+            found["optimizer"] = {"state": state, **self._rate()}
+        return found
+
+    def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
+        """Return the state that a load fills: the entries of this rank, and the saved optimizer state of its parameters.
+
+        saved: the part of the saved state that is loaded, with a `ckpt.format.manifest.Saved` in place of each array.
+        everything: whether that is the whole saved state. Otherwise, entries that are not in it keep their values.
+
+        Raises ValueError where the optimizer is of another kind than the saved one.
+        """
+        target = self.state_dict()
+        self._cleared = []
+        saved_optimizer = (saved or {}).get("optimizer")
+        if self._optimizer is None or not isinstance(saved_optimizer, dict):
+            if not everything:
+                target.pop("optimizer", None)
+            return target
+        if everything and (missing := self._rate().keys() - saved_optimizer.keys()):
+            raise ValueError(f"the saved optimizer has no {min(missing)}: construct it with the kind of learning rate as saved")
+        state: dict[str, Any] = {}
+        for part in self._parts():
+            if names := saved_optimizer.get("state", {}).get(part.name):
+                state[part.name] = self._targets(part, set(names), everything)
+            elif everything:
+                self._cleared.append(part.parameter)
+        target["optimizer"] = {"state": state, **{key: None for key in self._rate() if key in saved_optimizer}}
+        return target
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Finish a load, which has filled the tensors in place: set the learning rate, and reset parameters without a state."""
+        if self._optimizer is None or "optimizer" not in state:
+            return
+        for parameter in self._cleared:
+            paddle_optimizer.set_accumulators(self._optimizer, parameter, {}, parameter.name)
+        loaded = state["optimizer"]
+        if "LR_Scheduler" in loaded:
+            set_schedule_state(self._optimizer._learning_rate, loaded["LR_Scheduler"])
+        elif "learning_rate" in loaded:
+            self._optimizer.set_lr(loaded["learning_rate"])
+
+    def _parts(self) -> Iterator[OptimizerPart]:
+        names: dict[str, tuple[str, Any]] = {}
+        for name, tensor in tensors_of(self._layer).items():
+            names.setdefault(tensor.name, (name, tensor))
+        for part in owned_parts(self._optimizer, self._sharding):
+            if part.name not in names:
+                raise InvalidArgument(
+                    f"ModelState: the optimizer has the parameter {part.name}, which the layer lacks: give the whole layer"
+                )
+            yield OptimizerPart(*part, *names[part.name], self._layout)
+
+    def _rate(self) -> dict[str, Any]:
+        rate = self._optimizer._learning_rate
+        return {"LR_Scheduler": schedule_state(rate)} if isinstance(rate, LRScheduler) else {"learning_rate": float(rate)}
+
+    def _targets(self, part: OptimizerPart, names: set[str], everything: bool) -> dict[str, Shard | Any]:
+        """Return the tensors of one parameter for a load to fill; create those that do not exist yet."""
+        have = paddle_optimizer.accumulators_of(self._optimizer, part.parameter)
+        if not names <= have.keys():
+            with paddle.no_grad():
+                paddle_optimizer.create_accumulators(self._optimizer, part.parameter)
+            have = paddle_optimizer.accumulators_of(self._optimizer, part.parameter)
+        if not names <= have.keys() or (everything and have.keys() != names):
+            raise ValueError(
+                f"for {part.name} the optimizer has {', '.join(sorted(have)) or 'nothing'}, the saved one "
+                f"{', '.join(sorted(names))}: construct it as it was when saved"
+            )
+        return {key: part.shard(key, have[key]) for key in names}

@@ -1,0 +1,221 @@
+"""Which box of each tensor a rank of Paddle's hybrid parallelism has, and which ranks have the same one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import paddle
+
+from ckpt.state.boxes import Box, Replica, flat_boxes, whole_box
+from ckpt.state.leaves.sharded import Shard
+from ckpt.storage.base.errors import InvalidArgument
+
+_SHARED = "shared_layers."
+_COUNTS = ("pow", "product", "rho")
+"""Parts of the names of entries that count steps: one number for the whole parameter, whatever its shape."""
+
+
+def unwrap_layer(layer: Any) -> Any:
+    """Return the layer inside of the wrappers of `fleet.distributed_model` and DataParallel; its names are the model's."""
+    while isinstance(inner := getattr(layer, "_layers", None), paddle.nn.Layer):
+        layer = inner
+    return layer
+
+
+def tensors_of(layer: Any) -> dict[str, Any]:
+    """Return the tensors of a layer under the names that they have without pipeline parallelism.
+
+    In an interleaved pipeline, layer 7 is layer `7 - start` of the chunk `start`; a shared layer is in its chunk, too.
+    """
+    state = layer.state_dict()
+    if getattr(layer, "_num_virtual_pipeline_stages", 1) == 1:
+        return dict(state)
+    found = {name: tensor for name, tensor in state.items() if name.startswith(_SHARED)}
+    shared = {id(tensor) for tensor in found.values()}
+    for name, tensor in state.items():
+        start, _, inner = name.partition(".")
+        index, _, rest = inner.partition(".")
+        if start.isdigit() and index.isdigit():
+            name = f"{int(start) + int(index)}.{rest}"
+        if id(tensor) not in shared:
+            found[name] = tensor
+    return found
+
+
+def unwrap_optimizer(optimizer: Any) -> tuple[Any, Any]:
+    """Return the optimizer inside of wrappers, and the wrapper that shards it or None."""
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer as sharding
+
+    found = None
+    while not isinstance(optimizer, paddle.optimizer.Optimizer):
+        if isinstance(optimizer, (sharding.DygraphShardingOptimizer, sharding.DygraphShardingOptimizerV2)):
+            found = optimizer
+        inner = vars(optimizer).get("_inner_opt")
+        if inner is None:
+            raise InvalidArgument(f"ModelState: a {type(optimizer).__name__} is no optimizer of Paddle")
+        optimizer = inner
+    if "_optim" in vars(optimizer) or getattr(found, "tensor_fusion", False):
+        raise InvalidArgument(
+            f"ModelState: {type(found or optimizer).__name__} divides its state in a way that ckpt does not know: use sharding "
+            "stage 1 (sharding_degree, with or without split_param, without tensor_fusion)"
+        )
+    return optimizer, found
+
+
+class Layout:
+    """The ranks of a hybrid parallelism and what of the model each has."""
+
+    def __init__(self, hcg: Any, layer: Any) -> None:
+        self._hcg = hcg
+        self._layer = layer
+        if hcg is None:
+            return
+        self._topology = hcg.topology()
+        self._rank = int(hcg.get_global_rank())
+        self._names = list(self._topology.get_hybrid_group_names())
+        self._here = dict(zip(self._names, self._topology.get_coord(self._rank), strict=True))
+
+    def shard(self, name: str, tensor: Any, is_stored_whole: bool = False) -> Any:
+        """Return a tensor of the model with the box that this rank has, and the ranks that have the same box."""
+        if self._hcg is None:
+            return tensor
+        box, shape = self.box(tensor)
+        return Shard(tensor, shape, box.offset, replica=self.replica(name, tensor, (), is_stored_whole))
+
+    def box(self, tensor: Any) -> tuple[Box, tuple[int, ...]]:
+        """Return the box of a parameter that this rank has, and the shape of the whole parameter."""
+        shape = list(tensor.shape)
+        offset = [0] * len(shape)
+        if self._is_split(tensor):
+            axis, degree = tensor.split_axis, self._topology.get_dim("model")
+            offset[axis] = self._here["model"] * shape[axis]
+            shape[axis] *= degree
+        return Box(tuple(offset), tuple(tensor.shape)), tuple(shape)
+
+    def replica(self, name: str, tensor: Any, fixed: tuple[str, ...], is_stored_whole: bool = False) -> Replica:
+        """Return this rank among those that have the same box.
+
+        name: the name of the parameter in the model.
+        fixed: further axes of the parallelism along which the ranks differ, such as "sharding".
+        """
+        axes = [*fixed, *(["model"] if self._is_split(tensor) else [])]
+        stages = self._stages(name)
+        ranks = []
+        for rank in range(self._topology.world_size()):
+            there = dict(zip(self._names, self._topology.get_coord(rank), strict=True))
+            if all(there[axis] == self._here[axis] for axis in axes) and there.get("pipe", 0) in stages:
+                ranks.append(rank)
+        return Replica(ranks.index(self._rank), len(ranks), tuple(ranks), is_stored_whole)
+
+    def _is_split(self, tensor: Any) -> bool:
+        split = self._hcg is not None and getattr(tensor, "is_distributed", False) and self._topology.get_dim("model") > 1
+        return bool(split) and getattr(tensor, "split_axis", None) is not None
+
+    def _stages(self, name: str) -> set[int]:
+        """Return the pipeline stages that have a parameter: one, or those of a shared layer."""
+        here = self._here.get("pipe", 0)
+        layer = self._layer
+        if not name.startswith(_SHARED) or not hasattr(layer, "_layers_desc"):
+            return {here}
+        key = name.removeprefix(_SHARED).partition(".")[0]
+        found = {here}
+        for index, description in enumerate(layer._layers_desc):
+            if getattr(description, "layer_name", None) == key:
+                found.add(layer.get_stage_from_index(index))
+        return found
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a hybrid group was given."""
+        return self._hcg is not None
+
+
+class OwnedParameter(NamedTuple):
+    """A parameter of which this rank has the optimizer's state."""
+
+    name: str
+    """Paddle's name of the parameter."""
+    parameter: Any
+    """What the optimizer knows: the parameter, or a slice of it."""
+    start: int | None
+    """The elements [start, stop) of the flattened local parameter; None for all of it."""
+    stop: int
+    is_sharded: bool
+
+
+def owned_parts(optimizer: Any, sharding: Any) -> Iterator[OwnedParameter]:
+    """Yield the parameters of which this rank has the optimizer's state. sharding: the wrapper that shards it, or None."""
+    buffers = getattr(sharding, "_comm_buffer_list", None) if sharding is not None else None
+    if not buffers:
+        from ckpt.state.leaves.paddle_optimizer import parameters_of
+
+        for parameter in parameters_of(optimizer):
+            yield OwnedParameter(parameter.name, parameter, None, 0, sharding is not None)
+        return
+    for buffer in buffers:
+        for name, view in buffer._sharding_param_grad_view.items():
+            size = math.prod(view._param.shape)
+            start, stop = view._param_begin - view._index, min(view._param_end - view._index, size)
+            if view._param_begin >= view._param_end:
+                continue
+            slice_parameter = sharding._slice_params[name]
+            view.fill_slice_param(slice_parameter)
+            yield OwnedParameter(name, slice_parameter, start, max(start, stop), True)
+
+
+class OptimizerPart:
+    """The optimizer's state of one parameter on this rank."""
+
+    def __init__(
+        self, _: str, parameter: Any, start: int | None, stop: int, is_sharded: bool, name: str, whole: Any, layout: Layout
+    ) -> None:
+        self.name = name
+        """The name of the parameter in the model."""
+        self.parameter = parameter
+        self._start, self._stop = start, stop
+        self._fixed = ("sharding",) if is_sharded else ()
+        self._whole, self._layout = whole, layout
+
+    def stores(self, key: str, tensor: Any) -> bool:
+        """Return whether a save stores an entry: of a sliced parameter, the first slice stores the counts."""
+        return not self._start or not self._is_count(key, tensor)
+
+    def shard(self, key: str, tensor: Any) -> Any:
+        """Return an entry of the optimizer with the boxes that this rank has."""
+        if not self._layout.is_known:
+            return tensor
+        replica = self._layout.replica(self.name, self._whole, self._fixed)
+        if self._is_count(key, tensor):
+            replica = self._layout.replica(self.name, _Unsplit, self._fixed)
+            return Shard(tensor, tensor.shape, (0,) * len(tensor.shape), replica=replica)
+        box, shape = self._layout.box(self._whole)
+        if self._start is None:
+            return Shard(tensor, shape, box.offset, replica=replica)
+        boxes = flat_boxes(box.shape, self._start, self._stop)
+        views, at = [], 0
+        for part in boxes:
+            view = tensor.detach()[at : at + part.size].reshape(list(part.shape))
+            if view.data_ptr() != tensor.data_ptr() + at * tensor.element_size():
+                raise InvalidArgument(
+                    "ModelState: Paddle's views copy (FLAGS_use_stride_kernel=0), so a load could not fill them"
+                )
+            views.append(view)
+            at += part.size
+        if not boxes:  # only the padding of the buffer
+            return Shard(tensor.detach()[:0].reshape(_empty(shape)), shape, (0,) * len(shape))
+        return Shard(views, shape, [part.moved(box.offset).offset for part in boxes], replica=replica)
+
+    def _is_count(self, key: str, tensor: Any) -> bool:
+        local = list(self._whole.shape) if self._start is None else [self._stop - self._start]
+        shape = list(tensor.shape)
+        return math.prod(shape) == 1 and (any(word in key for word in _COUNTS) or shape != local)
+
+
+class _Unsplit:
+    is_distributed = False
+
+
+def _empty(shape: tuple[int, ...]) -> list[int]:
+    return [0, *whole_box(shape).shape[1:]]
