@@ -1,28 +1,27 @@
-"""The callback Checkpoints, with which a Lightning Trainer saves in the background and resumes by itself.
+"""The callback Checkpoints, by which a Lightning Trainer saves in the background and resumes, and the plugin CkptIO.
 
     trainer = Trainer(callbacks=[Checkpoints("/data/run", every=100, keep=3)])
+    trainer = Trainer(plugins=[CkptIO("/data/run/best")], callbacks=[ModelCheckpoint(monitor="val_loss")])
 
 It works with the packages `lightning` and `pytorch_lightning`.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
-import sys
+import os
+import weakref
 from typing import Any
 
+from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters.lightning_io import CkptIO as CkptIO
 from ckpt.adapters.lightning_loops import LoopPoints, Point
 from ckpt.adapters.lightning_state import TrainerState, require_supported_strategy
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import FormatError
-from ckpt.repository.repository import Url
+from ckpt.repository.repository import DIRECTORY_VARIABLE, Url
 from ckpt.repository.retention import Keep
-from ckpt.storage.base.errors import CkptError
 from ckpt.training.save_interval import Every
-
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 class Checkpoints:
@@ -55,7 +54,8 @@ class Checkpoints:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Checkpoints:
-        return object.__new__(type(cls.__name__, (cls, *_base_classes()), {"__module__": cls.__module__}))
+        made: Checkpoints = object.__new__(packages.with_bases(cls, packages.callback_bases()))
+        return made
 
     def __init__(
         self, url: Url | None = None, *, every: Every = "auto", keep: int | Keep | None = None, check_data: bool = True,
@@ -65,10 +65,17 @@ class Checkpoints:
         self._arguments = {"url": url, "every": every, "keep": keep, "check_data": check_data, **options}
         self._check_data = check_data
         self._options = {"url": url, "every": every, "keep": keep, **options}
+        self._is_from_environment = False
         self._forget_fit()
 
+    @classmethod
+    def _from_environment(cls) -> Checkpoints:
+        made = cls()
+        made._is_from_environment = True
+        return made
+
     def __reduce__(self) -> Any:
-        return _make, (self._arguments,)
+        return _make, (self._arguments, self._is_from_environment)
 
     def _forget_fit(self) -> None:
         self._checkpointer: Checkpointer | None = None
@@ -83,6 +90,8 @@ class Checkpoints:
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Open the repository; all ranks have met before this hook."""
         if stage != "fit" or trainer.fast_dev_run:
+            return
+        if self._is_from_environment and not _may_use_environment(self, trainer):
             return
         require_supported_strategy(trainer.strategy)
         self._close()
@@ -147,7 +156,7 @@ class Checkpoints:
         repository = self._checkpointer.repository
         if path:
             if repository.latest() is not None:
-                _warn(
+                packages.warn(
                     f"fit loads ckpt_path={path!s}, and not the newest step of {repository.url}: leave ckpt_path out to resume"
                 )
             return None
@@ -159,40 +168,47 @@ class Checkpoints:
                 f"step {start - 1} of {repository.url} was not saved by Checkpoints: give another URL, or use ckpt.load"
             )
         self._steps_seen = self._steps_saved = start
-        _info(f"resumed from step {start - 1} of {repository.url}")
+        packages.info(f"resumed from step {start - 1} of {repository.url}")
         return checkpoint
 
 
-def _make(arguments: dict[str, Any]) -> Checkpoints:
-    return Checkpoints(**arguments)
+def _make(arguments: dict[str, Any], is_from_environment: bool) -> Checkpoints:
+    made = Checkpoints(**arguments)
+    made._is_from_environment = is_from_environment
+    return made
 
 
-# --- the two packages of Lightning -----------------------------------------------------------------------------
+# --- the entry point -------------------------------------------------------------------------------------------
 
 
-def _packages() -> list[str]:
-    """Return the package of Lightning that this process has imported, or both; otherwise an installed one."""
-    if imported := [name for name in _PACKAGES if name in sys.modules]:
-        return imported
-    for name in _PACKAGES:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            return [name]
-    raise CkptError("Lightning is not installed: pip install lightning")
+def callbacks_from_environment() -> list[Checkpoints]:
+    """Return the callbacks that Lightning gives to every Trainer: with CKPT_DIR set, one that saves there.
+
+    CKPT_LIGHTNING=0 turns it off.
+    """
+    if not os.environ.get(DIRECTORY_VARIABLE) or os.environ.get(_SWITCH) == "0":
+        return []
+    return [Checkpoints._from_environment()]
 
 
-def _base_classes() -> list[type]:
-    """Return the base class of checkpoint callbacks, which Lightning runs after all others."""
-    return [importlib.import_module(f"{name}.callbacks").Checkpoint for name in _packages()]
+_SWITCH = "CKPT_LIGHTNING"
+_trainer_of_environment: list[Any] = []
+"""A weak reference to the Trainer whose fit uses CKPT_DIR: another Trainer of the process must not resume from its steps."""
 
 
-def _info(message: str) -> None:
-    _rank_zero("rank_zero_info", message)
-
-
-def _warn(message: str) -> None:
-    _rank_zero("rank_zero_warn", message)
-
-
-def _rank_zero(function: str, message: str) -> None:
-    """Log a message on rank 0, where Lightning's own messages appear."""
-    getattr(importlib.import_module(f"{_packages()[0]}.utilities.rank_zero"), function)(f"ckpt: {message}")
+def _may_use_environment(callback: Checkpoints, trainer: Any) -> bool:
+    """Return whether a callback of the entry point works in this fit, and log that."""
+    if any(isinstance(other, Checkpoints) and not other._is_from_environment for other in trainer.callbacks):
+        return False
+    if _trainer_of_environment and _trainer_of_environment[0]() is not trainer:
+        packages.warn(
+            f"this fit is not saved to {DIRECTORY_VARIABLE}, which another Trainer of this process uses: give this one "
+            "Checkpoints(url) with a URL of its own"
+        )
+        return False
+    _trainer_of_environment[:] = [weakref.ref(trainer)]
+    packages.info(
+        f"saves this fit to {os.environ[DIRECTORY_VARIABLE]} and resumes it, because {DIRECTORY_VARIABLE} is set "
+        f"({_SWITCH}=0 turns this off)"
+    )
+    return True

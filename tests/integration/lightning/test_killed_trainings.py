@@ -112,3 +112,18 @@ def test_step_of_other_code_is_refused(tmp_path: Path) -> None:
     training = Training(tmp_path)
     ckpt.save({"weights": b"1"}, training.url("other"), step=3)
     assert "FormatError: step 3 of" in training.run("other", status=1)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_script_that_does_not_mention_ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """The entry point gives a Trainer the callback where CKPT_DIR is set."""
+    training = Training(tmp_path, "--no-callback", "--epochs=2", f"--package={package}")
+    monkeypatch.setenv("CKPT_DIR", str(tmp_path / "repository"))
+    monkeypatch.setenv("CKPT_LIGHTNING", "0")
+    training.run("off")
+    assert not (tmp_path / "repository").exists()
+    monkeypatch.delenv("CKPT_LIGHTNING")
+    printed = training.run("on")
+    assert printed.count("saves this fit to") == printed.count("CKPT_LIGHTNING=0 turns this off") == 1
+    assert training.losses("on") == training.losses("off")  # the callback changes no number
+    assert "ckpt: resumed from step 21" in training.run("again")

@@ -1,0 +1,154 @@
+"""The plugin CkptIO, by which Lightning's own checkpoints and those of Fabric go through ckpt."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters.lightning_state import storable
+from ckpt.api import load
+from ckpt.checkpointer import Checkpointer
+from ckpt.errors import FormatError
+from ckpt.repository.repository import Url, open_repository, resolve_url
+from ckpt.storage.base.errors import InvalidArgument, NotFound
+from ckpt.storage.base.store import Store
+
+_MARK = "ckpt repository"
+_LONGEST_FILE = 1 << 16
+
+
+class CkptIO:
+    """A plugin with which a Trainer or Fabric writes and reads its checkpoint files through ckpt.
+
+        trainer = Trainer(plugins=[CkptIO("/data/run/best")], callbacks=[ModelCheckpoint(monitor="val_loss", save_top_k=3)])
+        fabric = Fabric(plugins=[CkptIO("/data/run/fabric")])
+
+    url: the folder or URL below which each checkpoint is a repository of its own. None means the URL in CKPT_DIR.
+    options: arguments of `ckpt.Checkpointer`, such as codec, digest, memory, key and nan.
+
+    At the path that Lightning names there is a small file with the URL of the repository. It is written when the step is
+    committed, so Lightning finds no incomplete checkpoint there. `trainer.fit(ckpt_path=…)` and `fabric.load` read it.
+
+    Raises:
+        UnsupportedLeaf: A checkpoint has a value that can't be stored without pickle. The message has its name.
+        FormatError: A file that is loaded was not written by this plugin.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> CkptIO:
+        made: CkptIO = object.__new__(packages.with_bases(cls, packages.plugin_bases()))
+        return made
+
+    def __init__(self, url: Url | None = None, **options: Any) -> None:
+        super().__init__()
+        self._url, self._options = url, options
+        self._left_out: set[str] = set()
+
+    def __reduce__(self) -> Any:
+        return _make, (self._url, self._options)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint as a step, and then write the file at `path`. Lightning calls this on rank 0."""
+        if storage_options is not None:
+            raise InvalidArgument("CkptIO takes no storage_options: give options to CkptIO itself")
+        url = _own_repository(path) or f"{os.fspath(resolve_url(self._url)).rstrip('/')}/{_repository_name(path)}"
+        options: dict[str, Any] = {"every": None, "keep": 1, "group": None, "scrub": None, **self._options}
+        with Checkpointer(url, **options) as checkpointer:
+            newest = checkpointer.repository.latest()
+            step = 0 if newest is None else newest.step + 1
+            checkpointer.save(step, storable(checkpoint, self._left_out), blocking=True)
+        _write_file(path, url)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the checkpoint of a path, with its tensors in host memory. Nothing is unpickled."""
+        if not _exists(path):
+            raise FileNotFoundError(f"there is no checkpoint at {path}")
+        url = _read_file(path)
+        if url is None:
+            raise FormatError(f"{path} was not written by CkptIO: load it in a Trainer without this plugin")
+        checkpoint: dict[str, Any] = load(url, group=None)
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove the file at a path, and then the repository of the checkpoint."""
+        if not _exists(path):
+            return
+        url = _own_repository(path)
+        fs, name = url_to_fs(os.fspath(path))
+        fs.rm(name)
+        if url is not None:
+            _delete_all(open_repository(url).store)
+            if "://" not in url:
+                with contextlib.suppress(OSError):
+                    os.rmdir(url)
+
+    def teardown(self) -> None:
+        """Do nothing, since each checkpoint is committed when its save returns."""
+
+
+def _make(url: Url | None, options: dict[str, Any]) -> CkptIO:
+    return CkptIO(url, **options)
+
+
+def _repository_name(path: Any) -> str:
+    """Return a name for the repository of a path, which differs between paths with the same last part."""
+    text = os.path.abspath(path) if "://" not in os.fspath(path) else os.fspath(path)
+    return f"{re.sub('[^A-Za-z0-9._-]', '_', os.path.basename(text))}-{zlib.crc32(text.encode()):08x}"
+
+
+def _own_repository(path: Any) -> str | None:
+    """Return the repository that was made for this path; None where the file is a link or a copy of another checkpoint's."""
+    url = _read_file(path) if _exists(path) else None
+    return url if url is not None and url.endswith(f"/{_repository_name(path)}") else None
+
+
+def _delete_all(store: Store) -> None:
+    """Delete all files of a store, those of inner folders first. A folder that becomes empty disappears."""
+    folders: dict[str, list[str]] = {}
+    for entry in store.list():
+        folders.setdefault(os.path.dirname(entry.name), []).append(entry.name)
+    for folder in sorted(folders, key=lambda name: (-name.count("/"), name)):
+        with contextlib.suppress(NotFound):
+            store.delete(folders[folder])
+
+
+# --- the file at the path --------------------------------------------------------------------------------------
+
+
+def _exists(path: Any) -> bool:
+    fs, name = url_to_fs(os.fspath(path))
+    return bool(fs.exists(name))
+
+
+def _read_file(path: Any) -> str | None:
+    """Return the URL in a file that this plugin has written, None for any other file."""
+    fs, name = url_to_fs(os.fspath(path))
+    if fs.isdir(name) or fs.size(name) > _LONGEST_FILE:
+        return None
+    try:
+        url = json.loads(fs.cat_file(name))[_MARK]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return url if isinstance(url, str) else None
+
+
+def _write_file(path: Any, url: str) -> None:
+    fs, name = url_to_fs(os.fspath(path))
+    fs.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+    if "file" in (fs.protocol if isinstance(fs.protocol, (tuple, list)) else (fs.protocol,)):
+        temporary = f"{name}.{os.getpid()}.tmp"
+        with open(temporary, "w") as file:
+            json.dump({_MARK: url}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if os.path.islink(name):  # a link to another checkpoint
+            os.remove(name)
+        os.replace(temporary, name)
+    else:
+        fs.pipe_file(name, json.dumps({_MARK: url}).encode())
