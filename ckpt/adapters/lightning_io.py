@@ -16,7 +16,7 @@ from ckpt.adapters.lightning_state import storable
 from ckpt.api import load
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import FormatError
-from ckpt.repository.repository import Url, open_repository, resolve_url
+from ckpt.repository.repository import open_repository, resolve_url
 from ckpt.storage.base.errors import InvalidArgument, NotFound
 from ckpt.storage.base.store import Store
 
@@ -45,7 +45,7 @@ class CkptIO:
         made: CkptIO = object.__new__(packages.with_bases(cls, packages.plugin_bases()))
         return made
 
-    def __init__(self, url: Url | None = None, **options: Any) -> None:
+    def __init__(self, url: str | os.PathLike[str] | None = None, **options: Any) -> None:
         super().__init__()
         self._url, self._options = url, options
         self._left_out: set[str] = set()
@@ -57,7 +57,7 @@ class CkptIO:
         """Save a checkpoint as a step, and then write the file at `path`. Lightning calls this on rank 0."""
         if storage_options is not None:
             raise InvalidArgument("CkptIO takes no storage_options: give options to CkptIO itself")
-        url = _own_repository(path) or f"{os.fspath(resolve_url(self._url)).rstrip('/')}/{_repository_name(path)}"
+        url = _own_repository(path) or f"{str(self._url or resolve_url(None)).rstrip('/')}/{_repository_name(path)}"
         options: dict[str, Any] = {"every": None, "keep": 1, "group": None, "scrub": None, **self._options}
         with Checkpointer(url, **options) as checkpointer:
             newest = checkpointer.repository.latest()
@@ -72,7 +72,7 @@ class CkptIO:
         url = _read_file(path)
         if url is None:
             raise FormatError(f"{path} was not written by CkptIO: load it in a Trainer without this plugin")
-        checkpoint: dict[str, Any] = load(url, group=None)
+        checkpoint: dict[str, Any] = load(url, group=None, key=self._options.get("key"))
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -92,7 +92,7 @@ class CkptIO:
         """Do nothing, since each checkpoint is committed when its save returns."""
 
 
-def _make(url: Url | None, options: dict[str, Any]) -> CkptIO:
+def _make(url: str | os.PathLike[str] | None, options: dict[str, Any]) -> CkptIO:
     return CkptIO(url, **options)
 
 
