@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
+
+import click
 
 from ckpt.state.boxes import Box
 from ckpt.storage.base.errors import CkptError, first_line
@@ -43,8 +46,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_state(source: Path) -> Any:
-    """Return the state that was saved in a folder, nested as it was if its metadata has the paths."""
+def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> Any:
+    """Return the state that was saved in a folder, nested as it was if its metadata has the paths.
+
+    matches: returns whether to read a value, by its name; None for all. What it leaves out is not opened.
+    """
     metadata = _read_metadata(source / METADATA)
     regions: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, info in metadata.storage_data.items():
@@ -55,10 +61,17 @@ def read_state(source: Path) -> Any:
     files = _Files(source)
     try:
         flat = {
-            name: files.read_entry(name, entry, regions.get(name, {})) for name, entry in metadata.state_dict_metadata.items()
+            name: files.read_entry(name, entry, regions.get(name, {}))
+            for name, entry in metadata.state_dict_metadata.items()
+            if matches is None or matches(name)
         }
     finally:
         files.close()
+    others = sorted(path.name for path in source.glob("*.pt"))
+    if others:
+        click.echo(
+            f"{source} has {', '.join(others)} too, which is not imported: import it to another URL if you need it", err=True
+        )
     return _nested(flat, metadata.planner_data)
 
 

@@ -9,9 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ckpt.state.name_patterns import matcher
+from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError
 
-_READERS = {"safetensors": "import_safetensors", "torch": "import_torch", "dcp": "import_dcp", "hf-bin": "import_hf_bin"}
+_READERS = {
+    "safetensors": "import_safetensors", "torch": "import_torch", "dcp": "import_dcp", "hf-bin": "import_hf_bin",
+    "deepspeed-universal": "import_deepspeed",
+}  # fmt: skip
 """The module of each format that can be imported. It has `read_state(source)`."""
 FORMATS = tuple(_READERS)
 
@@ -19,10 +24,6 @@ _ADVICE = {
     "deepspeed": (
         "a checkpoint of DeepSpeed ZeRO, whose parts are pickles: write its weights with its own zero_to_fp32.py "
         "(--safe_serialization), and import the safetensors files"
-    ),
-    "deepspeed-universal": (
-        "a universal checkpoint of DeepSpeed: load it with DeepSpeed, and save its state with ckpt; or write the weights of "
-        "the original with zero_to_fp32.py --safe_serialization, and import those"
     ),
     "orbax": "a checkpoint of Orbax: restore it with Orbax, and give the state to ckpt.save (docs/howto/migrate-orbax.md)",
     "tensorflow": "a checkpoint of TensorFlow: restore it into the model, and give the model to ckpt.save",
@@ -33,10 +34,11 @@ _ADVICE = {
 """By format that can't be imported: what the source is, and what to do."""
 
 
-def read_source(source: Path, requested: str | None) -> Any:
+def read_source(source: Path, requested: str | None, only: tuple[str, ...] = ()) -> Any:
     """Return the state of a source; raise CkptError where its format can't be imported.
 
     requested: one of FORMATS; None to recognise it.
+    only: patterns of the names to read; empty for all.
     """
     if not source.exists():
         raise CkptError(f"{source} does not exist; name a file or folder of another program")
@@ -45,8 +47,34 @@ def read_source(source: Path, requested: str | None) -> Any:
         raise CkptError(f"{source} is of no format that is recognised: name one with --format ({', '.join(FORMATS)})")
     if found not in _READERS:
         raise CkptError(f"{source} is {_ADVICE[found]}")
-    read: Callable[[Path], Any] = importlib.import_module(f"ckpt.tools.{_READERS[found]}").read_state
-    return read(source)
+    read: Callable[..., Any] = importlib.import_module(f"ckpt.tools.{_READERS[found]}").read_state
+    if not only:
+        return read(source)
+    matches = matcher(only)
+    state = _keep(read(source, matches) if found == "dcp" else read(source), matches, "")
+    if state is _NOTHING:
+        raise CkptError(f"nothing in {source} matches --only {' '.join(only)}; give the names that a load of it shows")
+    return state
+
+
+_NOTHING = object()
+
+
+def _keep(state: Any, matches: Callable[[str], bool], path: str) -> Any:
+    """Return the part of a state whose names match; in a list, None stands for the others. Dicts are changed in place."""
+    if isinstance(state, dict):
+        kept = {
+            key: part for key, value in state.items() if (part := _keep(value, matches, join_path(path, key))) is not _NOTHING
+        }
+        state.clear()
+        state.update(kept)
+        return state if kept else _NOTHING
+    if isinstance(state, (list, tuple)):
+        parts = [_keep(value, matches, join_path(path, i)) for i, value in enumerate(state)]
+        if all(part is _NOTHING for part in parts):
+            return _NOTHING
+        return [None if part is _NOTHING else part for part in parts]
+    return state if matches(path or "(root)") else _NOTHING
 
 
 def find_format(source: Path) -> str | None:

@@ -38,6 +38,9 @@ What SOURCE may be:
   safetensors  a file, an index with its files, or a folder with them
   hf-bin       a folder with pytorch_model.bin, or with pytorch_model.bin.index.json
   dcp          a folder of torch.distributed.checkpoint (of FSDP, torchtitan, Megatron torch_dist …)
+  deepspeed-universal
+               the folder that DeepSpeed's ds_to_universal writes, of ZeRO stages 1 and 2. The state is
+               that of ckpt.adapters.torch.ModelState
 
 \b
 For other formats the error names what to do. Arrays are read in pieces, so that the memory does not
@@ -50,6 +53,7 @@ Exit status: 0 imported, 1 not imported (the message says why), 2 wrong usage.""
 @click.option(
     "--step", type=click.IntRange(min=0), help="The number of the step. Default: the one after the newest, at first 0."
 )
+@click.option("--only", multiple=True, metavar="PATTERN", help="Only what has this name or shell pattern. May be repeated.")
 @click.option("--under", metavar="KEY", help="Put all that SOURCE has below this key of the state, such as model.")
 @click.option("--format", "requested_format", type=click.Choice(FORMATS), help="The format. Default: it is recognised.")
 @click.option("--key-file", metavar="FILE", help="Sign the step with the key in this file. Default: the file in CKPT_KEY_FILE.")
@@ -59,6 +63,7 @@ def command(
     source: Path,
     url: str,
     step: int | None,
+    only: tuple[str, ...],
     under: str | None,
     requested_format: str | None,
     key_file: str | None,
@@ -68,7 +73,7 @@ def command(
 
     URL is a folder, or any URL that ckpt.save accepts (s3://bucket/run …). SOURCE is not changed.
     """
-    state = read_source(source, requested_format)
+    state = read_source(source, requested_format, only)
     if under:
         state = {under: state}
     checkpoint = ckpt.save(

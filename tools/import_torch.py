@@ -59,8 +59,8 @@ def _load(torch: Any, file: IO[bytes], where: str, device: str) -> Any:
         return torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CkptError(
-            f"{where} has objects that weights_only refuses ({_refused(error)}): where you trust it, load it with "
-            "torch.load(weights_only=False), and give its tensors and plain values to ckpt.save"
+            f"{where} has objects that weights_only refuses ({_refused(error)}): load it with torch.load(weights_only=False) "
+            "where you trust it, and give its tensors and values to ckpt.save; in a folder of DCP, --only can leave it out"
         ) from error
     except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
         raise CkptError(f"{where} is no file of torch.save, or is damaged ({first_line(error)}): copy it again") from error

@@ -257,6 +257,53 @@ def test_large_tensors_of_dcp(tmp_path: Path) -> None:
     assert_same({name: loaded[name] for name in state}, state)
 
 
+# --- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+def write_universal(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write a universal checkpoint in the layout of DeepSpeed's ds_to_universal, of ZeRO stages 1 and 2."""
+    for name, parameter in model.named_parameters():
+        parts = {"fp32": parameter.detach(), **optimizer.state[parameter]}
+        (folder / "zero" / name).mkdir(parents=True)
+        for key, value in parts.items():
+            content = int(value) if key == "step" else {"cat_dim": 0, "param": value}
+            torch.save(content, folder / "zero" / name / f"{key}.pt")
+
+
+def test_a_training_continues_from_a_universal_checkpoint(tmp_path: Path) -> None:
+    from ckpt.adapters.torch import ModelState
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(torch.randn(8, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = make()
+    train(model, optimizer)
+    write_universal(tmp_path / "step3_universal", model, optimizer)
+    (tmp_path / "latest_universal").write_text("step3_universal")
+    expected = train(model, optimizer)
+    load_imported(tmp_path / "step3_universal")
+    model, optimizer = make()
+    ckpt.load(tmp_path / "imported", like=ModelState(model, optimizer))
+    assert train(model, optimizer) == expected
+
+    torch.save(torch.zeros(32), tmp_path / "step3_universal" / "zero" / "0.weight" / "fp32.pt")
+    with pytest.raises(CkptError, match="stage 3"):
+        load_imported(tmp_path / "step3_universal")
+
+
 # --- all formats -----------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +311,6 @@ def test_large_tensors_of_dcp(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("mp_rank_00/zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py"),
-        ("zero/layer.weight/fp32.pt", "universal checkpoint of DeepSpeed"),
         ("manifest.ocdbt", "restore it with Orbax"),
         ("checkpoint", "TensorFlow"),
         ("model.pdparams", "paddle.load"),
@@ -280,6 +326,25 @@ def test_other_formats_are_refused_with_advice(name: str, words: str, tmp_path: 
     assert "\n" not in str(error.value)
     with pytest.raises(CkptError, match="does not exist"):
         load_imported(tmp_path / "nothing")
+
+
+def test_only_a_part_is_imported(tmp_path: Path) -> None:
+    """In a folder of DCP, an object that can't be imported is left out by --only. Other files of the folder are named."""
+    import torch.distributed.checkpoint as dcp
+
+    state = {"model": {"a": torch.ones(2), "b": torch.zeros(3)}, "extra": collections.Counter("ab"), "list": [1, torch.ones(1)]}
+    dcp.save({**state, "extra": Evil}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CkptError, match="extra has objects that weights_only refuses"):
+        load_imported(tmp_path / "dcp")
+    assert_same(load_imported(tmp_path / "dcp", "--only", "model"), {"model": state["model"]})
+    torch.save({k: state[k] for k in ("model", "list")}, tmp_path / "state.pt")
+    options = ("--only", "model.a", "--only", "list.1")
+    assert_same(load_imported(tmp_path / "state.pt", *options), {"model": {"a": torch.ones(2)}, "list": [None, torch.ones(1)]})
+    with pytest.raises(CkptError, match="matches --only"):
+        load_imported(tmp_path / "state.pt", "--only", "modle.*")
+    torch.save({}, tmp_path / "dcp" / "common.pt")
+    command_line = [*RUN, str(tmp_path / "dcp"), str(tmp_path / "more"), "--only", "model"]
+    assert "common.pt" in subprocess.run(command_line, capture_output=True, text=True, timeout=120).stderr
 
 
 def test_damaged_torch_files_are_refused(tmp_path: Path) -> None:
