@@ -1,7 +1,6 @@
 """The class Tree, which makes any jax pytree an entry of a state, with its leaves named by their key paths.
 
-Dicts, lists, tuples, namedtuples (optax) and dataclasses (flax) need no adapter. A type that is a pytree only because it is
-registered with jax needs one, because only its registration can rebuild it.
+A state takes pytrees without it. It is needed for steps that were saved with it, and to fill a pytree in place.
 """
 
 from __future__ import annotations
