@@ -137,6 +137,8 @@ class _Flattener:
             return value if value - value == 0 else {"float": struct.pack(">d", value).hex()}
         try:
             leaf = as_leaf(value)
+            if leaf is not None:
+                leaf.require_data()
         except TypeError as error:
             raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error
         except MemoryError as error:

@@ -90,6 +90,9 @@ class ArrayLeaf(ABC):
     def write(self, box: Box, data: Bytes) -> None:
         """Set the elements of `box` from `data`, in C order."""
 
+    def require_data(self) -> None:  # noqa: B027  most leaves have data
+        """Raise TypeError for a leaf that stands for an array in `like` and has no data to save."""
+
     def identity(self) -> Hashable | None:
         """Return a key that is equal for two leaves of one array (tied leaves); None where no other leaf can be the same."""
         memory = self.memory_layout()

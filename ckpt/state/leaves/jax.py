@@ -5,6 +5,7 @@ An array over several devices is stored by its shards: each process has those on
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -22,14 +23,16 @@ __all__ = ["advice", "as_leaf", "as_pytree", "as_stateful", "empty_leaf", "is_ar
 
 
 def is_array(kind: type) -> bool:
-    """Return whether values of this type are arrays, or stand for one inside of jit."""
-    return issubclass(kind, (jax.Array, jax.core.Tracer))
+    """Return whether values of this type are arrays, or stand for one: inside of jit, or in `like`."""
+    return issubclass(kind, (jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct))
 
 
 def as_leaf(value: jax.Array) -> ArrayLeaf:
     """Return the leaf of a jax array; raise TypeError for one without data."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError("a traced jax value has no data: save outside of jit")
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return AbstractLeaf(value)
     if len(value.sharding.device_set) > 1 and not (value.is_fully_addressable and value.is_fully_replicated):
         return JaxShards(value)
     return JaxLeaf(value)
@@ -129,6 +132,46 @@ class JaxShards(ShardedLeaf):
         return _JaxShardsTarget(self, self._data.sharding, self._key, self._data.weak_type)
 
 
+class AbstractLeaf(ArrayLeaf):
+    """A jax.ShapeDtypeStruct in `like`, in whose place a load puts an array with its sharding."""
+
+    kind = "jax"
+
+    __slots__ = ("_data", "_key")
+
+    def __init__(self, value: jax.ShapeDtypeStruct) -> None:
+        self.value = value
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        self._key = value.dtype._impl.name if is_key else None
+        self._data = jax.eval_shape(jax.random.key_data, value) if is_key else value
+        dtype = np.dtype(self._data.dtype)
+        self.dtype, self.itemsize = dtype_name(dtype), dtype.itemsize
+        self.shape = tuple(self._data.shape)
+        self.nbytes = math.prod(self.shape) * self.itemsize
+        self.flat = None
+
+    def require_data(self) -> None:
+        raise TypeError("a jax.ShapeDtypeStruct has a shape but no data: store the array")
+
+    def read(self, box: Box, out: Any) -> None:
+        self.require_data()
+
+    def write(self, box: Box, data: Any) -> None:
+        self.require_data()
+
+    def target(self) -> ArrayLeaf:
+        sharding, weak = self.value.sharding, getattr(self.value, "weak_type", False)
+        if sharding is None or (sharding.is_fully_replicated and sharding.is_fully_addressable):
+            return _JaxTarget(self.dtype, self.shape, sharding, self._key, weak)
+        if self._key:
+            raise TypeError("a jax.ShapeDtypeStruct of sharded keys says not how their data is sharded: give the array of keys")
+        indices = sharding.addressable_devices_indices_map(self.shape).values()
+        boxes = dict.fromkeys(_box_of_index(index, self.shape) for index in indices)
+        parts = [LeafShard(NumpyLeaf(np.empty(0, numpy_dtype(self.dtype))), box) for box in boxes]
+        shards = ShardedLeaf(None, "jax", self.shape, self.dtype, self.itemsize, parts)
+        return _JaxShardsTarget(shards, sharding, None, weak)
+
+
 class _HostShard(NumpyLeaf):
     """One shard as a host array. It never changes, and the host array keeps its buffer alive."""
 
@@ -146,7 +189,7 @@ class _JaxShardsTarget(ShardedLeaf):
 
     __slots__ = ("_key", "_sharding", "_weak")
 
-    def __init__(self, like: JaxShards, sharding: Any, key: str | None, weak: bool) -> None:
+    def __init__(self, like: ShardedLeaf, sharding: Any, key: str | None, weak: bool) -> None:
         dtype = numpy_dtype(like.dtype)
         parts = [LeafShard(NumpyLeaf(np.empty(p.box.shape, dtype)), p.box, p.replica) for p in like.shards()]
         super().__init__(None, "jax", like.shape, like.dtype, like.itemsize, parts)

@@ -95,8 +95,6 @@ def advice(value: Any) -> str | None:
     linen = sys.modules.get("flax.linen")
     if linen is not None and isinstance(value, linen.Module):
         return "a linen module has no arrays: store the variables that its init() returned"
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return "it has a shape but no data: store the array"
     return None
 
 

@@ -129,3 +129,29 @@ def test_leaves_of_a_pytree_with_equal_names_are_restored_separately(tmp_path: P
         ckpt.load(tmp_path, {"train": alone})
     one_line(error, "leaf train", "two leaves were saved as a.b")
     assert alone.value["a.b"].tolist() == [0, 0]
+
+
+def test_an_abstract_array_is_loaded_with_its_sharding(tmp_path: Path) -> None:
+    code = """
+import sys, jax, numpy as np, ckpt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+whole = np.arange(48.0, dtype=np.float32).reshape(8, 6)
+ckpt.save({"w": jax.numpy.asarray(whole), "key": jax.random.key(5), "n": jax.numpy.asarray(3)}, sys.argv[1], 1)
+like = jax.eval_shape(lambda: {"key": jax.random.key(0), "n": jax.numpy.asarray(0)})
+for spec in (P("a", "b"), P("a"), P(None, "b"), P()):
+    sharding = NamedSharding(mesh, spec)
+    loaded = ckpt.load(sys.argv[1], {**like, "w": jax.ShapeDtypeStruct((8, 6), np.float32, sharding=sharding)})
+    assert loaded["w"].sharding == sharding
+    assert np.array_equal(loaded["w"], whole)
+assert jax.random.key_data(loaded["key"]).tolist() == [0, 5]
+assert loaded["n"].weak_type
+try:
+    ckpt.save(like, sys.argv[1], 2)
+except ckpt.UnsupportedLeaf as error:
+    print(error)
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert out.stdout == "leaf key: a jax.ShapeDtypeStruct has a shape but no data: store the array\n", out.stderr[-3000:]
