@@ -18,7 +18,7 @@ class AdapterState(ModelState):
 
     def _models_state(self) -> dict[str, Any]:
         found = super()._models_state()
-        wanted = {name for model in self._models for name in _adapter_names(model)}
+        wanted = {self._experts.name(name) for model in self._models for name in _adapter_names(model)}
         return {name: value for name, value in found.items() if name in wanted}
 
     def _set_model(self, model: Any, state: dict[str, Any]) -> None:

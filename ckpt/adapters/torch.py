@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpt.adapters.torch_experts import ExpertNames, Experts, model_ranks, own_rank
 from ckpt.adapters.torch_optimizer import group_options, load_optimizer, optimizer_node, parameter_names, saved_parameter_states
 from ckpt.format.manifest import Saved
 from ckpt.state.boxes import Replica
@@ -17,6 +19,8 @@ from ckpt.storage.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["Experts", "ModelState"]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """The attributes in which torch.compile and activation checkpointing keep the wrapped module."""
@@ -35,6 +39,11 @@ class ModelState:
     group: the ranks that have this model, if other ranks have other models. For a stage of a pipeline it is the torch process
         group or device mesh of the stage, as in mesh["dp"] or mesh["dp", "tp"]. None means this rank alone, and "auto" all
         ranks.
+    experts: for a mixture (MoE) whose ranks have different experts under equal names: {regular expression: the process group or
+        1-D device mesh that divides the experts}, or an `Experts` in place of the group. An expert gets its number in the whole
+        model, so that any other number of ranks can load it. The expression matches names of parameters and buffers. The number
+        of the expert is its first group, or else follows the match. If no number does, the tensor has all local experts along
+        its first axis. None for the group means that this process has all experts.
 
     The plain state `{"model": model, "optimizer": optimizer}` is enough while names and order of the parameters stay the same:
     in one process, or under DDP if every run uses DDP. All other cases need ModelState: FSDP2, tensor and pipeline parallelism,
@@ -53,11 +62,14 @@ class ModelState:
     """
 
     def __init__(
-        self, model: torch.nn.Module | Iterable[torch.nn.Module], optimizer: Any = None, *, group: Any = "auto"
-    ) -> None:
+        self, model: torch.nn.Module | Iterable[torch.nn.Module], optimizer: Any = None, *, group: Any = "auto",
+        experts: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._models: list[Any] = [model] if hasattr(model, "named_parameters") else list(model)
         self._optimizers: list[Any] = [] if optimizer is None else _as_list(optimizer)
         self._group = group
+        self._experts = ExpertNames(experts, group)
+        self.members()  # so that the names of experts are known
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors by name, without a copy. It changes nothing: a new optimizer stays without a state."""
@@ -65,19 +77,22 @@ class ModelState:
         model = self._models_state()
         found: dict[str, Any] = {
             "model": {
-                name: self._with_replica_ranks(value, True) if name in buffers else _map_nested(value, self._with_replica_ranks)
+                name: _map_nested(value, partial(self._placed, name, is_stored_whole=name in buffers))
                 for name, value in model.items()
             }
         }
         if self._optimizers:
-            found["optimizer"] = _map_nested(self._optimizers_state(), self._with_replica_ranks)
+            found["optimizer"] = self._placed_optimizer(self._optimizers_state())
         return found
 
     def members(self) -> ModuleEntries:
         """Return the names in `state_dict` of buffers, which may differ between ranks, and of frozen parameters."""
-        buffers = [f"model.{name}" for model in self._models for name, _ in _named_buffers(model)]
-        named = (item for model in self._models for item in _named_parameters(model))
-        return ModuleEntries(buffers, [f"model.{name}" for name, parameter in named if not parameter.requires_grad])
+        buffers = [name for model in self._models for name, _ in _named_buffers(model)]
+        parameters = [item for model in self._models for item in _named_parameters(model)]
+        self._experts.learn([*buffers, *(name for name, _ in parameters)])
+        global_name = self._experts.name
+        frozen = [f"model.{global_name(name)}" for name, parameter in parameters if not parameter.requires_grad]
+        return ModuleEntries([f"model.{global_name(name)}" for name in buffers], frozen)
 
     def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
         """Return the state that a load fills: the entries of this model, and the saved optimizer state of its parameters.
@@ -117,7 +132,8 @@ class ModelState:
 
         state = _map_nested(state, _unwrap)
         for model in self._models:
-            mine = {name: state["model"][name] for name in get_model_state_dict(model) if name in state["model"]}
+            names = {name: self._experts.name(name) for name in get_model_state_dict(model)}
+            mine = {name: state["model"][saved] for name, saved in names.items() if saved in state["model"]}
             self._set_model(model, mine)
         if "optimizer" in state:
             names = self._names()
@@ -132,7 +148,7 @@ class ModelState:
         found: dict[str, Any] = {}
         for model in self._models:
             _refuse_fsdp1(model)
-            state = get_model_state_dict(model)
+            state = {self._experts.name(name): value for name, value in get_model_state_dict(model).items()}
             if twice := found.keys() & state.keys():
                 raise InvalidArgument(f"two of the models of a ModelState have a {min(twice)}; give each its own ModelState")
             found.update(state)
@@ -148,7 +164,7 @@ class ModelState:
         found: dict[Any, str] = {}
         for model in self._models:
             for name, parameter in _named_parameters(model):
-                found.setdefault(parameter, name)
+                found.setdefault(parameter, self._experts.name(name))
         return found
 
     # --- the optimizers ----------------------------------------------------------------------------------------
@@ -181,14 +197,16 @@ class ModelState:
         for name in current["group_of"]:
             have = current["state"].get(name, {})
             saved = saved_optimizer.get("state", {}).get(name, {})
-            values = {key: self._optimizer_target(key, value, have.get(key), parameters[name]) for key, value in saved.items()}
+            values = {
+                key: self._optimizer_target(name, key, value, have.get(key), parameters[name]) for key, value in saved.items()
+            }
             state[name] = values if everything else have | values
         group_of = current["group_of"] | {
             n: k for n, k in saved_optimizer.get("group_of", {}).items() if n in current["group_of"]
         }
         groups = {
             key: {
-                option: self._optimizer_target("", value, None, None)
+                option: self._optimizer_target(key, "", value, None, None)
                 for option, value in saved_optimizer["groups"][key].items()
             }
             for key in dict.fromkeys(group_of.values())
@@ -196,38 +214,77 @@ class ModelState:
         }
         return {"state": {n: values for n, values in state.items() if values}, "group_of": group_of, "groups": groups}
 
-    def _optimizer_target(self, key: str, saved: Any, existing: Any, parameter: Any) -> Any:
-        """Return the target of a value of the optimizer state: the existing tensor if it matches, or a new one."""
+    def _optimizer_target(self, name: str, key: str, saved: Any, existing: Any, parameter: Any) -> Any:
+        """Return the target of a value of the optimizer state: the existing tensor if it matches, or a new one.
+
+        name: that of the parameter, or of the group of parameters.
+        """
         import torch
 
         if isinstance(saved, dict):
             known = existing if isinstance(existing, dict) else {}
-            return {k: self._optimizer_target(k, v, known.get(k), parameter) for k, v in saved.items()}
+            return {k: self._optimizer_target(name, k, v, known.get(k), parameter) for k, v in saved.items()}
         if not isinstance(saved, Saved):
             return None  # a plain value, which the load replaces by the saved one
         tensor = _unwrap(existing)
-        if isinstance(tensor, torch.Tensor) and Saved(str(tensor.dtype)[6:], tuple(tensor.shape)) == saved:
+        place = self._experts.place(name)
+        shape = saved.shape if place is None or parameter is None else place.local_shape(saved.shape, parameter.shape)
+        if isinstance(tensor, torch.Tensor) and Saved(str(tensor.dtype)[6:], tuple(tensor.shape)) == (saved.dtype, shape):
             return existing
-        made = None if parameter is None else moment_like(key, saved.dtype, saved.shape, parameter)
-        return self._with_replica_ranks(empty_leaf("torch", saved.dtype, saved.shape, {}).value if made is None else made)
+        made = None if parameter is None else moment_like(key, saved.dtype, shape, parameter)
+        return self._placed(name, empty_leaf("torch", saved.dtype, shape, {}).value if made is None else made, False, parameter)
 
-    def _with_replica_ranks(self, value: Any, is_stored_whole: bool = False) -> Any:
+    # --- who has what ------------------------------------------------------------------------------------------
+
+    def _placed_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        parameters = {name: parameter for parameter, name in self._names().items()}
+
+        def placed(part: dict[str, Any]) -> dict[str, Any]:
+            return {
+                name: _map_nested(values, partial(self._placed, name, parameter=parameters[name]))
+                for name, values in part.items()
+            }
+
+        return {"state": placed(state["state"]), "group_of": state["group_of"], "groups": placed(state["groups"])}
+
+    def _placed(self, name: str, value: Any, is_stored_whole: bool = False, parameter: Any = None) -> Any:
+        """Return a tensor of the model, or of the state of a parameter, with its part of the whole array and the ranks of its
+        replicas, if neither its type nor the rules for plain arrays determine them.
+
+        name: the name of the tensor, parameter or group of parameters in the whole model.
+        is_stored_whole: whether the replicas may differ, so that the first rank stores all of its replica.
+        """
+        import torch
+
+        place = self._experts.place(name)
+        if place is None or not isinstance(value, torch.Tensor):
+            return self._with_replica_ranks(value, is_stored_whole)
+        if place.is_divided(value.shape, None if parameter is None else parameter.shape):
+            if hasattr(value, "device_mesh"):
+                raise InvalidArgument(f"ModelState: {name} is a DTensor, which describes its parts; leave it out of experts=")
+            shape, offset = place.global_shape(value.shape), place.offset(value.shape)
+            return _ReplicatedShard(value, [value], shape, [offset], place.copies, is_stored_whole)
+        if place.parts > 1:  # such as the step count, which all ranks have
+            return self._with_replica_ranks(value, is_stored_whole)
+        return self._with_replica_ranks(value, is_stored_whole, place.copies)
+
+    def _with_replica_ranks(self, value: Any, is_stored_whole: bool, holders: Sequence[int] | None = None) -> Any:
         """Return a tensor with the ranks of its replicas, if neither its type nor the rules for plain arrays determine them.
 
-        is_stored_whole: whether the replicas may differ, so that the first rank stores all of its replica.
+        holders: the ranks that have the tensor, if not those of the model.
         """
         import torch
 
         if not isinstance(value, torch.Tensor):
             return value
-        auto = isinstance(self._group, str) and self._group == "auto"
         if not hasattr(value, "device_mesh"):
-            if auto:
+            if holders is None and isinstance(self._group, str) and self._group == "auto":
                 return value
-            return _ReplicatedShard(value, [value], value.shape, [(0,) * value.dim()], _ranks_of(self._group), is_stored_whole)
+            holders = tuple(holders or model_ranks(self._group))
+            return _ReplicatedShard(value, [value], value.shape, [(0,) * value.dim()], holders, is_stored_whole)
         from ckpt.state.leaves import dtensor
 
-        ranks = dtensor.replica_ranks(value, range(torch.distributed.get_world_size()) if auto else _ranks_of(self._group))
+        ranks = dtensor.replica_ranks(value, holders or model_ranks(self._group))
         parts = [] if ranks is None else dtensor.as_leaf(value).shards() or []
         if ranks is None or not parts:
             return value
@@ -243,32 +300,12 @@ class _ReplicatedShard(Shard):
         self, tensor: Any, local: list[Any], shape: Sequence[int], offset: list[tuple[int, ...]], ranks: tuple[int, ...],
         is_stored_whole: bool,
     ) -> None:  # fmt: skip
-        super().__init__(local, shape, offset, replica=Replica(ranks.index(_rank()), len(ranks), ranks, is_stored_whole))
+        super().__init__(local, shape, offset, replica=Replica(ranks.index(own_rank()), len(ranks), ranks, is_stored_whole))
         self.tensor = tensor
 
 
 def _unwrap(value: Any) -> Any:
     return value.tensor if isinstance(value, _ReplicatedShard) else value
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _ranks_of(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a process group or device mesh; for None, this rank alone."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if group is None:
-        return (_rank(),)
-    if isinstance(group, DeviceMesh):
-        return tuple(sorted(group.mesh.reshape(-1).tolist()))
-    if isinstance(group, dist.ProcessGroup):
-        return tuple(sorted(dist.get_process_group_ranks(group)))
-    raise InvalidArgument(f"ModelState: group={group!r}: give 'auto', None, a torch process group or a device mesh")
 
 
 def _as_list(optimizer: Any) -> list[Any]:
