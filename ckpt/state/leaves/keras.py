@@ -46,7 +46,7 @@ def as_leaf(value: Any) -> ArrayLeaf:
         raise TypeError(
             f"a Keras variable on the backend {keras.backend.backend()} is not supported: use tensorflow, torch or jax"
         )
-    return _VariableLeaf(value, inner)
+    return inner if inner.kind == "torch" else _VariableLeaf(value, inner)  # a torch tensor is filled in place
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:

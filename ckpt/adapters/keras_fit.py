@@ -1,0 +1,201 @@
+"""What `ckpt.adapters.keras` reads of a running `Model.fit`: its data, its other callbacks, and the random generators."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from typing import Any, Self
+
+import keras
+import numpy as np
+
+from ckpt.state.stateful import RandomState
+from ckpt.storage.base.errors import CkptError, InvalidArgument
+
+log = logging.getLogger("ckpt")
+
+_END = object()
+
+
+class Snapshot(RandomState):
+    """The random generators as they were at one time. A load fills it, and does not set the generators."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+
+    @classmethod
+    def taken(cls) -> Self:
+        """Return the state that the generators have now."""
+        made = cls()
+        made._state = RandomState().state_dict()
+        return made
+
+    def set(self) -> None:
+        """Set the generators to this state."""
+        if self._state:
+            RandomState().load_state_dict(self._state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every generator."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take this state, and leave the generators as they are."""
+        self._state = state
+
+
+def locals_of_fit(model: Any) -> dict[str, Any]:
+    """Return the local variables of the running `fit` of a model; a callback gets neither the data nor the other callbacks.
+
+    Raises InvalidArgument outside of `fit`.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model and "epoch_iterator" in frame.f_locals:
+            return dict(frame.f_locals)
+        frame = frame.f_back  # type: ignore[assignment]
+    raise InvalidArgument(
+        "Checkpoints works in Model.fit of Keras 3, which does not run here: in a loop of your own, use ckpt.Checkpointer with "
+        "the model as an entry of the state"
+    )
+
+
+def build_from_data(model: Any, iterator: Any) -> None:
+    """Make the variables of a model and of its metrics, which fit makes only in its first step with tensorflow."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    import tensorflow as tf
+
+    def symbol(spec: Any) -> Any:
+        return keras.KerasTensor(tuple(spec.shape), spec.dtype.name)
+
+    model._symbolic_build(data_batch=tf.nest.map_structure(symbol, iterator._distributed_dataset.element_spec))
+
+
+# --- the data ----------------------------------------------------------------------------------------------------
+
+
+def read_batches(data: Any, number: int) -> Any:
+    """Read batches of an iterator; return the last one. Raises CkptError where there is none."""
+    batch = None
+    for _ in range(number):
+        item = next(data, _END)
+        if item is _END:
+            break
+        batch = item
+    if batch is None:
+        require_position(0, number)
+    return batch
+
+
+def require_position(read: int, saved: int) -> None:
+    """Raise CkptError where fewer batches were read than are done in the saved epoch."""
+    if read < saved:
+        raise CkptError("the data ends before the position of the saved step: give fit the data that it had then")
+
+
+def read_epoch(iterator: Any, original: Any) -> None:
+    """Read all batches of an epoch, as a fit does that trains on them.
+
+    iterator: the EpochIterator of Keras. original: its method that yields the batches.
+    """
+    with iterator.catch_stop_iteration():
+        for begin, end, data in original():
+            for _ in range(end - begin + 1):
+                if next(data, _END) is _END and iterator._num_batches is None:
+                    raise StopIteration  # Keras learns here how many batches there are
+
+
+def order_follows_global_generators(iterator: Any) -> bool:
+    """Return whether the order of an epoch depends on the global generators alone, so that earlier epochs need not be read."""
+    adapter = iterator.data_adapter
+    if iterator.steps_per_epoch is not None or type(adapter).__name__ != "ArrayDataAdapter":
+        return False
+    return not adapter._shuffle or keras.backend.backend() in ("torch", "jax")
+
+
+def warn_of_random_order(iterator: Any) -> None:
+    """Warn where tensorflow shuffles arrays in an order that another run of the script does not repeat."""
+    adapter = iterator.data_adapter
+    if keras.backend.backend() != "tensorflow" or type(adapter).__name__ != "ArrayDataAdapter" or not adapter._shuffle:
+        return
+    from tensorflow.python.eager import context
+
+    if context.global_seed() is None:
+        log.warning(
+            "fit shuffles in an order that a resumed run will not repeat: call keras.utils.set_random_seed(seed) at the begin "
+            "of the script"
+        )
+
+
+# --- the other callbacks -----------------------------------------------------------------------------------------
+
+
+def move_to_end(callbacks: list[Any], callback: Any) -> None:
+    """Let Keras call a callback after all others."""
+    callbacks.remove(callback)
+    callbacks.append(callback)
+
+
+_NO_STATE = {"params", "_model", "model", "validation_data", "min_delta"}
+"""Attributes that Keras sets again in each run; the sign of min_delta depends on monitor_op, which is a function."""
+
+
+class OtherCallbacks:
+    """What callbacks such as EarlyStopping, ReduceLROnPlateau and History have counted since the begin of a fit."""
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        self._callbacks: dict[str, Any] = {}
+        for callback in callbacks:
+            name, number = type(callback).__name__, 0
+            if name == "ProgbarLogger":
+                continue
+            while f"{name}_{number}" in self._callbacks:
+                number += 1
+            self._callbacks[f"{name}_{number}"] = callback
+        self._begin: dict[str, dict[str, Any]] = {}
+
+    def note_begin(self) -> None:
+        """Note the attributes of the callbacks that they have before the first batch of a run."""
+        self._begin = {name: copy.deepcopy(_plain_attributes(callback)) for name, callback in self._callbacks.items()}
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes that have changed, by the names of the callbacks."""
+        found = {}
+        for name, callback in self._callbacks.items():
+            begin = self._begin.get(name, {})
+            now = _plain_attributes(callback)
+            found[name] = {key: value for key, value in now.items() if key not in begin or not _is_same(value, begin[key])}
+        return found
+
+    def restore(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Set the attributes that had changed; callbacks that were not saved, or are no longer used, are left out."""
+        for name, attributes in saved.items():
+            if name in self._callbacks:
+                for key, value in attributes.items():
+                    setattr(self._callbacks[name], key, value)
+
+
+def _plain_attributes(callback: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(callback).items() if key not in _NO_STATE and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(_is_plain(item) for item in value)
+    if type(value) is dict:
+        return all(type(key) in (str, int) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (np.ndarray, np.generic)):
+        return not value.dtype.hasobject
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(_is_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_same(value, b[key]) for key, value in a.items())
+    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)

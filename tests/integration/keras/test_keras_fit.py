@@ -1,0 +1,59 @@
+"""A fit that is killed twice, in the middle of epochs, has every loss and the history of an undisturbed fit, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import ClassVar
+
+from ckpt.adapters.testing import ResumeContract
+
+PROGRAM = Path(__file__).parent / "train.py"
+
+
+class _FitContract(ResumeContract):
+    program = PROGRAM
+    kill_after: ClassVar = (6, 20)
+
+    def test_a_killed_training_has_the_losses_of_an_undisturbed_one(self, tmp_path: Path) -> None:
+        super().test_a_killed_training_has_the_losses_of_an_undisturbed_one(tmp_path)
+        undisturbed, resumed = (json.loads((tmp_path / f"{name}.history").read_text()) for name in "ab")
+        assert resumed == undisturbed
+        assert resumed["epochs"] == [0, 1, 2, 3]
+        assert {"loss", "mae", "val_loss", "learning_rate"} <= resumed.keys()
+
+
+class TestTensorflowArrays(_FitContract):
+    arguments = ("tensorflow", "arrays")
+
+
+class TestTensorflowDataset(_FitContract):
+    arguments = ("tensorflow", "dataset")
+
+
+class TestTensorflowGenerator(_FitContract):
+    arguments = ("tensorflow", "generator")
+
+
+class TestTensorflowSubclassed(_FitContract):
+    arguments = ("tensorflow", "subclassed")
+
+
+class TestTensorflowSeveralSteps(_FitContract):
+    arguments = ("tensorflow", "several_steps")
+
+
+class TestTorchArrays(_FitContract):
+    arguments = ("torch", "arrays")
+
+
+class TestTorchLoader(_FitContract):
+    arguments = ("torch", "loader")
+
+
+class TestJaxArrays(_FitContract):
+    arguments = ("jax", "arrays")
+
+
+class TestJaxSubclassed(_FitContract):
+    arguments = ("jax", "subclassed")
