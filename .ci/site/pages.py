@@ -32,7 +32,7 @@ API = {
     "groups": ("Groups of ranks", "What `group=` takes, besides groups of torch, jax and MPI.", ["ckpt.groups.Group"]),
     "adapters": ("Adapters", "Import the one that you need.",
                  ["ckpt.adapters.torch", "ckpt.adapters.dcp", "ckpt.adapters.jax", "ckpt.adapters.orbax",
-                  "ckpt.adapters.transformers", "ckpt.adapters.peft"]),
+                  "ckpt.adapters.transformers", "ckpt.adapters.peft", "ckpt.adapters.accelerate"]),
     "stores": ("Stores", "For a store of your own: the contract, and its tests.",
                ["ckpt.storage.base.store.Store", "ckpt.storage.testing.StoreContract"]),
 }  # fmt: skip

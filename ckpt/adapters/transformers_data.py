@@ -62,7 +62,7 @@ class DataPosition:
         }  # fmt: skip
         if self._generator is not None:
             now = self._generator.get_state()
-            state["order"] = {"epoch_start": now if self._order_at_start is None else self._order_at_start, "now": now}
+            state["order"] = {"epoch_start": now.clone() if self._order_at_start is None else self._order_at_start, "now": now}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

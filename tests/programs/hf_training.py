@@ -149,9 +149,8 @@ def make_sft_trainer(more: dict[str, Any]) -> Any:
         pass
 
     rows = datasets.Dataset.from_list([Tokens(22)[i] for i in range(22)])
-    args = make_arguments(SFTConfig, max_length=8, remove_unused_columns=True, dataset_kwargs={"skip_prepare_dataset": True})
-    return Recording(make_model(), args, train_dataset=rows, callbacks=[Killer()], data_collator=collate,
-                     processing_class=OPTIONS["tokenizer"] and make_tokenizer(), **more)  # fmt: skip
+    args = make_arguments(SFTConfig, max_length=8, remove_unused_columns=True)
+    return Recording(make_model(), args, train_dataset=rows, processing_class=make_tokenizer(), callbacks=[Killer()], **more)
 
 
 def make_tokenizer() -> Any:

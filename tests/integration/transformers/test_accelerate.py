@@ -1,0 +1,75 @@
+"""A loop with accelerate that is killed in the middle of an epoch and resumed has the losses of one that never stopped."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers.hf_runs import lines, run
+from helpers.refusal import refused
+
+import ckpt
+from ckpt.adapters.accelerate import attach
+
+
+def check(folder: Path, ranks: int = 1, **options: Any) -> None:
+    """The step with number 9 is in the second of three epochs, and gradients are accumulated over two batches."""
+    program = "accelerate_training.py"
+    status, printed = run(folder / "quiet", "quiet", ranks, program, **options)
+    assert status == 0, printed[-4000:]
+    status, printed = run(folder / "killed", "killed", ranks, program, kill_at=11, saved=9, **options)
+    assert status == (-signal.SIGKILL if ranks == 1 else 1), printed[-4000:]
+    status, printed = run(folder / "killed", "again", ranks, program, resume=True, **options)
+    assert status == 0, printed[-4000:]
+    for rank in range(ranks):
+        whole, again = lines(folder / "quiet", "quiet", rank), lines(folder / "killed", "again", rank)
+        assert again[0][:2] == [1, 2]
+        assert again == whole[len(whole) - len(again) :]
+        assert lines(folder / "killed", "killed", rank) == whole[:11]
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_one_process(tmp_path: Path, seedable: bool) -> None:
+    check(tmp_path, seedable=seedable)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    check(tmp_path, 2, samples=28)
+
+
+def prepared() -> tuple[Any, Any]:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    return accelerator, accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_step_by_its_number_and_the_newest(tmp_path: Path) -> None:
+    accelerator, _ = prepared()
+    attach(accelerator, tmp_path / "run")
+    (weight,) = (p for p in accelerator._models[0].parameters() if p.dim() == 2)
+    assert accelerator.load_state() is None
+    for step in (5, 7):
+        with torch.no_grad():
+            weight.fill_(step)
+        accelerator.save_state(f"out/step_{step}").result()
+    assert accelerator.load_state("out/step_5") == 5
+    assert weight[0, 0] == 5
+    assert accelerator.load_state() == 7
+    assert accelerator.save_state().result().step == 8
+    with pytest.raises(ckpt.StepNotFound):
+        accelerator.load_state("step_6")
+    with refused(ckpt.InvalidArgument, "'nowhere'", "no step number"):
+        accelerator.load_state("nowhere")
+    accelerator.end_training()
+
+
+def test_hooks_that_expect_a_folder_are_refused(tmp_path: Path) -> None:
+    accelerator, _ = prepared()
+    attach(accelerator, tmp_path / "run")
+    accelerator.register_save_state_pre_hook(lambda *_: None)
+    with refused(ckpt.InvalidArgument, "register_save_state_pre_hook", "register_for_checkpointing"):
+        accelerator.save_state("step_1")

@@ -1,0 +1,99 @@
+"""A training loop with accelerate, for tests/integration/transformers. It may kill itself.
+
+usage: accelerate_training.py FOLDER NAME OPTIONS    (OPTIONS is JSON)
+
+Each rank appends the loss of each batch to FOLDER/NAME-RANK.jsonl, as [epoch, batch, loss].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+
+import ckpt
+from ckpt.adapters.accelerate import attach
+
+FOLDER, NAME = Path(sys.argv[1]), sys.argv[2]
+OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return OPTIONS.get("samples", 14)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = random.random() if OPTIONS.get("random_data", True) else 0.0
+        return torch.full((4,), float(index)) + noise
+
+
+class Progress:
+    """Where the loop is; registered for checkpointing."""
+
+    def __init__(self) -> None:
+        self.epoch, self.batch, self.step = 0, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+def newest_step() -> int:
+    try:
+        return max(ckpt.open(FOLDER / "run").steps(), default=-1)
+    except ckpt.StepNotFound:
+        return -1
+
+
+def main() -> None:
+    seedable = OPTIONS.get("seedable", False)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable)
+    )
+    torch.manual_seed(3)
+    random.seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    data = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True)
+    model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
+    attach(accelerator, FOLDER / "run", keep=2)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    if OPTIONS.get("resume"):
+        accelerator.load_state()
+    for epoch in range(progress.epoch, 3):
+        rest = accelerator.skip_first_batches(data, progress.batch) if progress.batch else data
+        for batch in rest:
+            with accelerator.accumulate(model):
+                loss = model(batch).square().mean()
+                with open(FOLDER / f"{NAME}-{RANK}.jsonl", "a") as file:
+                    file.write(json.dumps([epoch, progress.batch, float(loss).hex()]) + "\n")
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            progress.batch, progress.step = progress.batch + 1, progress.step + 1
+            if progress.step == OPTIONS.get("kill_at"):
+                while newest_step() < OPTIONS["saved"]:
+                    time.sleep(0.05)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if progress.step in OPTIONS.get("saves", [4, 9, 16]):
+                accelerator.save_state(f"step_{progress.step}")
+        progress.epoch, progress.batch = epoch + 1, 0
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
