@@ -156,7 +156,7 @@ def loader() -> DataLoader:
 
 
 def main() -> None:
-    pl.seed_everything(1, verbose=False)
+    pl.seed_everything(1)
     callbacks = [Kill()]
     if not options.no_callback:
         from ckpt.adapters.lightning import Checkpoints
