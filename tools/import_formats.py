@@ -15,7 +15,7 @@ from ckpt.storage.base.errors import CkptError
 
 _READERS = {
     "safetensors": "import_safetensors", "torch": "import_torch", "dcp": "import_dcp", "hf-bin": "import_hf_bin",
-    "deepspeed-universal": "import_deepspeed",
+    "deepspeed-universal": "import_deepspeed", "orbax": "import_orbax",
 }  # fmt: skip
 """The module of each format that can be imported. It has `read_state(source)`."""
 FORMATS = tuple(_READERS)
@@ -25,7 +25,6 @@ _ADVICE = {
         "a checkpoint of DeepSpeed ZeRO, whose parts are pickles: write its weights with its own zero_to_fp32.py "
         "(--safe_serialization), and import the safetensors files"
     ),
-    "orbax": "a checkpoint of Orbax: restore it with Orbax, and give the state to ckpt.save (docs/howto/migrate-orbax.md)",
     "tensorflow": "a checkpoint of TensorFlow: restore it into the model, and give the model to ckpt.save",
     "paddle": "a file of paddle.save, which is a pickle: read it with paddle.load where you trust it, and give it to ckpt.save",
     "keras": "a file of Keras: load it with keras, and give the model to ckpt.save",
@@ -89,7 +88,7 @@ def _format_of_folder(folder: Path) -> str | None:
         "safetensors": ("*.safetensors",), "hf-bin": ("pytorch_model*.bin.index.json", "pytorch_model.bin"),
         "deepspeed-universal": ("zero/*/fp32.pt", "*/zero/*/fp32.pt"),
         "deepspeed": ("*zero_pp_rank_*", "*/*zero_pp_rank_*"),
-        "orbax": ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_CHECKPOINT_METADATA", "*/manifest.ocdbt"),
+        "orbax": ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_CHECKPOINT_METADATA", "*/_METADATA"),
         "tensorflow": ("checkpoint", "*.index"), "paddle": ("*.pdparams", "*.pdopt"),
     }  # fmt: skip
     for name, globs in patterns.items():

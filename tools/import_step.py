@@ -41,6 +41,7 @@ What SOURCE may be:
   deepspeed-universal
                the folder that DeepSpeed's ds_to_universal writes, of ZeRO stages 1 and 2. The state is
                that of ckpt.adapters.torch.ModelState
+  orbax        a step of Orbax, or a folder of a CheckpointManager, of which the newest step is read
 
 \b
 For other formats the error names what to do. Arrays are read in pieces, so that the memory does not

@@ -311,7 +311,7 @@ def test_a_training_continues_from_a_universal_checkpoint(tmp_path: Path) -> Non
     ("name", "words"),
     [
         ("mp_rank_00/zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py"),
-        ("manifest.ocdbt", "restore it with Orbax"),
+        ("manifest.ocdbt", "no complete checkpoint of Orbax"),
         ("checkpoint", "TensorFlow"),
         ("model.pdparams", "paddle.load"),
         ("unknown", "--format"),

@@ -1,0 +1,105 @@
+"""ckpt-import reads checkpoints of Orbax with equal bytes, without Orbax and jax."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckpt
+from ckpt.storage.base.errors import CkptError
+from ckpt.tools.import_step import command
+
+
+def load_imported(source: Path, *options: object) -> Any:
+    url = source.parent / "imported"
+    assert command.main([str(source), str(url), *map(str, options)], standalone_mode=False) == 0
+    return ckpt.load(url)
+
+
+def make_state() -> dict[str, Any]:
+    mesh = jax.make_mesh((2, 2), ("x", "y"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
+    return {
+        "params": {
+            "dense": {"kernel": jnp.arange(12.0).reshape(4, 3), "bias": jnp.ones(3, jnp.bfloat16)},
+            "sharded": jax.device_put(jnp.arange(64.0 * 6).reshape(64, 6), sharding),
+            "large": jnp.arange(3_000_000, dtype=jnp.float32).reshape(3000, 1000),
+        },
+        "moments": [jnp.zeros(2, jnp.int8), np.arange(3)],
+        "step": 3,
+        "rate": 0.5,
+    }
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_equal(found[key], expected[key])
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif hasattr(expected, "dtype"):
+        assert found.dtype == expected.dtype
+        assert np.array_equal(np.asarray(found), np.asarray(expected))
+    else:
+        assert found == expected
+
+
+def test_the_newest_step_of_a_manager(tmp_path: Path) -> None:
+    state = make_state()
+    with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+        manager.save(9, args=ocp.args.StandardSave({"old": jnp.ones(1)}))
+        manager.save(10, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+    assert_equal(load_imported(tmp_path / "orbax", "--step", 10), state)
+    assert_equal(load_imported(tmp_path / "orbax" / "9"), {"old": jnp.ones(1)})
+    assert list(load_imported(tmp_path / "orbax", "--only", "params.dense")["params"]) == ["dense"]
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if isinstance(x, jax.Array) else x, state["params"])
+    assert_equal(ckpt.load(tmp_path / "imported", like={"params": zeros}, step=10)["params"], state["params"])
+
+
+@pytest.mark.parametrize("options", [{"use_ocdbt": False}, {"use_ocdbt": True, "use_zarr3": True}], ids=str)
+def test_other_layouts(options: dict[str, bool], tmp_path: Path) -> None:
+    state = make_state()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(tmp_path / "orbax", args=ocp.args.PyTreeSave(state))
+    assert_equal(load_imported(tmp_path / "orbax"), state)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "orbax", args=ocp.args.StandardSave({"a": jnp.ones(50)}))
+    for path in (tmp_path / "orbax").rglob("manifest.ocdbt"):
+        path.unlink()
+    with pytest.raises(CkptError, match="copy the folder again"):
+        load_imported(tmp_path / "orbax")
+    (tmp_path / "orbax" / "_METADATA").write_text("{")
+    with pytest.raises(CkptError, match="damaged"):
+        load_imported(tmp_path / "orbax")
+    assert not (tmp_path / "imported").exists()
+
+
+def test_jax_is_not_imported(tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "orbax", args=ocp.args.StandardSave({"a": jnp.ones(5)}))
+    program = (
+        "import sys; from ckpt.tools.import_step import command; command.main(sys.argv[1:], standalone_mode=False); "
+        "print([name for name in ('jax', 'orbax', 'torch') if name in sys.modules])"
+    )
+    arguments = [sys.executable, "-c", program, str(tmp_path / "orbax"), str(tmp_path / "imported")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

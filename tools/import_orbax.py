@@ -1,0 +1,139 @@
+"""Reads checkpoints of Orbax as a state whose arrays stay in the files.
+
+TensorStore reads the arrays. Orbax and jax are not imported.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt.state.boxes import Box
+from ckpt.state.dtypes import dtype_name
+from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.errors import CkptError, first_line
+from ckpt.tools.common import import_optional
+from ckpt.tools.import_files import FileLeaf
+
+_METADATA = "_METADATA"
+_CACHE_BYTES = 1 << 30
+"""A stored chunk is compressed as a whole, and is often a shard of a device. The cache keeps it while its blocks are read."""
+_SEQUENCE = 1
+"""The `key_type` of an index of a list or tuple; that of a key of a dict is 2."""
+_KINDS = {"jax.Array": "jax", "np.ndarray": "numpy", "scalar": "scalar"}
+"""By `value_type`: the kind of the leaf. A scalar becomes a plain value."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredArray:
+    """An array that TensorStore has opened."""
+
+    key: tuple[str, str]
+    """The folder and the name, which identify it."""
+    shape: tuple[int, ...]
+    array: Any
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _StoredArray) and self.key == other.key
+
+    def read(self, box: Box, out: Bytes) -> None:
+        """Copy the elements of a box, in C order, to `out`."""
+        try:
+            data = self.array[(*box.slices(), ...)].read().result()
+        except (ValueError, OSError, RuntimeError) as error:
+            raise CkptError(f"{' '.join(self.key)} can't be read ({first_line(error)[:150]}): copy the folder again") from error
+        out[:] = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+def read_state(source: Path) -> Any:
+    """Return the state of a step of Orbax, or of the newest step of a folder of a CheckpointManager."""
+    folder = _folder_of_arrays(source)
+    try:
+        metadata = json.loads((folder / _METADATA).read_bytes())
+        entries = [
+            ([_key(key) for key in entry["key_metadata"]], entry["value_metadata"]["value_type"])
+            for entry in metadata["tree_metadata"].values()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CkptError(f"{folder / _METADATA} is damaged ({first_line(error)}): copy the folder again") from error
+    arrays = _Arrays(folder, bool(metadata.get("use_zarr3", False)))
+    root: Any = [] if entries and entries[0][0] and isinstance(entries[0][0][0], int) else {}
+    for keys, value_type in entries:
+        _insert(root, keys, arrays.read(keys, value_type))
+    return root
+
+
+def _folder_of_arrays(source: Path) -> Path:
+    """Return the folder with the arrays: the source, an item of it, or an item of its newest step."""
+    steps = sorted((int(path.name) for path in source.iterdir() if path.name.isdigit()), reverse=True)
+    for step in [source, *(source / str(number) for number in steps)]:
+        found = sorted(path.parent for path in [step / _METADATA, *step.glob(f"*/{_METADATA}")] if path.is_file())
+        if len(found) > 1:
+            raise CkptError(f"{step} has the items {', '.join(path.name for path in found)}: name the folder of one of them")
+        if found:
+            return found[0]
+    raise CkptError(f"{source} has no {_METADATA}, so that it is no complete checkpoint of Orbax: name the folder of a step")
+
+
+def _key(entry: dict[str, Any]) -> str | int:
+    return int(entry["key"]) if entry["key_type"] == _SEQUENCE else str(entry["key"])
+
+
+class _Arrays:
+    """Opens the arrays of a folder."""
+
+    def __init__(self, folder: Path, use_zarr3: bool) -> None:
+        self._folder = folder.absolute()
+        self._use_ocdbt = (folder / "manifest.ocdbt").exists()  # the metadata of older versions does not tell
+        self._driver = "zarr3" if use_zarr3 else "zarr"
+        self._tensorstore = import_optional("tensorstore", "a checkpoint of Orbax", "orbax")
+        self._context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+
+    def read(self, keys: list[str | int], value_type: str) -> Any:
+        """Return the leaf of an array, or a plain value."""
+        name = ".".join(map(str, keys))
+        if value_type in ("None", "Dict", "List", "Tuple"):  # empty containers have no array
+            return {"None": None, "Dict": {}, "List": [], "Tuple": ()}[value_type]
+        if value_type not in _KINDS:
+            raise CkptError(
+                f"{self._folder}: {name} is a {value_type}, which can't be imported: restore it with Orbax, and save it"
+            )
+        array = self._open(name)
+        if _KINDS[value_type] == "scalar":
+            return np.asarray(array.read().result()).item()
+        dtype, shape = dtype_name(np.dtype(array.dtype.numpy_dtype)), tuple(array.shape)
+        stored: Any = _StoredArray((str(self._folder), name), shape, array)
+        return FileLeaf(dtype, shape, [(Box((0,) * len(shape), shape), stored)], _KINDS[value_type])
+
+    def _open(self, name: str) -> Any:
+        store: dict[str, Any] = {"driver": "file", "path": f"{self._folder}/{name}/"}
+        if self._use_ocdbt:
+            store = {"driver": "ocdbt", "base": f"file://{self._folder}/", "path": f"{name}/"}
+        spec = {"driver": self._driver, "kvstore": store, "recheck_cached_data": False, "recheck_cached_metadata": False}
+        try:
+            return self._tensorstore.open(spec, read=True, context=self._context).result()
+        except (ValueError, OSError, RuntimeError) as error:
+            raise CkptError(
+                f"{self._folder}: {name} can't be opened ({first_line(error)[:150]}): copy the folder again"
+            ) from error
+
+
+def _insert(root: Any, keys: list[str | int], value: Any) -> None:
+    """Put a value into the nested dicts and lists of a state, and make those that are missing."""
+    node: Any = root
+    for key, following in zip(keys, [*keys[1:], None], strict=True):
+        made = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(node, list):
+            node.extend([None] * (int(key) + 1 - len(node)))
+            if node[int(key)] is None:
+                node[int(key)] = made
+        else:
+            node.setdefault(key, made)
+        node = node[key]
