@@ -47,6 +47,8 @@ class LoaderPosition(DataPosition):
     def watch_rest(self, loader: Any, count: int) -> None:
         """Watch a loader that skips `count` batches; it continues the saved epoch if the save was after this many."""
         self._is_resuming = self._resume_at == count and count > 0
+        if hasattr(self._loader, "iteration"):
+            loader.iteration = self._loader.iteration  # accelerate 1.12 begins at 0, the order of the first epoch
         self._watch_fetches(loader, count)
 
     # --- the fetches -------------------------------------------------------------------------------------------

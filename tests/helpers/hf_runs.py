@@ -102,7 +102,8 @@ def check_continuation(folder: Path, kill_at: int, ranks: int = 1, **options: An
         assert 0 < again[0][0] <= kill_at
         logged = lines(folder / "killed", "again", rank, "logs.jsonl")
         skipped = 0 if keeps_losses_to_log() else 1
-        assert logged[skipped:] == lines(folder / "quiet", "quiet", rank, "logs.jsonl")[len(logged) * -1 + skipped :]
+        whole_log = lines(folder / "quiet", "quiet", rank, "logs.jsonl")
+        assert logged[skipped:] == whole_log[len(whole_log) - len(logged) + skipped :]
         assert (
             lines(folder / "killed", "again", rank, "end.jsonl")[0][:3]
             == lines(folder / "quiet", "quiet", rank, "end.jsonl")[0][:3]
