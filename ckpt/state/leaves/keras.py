@@ -118,7 +118,7 @@ class _VariableLeaf(ArrayLeaf):
 def as_stateful(value: Any) -> Stateful | None:
     """Return the functions that read and set the state of a model, layer, optimizer, metric or seed generator."""
     if isinstance(value, keras.random.SeedGenerator):
-        return Stateful(lambda: {"state": value.state}, lambda _: None, lambda *_: {"state": value.state})
+        return _seed_stateful(value)
     if isinstance(value, keras.optimizers.Optimizer):
         return _named(value, lambda: optimizer_state(value, value), lambda saved: _build_optimizer_like(value, saved))
     if isinstance(value, keras.Metric):
@@ -126,6 +126,15 @@ def as_stateful(value: Any) -> Stateful | None:
     if isinstance(value, keras.Layer):
         return _layer_stateful(value)
     return None
+
+
+def _seed_stateful(generator: Any) -> Stateful:
+    """Return the functions of a seed generator; the integers of its state have another type on each backend."""
+
+    def put(state: dict[str, Any]) -> None:
+        generator.state.assign(np.asarray(state["state"]).astype(generator.state.dtype))
+
+    return Stateful(lambda: {"state": np.array(keras.ops.convert_to_numpy(generator.state)).astype(np.int64)}, put)
 
 
 def is_random_generator(value: Any) -> bool:
