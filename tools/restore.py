@@ -22,10 +22,11 @@ from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import describe_os_error
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
+from ckpt.tools.command_options import gather_options
 from ckpt.tools.common import Advance, emit, format_size, printable
 from ckpt.tools.export_hf import require_replaceable
 from ckpt.tools.export_names import ExportNames
-from ckpt.tools.restore_options import HfOptions, hugging_face_options, name_options
+from ckpt.tools.restore_options import HfOptions, SourceOptions, hugging_face_options, name_options
 from ckpt.tools.step_contents import read_contents
 
 # The module of each format, which is imported only for that format, because each needs another library.
@@ -104,16 +105,15 @@ Exit status: 0 written, 1 not written (the message says why), 2 wrong usage.""",
 @common.key_option
 @click.option("--overwrite", is_flag=True, help="Replace DEST if it exists.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
+@gather_options("source", SourceOptions)
 def command(
     url: str,
     dest: Path,
-    step: int | None,
-    only: tuple[str, ...],
+    source: SourceOptions,
     requested_format: str | None,
     names: ExportNames,
     hf: bool,
     hf_options: HfOptions,
-    key_file: str | None,
     overwrite: bool,
 ) -> int:
     """Write a step of the checkpoint repository at URL to the file or folder DEST, in a format that other programs read.
@@ -122,9 +122,9 @@ def command(
     """
     chosen = _choose_format(dest, requested_format, hf, hf_options)
     _check_destination(dest, chosen, overwrite)
-    repo = ckpt.open(url, key=key_file)
-    checkpoint = repo[step] if step is not None else _newest_checkpoint(repo)
-    selected = read_contents(checkpoint, only, names)
+    repo = ckpt.open(url, key=source.key_file)
+    checkpoint = repo[source.step] if source.step is not None else _newest_checkpoint(repo)
+    selected = read_contents(checkpoint, source.only, names)
     writer = importlib.import_module(f"ckpt.tools.{_WRITER_MODULES[chosen]}")
     model = writer.prepare(selected, hf_options) if chosen == "hf" else None
     if model is not None:

@@ -46,6 +46,17 @@ def name_options(command: CommandFunction) -> CommandFunction:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """Which part of a repository is read."""
+
+    step: int | None = None
+    """The step; None for the newest committed one."""
+    only: tuple[str, ...] = ()
+    """Names or shell patterns of leaves; empty for all."""
+    key_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HfOptions:
     """What `--hf` needs to know."""
 
