@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.processes import until
 from helpers.runs import RANKS, Run, assert_result, have_ended
 from helpers.runs import start as start
 
@@ -24,6 +25,7 @@ def test_a_run_asked_to_end_saves_its_present_step(start: Callable[..., Run], st
     """Started again it continues from that step, and no step is lost."""
     run = start()
     run.until_step(13)
+    until(lambda: (run.folder / "repo").is_dir() and ckpt.open(run.folder / "repo").newest()[1] >= 9)
     run.process.send_signal(signal.SIGTERM)
     if storm > 1:  # after a second signal ckpt-run does not wait for a save
         for _ in range(storm):
