@@ -24,5 +24,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace links to SECURITY.md and CHANGELOG.md, which pages write as paths in the repository."""
     up = "../" * page.file.src_uri.count("/")
     for file, target in pages.OUTSIDE.items():
-        markdown = re.sub(rf"\]\((?:\.\./)+{re.escape(file)}", f"]({up}{target}", markdown)
+        markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(file)}", f"]({up}{target}", markdown)
     return markdown
