@@ -16,7 +16,7 @@ from ckpt.state.boxes import Box, Replica
 from ckpt.state.dtypes import dtype_name, numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, LeafShard
 from ckpt.state.leaves.jax_objects import advice, as_pytree, as_stateful, keeps_functions, static_fields
-from ckpt.state.leaves.numpy import HostLeaf, NumpyLeaf, flat_bytes
+from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.leaves.sharded import ShardedLeaf
 
 __all__ = ["advice", "as_leaf", "as_pytree", "as_stateful", "empty_leaf", "is_array", "keeps_functions", "static_fields"]
@@ -43,7 +43,7 @@ def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -
     return _JaxTarget(dtype, shape, None, attributes.get("key"), bool(attributes.get("weak")))
 
 
-class JaxLeaf(HostLeaf):
+class JaxLeaf(NumpyLeaf):
     """A jax array that a save reads. The bytes of a key array are its key data."""
 
     kind = "jax"
@@ -52,15 +52,9 @@ class JaxLeaf(HostLeaf):
     __slots__ = ("_data", "_key")
 
     def __init__(self, value: jax.Array) -> None:
-        self.value = value
         self._data, self._key = _plain_data(value)
-        array = np.asarray(self._data)
-        self.dtype = dtype_name(array.dtype)
-        self.shape = array.shape
-        self.itemsize = array.dtype.itemsize
-        self.nbytes = array.nbytes
-        self.array = NumpyLeaf(array).array
-        self.flat = flat_bytes(self.array)
+        super().__init__(np.asarray(self._data))
+        self.value = value
 
     def identity(self) -> tuple[Any, ...]:
         return ("jax", id(self.value))

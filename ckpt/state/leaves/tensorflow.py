@@ -13,10 +13,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.trackable.base import Trackable
 
-from ckpt.state.dtypes import dtype_name, numpy_dtype
+from ckpt.state.dtypes import numpy_dtype
 from ckpt.state.frameworks import framework_file
 from ckpt.state.leaves.base import ArrayLeaf
-from ckpt.state.leaves.numpy import HostLeaf, NumpyLeaf, flat_bytes
+from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.named_state import require_saved_names
 from ckpt.state.stateful import Stateful
 from ckpt.storage.base.errors import first_line
@@ -65,7 +65,7 @@ def _host_array(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(read())
 
 
-class TensorLeaf(HostLeaf):
+class TensorLeaf(NumpyLeaf):
     """A tensor, or a variable with the elements that it has now."""
 
     kind = "tensorflow"
@@ -74,14 +74,8 @@ class TensorLeaf(HostLeaf):
     __slots__ = ()
 
     def __init__(self, value: Any) -> None:
+        super().__init__(_host_array(value))
         self.value = value
-        array = _host_array(value)
-        self.dtype = dtype_name(array.dtype)
-        self.shape = array.shape
-        self.itemsize = array.dtype.itemsize
-        self.nbytes = array.nbytes
-        self.array = NumpyLeaf(array).array
-        self.flat = flat_bytes(self.array)
 
     def identity(self) -> tuple[Any, ...]:
         return ("tensorflow", id(self.value))
