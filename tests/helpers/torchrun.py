@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from helpers.folders import PROGRAMS, TESTS
 
@@ -39,3 +40,19 @@ def check_on_torch_ranks(program: str, size: int, root: Path, *checks: str) -> N
     done = torchrun(size, PROGRAMS / program, str(root), *checks)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     assert len([json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]) == size * len(checks), done.stdout
+
+
+def run_checks(program: dict[str, Any]) -> None:
+    """The main function of a program for `check_on_torch_ranks`: it runs the functions that the command line names.
+
+    program: the globals of the program; its ROOT becomes the folder of the tests.
+    """
+    import torch.distributed as dist
+
+    program["ROOT"] = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    for check in sys.argv[2:]:
+        program[check]()
+        dist.barrier()
+        print(json.dumps({"rank": dist.get_rank(), "check": check}), flush=True)
+    dist.destroy_process_group()

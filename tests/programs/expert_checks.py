@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.torchrun import run_checks
 from torch import nn
 
 import ckpt
 from ckpt.adapters.torch import Experts, ModelState
 from ckpt.errors import LeafMismatch, StepRefused
 
-ROOT = Path()  # set by `main`
+ROOT = Path()  # set by `run_checks`
 PATTERN = r"\.experts\."
 
 
@@ -123,16 +122,5 @@ def rows_of_a_rank() -> None:
     assert whole[0].experts[0].bias.tolist() == [9, 9]
 
 
-def main() -> None:
-    global ROOT
-    ROOT, checks = Path(sys.argv[1]), sys.argv[2:]
-    dist.init_process_group("gloo")
-    for check in checks:
-        globals()[check]()
-        dist.barrier()
-        print(json.dumps({"rank": dist.get_rank(), "check": check}), flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(globals())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.torchrun import run_checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +17,7 @@ import ckpt
 from ckpt.adapters.torch import ModelState
 
 WIDTH = 64
-ROOT = Path()  # set by `main`
+ROOT = Path()  # set by `run_checks`
 
 
 def refused(state: Any, url: Path, step: int = 1, **options: Any) -> str:
@@ -107,16 +106,5 @@ def pipeline() -> None:
     assert "leaf model.stage1.weight holds other bytes on rank 3 than on rank 2" in message, message
 
 
-def main() -> None:
-    global ROOT
-    ROOT, checks = Path(sys.argv[1]), sys.argv[2:]
-    dist.init_process_group("gloo")
-    for check in checks:
-        globals()[check]()
-        dist.barrier()
-        print(json.dumps({"rank": dist.get_rank(), "check": check}), flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(globals())

@@ -7,11 +7,9 @@ rank: a step saved in one layout must load into another, bit for bit.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import random
-import sys
 import warnings
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.torchrun import run_checks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -31,7 +30,7 @@ from ckpt.adapters.dcp import Pickled, Reader, Writer
 from ckpt.adapters.torch import ModelState
 from programs.torch_models import everything, full, make_model, make_optimizer, same, shard, sharded, train, whole
 
-ROOT = Path()  # set by `main`
+ROOT = Path()  # set by `run_checks`
 
 
 def saved_in(layout: str) -> Path:
@@ -298,17 +297,7 @@ def dcp_refused() -> None:
     assert ckpt.open(url).steps() == [0, 1, 10, 11, 20, 21]
 
 
-def main() -> None:
-    global ROOT
-    ROOT = Path(sys.argv[1])
+if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
-    dist.init_process_group("gloo")
-    for check in sys.argv[2:]:
-        globals()[check]()
-        print(json.dumps({"rank": dist.get_rank(), "done": check}), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    run_checks(globals())

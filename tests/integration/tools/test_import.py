@@ -75,29 +75,33 @@ def test_every_kind_of_tensor_of_torch_save(tmp_path: Path) -> None:
     assert loaded["tied"][0] is loaded["tied"][1]
 
 
+def make_training(*layers: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model of two linear layers with `layers` between them, and its optimizer, always with the same values."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), *layers, torch.nn.Linear(8, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Train and return the loss of each step."""
+    losses = []
+    for step in steps:
+        torch.manual_seed(step)
+        loss = model(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def test_a_training_continues_from_an_imported_file(tmp_path: Path) -> None:
-    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            torch.manual_seed(step)
-            loss = model(torch.randn(8, 4)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    model, optimizer = make()
+    model, optimizer = make_training(torch.nn.BatchNorm1d(8))
     train(model, optimizer, range(3))
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
     expected = train(model, optimizer, range(3, 6))
     load_imported(tmp_path / "old.pt", "--step", 2)
-    model, optimizer = make()
+    model, optimizer = make_training(torch.nn.BatchNorm1d(8))
     ckpt.load(tmp_path / "imported", like={"model": model, "optimizer": optimizer}, step=2)
     assert train(model, optimizer, range(3, 6)) == expected
 
@@ -273,31 +277,15 @@ def write_universal(folder: Path, model: torch.nn.Module, optimizer: torch.optim
 def test_a_training_continues_from_a_universal_checkpoint(tmp_path: Path) -> None:
     from ckpt.adapters.torch import ModelState
 
-    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for step in range(3):
-            torch.manual_seed(step)
-            loss = model(torch.randn(8, 4)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    model, optimizer = make()
-    train(model, optimizer)
+    model, optimizer = make_training()
+    train(model, optimizer, range(3))
     write_universal(tmp_path / "step3_universal", model, optimizer)
     (tmp_path / "latest_universal").write_text("step3_universal")
-    expected = train(model, optimizer)
+    expected = train(model, optimizer, range(3))
     load_imported(tmp_path / "step3_universal")
-    model, optimizer = make()
+    model, optimizer = make_training()
     ckpt.load(tmp_path / "imported", like=ModelState(model, optimizer))
-    assert train(model, optimizer) == expected
+    assert train(model, optimizer, range(3)) == expected
 
     torch.save(torch.zeros(32), tmp_path / "step3_universal" / "zero" / "0.weight" / "fp32.pt")
     with pytest.raises(CkptError, match="stage 3"):
