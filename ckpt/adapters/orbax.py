@@ -59,7 +59,7 @@ class CheckpointManager:
         """Save the items of `args` as step `step`, if it is due or `force` is True; return whether it saves.
 
         args: StandardSave, PyTreeSave, JsonSave, ArraySave, grain's CheckpointSave, or a Composite of them.
-        metrics: a dict of numbers that is stored beside them.
+        metrics: a dict of numbers that is stored with the step.
 
         Raises:
             InvalidArgument: `args` has another form, or the step exists.
