@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,9 @@ import threading
 from pathlib import Path
 
 log = logging.getLogger("ckpt.mount")
+
+_SECONDS_TO_END = 5.0
+"""A process whose mount is gone everywhere ends within milliseconds; after these seconds it says why it does not."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -38,6 +42,11 @@ def _unmount_on_signal(receiver: int, folder: Path) -> None:
         log.warning(
             "%s is still in use (%s): it is detached, and this process ends when its last file is closed. Another signal ends "
             "it at once, and loses writes that were not synced", folder, error,
+        )  # fmt: skip
+    elif not select.select([receiver], [], [], _SECONDS_TO_END)[0]:
+        log.warning(
+            "%s is unmounted, but another mount namespace, such as that of a container, still has it: this process serves that "
+            "until it ends. Another signal ends this process at once", folder,
         )  # fmt: skip
     os._exit(128 + _read_signal(receiver))
 

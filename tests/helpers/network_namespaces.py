@@ -49,9 +49,19 @@ class Hosts:
         return f"{self.network}.{host + 1}"
 
     def run(self, host: int, *command: str, **options: Any) -> subprocess.Popen[str]:
-        full_command = ["ip", "netns", "exec", self.names[host], *command]
-        self._running.append(subprocess.Popen(full_command, text=True, **options))
+        self._running.append(subprocess.Popen([*self._enter(host), *command], text=True, **options))
         return self._running[-1]
+
+    def _enter(self, host: int) -> list[str]:
+        """Return the start of a command that runs on a host.
+
+        `ip netns exec` shows the files of /etc/netns/NAME, and so it copies all mounts. A FUSE mount of another test does not
+        end as long as such a copy exists.
+        """
+        name = self.names[host]
+        if os.path.exists(f"/etc/netns/{name}"):
+            return ["ip", "netns", "exec", name]
+        return ["nsenter", f"--net=/run/netns/{name}"]
 
     def run_etcd(self, host: int, folder: Path) -> subprocess.Popen[str]:
         """Start an etcd on a host; once it answers, it serves clients on `etcd_at(host)`."""

@@ -17,8 +17,10 @@ from helpers.mounts import why_no_fuse
 
 pytestmark = pytest.mark.skipif(why_no_fuse() is not None, reason=why_no_fuse() or "")
 
+# The program waits until the server is stopped. A server that reads one more request and stops before it answers makes
+# the process that asks unkillable, which is a limit of FUSE.
 PROGRAM = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import numpy as np
 import ckpt
 
@@ -28,6 +30,8 @@ state = {"weight": np.arange(4_000_000)}
 
 def hang():
     os.kill(server, signal.SIGSTOP)
+    while open(f"/proc/{server}/stat").read().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
     print("mount hangs", flush=True)
 """
 

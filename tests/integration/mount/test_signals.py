@@ -74,6 +74,26 @@ def test_a_second_signal_ends_a_mount_at_once(node: NodeProcess, folder: Path) -
         os.close(file)
 
 
+def test_a_mount_that_another_mount_namespace_has_says_so(node: NodeProcess, folder: Path) -> None:
+    """A container that starts while the folder is mounted has a copy of the mount."""
+    process = begin(node, folder)
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec sleep 600"]
+    container = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert container.stdout is not None
+        if not container.stdout.readline():
+            pytest.skip("mount namespaces need root")
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "container" in process.stderr.readline()
+        assert not os.path.ismount(folder)
+        assert process.poll() is None
+    finally:
+        container.kill()
+        container.wait()
+    assert process.wait(60) == 0
+
+
 def test_a_background_mount_is_usable_when_the_command_returns(node: NodeProcess, folder: Path) -> None:
     """The process that serves it continues."""
     command = [*COMMAND, "--background", f"ckpt://{node.address}/", str(folder)]
