@@ -8,7 +8,16 @@ from typing import Any
 import paddle
 from paddle.optimizer.lr import LRScheduler
 
-from ckpt.adapters.paddle_layout import Layout, OptimizerPart, owned_parts, tensors_of, unwrap_layer, unwrap_optimizer
+from ckpt.adapters.paddle_group_sharded import GroupSharding
+from ckpt.adapters.paddle_layout import (
+    Layout,
+    OptimizerPart,
+    flat_shard,
+    owned_parts,
+    tensors_of,
+    unwrap_layer,
+    unwrap_optimizer,
+)
 from ckpt.state.leaves import paddle_optimizer
 from ckpt.state.leaves.paddle_objects import module_entries, schedule_state, set_schedule_state
 from ckpt.state.leaves.sharded import Shard
@@ -27,8 +36,8 @@ class ModelState:
     hcg: the hybrid communicate group, which says how the ranks divide the model; None where all ranks have the same one.
 
     It knows tensor parallelism (`is_distributed` and `split_axis` of parameters), pipeline stages (PipelineLayer, shared layers
-    too), data parallelism, and the sharding of the optimizer (stage 1, with and without `split_param`). A step of one division
-    is loaded by every other one, and by one process.
+    too), data parallelism, the sharding of the optimizer (stage 1, with and without `split_param`), and what
+    `group_sharded_parallel` returns (stages 2 and 3). A step of one division is loaded by every other one, and by one process.
 
     Raises:
         InvalidArgument: At a save or load, if the optimizer has parameters of no layer, or is sharded in another way.
@@ -36,12 +45,23 @@ class ModelState:
     """
 
     def __init__(self, layer: Any, optimizer: Any = None, hcg: Any = None) -> None:
-        self._layer = unwrap_layer(layer)
+        self._layer, stage3 = unwrap_layer(layer)
         self._optimizer: Any = None
         self._sharding: Any = None
         if optimizer is not None:
             self._optimizer, self._sharding = unwrap_optimizer(optimizer)
-        self._layout = Layout(hcg, self._layer)
+        if stage3 is None and self._optimizer is not None and "_optim" in vars(self._optimizer):
+            raise InvalidArgument(
+                "ModelState: the optimizer has slices of parameters: give the layer of group_sharded_parallel"
+            )
+        stage2 = self._sharding if type(self._sharding).__name__ == "GroupShardedOptimizerStage2" else None
+        self._group_sharding: GroupSharding | None = None
+        if stage3 is not None or stage2 is not None:
+            self._group_sharding = GroupSharding(stage3 or stage2, hcg)
+            topology, rank = self._group_sharding.topology()
+        else:
+            topology, rank = (None, 0) if hcg is None else (hcg.topology(), int(hcg.get_global_rank()))
+        self._layout = Layout(topology, rank, self._layer)
         self._cleared: list[Any] = []  # the parameters of which a load removes the optimizer's state
 
     def members(self) -> ModuleEntries:
@@ -55,9 +75,7 @@ class ModelState:
         """Return the tensors by name, without a copy; each with the box of the whole tensor that this rank has."""
         buffers = set(self.members().buffers)
         found: dict[str, Any] = {
-            "model": {
-                name: self._layout.shard(name, t, f"model.{name}" in buffers) for name, t in tensors_of(self._layer).items()
-            }
+            "model": {name: self._shard(name, t, f"model.{name}" in buffers) for name, t in tensors_of(self._layer).items()}
         }
         if self._optimizer is not None:
             state = {}
@@ -88,7 +106,11 @@ class ModelState:
         state: dict[str, Any] = {}
         for part in self._parts():
             if names := saved_optimizer.get("state", {}).get(part.name):
-                state[part.name] = self._targets(part, set(names), everything)
+                targets = self._targets(part, set(names), everything)
+                if targets is None:
+                    self._cleared.append(part.parameter)
+                else:
+                    state[part.name] = targets
             elif everything:
                 self._cleared.append(part.parameter)
         target["optimizer"] = {"state": state, **{key: None for key in self._rate() if key in saved_optimizer}}
@@ -106,11 +128,22 @@ class ModelState:
         elif "learning_rate" in loaded:
             self._optimizer.set_lr(loaded["learning_rate"])
 
+    def _shard(self, name: str, tensor: Any, is_stored_whole: bool) -> Any:
+        """Return a tensor of the model with the boxes that this rank has."""
+        if self._group_sharding is not None and (part := self._group_sharding.slice_of(tensor)) is not None:
+            box, shape = self._layout.box(tensor)
+            return flat_shard(part.tensor, part[1:], box, shape, self._layout.replica(name, tensor, ("sharding",)))
+        return self._layout.shard(name, tensor, is_stored_whole)
+
     def _parts(self) -> Iterator[OptimizerPart]:
         names: dict[str, tuple[str, Any]] = {}
         for name, tensor in tensors_of(self._layer).items():
             names.setdefault(tensor.name, (name, tensor))
-        for part in owned_parts(self._optimizer, self._sharding):
+        if self._group_sharding is not None:
+            parts = self._group_sharding.owned_parts(self._optimizer, {key: tensor for key, (_, tensor) in names.items()})
+        else:
+            parts = owned_parts(self._optimizer, self._sharding)
+        for part in parts:
             if part.name not in names:
                 raise InvalidArgument(
                     f"ModelState: the optimizer has the parameter {part.name}, which the layer lacks: give the whole layer"
@@ -121,13 +154,18 @@ class ModelState:
         rate = self._optimizer._learning_rate
         return {"LR_Scheduler": schedule_state(rate)} if isinstance(rate, LRScheduler) else {"learning_rate": float(rate)}
 
-    def _targets(self, part: OptimizerPart, names: set[str], everything: bool) -> dict[str, Shard | Any]:
-        """Return the tensors of one parameter for a load to fill; create those that do not exist yet."""
+    def _targets(self, part: OptimizerPart, names: set[str], everything: bool) -> dict[str, Shard | Any] | None:
+        """Return the tensors of one parameter for a load to fill; create those that do not exist yet.
+
+        None where the saved optimizer has made no step: stages 2 and 3 make the master weights earlier.
+        """
         have = paddle_optimizer.accumulators_of(self._optimizer, part.parameter)
         if not names <= have.keys():
             with paddle.no_grad():
                 paddle_optimizer.create_accumulators(self._optimizer, part.parameter)
             have = paddle_optimizer.accumulators_of(self._optimizer, part.parameter)
+        if names == {paddle_optimizer.MASTER} and names < have.keys():
+            return None
         if not names <= have.keys() or (everything and have.keys() != names):
             raise ValueError(
                 f"for {part.name} the optimizer has {', '.join(sorted(have)) or 'nothing'}, the saved one "

@@ -17,11 +17,24 @@ _COUNTS = ("pow", "product", "rho")
 """Parts of the names of entries that count steps: one number for the whole parameter, whatever its shape."""
 
 
-def unwrap_layer(layer: Any) -> Any:
-    """Return the layer inside of the wrappers of `fleet.distributed_model` and DataParallel; its names are the model's."""
-    while isinstance(inner := getattr(layer, "_layers", None), paddle.nn.Layer):
+AXES = ("data", "pipe", "sharding", "sep", "model")
+"""The axes of a hybrid parallelism, in Paddle's own order."""
+
+
+def unwrap_layer(layer: Any) -> tuple[Any, Any]:
+    """Return the layer inside of Paddle's wrappers, whose names are the model's, and the GroupShardedStage3 among them."""
+    sharded = None
+    while type(layer).__module__.startswith("paddle.distributed"):
+        if type(layer).__name__ == "GroupShardedStage3":
+            sharded = layer
+        parts = vars(layer)["_sub_layers"]
+        inner = parts.get(
+            "_layers", parts.get("_layer")
+        )  # of fleet.distributed_model and DataParallel; of group_sharded_parallel
+        if not isinstance(inner, paddle.nn.Layer):
+            break
         layer = inner
-    return layer
+    return layer, sharded
 
 
 def tensors_of(layer: Any) -> dict[str, Any]:
@@ -45,21 +58,25 @@ def tensors_of(layer: Any) -> dict[str, Any]:
 
 
 def unwrap_optimizer(optimizer: Any) -> tuple[Any, Any]:
-    """Return the optimizer inside of wrappers, and the wrapper that shards it or None."""
+    """Return the optimizer inside of wrappers, and the wrapper that shards it: of stage 1 or stage 2, or None."""
     from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer as sharding
 
     found = None
-    while not isinstance(optimizer, paddle.optimizer.Optimizer):
+    while True:
+        inner = vars(optimizer).get("_inner_opt")
         if isinstance(optimizer, (sharding.DygraphShardingOptimizer, sharding.DygraphShardingOptimizerV2)):
             found = optimizer
-        inner = vars(optimizer).get("_inner_opt")
+        elif type(optimizer).__name__ == "GroupShardedOptimizerStage2":
+            found, inner = optimizer, optimizer._optim
+        elif isinstance(optimizer, paddle.optimizer.Optimizer):
+            break
         if inner is None:
             raise InvalidArgument(f"ModelState: a {type(optimizer).__name__} is no optimizer of Paddle")
         optimizer = inner
-    if "_optim" in vars(optimizer) or getattr(found, "tensor_fusion", False):
+    if getattr(found, "tensor_fusion", False):
         raise InvalidArgument(
-            f"ModelState: {type(found or optimizer).__name__} divides its state in a way that ckpt does not know: use sharding "
-            "stage 1 (sharding_degree, with or without split_param, without tensor_fusion)"
+            f"ModelState: {type(found).__name__} with tensor_fusion divides its state in a way that ckpt does not know: turn "
+            "tensor_fusion off"
         )
     return optimizer, found
 
@@ -67,19 +84,19 @@ def unwrap_optimizer(optimizer: Any) -> tuple[Any, Any]:
 class Layout:
     """The ranks of a hybrid parallelism and what of the model each has."""
 
-    def __init__(self, hcg: Any, layer: Any) -> None:
-        self._hcg = hcg
+    def __init__(self, topology: Any, rank: int, layer: Any) -> None:
+        """topology: a CommunicateTopology; None where all ranks have the same."""
+        self._topology = topology
         self._layer = layer
-        if hcg is None:
+        if topology is None:
             return
-        self._topology = hcg.topology()
-        self._rank = int(hcg.get_global_rank())
+        self._rank = rank
         self._names = list(self._topology.get_hybrid_group_names())
         self._here = dict(zip(self._names, self._topology.get_coord(self._rank), strict=True))
 
     def shard(self, name: str, tensor: Any, is_stored_whole: bool = False) -> Any:
         """Return a tensor of the model with the box that this rank has, and the ranks that have the same box."""
-        if self._hcg is None:
+        if self._topology is None:
             return tensor
         box, shape = self.box(tensor)
         return Shard(tensor, shape, box.offset, replica=self.replica(name, tensor, (), is_stored_whole))
@@ -110,8 +127,9 @@ class Layout:
         return Replica(ranks.index(self._rank), len(ranks), tuple(ranks), is_stored_whole)
 
     def _is_split(self, tensor: Any) -> bool:
-        split = self._hcg is not None and getattr(tensor, "is_distributed", False) and self._topology.get_dim("model") > 1
-        return bool(split) and getattr(tensor, "split_axis", None) is not None
+        if self._topology is None or not getattr(tensor, "is_distributed", False):
+            return False
+        return self._topology.get_dim("model") > 1 and getattr(tensor, "split_axis", None) is not None
 
     def _stages(self, name: str) -> set[int]:
         """Return the pipeline stages that have a parameter: one, or those of a shared layer."""
@@ -128,8 +146,8 @@ class Layout:
 
     @property
     def is_known(self) -> bool:
-        """Whether a hybrid group was given."""
-        return self._hcg is not None
+        """Whether the ranks differ."""
+        return self._topology is not None
 
 
 class OwnedParameter(NamedTuple):
@@ -165,6 +183,27 @@ def owned_parts(optimizer: Any, sharding: Any) -> Iterator[OwnedParameter]:
             yield OwnedParameter(name, slice_parameter, start, max(start, stop), True)
 
 
+def flat_shard(tensor: Any, part: tuple[int, int], box: Box, shape: tuple[int, ...], replica: Replica) -> Shard:
+    """Return the shard of a slice of a flattened box.
+
+    tensor: its first elements are the slice.
+    part: the first and the last element of the slice in the box.
+    box: the box of the whole tensor that was flattened.
+    shape: of the whole tensor.
+    """
+    boxes = flat_boxes(box.shape, *part)
+    views, at = [], 0
+    for one in boxes:
+        view = tensor.detach()[at : at + one.size].reshape(list(one.shape))
+        if view.data_ptr() != tensor.data_ptr() + at * tensor.element_size():
+            raise InvalidArgument("ModelState: Paddle's views copy (FLAGS_use_stride_kernel=0), so a load could not fill them")
+        views.append(view)
+        at += one.size
+    if not boxes:  # only the padding of the buffer
+        return Shard(tensor.detach()[:0].reshape(_empty(shape)), shape, (0,) * len(shape))
+    return Shard(views, shape, [one.moved(box.offset).offset for one in boxes], replica=replica)
+
+
 class OptimizerPart:
     """The optimizer's state of one parameter on this rank."""
 
@@ -193,19 +232,7 @@ class OptimizerPart:
         box, shape = self._layout.box(self._whole)
         if self._start is None:
             return Shard(tensor, shape, box.offset, replica=replica)
-        boxes = flat_boxes(box.shape, self._start, self._stop)
-        views, at = [], 0
-        for part in boxes:
-            view = tensor.detach()[at : at + part.size].reshape(list(part.shape))
-            if view.data_ptr() != tensor.data_ptr() + at * tensor.element_size():
-                raise InvalidArgument(
-                    "ModelState: Paddle's views copy (FLAGS_use_stride_kernel=0), so a load could not fill them"
-                )
-            views.append(view)
-            at += part.size
-        if not boxes:  # only the padding of the buffer
-            return Shard(tensor.detach()[:0].reshape(_empty(shape)), shape, (0,) * len(shape))
-        return Shard(views, shape, [part.moved(box.offset).offset for part in boxes], replica=replica)
+        return flat_shard(tensor, (self._start, self._stop), box, shape, replica)
 
     def _is_count(self, key: str, tensor: Any) -> bool:
         local = list(self._whole.shape) if self._start is None else [self._stop - self._start]

@@ -45,6 +45,8 @@ def as_leaf(value: paddle.Tensor) -> ArrayLeaf:
         raise TypeError("a distributed tensor has no single block of memory: store its _local_value() as a ckpt.Shard")
     if not value.is_dense():
         raise TypeError("a sparse tensor has no single block of memory: store its indices() and values()")
+    if getattr(value, "fw_storage", None) is not None:
+        raise TypeError("it is divided over ranks (group_sharded_parallel): give ckpt.adapters.paddle.ModelState the layer")
     if not value._is_initialized() and value.size:
         raise TypeError("the tensor has no memory yet (LazyGuard, or cleared): initialize it before it is saved or loaded")
     return PaddleLeaf(value) if _is_on_host(value) else DeviceLeaf(value)

@@ -12,7 +12,7 @@ from typing import Any
 
 import paddle
 
-_MASTER = "master_weight"
+MASTER = "master_weight"
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def state_of(optimizer: Any) -> dict[str, Any]:
     if isinstance(optimizer, paddle.optimizer.LBFGS):
         return {"lbfgs": dict(optimizer.state), "param_groups": groups}
     if "_optim" in vars(optimizer):
-        raise TypeError("it divides its state over ranks: use sharding stage 1 and ckpt.adapters.paddle.ModelState")
+        raise TypeError("it divides its state over ranks: give the layer and the optimizer to ckpt.adapters.paddle.ModelState")
     if hasattr(optimizer, "inner_optimizer"):
         raise TypeError("it wraps another optimizer: store its inner_optimizer, and leave this one out")
     _take_up_loaded_state(optimizer)
@@ -59,7 +59,7 @@ def accumulators_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
                 found[name.removeprefix(prefix)] = by_parameter[owner]
                 break
     if master is not None:
-        found[_MASTER] = master
+        found[MASTER] = master
     return found
 
 

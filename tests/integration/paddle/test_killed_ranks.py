@@ -1,59 +1,58 @@
-"""Two processes of a fleet with a sharded optimizer are killed, and go on with equal losses, bit for bit."""
+"""Processes of Paddle with a sharded model are killed, and go on with equal losses, bit for bit, also in another number."""
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 from helpers.folders import PROGRAMS
-
-PROGRAM = str(PROGRAMS / "paddle_ranks.py")
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def run(folder: Path, degree: int, repo: str, name: str, *fault: object) -> tuple[set[int], list[dict[int, str]]]:
-    """Run a training of two ranks; return the exit statuses, and the losses of each rank by step."""
-    master, *ports = free_ports(3)
-    endpoints = [f"127.0.0.1:{port}" for port in ports]
-    ranks = []
-    for rank in range(2):
-        command = [sys.executable, PROGRAM, str(degree), str(folder / repo), str(folder / f"{name}-{rank}"), *map(str, fault)]
-        environ = {
-            "PADDLE_TRAINER_ID": str(rank), "PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
-            "PADDLE_CURRENT_ENDPOINT": endpoints[rank], "PADDLE_MASTER": f"127.0.0.1:{master}",
-            "PADDLE_DISTRI_BACKEND": "gloo", "OMP_NUM_THREADS": "1", "CKPT_RUN_ID": f"{folder.name}-{name}",
-        }  # fmt: skip
-        ranks.append(subprocess.Popen(command, env=os.environ | environ))
-    try:
-        statuses = {process.wait(timeout=120) for process in ranks}
-    finally:
-        for process in ranks:
-            process.kill()
-    lines = [(folder / f"{name}-{rank}").read_text().splitlines() for rank in range(2)]
-    return statuses, [{int(line.split()[0]): line.split()[1] for line in rank} for rank in lines]
+from helpers.paddle_ranks import run_ranks
 
 
 def test_every_loss_after_the_kill_is_equal(tmp_path: Path) -> None:
-    status, quiet = run(tmp_path, 2, "quiet", "quiet")
+    program = PROGRAMS / "paddle_ranks.py"
+    status, quiet = run_ranks(program, 2, tmp_path, "quiet", "quiet", 2)
     assert status == {0}
     assert len(set(quiet[0].values()) | set(quiet[1].values())) == 18
-    status, before = run(tmp_path, 2, "repo", "before", 5)
+    status, before = run_ranks(program, 2, tmp_path, "repo", "before", 2, 5)
     assert status == {-signal.SIGKILL}
-    status, after = run(tmp_path, 2, "repo", "after")
+    status, after = run_ranks(program, 2, tmp_path, "repo", "after", 2)
     assert status == {0}
     for rank in range(2):
         assert 0 < min(after[rank]) <= 6
         assert before[rank] | after[rank] == quiet[rank]
+
+
+GROUP_SHARDED = PROGRAMS / "paddle_group_sharded.py"
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Return the losses of one process that is not killed, which any number of ranks has, too."""
+    status, losses = run_ranks(GROUP_SHARDED, 1, tmp_path_factory.mktemp("quiet"), "repo", "quiet", "none")
+    assert status == {0}
+    assert len(set(losses[0].values())) == 9
+    return losses[0]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(2, "p_g_os"), (4, "p_g_os"), (1, "none")],
+        [(2, "os_g"), (2, "p_g_os"), (4, "os_g")],
+        [(1, "none"), (2, "p_g_os"), (1, "none")],
+    ],
+    ids=lambda parts: " ".join(f"{size}:{level}" for size, level in parts),
+)
+def test_levels_of_group_sharded_parallel(parts: list[tuple[int, str]], quiet: dict[int, str], tmp_path: Path) -> None:
+    """A training is killed twice, and goes on with another number of ranks and at another level."""
+    found: dict[int, str] = {}
+    for number, ((size, level), kill) in enumerate(zip(parts, (3, 6, None), strict=True)):
+        fault = [] if kill is None else [kill]
+        status, losses = run_ranks(GROUP_SHARDED, size, tmp_path, "repo", f"part{number}", level, *fault)
+        assert status == {0 if kill is None else -signal.SIGKILL}
+        assert all(one == losses[0] for one in losses)
+        assert min(losses[0]) == (0, 4, 6)[number]
+        found |= losses[0]
+    assert found == quiet
