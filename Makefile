@@ -41,7 +41,7 @@ REQUIREMENTS := requirements$(if $(filter lowest,$(VERSIONS)),-lowest).txt
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)
 
 test-framework-%: .venv-frameworks/%-$(VERSIONS)/.installed
-	CKPT_TEST_FRAMEWORK=$* .venv-frameworks/$*-$(VERSIONS)/bin/python -m pytest -q tests/integration/$*
+	CKPT_TEST_FRAMEWORK=$* .venv-frameworks/$*-$(VERSIONS)/bin/python -m pytest -q tests/integration/$* tests/integration/docs/test_framework_pages.py
 
 .PRECIOUS: .venv-frameworks/%-$(VERSIONS)/.installed
 .SECONDEXPANSION:

@@ -39,6 +39,8 @@ class Block:
     text: str
     varies: tuple[str, ...] = ()
     not_run: str | None = None
+    framework: str | None = None
+    """The folder of tests/integration whose environment the block needs."""
 
     @property
     def where(self) -> str:
@@ -51,29 +53,32 @@ def blocks(page: Path) -> list[Block]:
     found: list[Block] = []
     varies: list[str] = []
     not_run: str | None = None
+    framework: str | None = None
     lines = page.read_text().splitlines()
     number = 0
     while number < len(lines):
         line = lines[number]
         number += 1
-        if comment := re.fullmatch(r"\s*<!-- (varies|not run): (.*) -->", line):
+        if comment := re.fullmatch(r"\s*<!-- (varies|not run|needs): (.*) -->", line):
             if comment[1] == "varies":
                 varies.append(comment[2])
+            elif comment[1] == "needs":
+                framework = comment[2]
             else:
                 not_run = comment[2]
             continue
         opened = re.fullmatch(r"( *)```(\w+)(?: title=\"([^\"]+)\")?.*", line)
         if opened is None:
             if line.strip():
-                varies, not_run = [], None
+                varies, not_run, framework = [], None, None
             continue
         begin, indent = number, len(opened[1])
         while lines[number].strip() != "```":
             number += 1
         text = "".join(f"{line[indent:]}\n" for line in lines[begin:number])
         number += 1
-        found.append(Block(page, begin + 1, opened[2], opened[3], text, tuple(varies), not_run))
-        varies, not_run = [], None
+        found.append(Block(page, begin + 1, opened[2], opened[3], text, tuple(varies), not_run, framework))
+        varies, not_run, framework = [], None, None
     return found
 
 

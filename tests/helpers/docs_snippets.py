@@ -12,6 +12,7 @@ A comment above a block changes this:
 
     <!-- varies: REGULAR EXPRESSION -->    a match differs from run to run, and is not compared
     <!-- not run: REASON -->               the block is shown and not run
+    <!-- needs: FRAMEWORK -->              the block is run only by `make test-framework-FRAMEWORK`
 
 In output, `…` stands for any text, and a line of it for any lines. Times, durations, ports, the folder and the host name
 are masked everywhere.
@@ -65,6 +66,8 @@ class Runner:
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    framework: str | None = None
+    """The framework whose blocks are run, too."""
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +103,7 @@ class Runner:
                 pending, printed = None, ""
                 if shown:
                     continue
-            if block is None or block.not_run is not None:
+            if block is None or block.not_run is not None or block.framework not in (None, self.framework):
                 continue
             if block.kind == "console":
                 yield from self._console(block)
@@ -328,7 +331,8 @@ def main() -> None:
     for group in filter(None, groups):
         with tempfile.TemporaryDirectory(prefix="ckpt-docs-") as folder:
             home = Path(folder) / "me"
-            with Runner(home, INSTALLED if group is tutorial else {}) as runner:
+            framework = os.environ.get("CKPT_TEST_FRAMEWORK")
+            with Runner(home, INSTALLED if group is tutorial else {}, framework) as runner:
                 if group is tutorial:
                     checkout(home / "ckpt")
                 for page in group:

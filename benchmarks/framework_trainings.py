@@ -1,0 +1,227 @@
+"""The trainings of framework_saves.py: STEPS steps of a model of equal layers, with Adam; each EVERY-th step is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+import ckpt
+
+STEPS = 13
+EVERY = 4
+WIDTH = 1024
+BATCH = 2
+Way = Literal["ckpt", "bare", "own"]
+
+
+class Begin(Protocol):
+    """What a training calls when a step begins."""
+
+    finish: Callable[[], None]
+    """Waits for the end of a save that the framework itself makes in the background."""
+
+    def __call__(self) -> None: ...
+
+
+Training = Callable[[Way, Path, int, Begin], None]
+"""A training. Arguments: the way of its saves, the folder for them, MiB of parameters, what to call when a step begins."""
+
+
+def layer_count(mib: int) -> int:
+    """Return the number of square layers whose float32 weights take so many MiB."""
+    return max(1, mib * 2**20 // (4 * WIDTH * WIDTH))
+
+
+def rows(count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return training data."""
+    return np.random.default_rng(1).normal(size=(count, WIDTH)).astype(np.float32)
+
+
+def torch_model(mib: int) -> Any:
+    import torch
+
+    return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layer_count(mib))])
+
+
+def transformers(way: Way, folder: Path, mib: int, begin: Begin) -> None:
+    """Trainer of transformers."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from ckpt.adapters.transformers import CkptTrainer
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch_model(mib)
+
+        def forward(self, x: Any) -> dict[str, Any]:
+            return {"loss": self.layers(x).square().mean()}
+
+    class Callback(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any, **kwargs: Any) -> None:
+            if saver is not None:
+                saver.step(state.global_step - 1, {"model": model, "optimizer": optimizer.optimizer})
+
+    saver = ckpt.Checkpointer(folder / "run", every=EVERY) if way == "bare" else None
+    model = Model()
+    args = TrainingArguments(
+        str(folder), max_steps=STEPS, save_strategy="no" if way == "bare" else "steps", save_steps=EVERY, use_cpu=True,
+        per_device_train_batch_size=BATCH, report_to="none", disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    kind, more = (CkptTrainer, {"ckpt": folder / "run"}) if way == "ckpt" else (Trainer, {})
+    data = [{"x": row} for row in rows(STEPS * BATCH)]
+    kind(model, args, train_dataset=data, callbacks=[Callback()], **more).train()
+    if saver is not None:
+        saver.close()
+
+
+def lightning(way: Way, folder: Path, mib: int, begin: Begin) -> None:
+    """Trainer of Lightning, whose own way is ModelCheckpoint."""
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from ckpt.adapters.lightning import Checkpoints
+
+    class Model(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch_model(mib)
+
+        def training_step(self, batch: Any) -> Any:
+            return self.layers(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    class Beginning(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, *args: Any) -> None:
+            begin()
+
+    class Bare(pl.Callback):  # type: ignore[misc]
+        saver = ckpt.Checkpointer(folder / "run", every=EVERY) if way == "bare" else None
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            assert self.saver is not None
+            self.saver.step(trainer.global_step - 1, {"model": module, "optimizer": trainer.optimizers[0]})
+
+    saving: Any = {
+        "ckpt": lambda: Checkpoints(folder / "run", every=EVERY),
+        "bare": Bare,
+        "own": lambda: ModelCheckpoint(folder, every_n_train_steps=EVERY, save_top_k=-1),
+    }[way]()
+    trainer = pl.Trainer(
+        max_steps=STEPS, callbacks=[saving, Beginning()], enable_checkpointing=way == "own", logger=False,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.from_numpy(rows(STEPS * BATCH)), batch_size=BATCH))
+    if way == "bare":
+        saving.saver.close()
+
+
+def accelerate(way: Way, folder: Path, mib: int, begin: Begin) -> None:
+    """A loop with accelerate, whose own way is save_state."""
+    import torch
+    from accelerate import Accelerator
+
+    from ckpt.adapters.accelerate import attach
+
+    accelerator = Accelerator(cpu=True)
+    model = torch_model(mib)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    data = torch.from_numpy(rows(BATCH))
+    saver = ckpt.Checkpointer(folder / "run", every=EVERY) if way == "bare" else None
+    if way == "ckpt":
+        attach(accelerator, folder / "run")
+    for step in range(STEPS):
+        begin()
+        accelerator.backward(model(data).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if saver is not None:
+            saver.step(step, {"model": model, "optimizer": optimizer.optimizer})
+        elif step % EVERY == EVERY - 1:
+            accelerator.save_state(str(folder / f"step_{step}"))
+    accelerator.end_training()
+    if saver is not None:
+        saver.close()
+
+
+def keras(way: Way, folder: Path, mib: int, begin: Begin) -> None:
+    """Model.fit of Keras on TensorFlow, whose own way is BackupAndRestore."""
+    import keras
+
+    from ckpt.adapters.keras import Checkpoints
+
+    class Beginning(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            begin()
+
+    class Bare(keras.callbacks.Callback):  # type: ignore[misc]
+        saver = ckpt.Checkpointer(folder / "run", every=EVERY) if way == "bare" else None
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            assert self.saver is not None
+            self.saver.step(batch, {"model": self.model})
+
+    model = keras.Sequential(
+        [keras.Input((WIDTH,)), *[keras.layers.Dense(WIDTH, use_bias=False) for _ in range(layer_count(mib))]]
+    )
+    model.compile("adam", "mse")
+    saving: Any = {
+        "ckpt": lambda: Checkpoints(folder / "run", every=EVERY),
+        "bare": Bare,
+        "own": lambda: keras.callbacks.BackupAndRestore(folder, save_freq=EVERY, delete_checkpoint=False),
+    }[way]()
+    data = rows(STEPS * BATCH)
+    model.fit(data, data, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[saving, Beginning()])
+    if way == "bare":
+        saving.saver.close()
+
+
+def flax(way: Way, folder: Path, mib: int, begin: Begin) -> None:
+    """A loop with Flax NNX, whose own way is the CheckpointManager of Orbax."""
+    import optax
+    import orbax.checkpoint as ocp
+    from flax import nnx
+
+    from ckpt.adapters.orbax import CheckpointManager
+
+    keys = nnx.Rngs(1)
+    model = nnx.Sequential(*[nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=keys) for _ in range(layer_count(mib))])
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    data = rows(BATCH)
+
+    @nnx.jit
+    def train_step(model: Any, optimizer: Any) -> Any:
+        loss, gradient = nnx.value_and_grad(lambda m: (m(data) ** 2).mean())(model)
+        optimizer.update(model, gradient)
+        return loss
+
+    options = ocp.CheckpointManagerOptions(save_interval_steps=1)
+    saver = ckpt.Checkpointer(folder / "run", every=EVERY) if way == "bare" else None
+    manager = None
+    if way != "bare":
+        manager = (CheckpointManager if way == "ckpt" else ocp.CheckpointManager)(folder / "run", options=options)
+    if way == "own":
+        begin.finish = manager.wait_until_finished
+    for step in range(STEPS):
+        begin()
+        train_step(model, optimizer).block_until_ready()
+        if saver is not None:
+            saver.step(step, {"model": model, "optimizer": optimizer})
+        elif manager is not None and step % EVERY == EVERY - 1:
+            manager.save(step, args=ocp.args.StandardSave(nnx.to_pure_dict(nnx.state((model, optimizer)))))
+    (saver or manager).close()
+
+
+TRAININGS: dict[str, Training] = {
+    "transformers": transformers, "lightning": lightning, "accelerate": accelerate, "keras": keras, "flax": flax,
+}  # fmt: skip
