@@ -550,6 +550,7 @@ class StoreContract(ABC):
         store.sweep_temporaries("")
         store.sweep_temporaries("a")
         store.sweep_temporaries("none")
+        store.sweep_temporaries("", folders=False)
         assert object_lengths(store) == {"a/b": 1}
 
     # --- names ---------------------------------------------------------------------------------------------------

@@ -54,6 +54,10 @@ def commit_name(step: int) -> str:
     return f"steps/{step}/commit.json"
 
 
+FOLDERS = ("steps", "generations", "lines", "meet")
+"""The folders of a repository. All other folders at its URL belong to someone else, such as another repository."""
+
+
 def _line_record_name(number: int) -> str:
     return f"lines/{number:08}.json"
 

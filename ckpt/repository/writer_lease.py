@@ -23,7 +23,7 @@ from ckpt.errors import Fenced, RepositoryBusy
 from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, is_alive, this_process
 from ckpt.repository.lease_records import end_markers, generation_name, lease_holder, list_lease_records, newest_generation
-from ckpt.repository.repository import Repository
+from ckpt.repository.repository import FOLDERS, Repository
 from ckpt.storage.base.errors import AlreadyExists, CkptError, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fencing_probe import require_conditional_puts
@@ -144,7 +144,9 @@ class WriterLease:
         self._require_own_process()
         with self._temporaries_lock:
             if not self._are_temporaries_swept:
-                self.repo.store.sweep_temporaries("")
+                self.repo.store.sweep_temporaries("", folders=False)
+                for folder in FOLDERS:
+                    self.repo.store.sweep_temporaries(folder)
                 self._are_temporaries_swept = True
 
     def begin_attempt(self, step: int, series: AttemptSeries) -> Attempt:

@@ -286,8 +286,11 @@ class Store(ABC):
         """
         return True
 
-    def sweep_temporaries(self, prefix: str) -> None:  # noqa: B027  most stores have none
-        """Delete temporary files of killed writers below `prefix`. The holder of the writer lease calls it before it writes."""
+    def sweep_temporaries(self, prefix: str, *, folders: bool = True) -> None:  # noqa: B027  most stores have none
+        """Delete temporary files of killed writers below `prefix`. The holder of the writer lease calls it before it writes.
+
+        folders: whether also those in the folders below `prefix`, at any depth.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Release the resources of the store."""

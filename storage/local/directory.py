@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -269,9 +270,10 @@ class LocalStore(Store):
         os.unlink(path)
 
     @interruptible
-    def sweep_temporaries(self, prefix: str) -> None:
+    def sweep_temporaries(self, prefix: str, *, folders: bool = True) -> None:
         """Delete the temporary files of killed writers below `prefix`. Only the holder of the writer lease may call it."""
-        for base, _, files in os.walk(self._folder(prefix), topdown=False):
+        folder = self._folder(prefix)
+        for base, _, files in os.walk(folder, topdown=False) if folders else islice(os.walk(folder), 1):
             for name in files:
                 if is_temporary(name):
                     with suppress(NotFound), convert_os_errors("deleting", os.path.join(base, name)):

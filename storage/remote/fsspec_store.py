@@ -190,6 +190,13 @@ class FsspecStore(Store):
             if info["type"] == "directory" and is_name(name):
                 yield name
 
+    def _files_in(self, folder: str) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            return [info["name"] for info in self._fs.ls(folder, detail=True) if info["type"] == "file"]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
     def _find(self, folder: str) -> Iterable[tuple[str, int]]:
         self._fs.invalidate_cache()
         try:
@@ -230,11 +237,11 @@ class FsspecStore(Store):
         for name in names:
             self._remove(self._path(name))
 
-    def sweep_temporaries(self, prefix: str) -> None:
+    def sweep_temporaries(self, prefix: str, *, folders: bool = True) -> None:
         folder = self._folder(prefix)
         with self._convert_errors("listing", folder):
-            found = self._find(folder)
-        for path, _ in found:
+            found = [path for path, _ in self._find(folder)] if folders else self._files_in(folder)
+        for path in found:
             last = path.rpartition("/")[2]
             if last.startswith(".") and last.endswith(_TEMPORARY_SUFFIX):
                 self._remove(path)

@@ -81,8 +81,8 @@ class FailingStore(Store):
     def exists(self, name: str) -> bool:
         return self.call("exists", lambda: self.inner.exists(name))  # type: ignore[no-any-return]
 
-    def sweep_temporaries(self, prefix: str) -> None:
-        self.call("sweep_temporaries", lambda: self.inner.sweep_temporaries(prefix))
+    def sweep_temporaries(self, prefix: str, *, folders: bool = True) -> None:
+        self.call("sweep_temporaries", lambda: self.inner.sweep_temporaries(prefix, folders=folders))
 
 
 class _FailingWriter(Writer):

@@ -73,6 +73,17 @@ def test_a_sweep_removes_only_temporary_files_of_its_folder(store: LocalStore) -
     assert files_below(store) == {"a/kept", "a/.x.0.ckpt-tmp", "b/.hidden", "b/x.ckpt-tmp"}
 
 
+def test_a_sweep_without_folders_removes_only_temporary_files_beside_them(store: LocalStore) -> None:
+    for name in (".x.0.ckpt-tmp", "b/.x.0.ckpt-tmp"):
+        path = Path(store.root, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+    Path(store.root, "empty").mkdir()
+    store.sweep_temporaries("", folders=False)
+    assert files_below(store) == {"a/kept", "b/.x.0.ckpt-tmp"}
+    assert Path(store.root, "empty").is_dir()
+
+
 def test_symbolic_links_are_not_listed_and_are_replaced_not_followed(store: LocalStore, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
