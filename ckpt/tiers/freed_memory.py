@@ -37,7 +37,7 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
                     names = [name for name in names if name != commit_name(newest[1])]
                 store.delete([name for name in names if name.endswith("/commit.json")])
                 store.delete(names)
-                store.sweep_temporaries("steps")
+                store.sweep_temporaries("")
             except StoreError as error:
                 log.warning("the memory at %s could not be freed: %s", tier.url, error)
 

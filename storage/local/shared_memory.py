@@ -35,9 +35,7 @@ class MemoryStore(LocalStore):
         names = list(names)
         before = self._list_spares() if any(name.endswith(REUSED_SUFFIX) for name in names) else []
         super().delete(names)
-        for path in before:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+        self._remove_spares(before)
 
     def _remove_file(self, path: str) -> None:
         if path.endswith(REUSED_SUFFIX):
@@ -45,6 +43,11 @@ class MemoryStore(LocalStore):
             os.rename(path, temporary_name(os.path.join(self._spare_folder, "pack")))
         else:
             super()._remove_file(path)
+
+    def sweep_temporaries(self, prefix: str, *, folders: bool = True) -> None:
+        super().sweep_temporaries(prefix, folders=folders)
+        if not prefix:
+            self._remove_spares(self._list_spares())
 
     def reuse_spare(self, path: str, nbytes: int) -> bool:
         """Move the spare file whose size is nearest to `nbytes` to `path`; return False if there is none.
@@ -62,6 +65,11 @@ class MemoryStore(LocalStore):
             return [entry.path for entry in os.scandir(self._spare_folder)]
         except FileNotFoundError:
             return []
+
+    def _remove_spares(self, paths: list[str]) -> None:
+        for path in paths:
+            with suppress(FileNotFoundError):  # another process has reused it
+                os.unlink(path)
 
 
 def _file_bytes(path: str) -> int:

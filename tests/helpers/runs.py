@@ -17,6 +17,9 @@ import pytest
 
 from ckpt.recovery.memory_tier import local
 from ckpt.recovery.ranks import processes
+from ckpt.recovery.run_log.base import entry_to_json
+from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.storage.base.errors import CkptError
 from ckpt.training.heartbeat_page import HeartbeatPage
 from helpers.folders import PROGRAMS
 
@@ -51,7 +54,7 @@ class Run:
         deadline = time.monotonic() + 60
         pages: list[Path] = []
         while time.monotonic() < deadline:
-            if not pages:  # each query is a process, which takes as long as some steps
+            if not pages:
                 pages = [Path(e["facts"]["pages"]) for e in self.record() if e["kind"] == "start" and e["attempt"] == attempt]
             try:
                 if pages and all(HeartbeatPage(pages[0] / f"{attempt}-{i}").read().step >= step for i in range(RANKS)):
@@ -62,12 +65,16 @@ class Run:
         raise AssertionError(f"step {step} was not reached")
 
     def record(self) -> list[dict]:  # type: ignore[type-arg]
-        """Return the entries of the run log, as `ckpt-run why --json` prints them."""
-        done = subprocess.run(
-            [sys.executable, "-m", "ckpt.tools.run", "why", "--json", "--run-dir", str(self.files)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        """Return the entries of the run log, as `ckpt-run why --json` prints them, but without a process that takes as long as
+        some steps."""
+        try:
+            run_log = SqliteRunLog(self.files, read_only=True)
+        except CkptError:  # the run has not begun
+            return []
+        try:
+            return [json.loads(entry_to_json(entry)) for entry in run_log.entries()]
+        finally:
+            run_log.close()
 
     def failures(self) -> list[tuple[str, list[int]]]:
         """Return cause and ranks of each failure."""

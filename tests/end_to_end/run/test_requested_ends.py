@@ -43,7 +43,7 @@ def test_a_run_asked_to_end_saves_its_present_step(start: Callable[..., Run], st
 
 def test_a_frozen_and_thawed_host_has_no_hang(start: Callable[..., Run]) -> None:
     """ckpt-run and all ranks are stopped together, as on a host that is frozen and thawed."""
-    run = start("--hang", "2", "--cold")
+    run = start("--hang", "2", "--cold", seconds=0.1)
     run.until_step(12)
     pids = [run.process.pid, *(run.pid(rank) for rank in range(RANKS))]
     for pid in pids:

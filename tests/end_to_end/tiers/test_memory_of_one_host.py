@@ -53,7 +53,7 @@ def tiered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_status_and_metrics_show_the_bytes_in_memory(start: Callable[..., Run], tiered: None) -> None:
     """They count the steps that are kept, and one that is being saved."""
     port = free_port("127.0.0.1")
-    run = start("--metrics", f"127.0.0.1:{port}", seconds=0.1)
+    run = start("--metrics", f"127.0.0.1:{port}", steps=10_000, seconds=0.1)
     memory_folder_of(run)
     run.until_step(12)
     until, status = time.monotonic() + 30, ""

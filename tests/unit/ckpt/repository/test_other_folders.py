@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ckpt
+from ckpt.storage.local.shared_memory import MemoryStore
 
 STORES = ["", "file://"]
 """A path uses the local store; a file URL uses fsspec."""
@@ -30,3 +31,12 @@ def test_a_new_writer_sweeps_only_its_own_folders(scheme: str, tmp_path: Path) -
     assert not any(file.exists() for file in swept)
     assert (run / "empty").is_dir()
     assert ckpt.open(url).steps() == [1, 2]
+
+
+def test_a_new_writer_sweeps_the_spare_memory_of_a_killed_one(tmp_path: Path) -> None:
+    store = MemoryStore(tmp_path)
+    store.put("steps/1/pack/x.pack", b"x")
+    store.delete(["steps/1/pack/x.pack"])
+    assert list(tmp_path.rglob("*.ckpt-tmp"))
+    MemoryStore(tmp_path).sweep_temporaries("", folders=False)
+    assert list(tmp_path.rglob("*.ckpt-tmp")) == []
