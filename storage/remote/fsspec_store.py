@@ -190,7 +190,7 @@ class FsspecStore(Store):
             if info["type"] == "directory" and is_name(name):
                 yield name
 
-    def _files_in(self, folder: str) -> list[str]:
+    def _files_in(self, folder: str) -> Iterable[str]:
         self._fs.invalidate_cache()
         try:
             return [info["name"] for info in self._fs.ls(folder, detail=True) if info["type"] == "file"]
