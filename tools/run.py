@@ -13,7 +13,7 @@ import click
 from ckpt.recovery.ranks import host_identity
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.plural import format_count
-from ckpt.tools import common, run_queries
+from ckpt.tools import common, run_adapt, run_queries
 from ckpt.tools.run_options import HostRunOptions, JobOptions, SecurityOptions, run_options
 from ckpt.tools.simulate import command as simulate
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command("ckpt-run", context_settings=run_queries.SETTINGS | {"ignore_unknown_options": False})
 @run_options
-def command(state: str | None, job: JobOptions, host: HostRunOptions, security: SecurityOptions) -> int:
+def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions, security: SecurityOptions) -> int:
     """Run COMMAND as a number of ranks, and restart them from their last checkpoint if one of them fails.
 
     \b
@@ -53,7 +53,11 @@ def command(state: str | None, job: JobOptions, host: HostRunOptions, security: 
     hosts = job.host_count(host.launcher, os.environ)
     _check_hosts(job, host.launcher, hosts, state)
     _check_command(job.command, host.launcher)
-    directory = None if job.directory is None else _share_directory(job.directory)
+    directory = job.directory
+    if run_adapt.is_on(adapt):
+        directory = run_adapt.directory_for(directory, host.run_dir, hosts)
+        run_adapt.set_environment(job.command)
+    directory = None if directory is None else _share_directory(directory)
     name = host_identity.check_host_name(host.name or host_identity.host_name(host.launcher, os.environ))
     if job.nnodes is None:
         host_identity.require_host_count(host.launcher, os.environ)

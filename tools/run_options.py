@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.recovery.ranks import host_identity
-from ckpt.tools import common, run_queries
+from ckpt.tools import common, run_adapt, run_queries
 from ckpt.tools.command_options import CommandFunction, gather_options
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--dir", "directory", metavar="URL", help="The URL for ckpt.Checkpointer() without a URL; ranks get it as CKPT_DIR."
     ),
+    run_adapt.adapt_option,
     run_queries.folder_option,
     click.option(
         "--launcher",
@@ -218,7 +219,7 @@ class SecurityOptions:
 
 
 def run_options(function: CommandFunction) -> CommandFunction:
-    """Add the options of ckpt-run to a command, which gets them as `state`, `job`, `host` and `security`."""
+    """Add the options of ckpt-run to a command, which gets them as `state`, `adapt`, `job`, `host` and `security`."""
     for gathered in (("job", JobOptions), ("host", HostRunOptions), ("security", SecurityOptions)):
         function = gather_options(*gathered)(function)
     for option in reversed(_OPTIONS):

@@ -93,6 +93,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._position = _Position()
         self._resume: _Resume | None = None
         self._has_restored = False
+        self._random_at_end: Snapshot | None = None
         self._is_skipped = False
         self._is_first_epoch = True
         self._first_epoch = 0
@@ -163,6 +164,9 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._position.fit += 1
         checkpointer, self._checkpointer = self._checkpointer, None
         checkpointer.close()
+        if self._random_at_end is not None:  # what comes after a fit that is not repeated draws the numbers that it drew then
+            self._random_at_end.set()
+            self._random_at_end = None
 
     # --- saving ------------------------------------------------------------------------------------------------
 
@@ -210,6 +214,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             self._others.note_begin()
             self._others.restore(resume.callbacks)
             self._position.step = saved.step
+            self._random_at_end = resume.random
         else:
             log.info("fit continues after step %d, in epoch %d with batch %d", saved.step - 1, saved.epoch, saved.batch)
             self._model._initial_epoch, self._resume = saved.epoch, resume

@@ -9,7 +9,7 @@ Usage:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers import Trainer, TrainerCallback
@@ -58,17 +58,21 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
         """Train, as Trainer does; see the class for `resume_from_checkpoint`."""
         require_supported(self, args[0] if args else kwargs.get("trial"))
         with TrainerRun(self, self._ckpt_url) as run:
-            self._ckpt_run = run
-            try:
-                folder = run.choose(resume_from_checkpoint)
-                while True:
-                    try:
-                        return super().train(folder, *args, **kwargs)
-                    except IntegrityError as error:
-                        folder = run.choose_older(error)
-            finally:
-                self._ckpt_run = None
-                run.publish_best()
+            train = super().train
+            return self._ckpt_train(run, run.choose(resume_from_checkpoint), lambda folder: train(folder, *args, **kwargs))
+
+    def _ckpt_train(self, run: TrainerRun, folder: str | None, train: Callable[[str | None], Any]) -> Any:
+        """Train by a function that takes what `TrainerRun.choose` returns."""
+        self._ckpt_run = run
+        try:
+            while True:
+                try:
+                    return train(folder)
+                except IntegrityError as error:
+                    folder = run.choose_older(error)
+        finally:
+            self._ckpt_run = None
+            run.publish_best()
 
     # --- what Trainer calls ------------------------------------------------------------------------------------
 

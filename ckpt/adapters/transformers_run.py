@@ -27,6 +27,7 @@ from ckpt.loading.group_load import LoadRequest
 from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.repository import Url, open_repository, resolve_url
 from ckpt.storage.base.errors import IntegrityError, InvalidArgument
+from ckpt.training.save_interval import Every
 
 log = logging.getLogger("ckpt")
 
@@ -54,7 +55,8 @@ def require_supported(trainer: Any, trial: Any) -> None:
 class TrainerRun:
     """The Checkpointer of one call of `train`, and what it saves and loads."""
 
-    def __init__(self, trainer: Any, url: Url | None) -> None:
+    def __init__(self, trainer: Any, url: Url | None, every: Every = None) -> None:
+        """every: how often to save besides the saves of the Trainer; then the last step is saved, too."""
         if url is None and not os.environ.get("CKPT_DIR"):
             url = Path(trainer.args.output_dir) / "ckpt"
         limit = trainer.args.save_total_limit
@@ -63,7 +65,8 @@ class TrainerRun:
         self.data = DataPosition()
         self.loss: Any = None
         self._progress = _Progress(trainer)
-        self._saver = Checkpointer(self._url, every=None, keep=self._limit)
+        self._every = every
+        self._saver = Checkpointer(self._url, every=every, keep=self._limit)
         self._best_saver: Checkpointer | None = None
         self._best_step: int | None = None
         self._noted_step: int | None = None
@@ -85,6 +88,14 @@ class TrainerRun:
             self._saver.__exit__(kind, error, tb)
 
     # --- which step --------------------------------------------------------------------------------------------
+
+    def has_steps(self) -> bool:
+        """Return whether the repository has a step to resume from."""
+        return self._saver.repository.latest() is not None
+
+    def describe_start(self) -> str:
+        """Return in words what `choose` has chosen."""
+        return "starts anew" if self._resume_step is None else f"continues from step {self._resume_step}"
 
     def choose(self, resume: Any) -> str | None:
         """Return what `Trainer.train` takes as its `resume_from_checkpoint`.
@@ -199,7 +210,9 @@ class TrainerRun:
         if step == self._noted_step:
             return
         self._noted_step = step
-        self._saver.step(step, self._current_state(), loss=self.loss)
+        saved = self._saver.step(step, self._current_state(), loss=self.loss)
+        if self._every is not None and saved is None and step >= self._trainer.state.max_steps:
+            self.save()
 
     # --- the best model ----------------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from ckpt.training import heartbeat_page
 
+_ADAPTED_VARIABLE = "CKPT_ADAPTED"  # of `ckpt-run --adapt`
+
 
 def report_path(page: str | os.PathLike[str]) -> Path:
     """Return the path of the report of the rank with this heartbeat page. The file exists complete or not at all."""
@@ -27,7 +29,8 @@ def write_report() -> None:
     page = os.environ.get(heartbeat_page.PAGE_VARIABLE)
     if not page or os.environ.get("LOCAL_RANK") != "0":
         return
-    modules = {name: _module_origin(module) for name, module in [*sys.modules.items()]}
+    skipped = "ckpt" if os.environ.get(_ADAPTED_VARIABLE) else None  # an import of ckpt shows then that the script uses it
+    modules = {name: _module_origin(m) for name, m in [*sys.modules.items()] if name.partition(".")[0] != skipped}
     report = json.dumps({"modules": modules, "environ": _changed_environment()})
     path = report_path(page)
     with contextlib.suppress(OSError):  # the job has ended, or the disk is full: the next rank starts without pre-imports

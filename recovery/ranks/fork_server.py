@@ -385,6 +385,8 @@ def _become_rank(environ: Mapping[str, str], log: int) -> None:
         sys.modules["torch.random"].default_generator.seed()
     if "ckpt.training.heartbeat_page" in sys.modules:
         sys.modules["ckpt.training.heartbeat_page"].reset_after_fork()
+    if "ckpt.adapters.adapt.startup.hooks" in sys.modules:  # of `ckpt-run --adapt`
+        sys.modules["ckpt.adapters.adapt.startup.hooks"].start_process()
     importlib.invalidate_caches()
 
 

@@ -1,0 +1,46 @@
+"""`Model.fit` of Keras under `ckpt-run --adapt`: it gets the callback `Checkpoints`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+import ckpt
+from ckpt.adapters.adapt.intervals import describe, interval_from_env
+from ckpt.adapters.adapt.startup import hooks
+from ckpt.adapters.keras import Checkpoints
+
+_NAME = "keras.Model"
+_KEEP = 3
+
+
+def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `original`, the method `Model.fit`, with a callback that saves to the repository of this training."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    given = bound.arguments.get("callbacks")
+    callbacks = given if isinstance(given, keras.callbacks.CallbackList) else list(keras.tree.flatten(given))
+    listed = getattr(callbacks, "callbacks", callbacks)
+    if any(isinstance(callback, Checkpoints) for callback in listed):
+        return original(*args, **kwargs)
+    if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in listed):
+        hooks.say_refused(_NAME, "the callback BackupAndRestore already resumes this fit: remove it to save to ckpt")
+        return original(*args, **kwargs)
+    with hooks.training(_NAME) as url:
+        if url is None:
+            return original(*args, **kwargs)
+        every = interval_from_env()
+        callbacks.append(Checkpoints(url, every=every, keep=_KEEP))
+        bound.arguments["callbacks"] = callbacks
+        hooks.say_saves(_NAME, url, describe(every), _describe_start(url))
+        return original(*bound.args, **bound.kwargs)
+
+
+def _describe_start(url: str) -> str:
+    try:
+        found = ckpt.open(url).latest()
+    except ckpt.StepNotFound:
+        found = None
+    return "starts anew" if found is None else f"continues from step {found.step}"

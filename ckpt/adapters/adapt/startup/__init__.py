@@ -1,0 +1,1 @@
+"""The folder that `ckpt-run --adapt` puts on PYTHONPATH. Python runs its `sitecustomize` before a script."""

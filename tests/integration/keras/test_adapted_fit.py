@@ -1,0 +1,27 @@
+"""A script that trains by fit and knows nothing of ckpt, under `ckpt-run --adapt`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.adapted_runs import assert_resumed, run_adapted
+
+PROGRAM = "plain_keras_training.py"
+
+
+@pytest.mark.parametrize(
+    ("backend", "fits", "kills"), [("tensorflow", "1", (11, 19)), ("torch", "2", (10, 1009)), ("jax", "2", (1012,))]
+)
+def test_a_killed_fit_has_the_losses_of_an_undisturbed_one(
+    tmp_path: Path, backend: str, fits: str, kills: tuple[int, ...]
+) -> None:  # fmt: skip
+    variables = {"KERAS_BACKEND": backend, "CKPT_ADAPT_EVERY": "3"}
+    whole = run_adapted(tmp_path / "a", PROGRAM, fits, **variables)
+    killed = run_adapted(tmp_path / "b", PROGRAM, fits, kill_after=kills, **variables)
+    assert_resumed(whole, killed, len(kills))
+    ends = [
+        [line for line in ended.outputs[-1].splitlines() if line[:7] in ("history", "weights")] for ended in (whole, killed)
+    ]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 2 * int(fits)

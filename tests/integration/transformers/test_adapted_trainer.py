@@ -1,0 +1,45 @@
+"""A script that trains by Trainer and knows nothing of ckpt, under `ckpt-run --adapt`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.adapted_runs import assert_resumed, run_adapted
+
+import ckpt
+
+PROGRAM = "plain_hf_training.py"
+
+EACH_TWO = {"CKPT_ADAPT_EVERY": "2"}
+
+
+@pytest.mark.parametrize(
+    ("kills", "options"),
+    [
+        ((41, 121), {}),
+        ((41, 1051), {"trainings": 2, "child": True, "args": {"dataloader_num_workers": 1}}),
+    ],
+    ids=["one", "two trainings"],
+)
+def test_a_killed_training_has_the_losses_of_an_undisturbed_one(tmp_path: Path, kills: tuple[int, ...], options: dict) -> None:
+    arguments = PROGRAM, json.dumps(options)
+    whole = run_adapted(tmp_path / "a", *arguments)
+    killed = run_adapted(tmp_path / "b", *arguments, kill_after=kills)
+    assert_resumed(whole, killed, len(kills))
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_two_ranks_that_save_nothing_by_themselves(tmp_path: Path) -> None:
+    """With save_strategy="no", CKPT_ADAPT_EVERY says when to save; the last step is saved, too."""
+    arguments = PROGRAM, json.dumps({"args": {"save_strategy": "no", "gradient_accumulation_steps": 1}})
+    options = "--adapt", "-n", "2"
+    whole = run_adapted(tmp_path / "a", *arguments, options=options, **EACH_TWO)
+    killed = run_adapted(tmp_path / "b", *arguments, options=options, kill_after=(90,), **EACH_TWO)
+    assert_resumed(whole, killed, 1)
+    assert "every 2 steps" in killed.outputs[0]
+    assert ckpt.open(tmp_path / "a/run/checkpoints").latest().step == 18
+    again = run_adapted(tmp_path / "a", *arguments, options=options, **EACH_TWO)
+    assert again.status == 0
+    assert again.losses == whole.losses  # a training that has ended is not repeated
