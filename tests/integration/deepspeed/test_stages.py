@@ -1,0 +1,29 @@
+"""Steps of DeepSpeed engines are loaded on any number of ranks, into any ZeRO stage, and into models of torch alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.torchrun import check_on_torch_ranks
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a step of each stage, saved by two ranks."""
+    folder = tmp_path_factory.mktemp("stages")
+    check(2, folder, "save_stages")
+    return folder
+
+
+def check(ranks: int, folder: Path, *checks: str) -> None:
+    check_on_torch_ranks("deepspeed_checks.py", ranks, folder, *checks)
+
+
+def test_two_ranks(saved: Path) -> None:
+    check(2, saved, "load_stages", "refuse_other_models", "load_parts", "load_folder_of_deepspeed", "exchange_with_torch")
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_another_number_of_ranks(saved: Path, ranks: int) -> None:
+    check(ranks, saved, "load_stages")
