@@ -26,6 +26,7 @@ FRAMEWORK_FILES = {
     "ckpt/state/leaves/jax.py": "jax",
     "ckpt/state/leaves/jax_objects.py": "jax",
     "ckpt/adapters/torch.py": "torch",
+    "ckpt/adapters/torchtitan_state.py": "torch",
     "ckpt/adapters/dcp.py": "torch",
     "ckpt/adapters/jax.py": "jax",
     "storage/node/wire.py": "pyarrow",

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpt.adapters.torch_experts import ExpertNames, Experts, model_ranks, own_rank
+from ckpt.adapters.torch_experts import ExpertNames, Experts, model_ranks
 from ckpt.adapters.torch_optimizer import group_options, load_optimizer, optimizer_node, parameter_names, saved_parameter_states
+from ckpt.adapters.torch_replicas import ReplicatedShard, map_nested, with_replica_ranks, without_replica_ranks
 from ckpt.format.manifest import Saved
-from ckpt.state.boxes import Replica
 from ckpt.state.leaves import empty_leaf
-from ckpt.state.leaves.sharded import Shard
 from ckpt.state.optimizer_names import moment_like
 from ckpt.state.torch_keys import ModuleEntries
 from ckpt.state.tree import Node
@@ -77,7 +76,7 @@ class ModelState:
         model = self._models_state()
         found: dict[str, Any] = {
             "model": {
-                name: _map_nested(value, partial(self._placed, name, is_stored_whole=name in buffers))
+                name: map_nested(value, partial(self._placed, name, is_stored_whole=name in buffers))
                 for name, value in model.items()
             }
         }
@@ -130,7 +129,7 @@ class ModelState:
         """Load the filled state of `state_dict_like` into the models and optimizers; ignore entries of other models."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        state = _map_nested(state, _unwrap)
+        state = map_nested(state, without_replica_ranks)
         for model in self._models:
             names = {name: self._experts.name(name) for name in get_model_state_dict(model)}
             mine = {name: state["model"][saved] for name, saved in names.items() if saved in state["model"]}
@@ -226,7 +225,7 @@ class ModelState:
             return {k: self._optimizer_target(name, k, v, known.get(k), parameter) for k, v in saved.items()}
         if not isinstance(saved, Saved):
             return None  # a plain value, which the load replaces by the saved one
-        tensor = _unwrap(existing)
+        tensor = without_replica_ranks(existing)
         place = self._experts.place(name)
         shape = saved.shape if place is None or parameter is None else place.local_shape(saved.shape, parameter.shape)
         if isinstance(tensor, torch.Tensor) and Saved(str(tensor.dtype)[6:], tuple(tensor.shape)) == (saved.dtype, shape):
@@ -241,7 +240,7 @@ class ModelState:
 
         def placed(part: dict[str, Any]) -> dict[str, Any]:
             return {
-                name: _map_nested(values, partial(self._placed, name, parameter=parameters[name]))
+                name: map_nested(values, partial(self._placed, name, parameter=parameters[name]))
                 for name, values in part.items()
             }
 
@@ -263,7 +262,7 @@ class ModelState:
             if hasattr(value, "device_mesh"):
                 raise InvalidArgument(f"ModelState: {name} is a DTensor, which describes its parts; leave it out of experts=")
             shape, offset = place.global_shape(value.shape), place.offset(value.shape)
-            return _ReplicatedShard(value, [value], shape, [offset], place.copies, is_stored_whole)
+            return ReplicatedShard(value, [value], shape, [offset], place.copies, is_stored_whole)
         if place.parts > 1:  # such as the step count, which all ranks have
             return self._with_replica_ranks(value, is_stored_whole)
         return self._with_replica_ranks(value, is_stored_whole, place.copies)
@@ -273,52 +272,12 @@ class ModelState:
 
         holders: the ranks that have the tensor, if not those of the model.
         """
-        import torch
-
-        if not isinstance(value, torch.Tensor):
-            return value
-        if not hasattr(value, "device_mesh"):
-            if holders is None and isinstance(self._group, str) and self._group == "auto":
-                return value
-            holders = tuple(holders or model_ranks(self._group))
-            return _ReplicatedShard(value, [value], value.shape, [(0,) * value.dim()], holders, is_stored_whole)
-        from ckpt.state.leaves import dtensor
-
-        ranks = dtensor.replica_ranks(value, holders or model_ranks(self._group))
-        parts = [] if ranks is None else dtensor.as_leaf(value).shards() or []
-        if ranks is None or not parts:
-            return value
-        return _ReplicatedShard(
-            value, [p.leaf.value for p in parts], value.shape, [p.box.offset for p in parts], ranks, is_stored_whole
-        )
-
-
-class _ReplicatedShard(Shard):
-    """A tensor or DTensor, and the ranks that have replicas of this rank's part of it, this rank included."""
-
-    def __init__(
-        self, tensor: Any, local: list[Any], shape: Sequence[int], offset: list[tuple[int, ...]], ranks: tuple[int, ...],
-        is_stored_whole: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(local, shape, offset, replica=Replica(ranks.index(own_rank()), len(ranks), ranks, is_stored_whole))
-        self.tensor = tensor
-
-
-def _unwrap(value: Any) -> Any:
-    return value.tensor if isinstance(value, _ReplicatedShard) else value
+        is_on_all_ranks = isinstance(self._group, str) and self._group == "auto"
+        return with_replica_ranks(value, holders or (None if is_on_all_ranks else model_ranks(self._group)), is_stored_whole)
 
 
 def _as_list(optimizer: Any) -> list[Any]:
     return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
-
-
-def _map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples with `change` applied to each entry."""
-    if isinstance(value, dict):
-        return {k: _map_nested(v, change) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_map_nested(v, change) for v in value)
-    return change(value)
 
 
 def _named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
