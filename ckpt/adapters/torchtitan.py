@@ -62,7 +62,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]  # mypy does not loo
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
 
-    def __init__(self, config: Config, **components: Any) -> None:
+    def __init__(self, config: Any, **components: Any) -> None:
         super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **components)
         if not self.enable:
             return
@@ -114,6 +114,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]  # mypy does not loo
         self.save_future = None
 
     def _wait_for_saving(self) -> None:
+        assert self.save_future is not None
         self.save_future.result()
         self.save_future = None
 
@@ -171,7 +172,10 @@ def _entries(states: dict[str, Any], model_parts: list[Any]) -> dict[str, Any]:
     """Return the entries of a step: torchtitan's states, of which some are wrapped, and the random generators."""
     model = states[MODEL]
     ranks = ranks_with_names(model.state_dict())
-    wrapped = {MODEL: ShardedState(model, ranks, model_parts), OPTIMIZER: ShardedState(states[OPTIMIZER], ranks)}
+    wrapped: dict[str, Any] = {
+        MODEL: ShardedState(model, ranks, model_parts),
+        OPTIMIZER: ShardedState(states[OPTIMIZER], ranks),
+    }
     if states.get(DATALOADER) is not None:
         wrapped[DATALOADER] = DataPosition(states[DATALOADER])
     return {**{name: wrapped.get(name, value) for name, value in states.items() if value is not None}, _RANDOM: RandomState()}
