@@ -51,7 +51,7 @@ def meshes(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 def on_mesh(shape: tuple[int, ...], mesh: tuple[int, ...], draw: st.DrawFn) -> list[list[Any]]:
     """Return, for each position of a mesh, the boxes that placements of a DTensor give it; some dimensions replicate."""
-    from ckpt.state.leaves.dtensor import shard_boxes
+    from ckpt.state.mesh_boxes import shard_boxes
 
     cut = st.none() | st.tuples(st.integers(0, len(shape) - 1), st.sampled_from([1, 1, 2]))
     cuts = tuple(draw(cut) for _ in mesh)

@@ -1,8 +1,6 @@
 """Leaves of torch tensors sharded over ranks: DTensor (FSDP2, tensor parallelism, both) and ShardedTensor.
 
-The boxes of a DTensor follow from its mesh and placements by the rule of `torch.chunk`, which torch itself uses, along each
-axis from the leftmost mesh dimension to the rightmost. A strided placement (FSDP2 over tensor parallelism) may give a rank
-several runs of indices of one axis, and so several boxes.
+A strided placement (FSDP2 over tensor parallelism) may give a rank several boxes.
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ from ckpt.state.leaves.base import ArrayLeaf, LeafShard
 from ckpt.state.leaves.sharded import ShardedLeaf, require_in_bounds
 from ckpt.state.leaves.torch import as_leaf as leaf_of
 from ckpt.state.leaves.torch import attributes_of
-
-IndexRun = tuple[int, int]
-"""First index and length, along one axis."""
+from ckpt.state.mesh_boxes import MeshSplit, replica_on_mesh, shard_boxes
 
 
 def as_leaf(value: Any) -> ArrayLeaf:
@@ -96,10 +92,6 @@ def _root_mesh(mesh: Any) -> Any:
     return None if resources is None else resources.get_root_mesh(mesh)
 
 
-MeshSplit = tuple[int, int] | None
-"""How a mesh dimension shards a tensor: (axis, split factor); None where it replicates."""
-
-
 class _MeshPosition(NamedTuple):
     """The position of this rank in a mesh, for tensors of the same placements."""
 
@@ -127,62 +119,5 @@ def _mesh_split(placement: Any) -> MeshSplit:
 
 
 def _replica(mesh: Any, coordinate: tuple[int, ...], placements: Sequence[Any]) -> Replica:
-    """Return which copy this rank has; the ranks along the replicating mesh dimensions have copies of one shard."""
-    index = tuple(slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True))
-    ranks = tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
-    return Replica(ranks.index(int(mesh.mesh[coordinate])), len(ranks), ranks)
-
-
-@lru_cache(maxsize=4096)
-def shard_boxes(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], splits: tuple[MeshSplit, ...]
-) -> list[tuple[Box, Box]]:
-    """Return the boxes of a global array at one coordinate of a mesh, each with its box in the local tensor."""
-    runs: list[list[IndexRun]] = [[(0, n)] for n in shape]
-    for cut, size, at in zip(splits, mesh_shape, coordinate, strict=True):
-        if cut is not None:
-            axis, factor = cut
-            runs[axis] = [run for piece in _split_runs(runs[axis], factor) for run in _chunk_runs(piece, size, at)]
-    merged = [_merge_runs(r) for r in runs]
-    if not all(merged):
-        return []
-    local = [list(itertools.accumulate((n for _, n in axis), initial=0)) for axis in merged]
-    found = []
-    for pick in itertools.product(*(range(len(axis)) for axis in merged)):
-        chosen = [axis[i] for axis, i in zip(merged, pick, strict=True)]
-        extent = tuple(n for _, n in chosen)
-        found.append((
-            Box(tuple(o for o, _ in chosen), extent),
-            Box(tuple(starts[i] for starts, i in zip(local, pick, strict=True)), extent),
-        ))  # fmt: skip
-    return found
-
-
-def _split_runs(runs: list[IndexRun], count: int) -> list[list[IndexRun]]:
-    return [runs] if count == 1 else [_chunk_runs(runs, count, i) for i in range(count)]
-
-
-def _chunk_runs(runs: list[IndexRun], count: int, index: int) -> list[IndexRun]:
-    """Return chunk `index` of `count` by the rule of torch.chunk: all have the rounded-up size except the last ones."""
-    total = sum(n for _, n in runs)
-    step = -(-total // count)
-    low, high = min(index * step, total), min((index + 1) * step, total)
-    found = []
-    at = 0
-    for start, length in runs:
-        first, last = max(low, at), min(high, at + length)
-        if first < last:
-            found.append((start + first - at, last - first))
-        at += length
-    return found
-
-
-def _merge_runs(runs: list[IndexRun]) -> list[IndexRun]:
-    """Return the runs with adjacent ones joined."""
-    found: list[IndexRun] = []
-    for start, length in runs:
-        if found and sum(found[-1]) == start:
-            found[-1] = (found[-1][0], found[-1][1] + length)
-        else:
-            found.append((start, length))
-    return found
+    """Return which copy this rank has."""
+    return replica_on_mesh(mesh.mesh, coordinate, tuple(p.is_replicate() for p in placements))

@@ -42,7 +42,9 @@ def is_array(kind: type) -> bool:
 def as_leaf(value: paddle.Tensor) -> ArrayLeaf:
     """Return the leaf of a tensor; raise TypeError for one that is not plain memory."""
     if value.is_dist():
-        raise TypeError("a distributed tensor has no single block of memory: store its _local_value() as a ckpt.Shard")
+        from ckpt.state.leaves import paddle_dist
+
+        return paddle_dist.as_leaf(value)
     if not value.is_dense():
         raise TypeError("a sparse tensor has no single block of memory: store its indices() and values()")
     if getattr(value, "fw_storage", None) is not None:
@@ -132,13 +134,23 @@ class _TensorLeaf(ArrayLeaf):
         return MemoryLayout(str(value.place), value.data_ptr(), self.shape, strides, size, self.dtype)
 
     def attributes(self) -> dict[str, Any]:
-        value = self.value
-        found = {}
-        if isinstance(value, _Parameter):
-            found["parameter"] = True
-        if not value.stop_gradient and value.is_leaf:
-            found["requires_grad"] = True
-        return found
+        return attributes_of(self.value)
+
+
+def attributes_of(value: paddle.Tensor) -> dict[str, Any]:
+    """Return what else a load needs to make the same object."""
+    found = {}
+    if isinstance(value, _Parameter):
+        found["parameter"] = True
+    if not value.stop_gradient and value.is_leaf:
+        found["requires_grad"] = True
+    return found
+
+
+def dtype_and_size(value: paddle.Tensor) -> tuple[str, int]:
+    """Return the stored name of the type of the elements, and the bytes of one; raise TypeError for one without bytes."""
+    kind = _tensor_type(value.dtype)
+    return kind.name, kind.itemsize
 
 
 class PaddleLeaf(_TensorLeaf, HostLeaf):

@@ -104,7 +104,12 @@ def set_accumulators(optimizer: Any, parameter: Any, saved: dict[str, Any], name
                 f"for {key} of parameter {name} it needs {have[key].dtype} of shape {list(have[key].shape)}, the saved one is "
                 f"{tensor.dtype} of shape {list(tensor.shape)}"
             )
-        have[key].copy_(tensor, True)
+        if have[key].is_dist():
+            from ckpt.state.leaves.paddle_dist import copy_from_whole
+
+            copy_from_whole(have[key], tensor)
+        else:
+            have[key].copy_(tensor, True)
 
 
 def create_accumulators(optimizer: Any, parameter: Any) -> None:

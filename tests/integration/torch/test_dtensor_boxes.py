@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import _utils as torch_utils
 
-from ckpt.state.leaves.dtensor import MeshSplit, shard_boxes
+from ckpt.state.mesh_boxes import MeshSplit, shard_boxes
 
 torch = pytest.importorskip("torch")
 EXAMPLES = settings(max_examples=20_000 if SOAK else 100, deadline=None)
