@@ -8,7 +8,7 @@ import types
 from typing import Any
 
 from ckpt.errors import UnsupportedLeaf
-from ckpt.state.frameworks import PACKAGES
+from ckpt.state.frameworks import PACKAGES, framework_file
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.sharded import Shard
 
@@ -49,10 +49,17 @@ def require_plain_array(value: Any, path: str) -> None:
     kind = type(value)
     known = _framework_class_cache.get(kind)
     if known is None:
-        known = issubclass(kind, (Shard, ArrayLeaf)) or kind.__module__.partition(".")[0] in _FRAMEWORK_MODULES
+        known = issubclass(kind, (Shard, ArrayLeaf)) or _is_of_framework(kind)
         _framework_class_cache[kind] = known
     if not known and (lost := own_attributes(value).keys() - set(_TORCH_ATTRIBUTES)):
         raise _lost_attributes_error(value, lost, path, "the plain array (torch: as_subclass(torch.Tensor), numpy: np.asarray)")
+
+
+def _is_of_framework(kind: type) -> bool:
+    if kind.__module__.partition(".")[0] in _FRAMEWORK_MODULES:
+        return True
+    file = framework_file(kind)
+    return file is not None and hasattr(file, "is_framework_class") and bool(file.is_framework_class(kind))
 
 
 def require_plain_container(value: Any, path: str, stored: dict[str, Any]) -> None:

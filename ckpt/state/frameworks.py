@@ -11,6 +11,7 @@ and, where the framework has them,
     as_stateful(value) -> Stateful | None           functions that read and set the state of an object
     is_module(value) -> bool                        whether it has `named_parameters(remove_duplicate=)`, as torch's
     module_entries(value) -> ModuleEntries          the names of its buffers and frozen parameters
+    is_framework_class(kind) -> bool                whether a type is of the framework, though it names another module
     param_groups(value) -> list[dict] | None        of an optimizer whose state numbers its parameters, as torch's does
     is_random_generator(value) -> bool              each rank of a group stores its own
     as_pytree(value) -> Stateful | None             the same for a value of a class that a user registers with the framework
@@ -37,6 +38,7 @@ _FILE_OF_PACKAGE = {
     "torch": "torch",
     "jax": "jax", "jaxlib": "jax", "flax": "jax", "equinox": "jax", "optax": "jax",
     "grain": "grain", "tensorflow": "tensorflow", "keras": "keras", "paddle": "paddle",
+    "mindspore": "mindspore",
 }  # fmt: skip
 """By the package in which a framework defines its types: the file in `ckpt/state/leaves/`, which is also the stored kind."""
 

@@ -45,7 +45,7 @@ _NO_ENTRIES = ModuleEntries([], [])
 def module_entries(value: Any) -> ModuleEntries:
     """Return the buffers and frozen parameters of a module, or of an object with a `members` method, as ModelState."""
     if not is_module(value):
-        if has_named_parameters(value) and (of_framework := framework_function(value, "module_entries")) is not None:
+        if (of_framework := framework_function(value, "module_entries")) is not None:
             found: ModuleEntries = of_framework(value)
             return found
         named = getattr(type(value), "members", None) if hasattr(type(value), "state_dict_like") else None

@@ -45,9 +45,11 @@ def is_module(value: Any) -> bool:
 
 
 def module_entries(value: Any) -> ModuleEntries:
-    """Return the names of the buffers of a layer, and of its parameters that are not trained."""
+    """Return the names of the buffers of a layer, and of its parameters that are not trained; none for other objects."""
     buffers: list[str] = []
     frozen: list[str] = []
+    if not is_module(value):
+        return ModuleEntries(buffers, frozen)
     for prefix, layer in value.named_sublayers(include_self=True):
         prefix = f"{prefix}." if prefix else ""
         buffers += [prefix + name for name in layer._buffers]

@@ -1,0 +1,192 @@
+"""Leaves of MindSpore tensors and parameters: their memory on the host as a numpy array, copies of other memory.
+
+A load writes to the memory itself. `Parameter.set_data()` would give the parameter another memory, while a step that is
+already compiled, as those of MindSpore's optimizers are also in PyNative mode, may go on with the memory that it had.
+
+The objects of MindSpore that have a state (cells, optimizers, schedules, scalers, generators, iterators) are in
+`mindspore_objects`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore.common.sparse_tensor import RowTensorInner
+
+from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.leaves.mindspore_objects import (
+    as_stateful,
+    is_random_generator,
+    module_entries,
+    random_state,
+    set_random_state,
+)
+from ckpt.state.leaves.numpy import HostLeaf, NumpyLeaf, flat_bytes
+
+__all__ = [
+    "as_leaf", "as_stateful", "empty_leaf", "is_array", "is_random_generator", "module_entries", "random_state",
+    "set_random_state",
+]  # fmt: skip
+
+_COMPOSITES = {
+    ms.COOTensor: "a COOTensor consists of several tensors: store its indices, values and shape",
+    ms.CSRTensor: "a CSRTensor consists of several tensors: store its indptr, indices, values and shape",
+    RowTensorInner: "a RowTensor consists of several tensors: store its indices, values and dense_shape",
+}
+_NAMES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "bfloat16", "complex64", "complex128",
+)  # fmt: skip
+_NAME_OF_TYPE = {getattr(ms, "bool_" if name == "bool" else name): name for name in _NAMES}
+_TYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_TYPE.items()}
+
+
+def is_array(kind: type) -> bool:
+    """Return whether values of this type are tensors or parameters, or consist of tensors."""
+    return issubclass(kind, (ms.Tensor, *_COMPOSITES))
+
+
+def is_framework_class(kind: type) -> bool:
+    """Return whether a type is the class that MindSpore makes of Parameter and Tensor, which names the module `abc`."""
+    return kind is ms.Parameter._base_type.get("Parameter")
+
+
+def as_leaf(value: Any) -> ArrayLeaf:
+    """Return the leaf of a tensor or parameter; raise TypeError for one without plain bytes."""
+    for kind, message in _COMPOSITES.items():
+        if isinstance(value, kind):
+            raise TypeError(message)
+    if str(value.dtype) == "String":
+        raise TypeError("a tensor of strings has no plain bytes: store it as a list of str, or encode it as numbers")
+    if value.dtype not in _NAME_OF_TYPE:
+        raise TypeError(
+            f"MindSpore gives no access to the bytes of a {value.dtype} tensor: store it as bfloat16 or as integers"
+        )
+    if value.has_init:
+        raise TypeError("the tensor has no data yet: call its init_data(), or init_parameters_data() of the cell")
+    return HostTensorLeaf(value) if _is_on_host() and value.is_contiguous() else CopiedTensorLeaf(value)
+
+
+def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
+    """Return the target of a new tensor; attributes: parameter (the name of a new parameter), requires_grad."""
+    if dtype not in _TYPE_OF_NAME:
+        raise TypeError(f"MindSpore {ms.__version__} has no dtype {dtype}: give `like` with numpy arrays")
+    return _NewTensor(dtype, shape, attributes)
+
+
+def _is_on_host() -> bool:
+    return str(ms.get_context("device_target")) == "CPU"
+
+
+def _host_array(value: Any) -> np.ndarray[Any, Any]:
+    """Return the elements of a tensor: its memory, if that is contiguous and on the host, else a copy; bfloat16 as integers."""
+    array: np.ndarray[Any, Any] = value.asnumpy()  # waits for the operations that compute it
+    return array.view(np.uint16) if value.dtype == ms.bfloat16 else array
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if not isinstance(value, ms.Parameter):
+        return {}
+    return {"parameter": value.name, "requires_grad": bool(value.requires_grad)}
+
+
+class HostTensorLeaf(HostLeaf):
+    """A tensor of which the memory is contiguous and on the host."""
+
+    kind = "mindspore"
+
+    __slots__ = ()
+
+    # `version` stays None, since optimizers change parameters without raising `_version`.
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.array = _host_array(value)
+        self.dtype = _NAME_OF_TYPE[value.dtype]
+        self.shape = self.array.shape
+        self.itemsize = self.array.itemsize
+        self.nbytes = self.array.nbytes
+        self.flat = flat_bytes(self.array)
+
+    def attributes(self) -> dict[str, Any]:
+        return _attributes(self.value)
+
+
+class CopiedTensorLeaf(NumpyLeaf):
+    """A tensor on an accelerator or with other strides, with the elements that it has now."""
+
+    kind = "mindspore"
+    can_alias = False
+
+    __slots__ = ()
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(_host_array(value))
+        self.value = value
+        self.dtype = _NAME_OF_TYPE[value.dtype]
+
+    def identity(self) -> tuple[Any, ...]:
+        return ("mindspore", id(self.value))
+
+    def attributes(self) -> dict[str, Any]:
+        return _attributes(self.value)
+
+    def is_frozen(self) -> bool:
+        return True  # the numpy array is a copy, which no later step changes
+
+    def target(self) -> ArrayLeaf:
+        return _CopyTarget(self.value, self.dtype, self.shape)
+
+
+class _CopyTarget(NumpyLeaf):
+    """Bytes on the host that `finish` copies to the memory of a tensor after a load has filled them."""
+
+    kind = "mindspore"
+
+    __slots__ = ("_target",)
+
+    def __init__(self, target: Any, dtype: str, shape: tuple[int, ...]) -> None:
+        super().__init__(np.empty(shape, numpy_dtype(dtype)))
+        self._target = target
+
+    def finish(self) -> Any:
+        made = _new_tensor(self.value, self.dtype)
+        if self._target.is_contiguous():
+            self._target.copy_(made)
+        elif made.size:
+            self._target[...] = made
+        return self._target
+
+
+class _NewTensor(NumpyLeaf):
+    """Bytes on the host from which `finish` makes a tensor or a parameter after a load has filled them."""
+
+    kind = "mindspore"
+
+    __slots__ = ("_attributes",)
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> None:
+        super().__init__(np.empty(shape, numpy_dtype(dtype)))
+        self._attributes = attributes
+
+    def attributes(self) -> dict[str, Any]:
+        return {}
+
+    def finish(self) -> Any:
+        tensor = _new_tensor(self.value, self.dtype)
+        if "parameter" not in self._attributes:
+            return tensor
+        return ms.Parameter(tensor, self._attributes["parameter"], bool(self._attributes.get("requires_grad")))
+
+
+def _new_tensor(array: np.ndarray[Any, Any], dtype: str) -> Any:
+    """Return a tensor with the elements of an array, which is of the type of that name in numpy or ml_dtypes."""
+    if dtype != "bfloat16":
+        return ms.Tensor(array)
+    made = ms.Tensor(np.zeros(array.shape, np.float32), ms.bfloat16)  # MindSpore converts from its own bfloat16 type alone
+    if array.size:
+        made.asnumpy().view(np.uint16)[...] = array.view(np.uint16)
+    return made
