@@ -24,4 +24,4 @@ def test_the_program_of_the_page_resumes(tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(program)
         done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == status, done.stderr
-    assert max(ckpt.open(tmp_path / "run")) == 29
+    assert 29 in [saved.step for saved in ckpt.open(tmp_path / "run")]
