@@ -110,6 +110,11 @@ class FileLeaf(ArrayLeaf):
             )
 
     @property
+    def regions(self) -> list[tuple[Box, FileRegion]]:
+        """The boxes of the array, each with its region."""
+        return self._regions
+
+    @property
     def single_region(self) -> FileRegion | None:
         """The region of an array that lies in one; None for one of several parts."""
         return self._regions[0][1] if len(self._regions) == 1 else None

@@ -15,7 +15,7 @@ from ckpt.storage.base.errors import CkptError
 
 _READERS = {
     "safetensors": "import_safetensors", "torch": "import_torch", "dcp": "import_dcp", "hf-bin": "import_hf_bin",
-    "deepspeed-universal": "import_deepspeed", "orbax": "import_orbax",
+    "deepspeed-universal": "import_deepspeed", "orbax": "import_orbax", "paddle": "import_paddle",
 }  # fmt: skip
 """The module of each format that can be imported. It has `read_state(source)`."""
 FORMATS = tuple(_READERS)
@@ -26,7 +26,10 @@ _ADVICE = {
         "(--safe_serialization), and import the safetensors files"
     ),
     "tensorflow": "a checkpoint of TensorFlow: restore it into the model, and give the model to ckpt.save",
-    "paddle": "a file of paddle.save, which is a pickle: read it with paddle.load where you trust it, and give it to ckpt.save",
+    "paddle-distributed": (
+        "a folder of paddle.distributed.save_state_dict, whose metadata is a pickle: fill the model with "
+        "paddle.distributed.load_state_dict, and give it to ckpt.save"
+    ),
     "keras": "a file of Keras: load it with keras, and give the model to ckpt.save",
     "numpy": "a file of numpy: read it with numpy.load, and give the arrays to ckpt.save",
 }
@@ -90,6 +93,7 @@ def _format_of_folder(folder: Path) -> str | None:
         "deepspeed": ("*zero_pp_rank_*", "*/*zero_pp_rank_*"),
         "orbax": ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_CHECKPOINT_METADATA", "*/_METADATA"),
         "tensorflow": ("checkpoint", "*.index"), "paddle": ("*.pdparams", "*.pdopt"),
+        "paddle-distributed": ("[0-9]*.metadata",),
     }  # fmt: skip
     for name, globs in patterns.items():
         if any(next(folder.glob(pattern), None) is not None for pattern in globs):
@@ -104,8 +108,8 @@ def _format_of_file(path: Path) -> str | None:
     if name.endswith(".bin.index.json"):
         return "hf-bin"
     by_suffix = {
-        ".pdparams": "paddle", ".pdopt": "paddle", ".index": "tensorflow", ".h5": "keras", ".keras": "keras", ".npz": "numpy",
-        ".npy": "numpy",
+        ".pdparams": "paddle", ".pdopt": "paddle", ".pdtensor": "paddle", ".index": "tensorflow",
+        ".h5": "keras", ".keras": "keras", ".npz": "numpy", ".npy": "numpy",
     }  # fmt: skip
     if path.suffix in by_suffix:
         return by_suffix[path.suffix]

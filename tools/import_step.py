@@ -42,11 +42,14 @@ What SOURCE may be:
                the folder that DeepSpeed's ds_to_universal writes, of ZeRO stages 1 and 2. The state is
                that of ckpt.adapters.torch.ModelState
   orbax        a step of Orbax, or a folder of a CheckpointManager, of which the newest step is read
+  paddle       a file of paddle.save, or a folder with a .pdparams and a .pdopt file, whose state is that
+               of ckpt.adapters.paddle.ModelState. A file with other objects is refused
 
 \b
 For other formats the error names what to do. Arrays are read in pieces, so that the memory does not
-depend on their size; a file of torch before 1.6 is read as a whole. After the save, each array is
-read again from the source and from the step, and compared. An interrupted import leaves no step.
+depend on their size; files of torch before 1.6, and of paddle.save(protocol=2), are read as a whole.
+After the save, each array is read again from the source and from the step, and compared. An
+interrupted import leaves no step.
 Exit status: 0 imported, 1 not imported (the message says why), 2 wrong usage.""",
 )
 @click.argument("source", type=click.Path(path_type=Path))

@@ -101,7 +101,8 @@ class ModelState:
             if not everything:
                 target.pop("optimizer", None)
             return target
-        if everything and (missing := self._rate().keys() - saved_optimizer.keys()):
+        has_rate = "learning_rate" in saved_optimizer or "LR_Scheduler" in saved_optimizer  # an imported .pdopt may have none
+        if everything and has_rate and (missing := self._rate().keys() - saved_optimizer.keys()):
             raise ValueError(f"the saved optimizer has no {min(missing)}: construct it with the kind of learning rate as saved")
         state: dict[str, Any] = {}
         for part in self._parts():

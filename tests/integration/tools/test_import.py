@@ -301,7 +301,7 @@ def test_a_training_continues_from_a_universal_checkpoint(tmp_path: Path) -> Non
         ("mp_rank_00/zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py"),
         ("manifest.ocdbt", "no complete checkpoint of Orbax"),
         ("checkpoint", "TensorFlow"),
-        ("model.pdparams", "paddle.load"),
+        ("0.metadata", "paddle.distributed.load_state_dict"),
         ("unknown", "--format"),
     ],
 )
