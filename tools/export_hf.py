@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ckpt.state.name_patterns import children, entries
+from ckpt.state.name_patterns import parts_with_arrays
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import Advance
 from ckpt.tools.export_safetensors import type_code, write_file
@@ -110,12 +110,7 @@ def _require_model_alone(contents: Contents) -> None:
     """Raise CkptError if the step has more than the arrays of a model, and the user has not chosen a part."""
     if contents.only or contents.names.changes:
         return
-    parts = [
-        name
-        for name, node in children(contents.tree, "")
-        if children(node, name) and any(isinstance(n, dict) and "array" in n for _, n in entries(node, name))
-    ]
-    if parts:
+    if parts := parts_with_arrays(contents.tree):
         raise CkptError(
             f"{contents.checkpoint.where} has the parts {', '.join(parts[:5])}, and transformers expects the names of a model "
             f"alone: choose its part, for example with --strip {parts[0]}."

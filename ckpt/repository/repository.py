@@ -113,14 +113,16 @@ class Repository:
 
     def check(self) -> None:
         """Raise StepNotFound if nothing exists at the URL yet, or FormatError if this version can't read what exists."""
-        if not self._has_marker():
-            if any(self.store.list_folders("steps")):
-                raise FormatError(f"{self._missing_marker_text()}; restore it from a copy")
-            if self._foreign_file() is None:
-                if self._has_marker():  # another process has just created it
-                    return
-                raise StepNotFound(f"nothing has been saved to {self.url} yet; check the path, or save to it first")
-            raise FormatError(f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first")
+        if self._has_marker():
+            return
+        has_steps, foreign = any(self.store.list_folders("steps")), self._foreign_file()
+        if self._has_marker():  # another process has just created it
+            return
+        if has_steps:
+            raise FormatError(f"{self._missing_marker_text()}; restore it from a copy")
+        if foreign is None:
+            raise StepNotFound(f"nothing has been saved to {self.url} yet; check the path, or save to it first")
+        raise FormatError(f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first")
 
     def _missing_marker_text(self) -> str:
         return f"{self.url} has steps, and its {MARKER} is missing"

@@ -54,6 +54,15 @@ def entries(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
         yield path or "(root)", node
 
 
+def parts_with_arrays(tree: Node) -> list[str]:
+    """Return the names of the entries at the root that are containers of arrays."""
+    return [
+        name
+        for name, node in children(tree, "")
+        if children(node, name) and any(isinstance(n, dict) and "array" in n for _, n in entries(node, name))
+    ]
+
+
 def select(node: Node, selector: Callable[[str], bool]) -> Node:
     """Return the tree with only the selected leaves.
 

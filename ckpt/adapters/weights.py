@@ -1,0 +1,134 @@
+"""Streams the weights of a model from a step, as torch tensors, for servers and other processes that only read a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ckpt.errors import LeafMismatch, LeafNotFound, StepNotFound
+from ckpt.format.manifest import Saved
+from ckpt.format.signature import KeyOption
+from ckpt.loading.leaf_stream import nbytes_of, ordered_leaves, stream_leaves
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.repository import Url, open_repository, resolve_url
+from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.leaves.torch import TorchLeaf, empty_leaf
+from ckpt.state.name_mapping import Rename, as_rename_function
+from ckpt.state.name_patterns import entries, parts_with_arrays, suggest
+from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.huge_pages import map_huge_pages
+
+_MAX_BYTES = 256 << 20
+_HUGE_PAGES_FROM_BYTES = 4 << 20
+
+
+def iterate_weights(
+    url: Url | None = None, step: int | None = None, *, prefix: str = "", rename: Rename | None = None, rank: int = 0,
+    world: int = 1, max_bytes: int = _MAX_BYTES, key: KeyOption = None,
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    """Yield the names and tensors of a saved model, in the order in which they are stored, each verified.
+
+        for name, tensor in iterate_weights("/data/run", prefix="model"):
+            parameters[name].copy_(tensor)
+
+    Threads read the next tensors while the caller uses one. Each tensor is new memory on the host that belongs to the caller.
+
+    url: as for `ckpt.save`.
+    step: the number of the step; None means the newest.
+    prefix: the part of the state that is the model, such as "model" of {"model": model, "optimizer": optimizer}. Its names are
+        yielded without the prefix.
+    rename: how a name without the prefix becomes the yielded one: a function, or {regular expression: replacement}.
+    rank, world: yield one of `world` parts of about equal bytes. Each tensor is in exactly one part.
+    max_bytes: of tensors that are read ahead. A larger tensor is read alone.
+    key: as for `ckpt.save`.
+
+    Tied weights are yielded under each of their names, as one tensor. Entries that are no arrays are left out.
+
+    Raises, before the first tensor:
+        InvalidArgument: An argument has a value that makes no sense, or two tensors would get one name.
+        StepNotFound: The repository has no such step.
+        LeafNotFound: No array is below `prefix`.
+        LeafMismatch: An array has a type that torch lacks.
+
+    Raises, at the tensor that it concerns:
+        IntegrityError: Stored bytes are damaged.
+        StoreError: The store failed.
+    """
+    if not 0 <= rank < world:
+        raise InvalidArgument(f"rank={rank}, world={world}: give a rank from 0 to world - 1")
+    checkpoint = open_step(url, step, key)
+    names_of = weight_names(checkpoint, prefix, rename)
+    _require_torch_dtypes(checkpoint, names_of)
+    mine = list(names_of) if world == 1 else _part(checkpoint, list(names_of), rank, world)
+    return _tensors(checkpoint, mine, names_of, max_bytes)
+
+
+def open_step(url: Url | None, step: int | None, key: KeyOption = None) -> Checkpoint:
+    """Return a step of a repository, the newest complete one if `step` is None; StepNotFound if there is none."""
+    repository = open_repository(resolve_url(url), key)
+    found = repository[step] if step is not None else repository.latest()
+    if found is None:
+        raise StepNotFound(f"{repository.url} has no committed step to load")
+    return found
+
+
+def weight_names(checkpoint: Checkpoint, prefix: str, rename: Rename | None) -> dict[str, list[str]]:
+    """Return for each leaf of a model the names of its tensor; the arguments and errors are those of `iterate_weights`."""
+    tree = checkpoint.tree()
+    if not prefix and (parts := parts_with_arrays(tree)):
+        raise InvalidArgument(
+            f"{checkpoint.where} has the parts {', '.join(parts[:5])}: name that of the model, as in prefix={parts[0]!r}"
+        )
+    start = f"{prefix.rstrip('.')}." if prefix else ""
+    new_name = as_rename_function(rename) if rename is not None else str
+    found: dict[str, list[str]] = {}
+    origin: dict[str, str] = {}
+    for path, node in entries(tree):
+        if not (path.startswith(start) and isinstance(node, dict) and "array" in node):
+            continue
+        name = new_name(path.removeprefix(start))
+        if origin.setdefault(name, path) != path:
+            raise InvalidArgument(f"rename gives {origin[name]} and {path} of {checkpoint.where} one name, {name}")
+        found.setdefault(node["array"], []).append(name)
+    if not found:
+        raise LeafNotFound(f"no array of {checkpoint.where} is below {prefix!r}{suggest(prefix, checkpoint)}")
+    return found
+
+
+def _require_torch_dtypes(checkpoint: Checkpoint, leaves: Iterable[str]) -> None:
+    saved = checkpoint.saved()
+    for leaf in leaves:
+        try:
+            empty_leaf(saved[leaf].dtype, (0,), {})
+        except TypeError as error:
+            raise LeafMismatch(f"leaf {leaf} of {checkpoint.where} can't be a tensor: {error}") from error
+
+
+def _part(checkpoint: Checkpoint, names: Sequence[str], rank: int, world: int) -> list[str]:
+    """Return the leaves of one of `world` contiguous parts of about equal bytes."""
+    saved = checkpoint.saved()
+    ordered = [name for name, _ in ordered_leaves(checkpoint.manifest().select(names))]
+    sizes = np.array([nbytes_of(saved[name]) for name in ordered], np.int64)
+    middles = np.cumsum(sizes) - sizes / 2
+    parts = np.minimum(middles * world / max(1, sizes.sum()), world - 1).astype(int)
+    return [name for name, part in zip(ordered, parts.tolist(), strict=True) if part == rank]
+
+
+def _tensors(
+    checkpoint: Checkpoint, leaves: Sequence[str], names_of: dict[str, list[str]], max_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for leaf, filled in stream_leaves(checkpoint, leaves, _new_tensor, max_bytes):
+        for name in names_of[leaf]:
+            yield name, filled.value
+
+
+def _new_tensor(saved: Saved) -> ArrayLeaf:
+    """Return a new tensor; a large one on huge pages, which are mapped several times faster."""
+    leaf = empty_leaf(saved.dtype, (0,), {})
+    nbytes = nbytes_of(saved)
+    if nbytes < _HUGE_PAGES_FROM_BYTES:
+        return empty_leaf(saved.dtype, saved.shape, {})
+    memory = torch.from_numpy(np.frombuffer(map_huge_pages(nbytes, wiped_on_fork=False), np.uint8))
+    return TorchLeaf(memory.view(leaf.value.dtype).view(saved.shape))

@@ -1,0 +1,153 @@
+"""Streams leaves of a step one after the other, in the order of the packs, while threads read the next ones.
+
+The leaves are divided into batches. A batch is read when the bytes of all batches that are read, or are ready and not yet
+consumed, fit into a limit. Leaves that share a block are in one batch, so that each block is read once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckpt.block_io.block_reader import BlockReader
+from ckpt.block_io.read_plan import BlockRead, Target, plan_reads
+from ckpt.format.manifest import Manifest, Row, Saved
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.leaves.base import ArrayLeaf
+
+_BATCH_BYTES = 16 << 20
+_JOB_BYTES = 16 << 20
+_THREADS = 4
+"""More threads than this are no faster from a disk, and fewer do not hide the latency of an object store."""
+
+MakeLeaf = Callable[[Saved], ArrayLeaf]
+"""Returns the leaf of a new array of a dtype and shape."""
+
+
+class StreamedLeaf(NamedTuple):
+    """A leaf with all its elements."""
+
+    name: str
+    leaf: ArrayLeaf
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Adjacent leaves that are read together."""
+
+    names: list[str]
+    nbytes: int
+    leaves: list[ArrayLeaf] = field(default_factory=list)
+    jobs: list[Future[None]] = field(default_factory=list)
+
+
+def stream_leaves(checkpoint: Checkpoint, names: Sequence[str], make: MakeLeaf, max_bytes: int) -> Iterator[StreamedLeaf]:
+    """Yield leaves in the order of the packs, each verified.
+
+    names: the leaves to read.
+    max_bytes: of leaves that are read ahead. One batch is read, however large its leaf.
+
+    Raises IntegrityError or StoreError at the first leaf that can't be read; those before it are intact.
+    """
+    manifest = checkpoint.manifest().select(names)
+    saved = manifest.leaves()
+    waiting = deque(_batches(ordered_leaves(manifest), saved))
+    started: deque[_Batch] = deque()
+    reader = _Reader(checkpoint, manifest, make)
+    nbytes = 0
+    try:
+        while waiting or started:
+            while waiting and (not started or nbytes + waiting[0].nbytes <= max_bytes):
+                reader.start(waiting[0], saved)
+                started.append(waiting.popleft())
+                nbytes += started[-1].nbytes
+            batch = started.popleft()
+            for job in batch.jobs:
+                job.result()
+            while batch.names:  # the consumer may drop each leaf before the next
+                yield StreamedLeaf(batch.names.pop(0), batch.leaves.pop(0))
+            nbytes -= batch.nbytes
+    finally:
+        reader.stop()
+
+
+def ordered_leaves(manifest: Manifest) -> list[tuple[str, Row]]:
+    """Return the leaves in the order in which their first bytes lie in the packs, each with the row of them."""
+    names = list(manifest.leaves())
+    rows = manifest.find([(name, None) for name in names])
+    first = [min(found, key=_place) for found in rows]
+    return sorted(zip(names, first, strict=True), key=lambda leaf: _place(leaf[1]))
+
+
+def _place(row: Row) -> tuple[str, int, int]:
+    return row.pack or "", row.position, row.start
+
+
+def _batches(leaves: Sequence[tuple[str, Row]], saved: Mapping[str, Saved]) -> Iterator[_Batch]:
+    batch = _Batch([], 0)
+    block = None
+    for name, row in leaves:
+        if batch.nbytes >= _BATCH_BYTES and (row.pack, row.position) != block:
+            yield batch
+            batch = _Batch([], 0)
+        block = row.pack, row.position
+        batch.names.append(name)
+        batch.nbytes += nbytes_of(saved[name])
+    if batch.names:
+        yield batch
+
+
+def nbytes_of(saved: Saved) -> int:
+    """Return the bytes of a saved array in memory."""
+    total: int = numpy_dtype(saved.dtype).itemsize
+    for length in saved.shape:
+        total *= length
+    return total
+
+
+class _Reader:
+    """The threads that read the blocks of batches."""
+
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest, make: MakeLeaf) -> None:
+        self._checkpoint = checkpoint
+        self._manifest = manifest
+        self._make = make
+        self._threads = ThreadPoolExecutor(_THREADS, "ckpt-read")
+        self._of_thread = threading.local()
+
+    def start(self, batch: _Batch, saved: Mapping[str, Saved]) -> None:
+        """Make the arrays of a batch and begin to read them."""
+        batch.leaves = [self._make(saved[name]) for name in batch.names]
+        targets = [Target(name, leaf, None) for name, leaf in zip(batch.names, batch.leaves, strict=True)]
+        blocks = plan_reads(self._manifest, targets, self._checkpoint.where)
+        batch.jobs = [self._threads.submit(self._read, job) for job in _jobs(blocks)]
+
+    def _read(self, blocks: list[BlockRead]) -> None:
+        reader = getattr(self._of_thread, "reader", None)
+        if reader is None:
+            checkpoint = self._checkpoint
+            reader = BlockReader(checkpoint.store, checkpoint.manifest().digest_algorithm, checkpoint.where, None)
+            self._of_thread.reader = reader
+        reader.run(blocks)
+
+    def stop(self) -> None:
+        """Wait for the reads that are running, and drop the others."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _jobs(blocks: Sequence[BlockRead]) -> Iterator[list[BlockRead]]:
+    job: list[BlockRead] = []
+    nbytes = 0
+    for block in blocks:
+        job.append(block)
+        nbytes += block.read_bytes()
+        if nbytes >= _JOB_BYTES:
+            yield job
+            job, nbytes = [], 0
+    if job:
+        yield job

@@ -1,0 +1,100 @@
+"""vLLM loads a step by `--load-format ckpt`, and serves the same tokens as from an export of transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import ckpt
+
+HERE = Path(__file__).parent
+
+
+def make_model(kind: str, seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    if kind == "gpt2":
+        config: Any = hf.GPT2Config(n_embd=64, n_head=2, n_layer=2, n_positions=64, vocab_size=128)
+        return hf.GPT2LMHeadModel(config)
+    config = hf.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=128,
+        max_position_embeddings=64, tie_word_embeddings=kind == "tied",
+    )  # fmt: skip
+    return hf.LlamaForCausalLM(config)
+
+
+def serve(folder: Path, load_format: str, options: dict[str, Any], more: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    arguments = [str(folder), load_format, json.dumps(options), json.dumps(more or [])]
+    done = subprocess.run([sys.executable, HERE / "serve.py", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def damage(checkpoint: ckpt.Checkpoint, leaf: str) -> None:
+    row = checkpoint.manifest().find([(leaf, None)])[0][0]
+    with open(Path(checkpoint.store.root) / row.pack, "r+b") as file:
+        file.seek(row.position + row.start)
+        byte = file.read(1)
+        file.seek(row.position + row.start)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
+def test_the_weights_and_the_tokens_are_those_of_an_export(tmp_path: Path, kind: str) -> None:
+    model = make_model(kind, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.save_pretrained(tmp_path / "exported")
+    model.config.save_pretrained(tmp_path / "config")  # without weights
+    url = str(tmp_path / "run")
+    ckpt.save({"model": make_model(kind, 2), "optimizer": optimizer}, url, 1)
+    ckpt.save({"model": model, "optimizer": optimizer}, url, 2)
+
+    more: list[dict[str, Any]] = []
+    if kind == "llama":
+        state = dict(model.state_dict())
+        ckpt.save({n: t for n, t in state.items() if "self_attn.o_proj" not in n}, tmp_path / "missing")
+        ckpt.save({n: t[:5] if n == "model.norm.weight" else t for n, t in state.items()}, tmp_path / "shape")
+        ckpt.save({**state, "model.layers.0.mlp.other.weight": torch.ones(3)}, tmp_path / "key")
+        damage(ckpt.save(state, tmp_path / "damaged", codec="none"), "model.layers.1.self_attn.o_proj.weight")
+        more = [
+            {"url": str(tmp_path / name)} for name in ("missing", "shape", "key", "damaged", "nothing")
+        ] + [{"url": url}, {"url": url, "prefix": "model", "steps": 1}, {"url": url, "prefix": "model", "step": 1}]  # fmt: skip
+
+    found = serve(tmp_path / "config", "ckpt", {"url": url, "prefix": "model"}, more)
+    expected = serve(tmp_path / "exported", "safetensors", {})
+    assert found["tokens"] == expected["tokens"]
+    assert found["digest"] == expected["digest"]
+
+    if kind == "llama":
+        missing, shape, key, damaged, nothing, parts, option, older = found["answers"]
+        assert missing.startswith("ValueError: Following weights were not initialized from checkpoint")
+        assert "model.layers.0.self_attn.o_proj.weight" in missing
+        assert shape.startswith(("AssertionError", "ValueError", "RuntimeError"))
+        assert "layers.0.mlp.other" in key
+        assert damaged.startswith("IntegrityError: leaf model.layers.1.self_attn.o_proj.weight of step 0")
+        assert nothing.startswith("StepNotFound: nothing has been saved to")
+        assert parts.startswith("InvalidArgument: step 2 of")
+        assert "has the parts model, optimizer" in parts
+        assert (
+            option == "InvalidArgument: model_loader_extra_config: ckpt has no option steps; it has url, step, prefix, rename"
+        )
+        assert len(older) == 64
+        assert older != found["digest"]
+
+
+def test_the_command_line_takes_the_format() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    options = '{"url": "/data/run", "prefix": "model"}'
+    given = parser.parse_args(["--model", "x", "--load-format", "ckpt", "--model-loader-extra-config", options])
+    assert given.load_format == "ckpt"
+    assert given.model_loader_extra_config == {"url": "/data/run", "prefix": "model"}

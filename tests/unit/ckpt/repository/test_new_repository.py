@@ -1,0 +1,44 @@
+"""A reader that polls for a repository while another process creates it sees either nothing or the repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt.repository.repository import MARKER, Repository
+from ckpt.storage.base.errors import NotFound
+from ckpt.storage.local.directory import LocalStore
+
+
+class LateStore(LocalStore):
+    """A store in which the first look for the marker is too early."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._looked = False
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        if name == MARKER and not self._looked:
+            self._looked = True
+            raise NotFound(f"{name} is missing")
+        return super().get_up_to(name, limit)
+
+    def get(self, name: str) -> bytes:
+        return self.get_up_to(name, 1 << 30)
+
+
+def test_a_repository_that_is_created_during_the_check(tmp_path: Path) -> None:
+    ckpt.save({"a": np.zeros(4)}, tmp_path, step=1)
+    repository = Repository(LateStore(tmp_path))
+    repository.check()
+    assert repository.store._looked
+
+
+def test_steps_without_a_marker_are_an_error(tmp_path: Path) -> None:
+    ckpt.save({"a": np.zeros(4)}, tmp_path, step=1)
+    (tmp_path / MARKER).unlink()
+    with pytest.raises(ckpt.FormatError, match="has steps, and its ckpt.json is missing"):
+        Repository(LocalStore(tmp_path)).check()
