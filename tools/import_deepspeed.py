@@ -54,7 +54,7 @@ def _read_parameter(path: Path) -> Any:
         return torch.tensor(float(value)) if isinstance(value, (int, float)) else value
     if not isinstance(value, dict) or not isinstance(value.get("param"), FileLeaf):
         raise CkptError(
-            f"{path} has no shaped parameter, as those of ZeRO stage 3, which are flat: write the weights with DeepSpeed's "
-            "zero_to_fp32.py --safe_serialization, and import those"
+            f"{path} has no shaped parameter, as those of ZeRO stage 3, which are flat: import the folder that "
+            "ds_to_universal has converted"
         )
     return value["param"]

@@ -15,16 +15,12 @@ from ckpt.storage.base.errors import CkptError
 
 _READERS = {
     "safetensors": "import_safetensors", "torch": "import_torch", "dcp": "import_dcp", "hf-bin": "import_hf_bin",
-    "deepspeed-universal": "import_deepspeed", "orbax": "import_orbax", "paddle": "import_paddle",
+    "deepspeed": "import_zero", "deepspeed-universal": "import_deepspeed", "orbax": "import_orbax", "paddle": "import_paddle",
 }  # fmt: skip
 """The module of each format that can be imported. It has `read_state(source)`."""
 FORMATS = tuple(_READERS)
 
 _ADVICE = {
-    "deepspeed": (
-        "a checkpoint of DeepSpeed ZeRO, whose parts are pickles: write its weights with its own zero_to_fp32.py "
-        "(--safe_serialization), and import the safetensors files"
-    ),
     "tensorflow": "a checkpoint of TensorFlow: restore it into the model, and give the model to ckpt.save",
     "paddle-distributed": (
         "a folder of paddle.distributed.save_state_dict, whose metadata is a pickle: fill the model with "

@@ -38,6 +38,8 @@ What SOURCE may be:
   safetensors  a file, an index with its files, or a folder with them
   hf-bin       a folder with pytorch_model.bin, or with pytorch_model.bin.index.json
   dcp          a folder of torch.distributed.checkpoint (of FSDP, torchtitan, Megatron torch_dist …)
+  deepspeed    the folder that save_checkpoint of DeepSpeed writes, of ZeRO stages 1, 2 and 3. The state
+               is that of ckpt.adapters.deepspeed.EngineState and ckpt.adapters.torch.ModelState
   deepspeed-universal
                the folder that DeepSpeed's ds_to_universal writes, of ZeRO stages 1 and 2. The state is
                that of ckpt.adapters.torch.ModelState

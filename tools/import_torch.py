@@ -8,7 +8,8 @@ from __future__ import annotations
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,13 +19,15 @@ from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import FileLeaf, FileRegion, whole_file_leaf
 
 
-def read_state(source: Path) -> Any:
-    """Return the state in a file, with a `FileLeaf` for each tensor; a file of torch before 1.6 is read into memory."""
+def read_state(source: Path, stand_ins: Sequence[type] = ()) -> Any:
+    """Return the state in a file, with a `FileLeaf` for each tensor; a file of torch before 1.6 is read into memory.
+
+    stand_ins: classes without code, which objects of the classes of the same names become. Others are refused.
+    """
     torch = import_optional("torch", "a file of torch.save", "torch")
-    if not zipfile.is_zipfile(source):
-        with open(source, "rb") as file:
+    with torch.serialization.safe_globals(list(stand_ins)) if stand_ins else nullcontext(), open(source, "rb") as file:
+        if not zipfile.is_zipfile(source):
             return _load(torch, file, str(source), "cpu")
-    with open(source, "rb") as file:
         return read_slice(file, str(source), 0, str(source))
 
 
@@ -62,7 +65,7 @@ def _load(torch: Any, file: IO[bytes], where: str, device: str) -> Any:
             f"{where} has objects that weights_only refuses ({_refused(error)}): load it with torch.load(weights_only=False) "
             "where you trust it, and give its tensors and values to ckpt.save; in a folder of DCP, --only can leave it out"
         ) from error
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CkptError(f"{where} is no file of torch.save, or is damaged ({first_line(error)}): copy it again") from error
 
 

@@ -12,7 +12,7 @@ from ckpt.adapters.torch_replicas import ReplicatedShard, map_nested, with_repli
 from ckpt.format.manifest import Saved
 from ckpt.state.leaves import empty_leaf
 from ckpt.state.optimizer_names import moment_like
-from ckpt.state.torch_keys import ModuleEntries
+from ckpt.state.torch_keys import ModuleEntries, require_whole_parameters
 from ckpt.state.tree import Node
 from ckpt.storage.base.errors import InvalidArgument
 
@@ -147,6 +147,7 @@ class ModelState:
         found: dict[str, Any] = {}
         for model in self._models:
             _refuse_fsdp1(model)
+            require_whole_parameters(model)
             state = {self._experts.name(name): value for name, value in get_model_state_dict(model).items()}
             if twice := found.keys() & state.keys():
                 raise InvalidArgument(f"two of the models of a ModelState have a {min(twice)}; give each its own ModelState")

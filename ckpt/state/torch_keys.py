@@ -6,6 +6,7 @@ import sys
 from collections.abc import Set
 from typing import Any, NamedTuple
 
+from ckpt.errors import UnsupportedLeaf
 from ckpt.state.frameworks import framework_function
 
 _WRAPPER_PREFIX = "_checkpoint_wrapped_module."
@@ -50,12 +51,29 @@ def module_entries(value: Any) -> ModuleEntries:
             return found
         named = getattr(type(value), "members", None) if hasattr(type(value), "state_dict_like") else None
         return named(value) if callable(named) else _NO_ENTRIES
+    require_whole_parameters(value)
     buffers, frozen = [], []
     for prefix, module in value.named_modules(remove_duplicate=False):
         prefix = bare_name(f"{prefix}.") if prefix else ""
         buffers += [prefix + name for name in module._buffers]
         frozen += [prefix + name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
     return ModuleEntries(buffers, frozen)
+
+
+def require_whole_parameters(module: Any) -> None:
+    """Raise UnsupportedLeaf for an engine of DeepSpeed, or a module whose parameters ZeRO stage 3 has partitioned.
+
+    The parameters of such a module have no elements. A load of the weights of an engine would leave its master weights as they
+    are, which the next step copies over the weights.
+    """
+    if "deepspeed" not in sys.modules:
+        return
+    first = next(module.parameters(), None)
+    if hasattr(first, "ds_id") or any(base.__name__ == "DeepSpeedEngine" for base in type(module).__mro__):
+        raise UnsupportedLeaf(
+            f"DeepSpeed has partitioned the parameters of a {type(module).__name__}: give the state an EngineState(engine) of "
+            "ckpt.adapters.deepspeed in place of the engine, its module and its optimizer"
+        )
 
 
 def mismatched_keys(module: Any, own_keys: Set[str], given_keys: Set[str]) -> tuple[list[str], list[str]]:

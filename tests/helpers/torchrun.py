@@ -39,7 +39,7 @@ def check_on_torch_ranks(program: str, size: int, root: Path, *checks: str) -> N
     """Run checks of a program of tests in one launch of torchrun; each rank must complete each check."""
     done = torchrun(size, PROGRAMS / program, str(root), *checks)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
-    assert len([json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]) == size * len(checks), done.stdout
+    assert len([json.loads(line) for line in re.findall(r'\{"rank".*?\}', done.stdout)]) == size * len(checks), done.stdout
 
 
 def run_checks(program: dict[str, Any]) -> None:

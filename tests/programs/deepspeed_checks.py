@@ -164,6 +164,25 @@ def refuse_other_models() -> None:
                 assert torch.equal(found["model.more.weight"], before["model.more.weight"])
 
 
+def refuse_engines() -> None:
+    """An engine, or a partitioned module, as an entry of a state would be saved or loaded in part, so it is refused."""
+    engine = make_engine(3, "bf16")
+    whole = make_engine(1)
+    for state in ({"model": engine}, {"model": engine.module}, {"model": whole}, ModelState(engine.module)):
+        with pytest.raises(ckpt.UnsupportedLeaf, match=r"EngineState\(engine\)"):
+            ckpt.save(state, ROOT / "refused", 1, group=None)
+    for engine, message in ((make_engine(0, "bf16"), "set stage 1, 2 or 3"), (experts(), "experts of DeepSpeed")):
+        with pytest.raises(ckpt.InvalidArgument, match=message):
+            attach(engine, ROOT / "refused")
+
+
+def experts() -> Any:
+    """Return an engine that says that it has experts; to run them takes operators that have to be compiled."""
+    engine = make_engine(1)
+    engine.has_moe_layers = True
+    return engine
+
+
 def load_parts() -> None:
     """The options of load_checkpoint and save_checkpoint."""
     url = saved_in(2, "bf16")
@@ -217,6 +236,38 @@ def load_folder_of_deepspeed() -> None:
     stored = stored_state(ROOT / "moved")
     del stored["model.head.weight"]
     require_same(stored, expected)
+
+
+OWN = {
+    "stage1": (1, "fp32", {}), "stage2": (2, "bf16", {}), "stage3": (3, "bf16", {}), "bf16": (1, "bf16-fp32-grads", {}),
+    "round-robin": (2, "bf16", {"round_robin_gradients": True}),
+}  # fmt: skip
+"""Folders that DeepSpeed saves: stage, precision and further options of zero_optimization."""
+
+
+def save_own_folders() -> None:
+    """Save with DeepSpeed itself, with the whole state beside it."""
+    for name, (stage, precision, zero) in OWN.items():
+        engine = trained_engine(stage, precision, zero=zero)
+        engine.save_checkpoint(str(ROOT / "own" / name), client_state={"epoch": 4, "order": torch.arange(3)})
+        expected = whole_state(engine) if name != "round-robin" else model_weights(engine)
+        if dist.get_rank() == 0:
+            torch.save(expected, ROOT / "own" / f"{name}.pt")
+
+
+def load_imported() -> None:
+    """An engine of another stage continues from a step that ckpt-import has made."""
+    for name, target in (("stage1", 3), ("stage3", 2)):
+        engine = make_engine(target, OWN[name][1][:4], seed=9)
+        attached = attach(engine, ROOT / f"imported-{name}")
+        path, loaded = engine.load_checkpoint("unused", tag="global_step3")
+        assert path is not None
+        assert (loaded["epoch"], loaded["order"].tolist()) == (4, [0, 1, 2])
+        require_same(whole_state(engine), torch.load(ROOT / "own" / f"{name}.pt"))
+        assert (engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (3, 2)
+        assert np.isfinite(train_step(engine, 3))
+        engine.save_checkpoint("unused")
+        attached.close()
 
 
 def exchange_with_torch() -> None:

@@ -70,11 +70,13 @@ def parameter_groups(model: Any) -> list[dict[str, Any]]:
     return [{"params": [p for p in trained if p.dim() > 1]}, {"params": others, "weight_decay": 0.0}]
 
 
-def make_engine(stage: int, precision: str = "fp32", *, accumulate: int = 1, seed: int = 0, **model: Any) -> Any:
+def make_engine(
+    stage: int, precision: str = "fp32", *, accumulate: int = 1, seed: int = 0, zero: dict[str, Any] | None = None, **model: Any
+) -> Any:
     torch.manual_seed(seed)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     made = Model(**model)
-    zero = {"stage3_param_persistence_threshold": 100} if stage == 3 else {}
+    zero = (zero or {}) | ({"stage3_param_persistence_threshold": 100} if stage == 3 else {})
     engine, _, _, _ = deepspeed.initialize(
         model=made, model_parameters=parameter_groups(made), config=config(stage, precision, accumulate, world, **zero)
     )

@@ -298,7 +298,7 @@ def test_a_training_continues_from_a_universal_checkpoint(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mp_rank_00/zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py"),
+        ("mp_rank_00/zero_pp_rank_0_mp_rank_00_optim_states.pt", "global_step100"),
         ("manifest.ocdbt", "no complete checkpoint of Orbax"),
         ("checkpoint", "TensorFlow"),
         ("0.metadata", "paddle.distributed.load_state_dict"),
