@@ -68,6 +68,10 @@ class Shard:
         """Return the local arrays."""
         return list(self.local) if self._several else [self.local]
 
+    def replicas(self) -> list[Replica]:
+        """Return which copy of each box this rank has."""
+        return [self.replica] * len(self.offset)
+
     def __repr__(self) -> str:
         at = f"flat={self.flat}" if self.flat is not None else f"offset={self.offset}"
         return f"Shard(global_shape={self.global_shape}, {at}, replica={tuple(self.replica[:2])})"
@@ -160,7 +164,8 @@ def as_leaf(value: Shard) -> ArrayLeaf:
     else:
         boxes = [Box(offset, leaf.shape) for leaf, offset in zip(leaves, value.offset, strict=True)]
         parts = [
-            require_in_bounds(LeafShard(*held, value.replica), value.global_shape) for held in zip(leaves, boxes, strict=True)
+            require_in_bounds(LeafShard(*part), value.global_shape)
+            for part in zip(leaves, boxes, value.replicas(), strict=True)
         ]
     return ShardedLeaf(value, first.kind, value.global_shape, first.dtype, first.itemsize, parts, first.attributes())
 

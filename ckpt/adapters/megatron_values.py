@@ -1,0 +1,53 @@
+"""Values in checkpoints of Megatron that are objects, as plain values: buffers, types of torch, arguments of a program."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from typing import Any
+
+import torch
+
+from ckpt.errors import UnsupportedLeaf
+from ckpt.state.tree import flatten
+from ckpt.support.user_warning import warn_user
+
+_BYTES, _NAMESPACE, _DTYPE = "io.BytesIO", "argparse.Namespace", "torch.dtype"
+"""The keys of dicts that stand for an object of this class."""
+
+
+def encoded(value: Any, path: str) -> Any:
+    """Return a copy of nested containers in which known objects are dicts, with their class as the key."""
+    if isinstance(value, dict):
+        return type(value)((key, encoded(each, f"{path}.{key}")) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(encoded(each, f"{path}.{i}") for i, each in enumerate(value))
+    if isinstance(value, io.BytesIO):
+        return {_BYTES: value.getvalue()}
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value).removeprefix("torch.")}
+    if isinstance(value, argparse.Namespace):
+        kept, left_out = {}, []
+        for name, each in vars(value).items():
+            try:
+                flatten(each := encoded(each, f"{path}.{name}"))
+                kept[name] = each
+            except UnsupportedLeaf:
+                left_out.append(name)
+        if left_out:
+            warn_user(f"{path}: these attributes are not stored, because they are no plain values: {', '.join(left_out)}")
+        return {_NAMESPACE: kept}
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """Return the value of which `encoded` made this one."""
+    if isinstance(value, dict):
+        if value.keys() == {_BYTES}:
+            return io.BytesIO(value[_BYTES])
+        if value.keys() == {_DTYPE}:
+            return getattr(torch, value[_DTYPE])
+        if value.keys() == {_NAMESPACE}:
+            return argparse.Namespace(**decoded(value[_NAMESPACE]))
+        return type(value)((key, decoded(each)) for key, each in value.items())
+    return type(value)(map(decoded, value)) if type(value) in (list, tuple) else value

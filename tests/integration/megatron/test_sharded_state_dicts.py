@@ -1,0 +1,109 @@
+"""What save and load do with the entries of a sharded state dict, in one process."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+import ckpt
+from ckpt.adapters import megatron
+from ckpt.errors import LeafMismatch, LeafNotFound, StepNotFound, UnsupportedLeaf
+from ckpt.storage.base.errors import InvalidArgument
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(values: torch.Tensor, key: str = "w", *offsets: tuple[int, int, int], **options: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, values, *offsets, **options)
+
+
+def test_layers_of_one_tensor(tmp_path: Path) -> None:
+    layers = [torch.randn(3, 2) for _ in range(4)]
+    megatron.save(
+        {i: sharded(t, "layers", (0, i, 4), prepend_axis_num=1) for i, t in enumerate(layers)}, tmp_path / "iter_0000007"
+    )
+    assert ckpt.open(tmp_path / "ckpt").steps() == [7]
+    whole = ckpt.load(tmp_path / "ckpt")["tensors"]["layers"]
+    assert torch.equal(whole, torch.stack(layers))
+    target = torch.zeros(3, 2)
+    state = {"third": sharded(target, "layers", (0, 2, 4), prepend_axis_num=1)}
+    loaded = megatron.load(state, tmp_path / "iter_0000007")
+    assert loaded["third"] is target
+    assert torch.equal(target, layers[2])
+
+
+def test_all_kinds_of_entries(tmp_path: Path) -> None:
+    def build(key: str, values: torch.Tensor, replica_id: Any, flattened: Any) -> dict[str, Any]:
+        return {"a": sharded(values[:2], key, (0, 0, 2)), "b": sharded(values[2:], key, (0, 1, 2))}
+
+    def state(fill: float) -> dict[str, Any]:
+        return {
+            "gate": ShardedTensorFactory(
+                "gate", torch.full((4,), fill), build, lambda parts: torch.cat([parts["a"], parts["b"]])
+            ),
+            "extra": ShardedObject("extra", io.BytesIO(b"scales"), (1,), (0,)),
+            "local": LocalNonpersistentObject([fill]),
+            "plain": {"dtype": torch.bfloat16, 3: [1, (2, 3)], "t": torch.full((2,), fill)},
+        }
+
+    megatron.save(state(1), tmp_path, content_metadata={"format": 5})
+    loaded = megatron.load(state(2), tmp_path)
+    assert loaded["gate"].tolist() == [1] * 4
+    assert loaded["extra"].getvalue() == b"scales"
+    assert loaded["local"] == [2]
+    assert loaded["plain"]["dtype"] is torch.bfloat16
+    assert loaded["plain"][3] == [1, (2, 3)]
+    assert loaded["plain"]["t"].tolist() == [1, 1]
+    assert megatron.load_content_metadata(tmp_path) == {"format": 5}
+
+
+def test_asynchronous_save(tmp_path: Path) -> None:
+    values = torch.ones(5)
+    request = megatron.save({"w": sharded(values)}, tmp_path / "iter_1", async_sharded_save=True)
+    values.zero_()
+    request.execute_sync()
+    assert ckpt.load(tmp_path / "ckpt")["tensors"]["w"].tolist() == [1] * 5
+
+
+def test_padded_vocabulary_and_other_type(tmp_path: Path) -> None:
+    megatron.save({"w": sharded(torch.arange(8.0).reshape(4, 2), allow_shape_mismatch=True)}, tmp_path)
+    for rows in (3, 6):
+        target = torch.full((rows, 2), -1, dtype=torch.bfloat16)
+        megatron.load({"w": sharded(target, allow_shape_mismatch=True)}, tmp_path)
+        wanted = [[2.0 * i, 2.0 * i + 1] for i in range(min(rows, 4))] + [[-1, -1]] * (rows - 4)
+        assert target.tolist() == wanted
+
+
+def test_refusals(tmp_path: Path) -> None:
+    megatron.save({"w": sharded(torch.ones(4))}, tmp_path / "iter_3")
+    target = torch.zeros(4)
+    with pytest.raises(LeafNotFound, match="leaf tensors.v of `like` is not in step 3"):
+        megatron.load({"w": sharded(target), "v": sharded(torch.zeros(4), "v")}, tmp_path / "iter_3")
+    with pytest.raises(LeafMismatch, match=r"leaf tensors.w: step 3 of .* has shape \[4\], `like` has \[5\]"):
+        megatron.load({"w": sharded(torch.zeros(5))}, tmp_path / "iter_3")
+    with pytest.raises(StepNotFound):
+        megatron.load({"w": sharded(target)}, tmp_path / "iter_4")
+    with pytest.raises(InvalidArgument, match="use 'assume_ok_unexpected'"):
+        megatron.load({"w": sharded(target)}, tmp_path / "iter_3", strict="return_all")
+    with pytest.raises(UnsupportedLeaf, match=r"leaf common.model"):
+        megatron.save({"w": sharded(torch.ones(4)), "model": object()}, tmp_path / "iter_4")
+    assert target.tolist() == [0] * 4
+    assert ckpt.open(tmp_path / "ckpt").steps() == [3]

@@ -1,0 +1,154 @@
+"""A training of a small GPT of Megatron-Core on the CPU, which saves each step and may kill itself.
+
+torchrun megatron_training.py FOLDER LOSSES [--tp=N] [--pp=N] [--steps=N] [--kill-at=N] [--torch-dist] [--compare=STEP]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing as torch_dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import random as parallel_random
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from ckpt.adapters import megatron as ckpt_dist
+
+VOCABULARY, LENGTH, BATCH = 64, 16, 2
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("losses", type=Path)
+parser.add_argument("--tp", type=int, default=1)
+parser.add_argument("--pp", type=int, default=1)
+parser.add_argument("--steps", type=int, default=8)
+parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--kill-at", type=int, default=-1)
+parser.add_argument("--torch-dist", action="store_true", help="save in Megatron's own format, too")
+parser.add_argument("--compare", type=int, default=0, help="load this step in both formats and require equal tensors")
+options = parser.parse_args()
+
+
+def model_and_optimizer() -> tuple[Any, Any]:
+    torch.manual_seed(options.seed)
+    config = TransformerConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp, pipeline_dtype=torch.float32, hidden_dropout=0.1, attention_dropout=0.0,
+        gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+    )  # fmt: skip
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(), share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def sharded_state_dict(model: Any, optimizer: Any, step: int) -> dict[str, Any]:
+    """Return what Megatron's trainings save: the model, the optimizer, a random state for each rank, and plain values."""
+    for parameter in model.parameters():  # so that a new optimizer has a state to fill
+        if parameter not in optimizer.state:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)
+            }  # fmt: skip
+    state = model.sharded_state_dict()
+    names = get_param_id_to_sharded_param_map(state, model.parameters())
+    packed = optimizer.state_dict()
+    count = float(packed["state"][0]["step"])
+    optim_state_to_sharding_state(packed, names, exclude_keys=("step",))
+    rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    random = ShardedObject("rng_state", [{"torch": torch.get_rng_state()}], (options.tp, options.pp), rank)
+    return {
+        "model": state, "optimizer": packed, "rng_state": random, "iteration": step, "count": count,
+        "args": argparse.Namespace(params_dtype=torch.float32, layers=4, loss=print),
+    }  # fmt: skip
+
+
+def set_state(model: Any, optimizer: Any, state: dict[str, Any]) -> int:
+    model.load_state_dict(state["model"])
+    packed = state["optimizer"]
+    for values in packed["state"].values():
+        values["step"] = torch.tensor(state["count"])
+    optimizer.load_state_dict(packed)
+    torch.set_rng_state(state["rng_state"][0]["torch"])
+    assert state["args"].params_dtype is torch.float32
+    return int(state["iteration"])
+
+
+def train(model: Any, optimizer: Any, start: int) -> None:
+    for step in range(start + 1, options.steps + 1):
+        tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+        positions = torch.arange(LENGTH).expand(BATCH, -1)
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with options.losses.with_name(f"{options.losses.name}.{dist.get_rank()}").open("a") as file:
+            file.write(f"{step} {loss.item().hex()}\n")
+        if step == options.kill_at and dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ckpt_dist.save(sharded_state_dict(model, optimizer, step), str(folder_of(step)))
+        if options.torch_dist:
+            folder_of(step).mkdir(exist_ok=True, parents=True)
+            torch_dist.save(sharded_state_dict(model, optimizer, step), str(folder_of(step)))
+
+
+def folder_of(step: int) -> Path:
+    return options.folder / f"iter_{step:07}"
+
+
+def compare(step: int) -> None:
+    """Load a step of another parallelism from ckpt and from Megatron's own format, and require equal tensors."""
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # for the arguments in common.pt
+    loaded = []
+    for load in (ckpt_dist.load, torch_dist.load):
+        state = sharded_state_dict(*model_and_optimizer(), step=0)
+        del state["rng_state"]  # Megatron does not load it on another parallelism
+        loaded.append(load(state, str(folder_of(step))))
+    ours, theirs = map(flat, loaded)
+    assert ours.keys() == theirs.keys()
+    assert sum(value.numel() for value in ours.values() if isinstance(value, torch.Tensor)) > 10_000
+    for name, value in ours.items():
+        equal = torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name]
+        assert equal or isinstance(value, argparse.Namespace), name
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {name: leaf for key, each in items for name, leaf in flat(each, f"{path}.{key}").items()}
+    return {path: value}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(options.tp, options.pp)
+    torch.cuda.current_device = lambda: "cpu"  # where Megatron makes its buffers
+    torch.cuda.synchronize = lambda: None
+    tracker = parallel_random.get_cuda_rng_tracker()
+    tracker.fork = lambda *_, **__: torch.random.fork_rng(devices=[], enabled=False)  # it is that of a GPU
+    torch.use_deterministic_algorithms(True)
+    if options.compare:
+        compare(options.compare)
+    else:
+        model, optimizer = model_and_optimizer()
+        newest = max((int(path.name) for path in (options.folder / "ckpt" / "steps").glob("*/")), default=0)
+        if newest:
+            state = ckpt_dist.load(sharded_state_dict(model, optimizer, 0), str(folder_of(newest)))
+            newest = set_state(model, optimizer, state)
+        train(model, optimizer, newest)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
