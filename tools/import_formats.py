@@ -16,12 +16,15 @@ from ckpt.storage.base.errors import CkptError
 _READERS = {
     "safetensors": "import_safetensors", "torch": "import_torch", "dcp": "import_dcp", "hf-bin": "import_hf_bin",
     "deepspeed": "import_zero", "deepspeed-universal": "import_deepspeed", "orbax": "import_orbax", "paddle": "import_paddle",
+    "tensorflow": "import_tensorflow",
 }  # fmt: skip
 """The module of each format that can be imported. It has `read_state(source)`."""
 FORMATS = tuple(_READERS)
 
+_SELECTIVE = ("dcp", "tensorflow")
+"""The formats whose `read_state` also takes the names to read, so that entries that can't be read may be left out."""
+
 _ADVICE = {
-    "tensorflow": "a checkpoint of TensorFlow: restore it into the model, and give the model to ckpt.save",
     "paddle-distributed": (
         "a folder of paddle.distributed.save_state_dict, whose metadata is a pickle: fill the model with "
         "paddle.distributed.load_state_dict, and give it to ckpt.save"
@@ -38,6 +41,8 @@ def read_source(source: Path, requested: str | None, only: tuple[str, ...] = ())
     requested: one of FORMATS; None to recognise it.
     only: patterns of the names to read; empty for all.
     """
+    if not source.exists() and (index := source.with_name(f"{source.name}.index")).is_file():
+        source = index  # TensorFlow names a checkpoint by what its files have in common
     if not source.exists():
         raise CkptError(f"{source} does not exist; name a file or folder of another program")
     found = requested or find_format(source)
@@ -49,7 +54,7 @@ def read_source(source: Path, requested: str | None, only: tuple[str, ...] = ())
     if not only:
         return read(source)
     matches = matcher(only)
-    state = _keep(read(source, matches) if found == "dcp" else read(source), matches, "")
+    state = _keep(read(source, matches) if found in _SELECTIVE else read(source), matches, "")
     if state is _NOTHING:
         raise CkptError(f"nothing in {source} matches --only {' '.join(only)}; give the names that a load of it shows")
     return state
@@ -88,7 +93,7 @@ def _format_of_folder(folder: Path) -> str | None:
         "deepspeed-universal": ("zero/*/fp32.pt", "*/zero/*/fp32.pt"),
         "deepspeed": ("*zero_pp_rank_*", "*/*zero_pp_rank_*"),
         "orbax": ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_CHECKPOINT_METADATA", "*/_METADATA"),
-        "tensorflow": ("checkpoint", "*.index"), "paddle": ("*.pdparams", "*.pdopt"),
+        "tensorflow": ("checkpoint", "*.index", "variables/variables.index"), "paddle": ("*.pdparams", "*.pdopt"),
         "paddle-distributed": ("[0-9]*.metadata",),
     }  # fmt: skip
     for name, globs in patterns.items():

@@ -46,6 +46,8 @@ What SOURCE may be:
   orbax        a step of Orbax, or a folder of a CheckpointManager, of which the newest step is read
   paddle       a file of paddle.save, or a folder with a .pdparams and a .pdopt file, whose state is that
                of ckpt.adapters.paddle.ModelState. A file with other objects is refused
+  tensorflow   a checkpoint of TensorFlow by its prefix or index, a SavedModel, or a folder of which the
+               newest checkpoint is read
 
 \b
 For other formats the error names what to do. Arrays are read in pieces, so that the memory does not
