@@ -10,12 +10,14 @@ import copy
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 
+from ckpt import pulse
 from ckpt.adapters import keras_fit as fits
 from ckpt.adapters.keras_fit import OtherCallbacks, Snapshot
 from ckpt.checkpointer import Checkpointer
@@ -98,6 +100,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._is_first_epoch = True
         self._first_epoch = 0
         self._random_at_fit = self._random_at_epoch = Snapshot()
+        self._validation = ExitStack()
         self._list: list[Any] = []
         self._others = OtherCallbacks([])
         self._saves_at_epoch_begin = False
@@ -149,6 +152,14 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             self._saves_at_epoch_begin = True
         else:
             self._save_if_due()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Mark the validation, which takes longer than a step, and is no hang."""
+        self._validation.enter_context(pulse.phase("eval"))
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Mark the end of the validation."""
+        self._validation.close()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save the last step, and wait until it is committed."""

@@ -11,9 +11,12 @@ from __future__ import annotations
 import math
 import os
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
+from ckpt import pulse
 from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters.adapt.intervals import interval_from_env
 from ckpt.adapters.lightning_io import CkptIO as CkptIO
 from ckpt.adapters.lightning_loops import LoopPoints, Point
 from ckpt.adapters.lightning_state import TrainerState, require_supported_strategy
@@ -70,7 +73,7 @@ class Checkpoints:
 
     @classmethod
     def _from_environment(cls) -> Checkpoints:
-        made = cls()
+        made = cls(every=interval_from_env())
         made._is_from_environment = True
         return made
 
@@ -82,6 +85,7 @@ class Checkpoints:
         self._loops: LoopPoints | None = None
         self._state: TrainerState | None = None
         self._trainer: Any = None
+        self._validation = ExitStack()
         self._loss: Any = None
         self._steps_seen = self._steps_saved = 0
 
@@ -103,6 +107,15 @@ class Checkpoints:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Remember the loss, for the decision whether a step may be saved."""
         self._loss = outputs.get("loss") if isinstance(outputs, dict) else None
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Mark the validation, which takes longer than a step, and is no hang."""
+        if self._checkpointer is not None:
+            self._validation.enter_context(pulse.phase("eval"))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Mark the end of the validation."""
+        self._validation.close()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step."""
@@ -184,7 +197,7 @@ def _make(arguments: dict[str, Any], is_from_environment: bool) -> Checkpoints:
 def callbacks_from_environment() -> list[Checkpoints]:
     """Return the callbacks that Lightning gives to every Trainer: with CKPT_DIR set, one that saves there.
 
-    CKPT_LIGHTNING=0 turns it off.
+    CKPT_LIGHTNING=0 turns it off. CKPT_ADAPT_EVERY is the number of steps between two saves.
     """
     if not os.environ.get(DIRECTORY_VARIABLE) or os.environ.get(_SWITCH) == "0":
         return []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers import Trainer, TrainerCallback
 
+from ckpt import pulse
 from ckpt.adapters.transformers_run import TrainerRun, require_supported
 from ckpt.repository.repository import Url
 from ckpt.storage.base.errors import IntegrityError, InvalidArgument
@@ -123,6 +124,12 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
         if self._ckpt_run is not None:
             self._ckpt_run.loss = loss
         return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ckpt_run is None:
+            return super().evaluate(*args, **kwargs)
+        with pulse.phase("eval"):  # which takes longer than a step, and is no hang
+            return super().evaluate(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)

@@ -39,6 +39,14 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": row, "labels": row}
 
 
+class SlowTokens(Tokens):
+    """Sequences of an evaluation that takes far longer than a step."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(OPTIONS["eval_seconds"] / len(self))
+        return super().__getitem__(index)
+
+
 class Recording(Trainer):
     first = 0
     update, micro = -1, 0
@@ -63,7 +71,8 @@ def train(seed: int, first: int) -> Any:
         "dataloader_pin_memory": False, "remove_unused_columns": False,
     }  # fmt: skip
     args = TrainingArguments(**(values | OPTIONS.get("args", {})))
-    trainer = Recording(GPT2LMHeadModel(config), args, train_dataset=Tokens(22))
+    evaluated = SlowTokens(4) if OPTIONS.get("eval_seconds") else None
+    trainer = Recording(GPT2LMHeadModel(config), args, train_dataset=Tokens(22), eval_dataset=evaluated)
     trainer.first = first
     trainer.train()
     return trainer

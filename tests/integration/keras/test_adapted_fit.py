@@ -25,3 +25,10 @@ def test_a_killed_fit_has_the_losses_of_an_undisturbed_one(
     ]
     assert ends[0] == ends[1]
     assert len(ends[0]) == 2 * int(fits)
+
+
+def test_a_validation_that_takes_longer_than_steps_is_no_hang(tmp_path: Path) -> None:
+    options = "--adapt", "--hang", "4", "--restarts", "0"
+    ended = run_adapted(tmp_path / "a", PROGRAM, "1", "16", options=options, KERAS_BACKEND="torch")
+    assert ended.status == 0, ended.messages
+    assert len(ended.outputs) == 1

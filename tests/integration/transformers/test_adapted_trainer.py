@@ -43,3 +43,22 @@ def test_two_ranks_that_save_nothing_by_themselves(tmp_path: Path) -> None:
     again = run_adapted(tmp_path / "a", *arguments, options=options, **EACH_TWO)
     assert again.status == 0
     assert again.losses == whole.losses  # a training that has ended is not repeated
+
+
+def test_only_the_first_trainings_of_a_script_are_saved(tmp_path: Path) -> None:
+    """The ninth training writes the folders of transformers, and no repository."""
+    options = {"trainings": 9, "args": {"max_steps": 1}}
+    ended = run_adapted(tmp_path / "a", PROGRAM, json.dumps(options))
+    assert ended.status == 0, ended.messages
+    repositories = sorted(path.name for path in (tmp_path / "a/run").glob("checkpoints*"))
+    assert repositories == ["checkpoints", *(f"checkpoints-{number}" for number in range(2, 9))]
+    assert ended.outputs[0].count("only the first 8 trainings of a script are") == 1
+    assert (tmp_path / "a/log.out/checkpoint-1").is_dir()
+
+
+def test_an_evaluation_that_takes_longer_than_steps_is_no_hang(tmp_path: Path) -> None:
+    options = {"eval_seconds": 16, "args": {"eval_strategy": "steps", "eval_steps": 15}}
+    ended = run_adapted(tmp_path / "a", PROGRAM, json.dumps(options), options=("--adapt", "--hang", "4", "--restarts", "0"))
+    assert ended.status == 0, ended.messages
+    assert "eval_loss" in ended.outputs[0]
+    assert len(ended.outputs) == 1
