@@ -1,7 +1,10 @@
 """A model under DP x PP x sharding x MP is saved by 16 ranks and loaded under other divisions, and by one process.
 
-The ranks are threads of this process, since Paddle's collectives need accelerators or memory that a test has not: the layers,
-the pipeline, the topology and the sharded optimizers are Paddle's own, and only the communication groups are without a network.
+The ranks are threads of this process: the layers, the pipeline, the topology and the sharded optimizers are Paddle's own, and
+only the communication groups are without a network. Processes could not train, because Paddle 3.3.1 cannot on a CPU with gloo.
+`fleet.init`, the layers and the optimizers are made, and data parallelism and sharding train (test_killed_ranks.py). But the
+first forward of tensor parallelism ends with "Do not support c_identity for cpu kernel now" (mp_ops.py), and the first transfer
+of a pipeline with "ProcessGroupGLOO does not support send with sync_op and use_calc_stream flag" (p2p_communication.py).
 """
 
 from __future__ import annotations
