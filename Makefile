@@ -1,6 +1,7 @@
 # make demo    kill a training in the middle of a save and see it go on as if nothing had happened
 # make test    all tests            make test-fast   the units alone
-# make test-frameworks   the tests of each framework, in an environment of its own (FRAMEWORKS="keras paddle": these; VERSIONS=lowest)
+# make test-frameworks   the tests of each framework, in an environment of its own (FRAMEWORKS="keras paddle": these; VERSIONS=lowest;
+#                        ESSENTIAL=1: the essential ones alone)
 # make lint    ruff, and mypy on the installed package
 # make cluster six storage nodes on this machine, to try things with
 # make bench   the benchmarks       make soak   the fault tests, at full length
@@ -37,17 +38,22 @@ test-fast: $(VENV)/.test
 FRAMEWORKS ?= $(patsubst tests/integration/%/requirements.txt,%,$(sort $(wildcard tests/integration/*/requirements.txt)))
 VERSIONS ?= newest
 REQUIREMENTS := requirements$(if $(filter lowest,$(VERSIONS)),-lowest).txt
+# ESSENTIAL=1: the essential tests alone, in environments that take from .venv what it has (torch, jax), as CI does.
+ENVIRONMENT := $(VERSIONS)$(if $(ESSENTIAL),-shared)
 
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)
 
-test-framework-%: .venv-frameworks/%-$(VERSIONS)/.installed
-	CKPT_TEST_FRAMEWORK=$* .venv-frameworks/$*-$(VERSIONS)/bin/python -m pytest -q tests/integration/$* tests/integration/docs/test_framework_pages.py
+test-framework-%: .venv-frameworks/%-$(ENVIRONMENT)/.installed
+	CKPT_TEST_FRAMEWORK=$* .venv-frameworks/$*-$(ENVIRONMENT)/bin/python -m pytest -q $(if $(ESSENTIAL),-m essential) \
+		tests/integration/$* tests/integration/docs/test_framework_pages.py
 
-.PRECIOUS: .venv-frameworks/%-$(VERSIONS)/.installed
+.PRECIOUS: .venv-frameworks/%-$(ENVIRONMENT)/.installed
 .SECONDEXPANSION:
-.venv-frameworks/%-$(VERSIONS)/.installed: pyproject.toml tests/integration/$$*/$(REQUIREMENTS)
+.venv-frameworks/%-$(ENVIRONMENT)/.installed: pyproject.toml tests/integration/$$*/$(REQUIREMENTS) $(if $(ESSENTIAL),$(VENV)/.test)
 	@echo "installing $* into $(@D) …"
 	@$(PYTHON) -m venv $(@D)
+	@$(if $(ESSENTIAL),$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install -q -e . -r tests/integration/$*/$(REQUIREMENTS) 'pytest>=8' pytest-asyncio 'hypothesis>=6.100'
 	@touch $@
 

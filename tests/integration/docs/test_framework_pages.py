@@ -15,6 +15,7 @@ NEEDS = [(page, block) for page in sorted(DOCS.rglob("*.md")) for block in block
 PAGES = sorted({page for page, block in NEEDS if block.framework == FRAMEWORK})
 
 
+@pytest.mark.essential
 @pytest.mark.skipif(FRAMEWORK is None, reason="by make test-frameworks")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_with_its_framework(page: Path, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from helpers.messages import one_line
 
 import ckpt
 
+pytestmark = pytest.mark.essential
+
 
 class Net(nnx.Module):
     def __init__(self, seed: int, layers: int = 2) -> None:

@@ -25,7 +25,7 @@ def losses(result: Path) -> list[tuple[int, str]]:
     return [(int(step), loss) for step, loss in lines]
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen", "equinox"])
+@pytest.mark.parametrize("kind", [pytest.param("nnx", marks=pytest.mark.essential), "linen", "equinox"])
 def test_the_losses_after_a_kill_are_those_of_an_unbroken_run(tmp_path: Path, kind: str) -> None:
     straight, cut = tmp_path / "straight.txt", tmp_path / "cut.txt"
     assert start(kind, tmp_path / "straight", straight).wait(300) == 0

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
+
 from ckpt.adapters.testing import ResumeContract
 
 PROGRAM = Path(__file__).parent / "train.py"
@@ -27,6 +29,7 @@ class TestTensorflowArrays(_FitContract):
     arguments = ("tensorflow", "arrays")
 
 
+@pytest.mark.essential
 class TestTensorflowDataset(_FitContract):
     arguments = ("tensorflow", "dataset")
 
@@ -47,6 +50,7 @@ class TestTorchArrays(_FitContract):
     arguments = ("torch", "arrays")
 
 
+@pytest.mark.essential
 class TestTorchLoader(_FitContract):
     arguments = ("torch", "loader")
 

@@ -17,6 +17,7 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.essential
 def test_objects_of_keras_are_stored_and_filled(backend: str, tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), backend, str(tmp_path), *CHECKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

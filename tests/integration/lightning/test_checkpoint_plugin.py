@@ -55,6 +55,7 @@ def test_the_best_are_kept_and_the_last_is_resumed(tmp_path: Path, last: Any) ->
     second.validate(Model(), ckpt_path="best")
 
 
+@pytest.mark.essential
 def test_saved_checkpoint_is_loaded_without_pickle(tmp_path: Path) -> None:
     model, plugin = Model(), CkptIO(tmp_path / "repositories")
     one = trainer(tmp_path, 1, plugin)
@@ -95,6 +96,7 @@ def test_value_that_needs_pickle_is_named_and_leaves_the_old_checkpoint(tmp_path
     assert plugin.load_checkpoint(tmp_path / "one.ckpt")["global_step"] == 5
 
 
+@pytest.mark.essential
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu", plugins=[CkptIO(tmp_path / "repositories")])
     module = torch.nn.Linear(2, 2)

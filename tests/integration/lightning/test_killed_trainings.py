@@ -58,7 +58,7 @@ class Training:
 @pytest.mark.parametrize(
     ("batches", "options"),
     [
-        pytest.param(17, [], id="in the middle of an epoch"),
+        pytest.param(17, [], id="in the middle of an epoch", marks=pytest.mark.essential),
         pytest.param(11, [OTHER_PACKAGE], id="between two epochs"),
         pytest.param(9, ["--every=4", "--val-interval=0.3", OTHER_PACKAGE], id="after a validation in the epoch"),
         pytest.param(17, ["--sampler=own"], id="a sampler of the user"),

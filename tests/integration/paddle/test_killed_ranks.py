@@ -10,6 +10,7 @@ from helpers.folders import PROGRAMS
 from helpers.paddle_ranks import run_ranks
 
 
+@pytest.mark.essential
 def test_every_loss_after_the_kill_is_equal(tmp_path: Path) -> None:
     program = PROGRAMS / "paddle_ranks.py"
     status, quiet = run_ranks(program, 2, tmp_path, "quiet", "quiet", 2)

@@ -31,7 +31,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return losses
 
 
-@pytest.mark.parametrize("kill", [5, 8, 9, 14])
+@pytest.mark.parametrize("kill", [5, pytest.param(8, marks=pytest.mark.essential), 9, 14])
 def test_every_loss_after_the_kill_is_equal(tmp_path: Path, quiet: dict[int, str], kill: int) -> None:
     status, before = run(tmp_path, "repo", "before", kill)
     assert status == -signal.SIGKILL

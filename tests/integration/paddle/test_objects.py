@@ -16,6 +16,8 @@ import ckpt
 from ckpt.state.leaves import paddle_optimizer
 from ckpt.state.leaves.paddle import PaddleLeaf
 
+pytestmark = pytest.mark.essential
+
 
 def _simple(name: str) -> Callable[[list[Any]], Any]:
     return lambda parameters: getattr(paddle.optimizer, name)(learning_rate=0.01, parameters=parameters)

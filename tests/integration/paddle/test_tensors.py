@@ -15,6 +15,8 @@ from ckpt.adapters.testing import ArrayContract, numpy_dtype
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.paddle import DeviceLeaf, PaddleLeaf
 
+pytestmark = pytest.mark.essential
+
 TYPES = [
     "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128", "bfloat16",
     "float8_e4m3fn", "float8_e5m2",

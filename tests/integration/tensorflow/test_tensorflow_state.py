@@ -18,6 +18,8 @@ import tensorflow as tf
 import ckpt
 from ckpt.errors import LeafMismatch, LeafNotFound, UnsupportedLeaf
 
+pytestmark = pytest.mark.essential
+
 DTYPES = [
     "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool", "int8", "int16", "int32", "int64",
     "uint8", "uint16", "uint32", "uint64", "complex64", "complex128", "int4", "uint4",

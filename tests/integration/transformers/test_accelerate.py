@@ -32,7 +32,7 @@ def check(folder: Path, ranks: int = 1, **options: Any) -> None:
         assert lines(folder / "killed", "killed", rank) == whole[:11]
 
 
-@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("seedable", [pytest.param(False, marks=pytest.mark.essential), True])
 def test_one_process(tmp_path: Path, seedable: bool) -> None:
     check(tmp_path, seedable=seedable)
 

@@ -20,7 +20,7 @@ EACH_BATCH = {"gradient_accumulation_steps": 1, "save_steps": 1, "logging_steps"
 @pytest.mark.parametrize(
     ("kill_at", "arguments"),
     [
-        (10, {"save_steps": 4}),  # in the second epoch
+        pytest.param(10, {"save_steps": 4}, marks=pytest.mark.essential),  # in the second epoch
         (7, {"save_steps": 6}),  # between two epochs
         (2, EACH_BATCH),  # after the first batch of an epoch, which is fetched together with the second
         (16, {"save_steps": 5, "save_total_limit": 1}),  # in the last epoch
@@ -51,6 +51,7 @@ def test_stream_and_workers(tmp_path: Path) -> None:
     check_continuation(tmp_path / "workers", 10, random_data=False, args={"dataloader_num_workers": 1, "save_steps": 4})
 
 
+@pytest.mark.essential
 def test_adapters_of_peft(tmp_path: Path) -> None:
     """Only the adapters are saved, and the base model comes from the script."""
     check_continuation(tmp_path, 10, lora=True, args={"save_steps": 4})
