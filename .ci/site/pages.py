@@ -31,8 +31,10 @@ API = {
                  ["ckpt.data.Loader", "ckpt.data.Stream", "ckpt.pulse.phase", "ckpt.pulse.compute"]),
     "groups": ("Groups of ranks", "What `group=` takes, besides groups of torch, jax and MPI.", ["ckpt.groups.Group"]),
     "adapters": ("Adapters", "Import the one that you need.",
-                 ["ckpt.adapters.torch", "ckpt.adapters.dcp", "ckpt.adapters.jax", "ckpt.adapters.orbax",
-                  "ckpt.adapters.transformers", "ckpt.adapters.peft", "ckpt.adapters.accelerate"]),
+                 ["ckpt.adapters.torch", "ckpt.adapters.dcp", "ckpt.adapters.transformers", "ckpt.adapters.peft",
+                  "ckpt.adapters.accelerate", "ckpt.adapters.lightning", "ckpt.adapters.deepspeed", "ckpt.adapters.torchtitan",
+                  "ckpt.adapters.keras", "ckpt.adapters.paddle", "ckpt.adapters.jax", "ckpt.adapters.orbax",
+                  "ckpt.adapters.testing"]),
     "stores": ("Stores", "For a store of your own: the contract, and its tests.",
                ["ckpt.storage.base.store.Store", "ckpt.storage.testing.StoreContract"]),
 }  # fmt: skip

@@ -92,3 +92,10 @@ def test_source_files_that_pages_name_exist() -> None:
     named = {name for page in pages for name in re.findall(rf"\b(?:{folders})/[\w/]+\.py\b", page.read_text())}
     assert len(named) > 40
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+def test_the_api_reference_has_each_adapter_that_a_page_names() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    named = {name for page in pages for name in re.findall(r"ckpt\.adapters\.\w+", page.read_text())}
+    assert named
+    assert named - set(runpy.run_path(str(ROOT / ".ci/site/pages.py"))["API"]["adapters"][2]) == set()
