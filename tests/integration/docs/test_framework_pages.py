@@ -12,6 +12,8 @@ from helpers.docs_snippets import Runner, differences
 FRAMEWORK = os.environ.get("CKPT_TEST_FRAMEWORK")
 NEEDS = [(page, block) for page in sorted(DOCS.rglob("*.md")) for block in blocks(page) if block.framework is not None]
 
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
+"""TensorFlow prints messages at its import otherwise."""
 PAGES = sorted({page for page, block in NEEDS if block.framework == FRAMEWORK})
 
 
@@ -19,7 +21,7 @@ PAGES = sorted({page for page, block in NEEDS if block.framework == FRAMEWORK})
 @pytest.mark.skipif(FRAMEWORK is None, reason="by make test-frameworks")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_with_its_framework(page: Path, tmp_path: Path) -> None:
-    with Runner(tmp_path / "me", framework=FRAMEWORK) as runner:
+    with Runner(tmp_path / "me", QUIET, FRAMEWORK) as runner:
         found = differences(runner, [page])
     assert not found, "\n\n".join(found)
 

@@ -50,7 +50,6 @@ class TestTorchArrays(_FitContract):
     arguments = ("torch", "arrays")
 
 
-@pytest.mark.essential
 class TestTorchLoader(_FitContract):
     arguments = ("torch", "loader")
 
