@@ -33,8 +33,9 @@ API = {
     "adapters": ("Adapters", "Import the one that you need.",
                  ["ckpt.adapters.torch", "ckpt.adapters.dcp", "ckpt.adapters.transformers", "ckpt.adapters.peft",
                   "ckpt.adapters.accelerate", "ckpt.adapters.lightning", "ckpt.adapters.deepspeed", "ckpt.adapters.torchtitan",
-                  "ckpt.adapters.keras", "ckpt.adapters.paddle", "ckpt.adapters.jax", "ckpt.adapters.orbax",
-                  "ckpt.adapters.testing"]),
+                  "ckpt.adapters.megatron", "ckpt.adapters.keras", "ckpt.adapters.paddle", "ckpt.adapters.mindspore",
+                  "ckpt.adapters.jax", "ckpt.adapters.orbax", "ckpt.adapters.weights", "ckpt.adapters.torchft",
+                  "ckpt.adapters.verl", "ckpt.adapters.testing"]),
     "stores": ("Stores", "For a store of your own: the contract, and its tests.",
                ["ckpt.storage.base.store.Store", "ckpt.storage.testing.StoreContract"]),
 }  # fmt: skip
