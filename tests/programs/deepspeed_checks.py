@@ -171,7 +171,7 @@ def refuse_engines() -> None:
     for state in ({"model": engine}, {"model": engine.module}, {"model": whole}, ModelState(engine.module)):
         with pytest.raises(ckpt.UnsupportedLeaf, match=r"EngineState\(engine\)"):
             ckpt.save(state, ROOT / "refused", 1, group=None)
-    for engine, message in ((make_engine(0, "bf16"), "set stage 1, 2 or 3"), (experts(), "experts of DeepSpeed")):
+    for engine, message in ((make_engine(0, "fp16"), "set stage 1, 2 or 3"), (experts(), "experts of DeepSpeed")):
         with pytest.raises(ckpt.InvalidArgument, match=message):
             attach(engine, ROOT / "refused")
 
