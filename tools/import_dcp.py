@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,7 +33,7 @@ _CLASSES = {
 }  # fmt: skip
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
     """Reads DCP's metadata. It finds no other classes and functions, so that it can run nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -52,21 +53,7 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> An
     matches: returns whether to read a value, by its name; None for all. What it leaves out is not opened.
     """
     metadata = _read_metadata(source / METADATA)
-    regions: dict[str, dict[tuple[int, ...], Any]] = {}
-    for index, info in metadata.storage_data.items():
-        if getattr(info, "transform_descriptors", None):
-            how = ", ".join(info.transform_descriptors)
-            raise CkptError(f"{source}: {index.fqn} is compressed ({how}): load it with DCP, and use ckpt.save")
-        regions.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
-    files = _Files(source)
-    try:
-        flat = {
-            name: files.read_entry(name, entry, regions.get(name, {}))
-            for name, entry in metadata.state_dict_metadata.items()
-            if matches is None or matches(name)
-        }
-    finally:
-        files.close()
+    flat = {name: read() for name, _, read in _entries(source, metadata) if matches is None or matches(name)}
     others = sorted(path.name for path in source.glob("*.pt"))
     if others:
         click.echo(
@@ -75,10 +62,30 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> An
     return _nested(flat, metadata.planner_data)
 
 
-def _read_metadata(path: Path) -> Any:
+def read_entries(source: Path, unpickler: type[MetadataUnpickler]) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
+    """Yield the name of each entry of a folder, whether it is a tensor, and a function that reads it before the next one."""
+    return _entries(source, _read_metadata(source / METADATA, unpickler))
+
+
+def _entries(source: Path, metadata: Any) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
+    regions: dict[str, dict[tuple[int, ...], Any]] = {}
+    for index, info in metadata.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            how = ", ".join(info.transform_descriptors)
+            raise CkptError(f"{source}: {index.fqn} is compressed ({how}): load it with DCP, and use ckpt.save")
+        regions.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+    files = _Files(source)
+    try:
+        for name, entry in metadata.state_dict_metadata.items():
+            yield name, hasattr(entry, "chunks"), partial(files.read_entry, name, entry, regions.get(name, {}))
+    finally:
+        files.close()
+
+
+def _read_metadata(path: Path, unpickler: type[MetadataUnpickler] = MetadataUnpickler) -> Any:
     try:
         with open(path, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+            metadata = unpickler(file).load()
         if not isinstance(metadata.storage_data, dict) or not isinstance(metadata.state_dict_metadata, dict):
             raise ValueError("it has no table of the stored parts")
     except FileNotFoundError as error:

@@ -12,16 +12,17 @@ from typing import Any
 from ckpt.state.name_patterns import matcher
 from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError
+from ckpt.tools.import_megatron import is_megatron
 
 _READERS = {
     "safetensors": "import_safetensors", "torch": "import_torch", "dcp": "import_dcp", "hf-bin": "import_hf_bin",
     "deepspeed": "import_zero", "deepspeed-universal": "import_deepspeed", "orbax": "import_orbax", "paddle": "import_paddle",
-    "tensorflow": "import_tensorflow",
+    "tensorflow": "import_tensorflow", "megatron": "import_megatron",
 }  # fmt: skip
 """The module of each format that can be imported. It has `read_state(source)`."""
 FORMATS = tuple(_READERS)
 
-_SELECTIVE = ("dcp", "tensorflow")
+_SELECTIVE = ("dcp", "megatron", "tensorflow")
 """The formats whose `read_state` also takes the names to read, so that entries that can't be read may be left out."""
 
 _ADVICE = {
@@ -87,7 +88,7 @@ def find_format(source: Path) -> str | None:
 
 def _format_of_folder(folder: Path) -> str | None:
     if (folder / ".metadata").is_file():
-        return "dcp"
+        return "megatron" if is_megatron(folder) else "dcp"
     patterns = {
         "safetensors": ("*.safetensors",), "hf-bin": ("pytorch_model*.bin.index.json", "pytorch_model.bin"),
         "deepspeed-universal": ("zero/*/fp32.pt", "*/zero/*/fp32.pt"),

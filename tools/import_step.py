@@ -37,7 +37,9 @@ What SOURCE may be:
                objects is refused
   safetensors  a file, an index with its files, or a folder with them
   hf-bin       a folder with pytorch_model.bin, or with pytorch_model.bin.index.json
-  dcp          a folder of torch.distributed.checkpoint (of FSDP, torchtitan, Megatron torch_dist …)
+  dcp          a folder of torch.distributed.checkpoint (of FSDP, torchtitan …)
+  megatron     a folder of Megatron-Core (torch_dist), for ckpt.adapters.megatron. Objects of other
+               classes than plain values are left out, and named
   deepspeed    the folder that save_checkpoint of DeepSpeed writes, of ZeRO stages 1, 2 and 3. The state
                is that of ckpt.adapters.deepspeed.EngineState and ckpt.adapters.torch.ModelState
   deepspeed-universal

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.folders import PROGRAMS
 from helpers.torchrun import torchrun
 
@@ -54,3 +57,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_another_parallelism_loads_what_megatron_loads(saved: Path, ranks: int, options: list[str]) -> None:
     run(saved, "run", ranks, *options, "--seed=2", "--compare=2")
+
+
+def test_import_of_megatrons_own_format(saved: Path) -> None:
+    """It is the state that ckpt saved at the same step."""
+    command = [sys.executable, "-m", "ckpt.tools.import_step", str(saved / "run" / "iter_0000002"), str(saved / "imported")]
+    subprocess.run(command, check=True, timeout=200)
+    imported, whole = ckpt.load(saved / "imported"), ckpt.load(saved / "run" / "ckpt", step=2)
+    assert imported["common"] == whole["common"]
+    assert imported["objects"].keys() == whole["objects"].keys()
+    assert imported["tensors"].keys() == whole["tensors"].keys()
+    assert all(torch.equal(imported["tensors"][name], tensor) for name, tensor in whole["tensors"].items())
