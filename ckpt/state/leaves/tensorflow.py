@@ -17,6 +17,13 @@ from ckpt.state.dtypes import numpy_dtype
 from ckpt.state.frameworks import framework_file
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import NumpyLeaf
+from ckpt.state.leaves.tensorflow_distributed import (
+    DTensorLeaf,
+    assign_to_replicas,
+    layout_of,
+    replicas_of,
+    require_aggregation,
+)
 from ckpt.state.named_state import require_saved_names
 from ckpt.state.stateful import Stateful
 from ckpt.storage.base.errors import first_line
@@ -39,7 +46,9 @@ def as_leaf(value: Any) -> ArrayLeaf:
         if isinstance(value, kind):
             raise TypeError(message)
     _require_plain_dtype(value.dtype)
-    return TensorLeaf(value)
+    require_aggregation(value)
+    layout = layout_of(value)
+    return TensorLeaf(value) if layout is None else DTensorLeaf(value, layout)
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
@@ -107,7 +116,10 @@ class VariableTarget(NumpyLeaf):
         self._variable = variable
 
     def finish(self) -> Any:
-        self._variable.assign(self.value)
+        if replicas_of(self._variable):
+            assign_to_replicas(self._variable, self.value)
+        else:
+            self._variable.assign(self.value)
         return self._variable
 
 
@@ -145,6 +157,8 @@ def as_stateful(value: Any) -> Stateful | None:
     """
     if isinstance(value, tf.random.Generator):
         return _generator_state(value)
+    if isinstance(value, tf.distribute.DistributedIterator):
+        raise TypeError("an iterator over replicas has no position: store the number of batches and skip() them in the dataset")
     if not isinstance(value, Trackable):
         return None
     if isinstance(value, tf.data.Dataset):
@@ -169,12 +183,23 @@ def is_random_generator(value: Any) -> bool:
 
 
 def _generator_state(generator: Any) -> Stateful:
+    def get() -> dict[str, Any]:
+        state = {"algorithm": int(generator.algorithm), "state": np.asarray(generator.state)}
+        counters = [np.asarray(replica) for replica in getattr(generator.state, "values", ())]
+        if any((counter != state["state"]).any() for counter in counters):  # replicas that have drawn arrays of other shapes
+            state["replicas"] = counters
+        return state
+
     def put(state: dict[str, Any]) -> None:
         if state["algorithm"] != int(generator.algorithm):
             raise ValueError(f"it uses algorithm {int(generator.algorithm)}, the saved one {state['algorithm']}")
         generator.state.assign(state["state"])
+        replicas, counters = getattr(generator.state, "values", ()), state.get("replicas", ())
+        if len(replicas) == len(counters):
+            for replica, counter in zip(replicas, counters, strict=True):
+                replica.assign(counter)
 
-    return Stateful(lambda: {"algorithm": int(generator.algorithm), "state": np.asarray(generator.state)}, put)
+    return Stateful(get, put)
 
 
 def _children(value: Any, visited: set[int]) -> dict[str, Any]:
@@ -256,7 +281,7 @@ def set_random_state(state: dict[str, Any]) -> None:
         saved = state["generator"]
         generator = tf.random.get_global_generator()
         if saved["algorithm"] == int(generator.algorithm):
-            generator.state.assign(saved["state"])
+            _generator_state(generator).set(saved)
         else:
             tf.random.set_global_generator(tf.random.Generator.from_state(saved["state"], saved["algorithm"]))
 
