@@ -127,9 +127,14 @@ class Layout:
         return Replica(ranks.index(self._rank), len(ranks), tuple(ranks), is_stored_whole)
 
     def _is_split(self, tensor: Any) -> bool:
-        if self._topology is None or not getattr(tensor, "is_distributed", False):
+        if self._topology is None or not getattr(tensor, "is_distributed", False) or self._topology.get_dim("model") == 1:
             return False
-        return self._topology.get_dim("model") > 1 and getattr(tensor, "split_axis", None) is not None
+        if getattr(tensor, "split_axis", None) is None:
+            raise InvalidArgument(
+                f"ModelState: the parameter {tensor.name} has is_distributed and no split_axis, so its place in the whole one "
+                "is unknown: set split_axis to the axis along which the ranks divide it"
+            )
+        return True
 
     def _stages(self, name: str) -> set[int]:
         """Return the pipeline stages that have a parameter: one, or those of a shared layer."""

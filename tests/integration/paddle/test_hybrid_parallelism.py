@@ -32,6 +32,11 @@ from paddle.distributed.fleet.meta_parallel import (
     get_rng_state_tracker,
 )  # fmt: skip
 from paddle.distributed.fleet.utils import tensor_fusion_helper
+from paddle.distributed.fleet.utils.sequence_parallel_utils import (
+    ColumnSequenceParallelLinear,
+    RowSequenceParallelLinear,
+    mark_as_sequence_parallel_parameter,
+)  # fmt: skip
 
 import ckpt
 from ckpt.adapters.paddle import ModelState
@@ -304,6 +309,51 @@ def test_a_model_before_its_first_step_resets_the_optimizer(tmp_path: Path) -> N
     expected = train(source, range(3))
     ckpt.load(tmp_path, like={"train": ModelState(source.layer, source.optimizer)})
     assert train(source, range(3)) == expected
+
+
+def sequence_parallel(hcg: Hcg, seed: int) -> Any:
+    """Return a layer whose parts divide the sequence, too; in a group of one rank, with plain linear layers."""
+    paddle.seed(seed)
+    group = hcg.group("model")
+    layer = paddle.nn.Layer()
+    layer.norm = paddle.nn.LayerNorm(8)
+    if group.nranks == 1:
+        layer.up, layer.down = paddle.nn.Linear(8, 12), paddle.nn.Linear(12, 8)
+    else:
+        layer.up = ColumnSequenceParallelLinear(8, 12, has_bias=True, gather_output=False, mp_group=group)
+        layer.down = RowSequenceParallelLinear(12, 8, has_bias=True, input_is_parallel=True, mp_group=group)
+        mark_as_sequence_parallel_parameter(layer.norm.weight)
+    return layer
+
+
+def test_sequence_parallel_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks save a part each; four ranks and a process with plain layers load."""
+    monkeypatch.setattr(fleet.fleet, "_hcg", Hcg((1, 1, 1, 1, 1), 0), raising=False)  # the layers require one
+    axes = {"up.weight": 1, "up.bias": 0, "down.weight": 0}
+    hcgs = {size: [Hcg((1, 1, 1, 1, size), rank) for rank in range(size)] for size in (1, 2, 4)}
+    layers = {size: [sequence_parallel(hcg, size) for hcg in hcgs[size]] for size in hcgs}
+    values = {name: t.numpy() + 1 for name, t in layers[1][0].state_dict().items()}
+
+    def part(name: str, size: int, rank: int) -> np.ndarray:
+        return np.split(values[name], size, axes[name])[rank] if name in axes else values[name]
+
+    for rank, layer in enumerate(layers[2]):
+        for name, tensor in layer.state_dict().items():
+            tensor.set_value(np.ascontiguousarray(part(name, 2, rank)))
+    states = {
+        size: [{"train": ModelState(layer, None, hcg)} for layer, hcg in zip(layers[size], hcgs[size], strict=True)]
+        for size in hcgs
+    }
+    all_well(on_ranks(2, lambda g: ckpt.save(states[2][g.rank], tmp_path, 0, group=g)))
+    for size in (4, 1):
+        all_well(on_ranks(size, lambda g, size=size: ckpt.load(tmp_path, like=states[size][g.rank], group=g)))
+        for rank, layer in enumerate(layers[size]):
+            for name, tensor in layer.state_dict().items():
+                assert np.array_equal(tensor.numpy(), part(name, size, rank)), name
+
+    del layers[2][1].up.weight.split_axis
+    with refused(ckpt.InvalidArgument, layers[2][1].up.weight.name, "set split_axis"):
+        ModelState(layers[2][1], None, hcgs[2][1]).state_dict()
 
 
 def test_faults_are_refused(tmp_path: Path) -> None:
