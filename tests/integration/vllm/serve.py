@@ -39,9 +39,12 @@ def main() -> None:
         folder, load_format=load_format, model_loader_extra_config=json.loads(options), skip_tokenizer_init=True,
         dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=2, seed=0,
     )  # fmt: skip
-    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=5)
     (output,) = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}], greedy, use_tqdm=False)
-    found = {"tokens": list(output.outputs[0].token_ids)}
+    probabilities = [
+        sorted((token, entry.logprob.hex()) for token, entry in each.items()) for each in output.outputs[0].logprobs
+    ]
+    found = {"tokens": list(output.outputs[0].token_ids), "logprobs": probabilities}
     config = llm.llm_engine.vllm_config
 
     def work(model: torch.nn.Module) -> None:

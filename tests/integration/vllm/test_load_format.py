@@ -59,31 +59,39 @@ def test_the_weights_and_the_tokens_are_those_of_an_export(tmp_path: Path, kind:
     more: list[dict[str, Any]] = []
     if kind == "llama":
         state = dict(model.state_dict())
-        ckpt.save({n: t for n, t in state.items() if "self_attn.o_proj" not in n}, tmp_path / "missing")
+        ckpt.save({n: t for n, t in state.items() if "1.self_attn.o_proj" not in n}, tmp_path / "missing")
+        ckpt.save({n: t for n, t in state.items() if "0.mlp.up_proj" not in n}, tmp_path / "part")
         ckpt.save({n: t[:5] if n == "model.norm.weight" else t for n, t in state.items()}, tmp_path / "shape")
         ckpt.save({**state, "model.layers.0.mlp.other.weight": torch.ones(3)}, tmp_path / "key")
         damage(ckpt.save(state, tmp_path / "damaged", codec="none"), "model.layers.1.self_attn.o_proj.weight")
         more = [
-            {"url": str(tmp_path / name)} for name in ("missing", "shape", "key", "damaged", "nothing")
+            {"url": str(tmp_path / name)} for name in ("missing", "part", "shape", "key", "damaged", "nothing")
         ] + [{"url": url}, {"url": url, "prefix": "model", "steps": 1}, {"url": url, "prefix": "model", "step": 1}]  # fmt: skip
+        more.append({"url": str(tmp_path / "missing"), "strict": False})
 
     found = serve(tmp_path / "config", "ckpt", {"url": url, "prefix": "model"}, more)
     expected = serve(tmp_path / "exported", "safetensors", {})
     assert found["tokens"] == expected["tokens"]
+    assert found["logprobs"] == expected["logprobs"]  # bit for bit
     assert found["digest"] == expected["digest"]
 
     if kind == "llama":
-        missing, shape, key, damaged, nothing, parts, option, older = found["answers"]
-        assert missing.startswith("ValueError: Following weights were not initialized from checkpoint")
-        assert "model.layers.0.self_attn.o_proj.weight" in missing
+        missing, part, shape, key, damaged, nothing, parts, option, older, lenient = found["answers"]
+        assert missing == (
+            "LeafNotFound: the step lacks 1 weights of the model, such as model.layers.1.self_attn.o_proj.weight: check prefix "
+            "and rename, or set strict to false"
+        )
+        assert "such as model.layers.0.mlp.up_proj.weight" in part
+        assert len(lenient) == 64
         assert shape.startswith(("AssertionError", "ValueError", "RuntimeError"))
         assert "layers.0.mlp.other" in key
-        assert damaged.startswith("IntegrityError: leaf model.layers.1.self_attn.o_proj.weight of step 0")
+        assert damaged.startswith("IntegrityError: leaf model.")
         assert nothing.startswith("StepNotFound: nothing has been saved to")
         assert parts.startswith("InvalidArgument: step 2 of")
-        assert "has the parts model, optimizer" in parts
+        assert "has the parts model: name that of the model" in parts
         assert (
-            option == "InvalidArgument: model_loader_extra_config: ckpt has no option steps; it has url, step, prefix, rename"
+            option
+            == "InvalidArgument: model_loader_extra_config: ckpt has no option steps; it has url, step, prefix, rename, strict"
         )
         assert len(older) == 64
         assert older != found["digest"]
