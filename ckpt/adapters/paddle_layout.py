@@ -81,6 +81,16 @@ def unwrap_optimizer(optimizer: Any) -> tuple[Any, Any]:
     return optimizer, found
 
 
+def _sequence_parallel_axes(layer: Any) -> dict[int, int]:
+    """Return by its id the axis of each parameter of sequence-parallel layers, which Paddle 3.0 does not note in split_axis."""
+    axes = {"ColumnSequenceParallelLinear": {"weight": 1, "bias": 0}, "RowSequenceParallelLinear": {"weight": 0}}
+    return {
+        id(getattr(part, name)): axis
+        for part in layer.sublayers(include_self=True)
+        for name, axis in axes.get(type(part).__name__, {}).items()
+    }
+
+
 class Layout:
     """The ranks of a hybrid parallelism and what of the model each has."""
 
@@ -88,6 +98,7 @@ class Layout:
         """topology: a CommunicateTopology; None where all ranks have the same."""
         self._topology = topology
         self._layer = layer
+        self._known_axes = _sequence_parallel_axes(layer)
         if topology is None:
             return
         self._rank = rank
@@ -105,8 +116,8 @@ class Layout:
         """Return the box of a parameter that this rank has, and the shape of the whole parameter."""
         shape = list(tensor.shape)
         offset = [0] * len(shape)
-        if self._is_split(tensor):
-            axis, degree = tensor.split_axis, self._topology.get_dim("model")
+        if (axis := self._split_axis(tensor)) is not None:
+            degree = self._topology.get_dim("model")
             offset[axis] = self._here["model"] * shape[axis]
             shape[axis] *= degree
         return Box(tuple(offset), tuple(tensor.shape)), tuple(shape)
@@ -117,7 +128,7 @@ class Layout:
         name: the name of the parameter in the model.
         fixed: further axes of the parallelism along which the ranks differ, such as "sharding".
         """
-        axes = [*fixed, *(["model"] if self._is_split(tensor) else [])]
+        axes = [*fixed, *([] if self._split_axis(tensor) is None else ["model"])]
         stages = self._stages(name)
         ranks = []
         for rank in range(self._topology.world_size()):
@@ -126,15 +137,17 @@ class Layout:
                 ranks.append(rank)
         return Replica(ranks.index(self._rank), len(ranks), tuple(ranks), is_stored_whole)
 
-    def _is_split(self, tensor: Any) -> bool:
+    def _split_axis(self, tensor: Any) -> int | None:
+        """Return the axis along which tensor parallelism divides a parameter; None where all ranks have the whole one."""
         if self._topology is None or not getattr(tensor, "is_distributed", False) or self._topology.get_dim("model") == 1:
-            return False
-        if getattr(tensor, "split_axis", None) is None:
+            return None
+        axis = getattr(tensor, "split_axis", self._known_axes.get(id(tensor)))
+        if axis is None:
             raise InvalidArgument(
                 f"ModelState: the parameter {tensor.name} has is_distributed and no split_axis, so its place in the whole one "
                 "is unknown: set split_axis to the axis along which the ranks divide it"
             )
-        return True
+        return int(axis)
 
     def _stages(self, name: str) -> set[int]:
         """Return the pipeline stages that have a parameter: one, or those of a shared layer."""

@@ -351,8 +351,9 @@ def test_sequence_parallel_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             for name, tensor in layer.state_dict().items():
                 assert np.array_equal(tensor.numpy(), part(name, size, rank)), name
 
-    del layers[2][1].up.weight.split_axis
-    with refused(ckpt.InvalidArgument, layers[2][1].up.weight.name, "set split_axis"):
+    unknown = layers[2][1].norm.weight
+    unknown.is_distributed = True
+    with refused(ckpt.InvalidArgument, unknown.name, "set split_axis"):
         ModelState(layers[2][1], None, hcgs[2][1]).state_dict()
 
 
