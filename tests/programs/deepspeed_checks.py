@@ -270,6 +270,32 @@ def load_imported() -> None:
         attached.close()
 
 
+def load_offloaded() -> None:
+    """Optimizers that are offloaded to the CPU, and the order in which round_robin_gradients lays parameters out."""
+    for stage, zero in ((2, OFFLOAD), (3, OFFLOAD), (2, {"round_robin_gradients": True})):
+        url = ROOT / f"offloaded-{stage}-{len(zero)}-{next(iter(zero))}"
+        engine = trained_engine(stage, "bf16", zero=zero)
+        attached = attach(engine, url)
+        engine.save_checkpoint("unused")
+        attached.close()
+        stored, weights = stored_state(url), model_weights(engine)
+        for name, value in weights.items():
+            assert torch.equal(stored[name].to(value.dtype), value), name
+        for target, options in ((5 - stage, zero), (1, {})):
+            loaded = make_engine(
+                target, "bf16", seed=9, zero={k: v for k, v in options.items() if k != "round_robin_gradients"}
+            )
+            attach(loaded, url)
+            loaded.load_checkpoint("unused")
+            require_same(model_weights(loaded), weights)
+            expected = {name: value for name, value in stored.items() if name != "model.head.weight"}
+            require_same(whole_state(loaded), expected)
+            assert np.isfinite(train_step(loaded, 3))
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
 def exchange_with_torch() -> None:
     """A model of torch alone loads a step of ZeRO stage 1, and an engine loads what it saves."""
     torch.manual_seed(5)

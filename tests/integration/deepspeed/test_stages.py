@@ -22,7 +22,7 @@ def check(ranks: int, folder: Path, *checks: str) -> None:
 
 def test_two_ranks(saved: Path) -> None:
     check(2, saved, "load_stages", "refuse_other_models", "load_parts", "load_folder_of_deepspeed", "exchange_with_torch")
-    check(2, saved, "refuse_engines")
+    check(2, saved, "refuse_engines", "load_offloaded")
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
