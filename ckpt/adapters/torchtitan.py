@@ -151,7 +151,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]  # mypy does not loo
             else:
                 _load_only(open_repository(self._url), state, step)
         except LeafNotFound as error:
-            if OPTIMIZER in state and str(error).startswith(f"leaf {OPTIMIZER} "):
+            if any(str(error).startswith(f"leaf {name} of ") for name in state if name != MODEL):
                 raise LeafNotFound(
                     f"the step in {self._url} has only the model (checkpoint.last_save_model_only): load an earlier one with "
                     f"checkpoint.load_step, or name what to leave out in checkpoint.exclude_from_loading ({error})"
