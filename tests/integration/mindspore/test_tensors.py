@@ -81,7 +81,7 @@ def test_a_load_after_the_first_step_reaches_the_compiled_steps(tmp_path: Path, 
 
 
 def test_set_data_does_not_reach_the_compiled_steps() -> None:
-    """The reason why a load does not use it. From MindSpore 2.8 at the latest on, this also holds in graph mode."""
+    """The reason why a load does not use it. In MindSpore 2.10 this also holds in graph mode, in 2.7 it does not."""
     state, step = training()
     step()
     parameters = [p for cell in state.values() for _, p in cell.parameters_and_names()]
