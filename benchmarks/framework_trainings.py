@@ -118,7 +118,7 @@ def lightning(way: Way, folder: Path, mib: int, begin: Begin) -> None:
         "own": lambda: ModelCheckpoint(folder, every_n_train_steps=EVERY, save_top_k=-1),
     }[way]()
     trainer = pl.Trainer(
-        max_steps=STEPS, callbacks=[saving, Beginning()], enable_checkpointing=way == "own", logger=False,
+        max_steps=STEPS, callbacks=[saving, Beginning()], enable_checkpointing=way != "bare", logger=False,
         enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
     )  # fmt: skip
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.from_numpy(rows(STEPS * BATCH)), batch_size=BATCH))
