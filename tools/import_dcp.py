@@ -6,6 +6,7 @@ values are read as `weights_only=True` allows.
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ class MetadataUnpickler(pickle.Unpickler):
     """Reads DCP's metadata. It finds no other classes and functions, so that it can run nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return self.find_member
         torch = import_optional("torch", "a folder of torch.distributed.checkpoint", "torch")
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
@@ -45,6 +48,13 @@ class MetadataUnpickler(pickle.Unpickler):
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"it has a {module}.{name}, which is none of DCP's metadata")
         return super().find_class(module, name)
+
+    @staticmethod
+    def find_member(kind: Any, name: str) -> Any:
+        """Return a member of an enumeration. Python 3.11.0 to 3.11.3 store members as calls of getattr."""
+        if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+            raise pickle.UnpicklingError(f"it has a getattr of {kind!r}, which is no enumeration of DCP's metadata")
+        return kind[name]
 
 
 def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> Any:

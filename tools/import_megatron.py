@@ -95,6 +95,14 @@ class _MegatronMetadataUnpickler(MetadataUnpickler):
         except pickle.UnpicklingError:
             return _Unknown
 
+    @staticmethod
+    def find_member(kind: Any, name: str) -> Any:
+        """Return a member of an enumeration that DCP's metadata has, or else an `_Unknown`."""
+        try:
+            return MetadataUnpickler.find_member(kind, name)
+        except (pickle.UnpicklingError, KeyError):
+            return _Unknown()
+
 
 class _PlainUnpickler(pickle.Unpickler):
     """Finds no classes but those of plain values. Others become `_Unknown`, so that nothing of them runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import json
 import os
 import pickle
@@ -249,6 +250,38 @@ def test_a_sharded_folder_of_dcp(tmp_path: Path) -> None:
 
     next((tmp_path / "dcp").glob("__1*.distcp")).unlink()
     with pytest.raises(CkptError, match="which is missing"):
+        load_imported(tmp_path / "dcp")
+
+
+class MembersByName(pickle.Pickler):
+    """Stores members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_dcp_that_another_version_of_python_wrote(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.arange(6.0)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    with file.open("wb") as target:
+        MembersByName(target).dump(metadata)
+    assert b"getattr" in file.read_bytes()
+    assert_same(load_imported(tmp_path / "dcp"), {"w": torch.arange(6.0)})
+
+
+def test_getattr_in_metadata_of_dcp_reaches_no_function(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    class Reaches:
+        def __reduce__(self) -> Any:
+            return getattr, (dcp.metadata.Metadata, "__init__")
+
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Reaches()))
+    with pytest.raises(CkptError, match="no enumeration"):
         load_imported(tmp_path / "dcp")
 
 
