@@ -40,11 +40,13 @@ VERSIONS ?= newest
 REQUIREMENTS := requirements$(if $(filter lowest,$(VERSIONS)),-lowest).txt
 # ESSENTIAL=1: the essential tests alone, in environments that take from .venv what it has (torch, jax), as CI does.
 ENVIRONMENT := $(VERSIONS)$(if $(ESSENTIAL),-shared)
+# mpi4py looks for the library of MPI in its own environment, and Lightning imports it if it is there.
+MPI := $(if $(ESSENTIAL),$(addprefix MPI4PY_LIBMPI=$(CURDIR)/,$(wildcard $(VENV)/lib/libmpi.so.12)))
 
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)
 
 test-framework-%: .venv-frameworks/%-$(ENVIRONMENT)/.installed
-	CKPT_TEST_FRAMEWORK=$* .venv-frameworks/$*-$(ENVIRONMENT)/bin/python -m pytest -q $(if $(ESSENTIAL),-m essential) \
+	$(MPI) CKPT_TEST_FRAMEWORK=$* .venv-frameworks/$*-$(ENVIRONMENT)/bin/python -m pytest -q $(if $(ESSENTIAL),-m essential) \
 		tests/integration/$* tests/integration/docs/test_framework_pages.py
 
 .PRECIOUS: .venv-frameworks/%-$(ENVIRONMENT)/.installed
