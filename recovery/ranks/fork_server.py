@@ -197,6 +197,10 @@ def _try_import(name: str, package: str) -> str:
     return ""
 
 
+_SECONDS_OF_AN_ENDING_THREAD = 0.5
+"""A thread that has ended is still listed until the kernel has run its end, which takes longer on a busy machine."""
+
+
 def _find_fork_hazard() -> str:
     """Return what would break in a fork of this process; "" nothing."""
     for number in os.listdir("/proc/self/fd"):
@@ -210,8 +214,11 @@ def _find_fork_hazard() -> str:
         if (child := _fork()) == 0:  # threads that handle forks, as those of OpenBLAS, end before one
             os._exit(0)
         os.waitpid(child, 0)
-        if _count_threads() > 2:
-            return "it starts a thread when it is imported"
+        until = time.monotonic() + _SECONDS_OF_AN_ENDING_THREAD
+        while _count_threads() > 2:
+            if time.monotonic() > until:
+                return "it starts a thread when it is imported"
+            time.sleep(0.01)
     return ""
 
 

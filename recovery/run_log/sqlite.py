@@ -67,9 +67,13 @@ class SqliteRunLog(RunLog):
         mode = "mode=ro" if Path(f"{self.path}-wal").exists() else "immutable=1"
         uri = f"{self.path.absolute().as_uri()}?{mode}"
         db = sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        (has_entries,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'entries'").fetchone()
-        if not has_entries:
-            raise CkptError(f"the run in {self.path.parent} has not begun")
+        try:
+            (has_entries,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'entries'").fetchone()
+            if not has_entries:
+                raise CkptError(f"the run in {self.path.parent} has not begun")
+        except BaseException:
+            db.close()  # as long as it is open, the agent that closes last can't remove the write-ahead log
+            raise
         return db
 
     def _connect(self) -> sqlite3.Connection:
