@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers.processes import python_path
+
 
 def run_ranks(program: Path, size: int, folder: Path, repository: str, name: str, *arguments: object) -> tuple[
     set[int], list[dict[int, str]]
@@ -26,6 +28,7 @@ def run_ranks(program: Path, size: int, folder: Path, repository: str, name: str
             "PADDLE_TRAINER_ID": str(rank), "PADDLE_TRAINERS_NUM": str(size), "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
             "PADDLE_CURRENT_ENDPOINT": endpoints[rank], "PADDLE_MASTER": f"127.0.0.1:{master}",
             "PADDLE_DISTRI_BACKEND": "gloo", "OMP_NUM_THREADS": "1", "CKPT_RUN_ID": f"{folder.name}-{name}",
+            "PYTHONPATH": python_path(),
         }  # fmt: skip
         ranks.append(subprocess.Popen(command, env=os.environ | environ))
     try:

@@ -10,13 +10,10 @@ the losses of each number of ranks are equal. Each loss is one line of LOSSES: t
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import paddle
 from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_optimizer_stage2 as stage2
 from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_stage3 as stage3
@@ -25,6 +22,7 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import
 
 import ckpt
 from ckpt.adapters.paddle import ModelState
+from programs.paddle_loop import minimize, train
 
 
 def make() -> tuple[Any, Any]:
@@ -104,21 +102,14 @@ def main() -> None:
     if level == "p_g_os":
         require_refusals(model, optimizer, f"{url}-refused")
     state = {"train": ModelState(model, optimizer)}
-    with ckpt.Checkpointer(url, every=2) as saver, open(losses, "a") as out:
-        state, start = saver.restore(state)
-        for step in range(start, 9):
-            paddle.seed(step)
-            loss = model(paddle.to_tensor(np.random.default_rng(step).standard_normal((4, 8), np.float32))).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.clear_grad()
-            schedule.step()
-            out.write(f"{step} {loss.numpy().tobytes().hex()}\n")
-            out.flush()
-            saver.step(step, state)
-            if step == kill:
-                saver.wait()
-                os.kill(os.getpid(), signal.SIGKILL)
+
+    def update(step: int) -> Any:
+        paddle.seed(step)
+        loss = minimize(model, optimizer, step)
+        schedule.step()
+        return loss
+
+    train(state, url, losses, kill, update)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ Each loss is one line of LOSSES: the step and the bits of the loss.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
-import numpy as np
 import paddle
 from paddle.distributed import fleet
 
 import ckpt
 from ckpt.adapters.paddle import ModelState
+from programs.paddle_loop import minimize, train
 
 
 def main() -> None:
@@ -34,19 +33,7 @@ def main() -> None:
     optimizer = fleet.distributed_optimizer(paddle.optimizer.AdamW(0.01, parameters=model.parameters()))
     paddle.seed(50 + hcg.get_global_rank())
     state = {"train": ModelState(model, optimizer, hcg), "random": ckpt.RandomState()}
-    with ckpt.Checkpointer(url, every=2) as saver, open(losses, "a") as out:
-        state, start = saver.restore(state)
-        for step in range(start, 9):
-            loss = model(paddle.to_tensor(np.random.default_rng(step).standard_normal((4, 8), np.float32))).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.clear_grad()
-            out.write(f"{step} {loss.numpy().tobytes().hex()}\n")
-            out.flush()
-            saver.step(step, state)
-            if step == kill:
-                saver.wait()
-                os.kill(os.getpid(), signal.SIGKILL)
+    train(state, url, losses, kill, lambda step: minimize(model, optimizer, step))
 
 
 if __name__ == "__main__":

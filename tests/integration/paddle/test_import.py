@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
+from helpers.imports import assert_killed_import_leaves_no_step, growth_of_memory, load_imported
 from helpers.refusal import refused
 
 import ckpt
 from ckpt.adapters.paddle import ModelState
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools import import_paddle
-from ckpt.tools.import_step import command
-
-
-def load_imported(source: Path, *options: object) -> Any:
-    """Import a source, and return the loaded state."""
-    url = source.parent / "imported"
-    assert command.main([str(source), str(url), *map(str, options)], standalone_mode=False) == 0
-    return ckpt.load(url)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -185,40 +175,17 @@ def test_damaged_files_and_wrong_folders_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "imported").exists()
 
 
-RUN = [sys.executable, "-m", "ckpt.tools.import_step"]
-
-
 def test_a_killed_import_leaves_no_step(tmp_path: Path) -> None:
     paddle.save({"a": paddle.randn([1000])}, str(tmp_path / "a.pdparams"))
-    arguments = [*RUN, str(tmp_path / "a.pdparams"), str(tmp_path / "imported")]
-    killed = subprocess.run(arguments, env={**os.environ, "CKPT_FAILPOINTS": "save.manifest=kill"}, timeout=120)
-    assert killed.returncode == -signal.SIGKILL
-    assert ckpt.open(tmp_path / "imported").steps() == []
-    assert subprocess.run(arguments, timeout=120).returncode == 0
-    assert ckpt.open(tmp_path / "imported").steps() == [0]
-
-
-MEASURED = """
-import sys
-from pathlib import Path
-from ckpt.tools.import_step import command
-peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
-command.main([sys.argv[1], sys.argv[3]], standalone_mode=False)
-before = peak()
-command.main([sys.argv[2], sys.argv[4]], standalone_mode=False)
-assert "paddle" not in sys.modules
-print(peak() - before)
-"""
+    assert_killed_import_leaves_no_step(tmp_path / "a.pdparams")
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     """A small file first loads all modules; then 600 MB are imported with much less memory, and without Paddle."""
-    paths = [tmp_path / "small.pdparams", tmp_path / "big.pdparams", tmp_path / "one", tmp_path / "two"]
-    for path, size in zip(paths, (1, 1 << 26), strict=False):
+    small, big = tmp_path / "small.pdparams", tmp_path / "big.pdparams"
+    for path, size in ((small, 1), (big, 1 << 26)):
         arrays = {"big": np.ones(size, np.float64), "small": np.arange(9.0)}
         with open(path, "wb") as file:
             pickle.dump({**arrays, import_paddle.NAMES: {name: name for name in arrays}}, file, protocol=4)
-    done = subprocess.run([sys.executable, "-c", MEASURED, *map(str, paths)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 400 << 20
+    assert growth_of_memory(small, big, tmp_path, absent="paddle") < 400 << 20

@@ -7,9 +7,7 @@ import enum
 import json
 import os
 import pickle
-import signal
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,21 +16,14 @@ import numpy as np
 import pytest
 import torch
 from helpers.folders import PROGRAMS
+from helpers.imports import IMPORT, assert_killed_import_leaves_no_step, growth_of_memory, load_imported
 from helpers.torchrun import torchrun
 from safetensors.torch import save_file
 
 import ckpt
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools import import_step
-from ckpt.tools.import_step import command
 from ckpt.tools.restore import command as restore
-
-
-def load_imported(source: Path, *options: object) -> Any:
-    """Import a source, and return the loaded state."""
-    url = source.parent / "imported"
-    assert command.main([str(source), str(url), *map(str, options)], standalone_mode=False) == 0
-    return ckpt.load(url)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -364,7 +355,7 @@ def test_only_a_part_is_imported(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="matches --only"):
         load_imported(tmp_path / "state.pt", "--only", "modle.*")
     torch.save({}, tmp_path / "dcp" / "common.pt")
-    command_line = [*RUN, str(tmp_path / "dcp"), str(tmp_path / "more"), "--only", "model"]
+    command_line = [*IMPORT, str(tmp_path / "dcp"), str(tmp_path / "more"), "--only", "model"]
     assert "common.pt" in subprocess.run(command_line, capture_output=True, text=True, timeout=120).stderr
 
 
@@ -395,32 +386,10 @@ def test_a_source_that_changes_is_found(tmp_path: Path, monkeypatch: pytest.Monk
         load_imported(source)
 
 
-RUN = [sys.executable, "-m", "ckpt.tools.import_step"]
-
-
 @pytest.mark.parametrize("point", ["save.stage", "save.manifest", "save.commit"])
 def test_a_killed_import_leaves_no_step(point: str, tmp_path: Path) -> None:
     torch.save({"a": torch.randn(1000)}, tmp_path / "state.pt")
-    killed = subprocess.run(
-        [*RUN, str(tmp_path / "state.pt"), str(tmp_path / "imported")],
-        env={**os.environ, "CKPT_FAILPOINTS": f"{point}=kill"}, capture_output=True, timeout=120,
-    )  # fmt: skip
-    assert killed.returncode == -signal.SIGKILL
-    assert ckpt.open(tmp_path / "imported").steps() == []
-    load_imported(tmp_path / "state.pt")
-    assert ckpt.open(tmp_path / "imported").steps() == [0]
-
-
-MEASURED = """
-import sys
-from pathlib import Path
-from ckpt.tools.import_step import command
-peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
-command.main([sys.argv[1], sys.argv[3]], standalone_mode=False)
-before = peak()
-command.main([sys.argv[2], sys.argv[4]], standalone_mode=False)
-print(peak() - before)
-"""
+    assert_killed_import_leaves_no_step(tmp_path / "state.pt", point)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
@@ -431,8 +400,5 @@ def test_memory_does_not_grow_with_the_source(ending: str, tmp_path: Path) -> No
     save({"a": torch.ones(10)}, tmp_path / f"small.{ending}")
     state = {"big": torch.ones(1 << 27), **{f"layer.{i}": torch.full((1 << 20,), float(i)) for i in range(64)}}
     save(state, tmp_path / f"big.{ending}")
-    paths = [tmp_path / f"small.{ending}", tmp_path / f"big.{ending}", tmp_path / "one", tmp_path / "two"]
-    done = subprocess.run([sys.executable, "-c", MEASURED, *map(str, paths)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 400 << 20
+    assert growth_of_memory(tmp_path / f"small.{ending}", tmp_path / f"big.{ending}", tmp_path) < 400 << 20
     assert np.asarray(ckpt.open(tmp_path / "two")[0]["layer.7"][:3]).tolist() == [7, 7, 7]

@@ -1,0 +1,56 @@
+"""ckpt-import of a source: what it stores, what a killed one leaves, and how much memory it needs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ckpt
+from ckpt.tools.import_step import command
+
+IMPORT = [sys.executable, "-m", "ckpt.tools.import_step"]
+
+_MEASURED = """
+import sys
+from pathlib import Path
+from ckpt.tools.import_step import command
+peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
+command.main([sys.argv[1], sys.argv[3]], standalone_mode=False)
+before = peak()
+command.main([sys.argv[2], sys.argv[4]], standalone_mode=False)
+assert sys.argv[5] not in sys.modules
+print(peak() - before)
+"""
+
+
+def load_imported(source: Path | str, *options: object, to: Path | None = None) -> Any:
+    """Import a source, and return the loaded state. to: the repository; the default is the folder `imported` next to the source."""
+    url = to or Path(source).parent / "imported"
+    assert command.main([str(source), str(url), *map(str, options)], standalone_mode=False) == 0
+    return ckpt.load(url)
+
+
+def assert_killed_import_leaves_no_step(source: Path, failpoint: str = "save.manifest") -> None:
+    """Kill an import at a fail point; check that it has stored no step, and that the next import stores one."""
+    url = source.parent / "imported"
+    arguments = [*IMPORT, str(source), str(url)]
+    killed = subprocess.run(arguments, env={**os.environ, "CKPT_FAILPOINTS": f"{failpoint}=kill"}, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert ckpt.open(url).steps() == []
+    assert subprocess.run(arguments, timeout=120).returncode == 0
+    assert ckpt.open(url).steps() == [0]
+
+
+def growth_of_memory(small: Path, big: Path, folder: Path, absent: str = "") -> int:
+    """Import a small source, which loads all modules, to `folder`/one, and then a big one to `folder`/two.
+
+    absent: a module that no import may load. Returns by how many bytes the second import raises the peak of the process.
+    """
+    arguments = [str(small), str(big), str(folder / "one"), str(folder / "two"), absent]
+    done = subprocess.run([sys.executable, "-c", _MEASURED, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
