@@ -40,8 +40,8 @@ class EngineState:
     client_state: values of the user, saved as rank 0 has them.
 
     The saved state is that of `ckpt.adapters.torch.ModelState`: {"model": {name: tensor}, "optimizer": {"state": {name: …},
-    "group_of": {name: group}, "groups": {group: options}}}, and the other parts beside it. A parameter that is trained is saved
-    with the precision of its master weights. Each rank saves and loads only its partition.
+    "group_of": {name: group}, "groups": {group: options}}}, and an entry for each other part. A parameter that is trained is
+    saved with the precision of its master weights. Each rank saves and loads only its partition.
 
     Raises:
         InvalidArgument: The engine has pipeline, tensor or expert parallelism, or partitions on NVMe.
@@ -188,8 +188,8 @@ class EngineState:
                 for key, value in (saved_states.get(name) or {}).items():
                     state.setdefault(name, {})[key] = self._target(partition, flat, place, name, key, value)
         groups = saved.get("groups") or {}
-        wanted = {label: _without_values(groups[label]) for label in dict.fromkeys(group_of.values()) if label in groups}
-        return {"state": state, "group_of": group_of, "groups": wanted}
+        used = {label: _without_values(groups[label]) for label in dict.fromkeys(group_of.values()) if label in groups}
+        return {"state": state, "group_of": group_of, "groups": used}
 
     def _target(self, partition: Partition, flat: dict[str, Any], place: Range, name: str, key: str, value: Any) -> Any:
         """Return the target of one saved value; those of one partition are parts of one new tensor, which `flat` gets."""

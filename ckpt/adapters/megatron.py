@@ -42,8 +42,8 @@ def save(
 ) -> Any:  # fmt: skip
     """Save a sharded state dict as one step, as `dist_checkpointing.save` does to a folder.
 
-    checkpoint_dir: a folder or URL whose last part is iter_N, for step N of the repository in the folder `ckpt` beside it; or a
-        repository, which gets the step after its newest.
+    checkpoint_dir: RUN/iter_N, a folder or URL, for step N of the repository RUN/ckpt; or a repository, which gets the step
+        after its newest.
     sharded_strategy, common_strategy: no effect. Each rank writes an equal share of what several ranks have.
     async_sharded_save: whether to return an AsyncRequest when the state is copied. Its finalize function waits for the commit.
     validate_access_integrity, preprocess_common_before_consistancy_check, content_metadata: as for Megatron-Core.

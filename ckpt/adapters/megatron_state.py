@@ -102,9 +102,9 @@ class LoadTargets:
         for key, tensors in self._tensors.items():
             boxes = [box for tensor in tensors for box in self._box(tensor, saved.get(key))]
             if boxes:
-                wanted = saved.get(key)
+                stored = saved.get(key)
                 shape = (
-                    wanted.shape if isinstance(wanted, Saved) and tensors[0].allow_shape_mismatch else tensors[0].global_shape
+                    stored.shape if isinstance(stored, Saved) and tensors[0].allow_shape_mismatch else tensors[0].global_shape
                 )
                 found[key] = Shard([local for local, _ in boxes], shape, [offset for _, offset in boxes])
         return found

@@ -60,13 +60,13 @@ class ShardedState:
         found = self.state_dict()
         if self._model_parts and isinstance(saved, dict):
             for name, value in found.items():
-                tensor, wanted = without_replica_ranks(value), saved.get(name)
+                tensor, stored = without_replica_ranks(value), saved.get(name)
                 if (
-                    isinstance(wanted, Saved)
+                    isinstance(stored, Saved)
                     and isinstance(tensor, torch.Tensor)
-                    and str(tensor.dtype) != f"torch.{wanted.dtype}"
+                    and str(tensor.dtype) != f"torch.{stored.dtype}"
                 ):
-                    made = torch.empty_like(tensor, dtype=getattr(torch, wanted.dtype, None))
+                    made = torch.empty_like(tensor, dtype=getattr(torch, stored.dtype, None))
                     found[name] = with_replica_ranks(made, self._ranks)
         return found
 
