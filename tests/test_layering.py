@@ -121,6 +121,16 @@ def test_imports_between_folders_of_ckpt_are_few():
     assert code_map.depth(edges) <= 12
 
 
+def test_functions_are_short():
+    """The length of ckpt.api.save is its docstring, which documents each argument."""
+    assert {name for name, lines, _ in code_map.functions() if lines > code_map.FUNCTION_LINES} <= {"ckpt.api.save"}
+
+
+def test_functions_that_are_not_public_have_few_arguments():
+    public = {"ckpt.api.save", "ckpt.api.load", "ckpt.checkpointer.__init__"}
+    assert {name for name, _, arguments in code_map.functions() if arguments > code_map.ARGUMENTS} <= public
+
+
 def test_the_map_in_the_documentation_names_every_file():
     assert code_map.PAGE.read_text() == code_map.page_with_rooms(), "run make map-docs"
 

@@ -53,11 +53,7 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
     hosts = job.host_count(host.launcher, os.environ)
     _check_hosts(job, host.launcher, hosts, state)
     _check_command(job.command, host.launcher)
-    directory = job.directory
-    if run_adapt.is_on(adapt):
-        directory = run_adapt.directory_for(directory, host.run_dir, hosts)
-        run_adapt.set_environment(job.command)
-    directory = None if directory is None else _share_directory(directory)
+    directory = _adapted_directory(adapt, job, host, hosts)
     name = host_identity.check_host_name(host.name or host_identity.host_name(host.launcher, os.environ))
     if job.nnodes is None:
         host_identity.require_host_count(host.launcher, os.environ)
@@ -84,6 +80,15 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
     finally:
         opened.close()
         os.close(lock)
+
+
+def _adapted_directory(adapt: str, job: JobOptions, host: HostRunOptions, hosts: int) -> str | None:
+    """Return the absolute URL for the checkpoints, None without --dir; prepare the environment of the ranks for --adapt."""
+    directory = job.directory
+    if run_adapt.is_on(adapt):
+        directory = run_adapt.directory_for(directory, host.run_dir, hosts)
+        run_adapt.set_environment(job.command)
+    return None if directory is None else _share_directory(directory)
 
 
 def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:

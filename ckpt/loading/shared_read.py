@@ -100,7 +100,7 @@ def read_shared(
     by_key = dict(zip(keys, read_plan, strict=True))
     blocks = needs_by_block(needs)
     saves_enough = is_worth_sharing(blocks)
-    has_common_page_cache = one_host and all(told.is_local for told in facts)
+    has_common_page_cache = one_host and all(rank_facts.is_local for rank_facts in facts)
     shared_reads = schedule_shared_reads(blocks, group.size) if _is_shared(facts, saves_enough, has_common_page_cache) else {}
     window = _open_window(shared_reads, group) if one_host else None
     by_messages = bool(shared_reads) and window is None and group.can_exchange and (share is True or not has_common_page_cache)
@@ -143,7 +143,7 @@ def _gather_needs(group: Group, facts: RankReadFacts, needs: NeedRows) -> tuple[
     """Return the facts and the needs of each rank. Raises InvalidArgument if share_reads differs between ranks."""
     answers = [np.frombuffer(data, np.int64) for data in group.all_gather(np.append(np.array(facts), needs).tobytes())]
     found = [RankReadFacts(*answer[: len(facts)].tolist()) for answer in answers]
-    if other := [rank for rank, told in enumerate(found) if told.share != found[0].share]:
+    if other := [rank for rank, rank_facts in enumerate(found) if rank_facts.share != found[0].share]:
         named = {0: "False", 1: "True", 2: "'auto'"}
         raise InvalidArgument(
             f"share_reads={named[found[0].share]} on rank 0 and {named[found[other[0]].share]} on {ranks_text(other)}; "
@@ -161,7 +161,7 @@ def _is_shared(facts: Sequence[RankReadFacts], saves_enough: bool, has_common_pa
     """
     if facts[0].share != 2:
         return facts[0].share == 1
-    return saves_enough and (not has_common_page_cache or all(told.bypasses_cache for told in facts))
+    return saves_enough and (not has_common_page_cache or all(rank_facts.bypasses_cache for rank_facts in facts))
 
 
 def _open_window(shared_reads: Mapping[BlockKey, SharedRead], group: Group) -> SharedWindow | None:

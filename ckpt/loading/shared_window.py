@@ -58,11 +58,11 @@ class SharedWindow:
         self._group = group
         self._owners = owners
         seen = np.frombuffer(memory, np.uint8)
-        told = _header_bytes(group.size, parts)
+        header_bytes = _header_bytes(group.size, parts)
         self._released = seen[: 64 * group.size].view(np.int64)[::8]  # one cache line for each rank
         self._failed = seen[64 * group.size : 65 * group.size]
         self._ready = seen[65 * group.size : 65 * group.size + parts]
-        self._slots = seen[told:].reshape(-1, slot_bytes)
+        self._slots = seen[header_bytes:].reshape(-1, slot_bytes)
 
     @classmethod
     def create(cls, group: Group, slots: int, slot_bytes: int, parts: int) -> SharedWindow | None:

@@ -105,6 +105,6 @@ def _announce_and_gather(
     group.meet_at(rendezvous_store)
     if not group.can_gather:
         return json.loads(group.broadcast(None if announcement is None else json.dumps(announcement).encode())), []
-    gathered = group.all_gather(json.dumps({"told": announcement, "process": asdict(this_process())}).encode())
+    gathered = group.all_gather(json.dumps({"announcement": announcement, "process": asdict(this_process())}).encode())
     messages = [json.loads(data) for data in gathered]
-    return messages[0]["told"], [decode(ProcessIdentity, one["process"]) for one in messages]
+    return messages[0]["announcement"], [decode(ProcessIdentity, one["process"]) for one in messages]
