@@ -29,12 +29,12 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.saving import session_registry as sessions
+from ckpt.saving.commit_wait import TIMEOUT_SECONDS
 from ckpt.saving.group_choice import group_that_saves
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
-from ckpt.saving.rank_parts import TIMEOUT_SECONDS
 from ckpt.saving.save_plan import flatten_state
 from ckpt.saving.skipped_step import require_same_step_as_rank_0
 from ckpt.state.name_mapping import Rename, rename_tree

@@ -27,12 +27,12 @@ from ckpt.repository.retention import Keep, as_keep
 from ckpt.saving import session_registry as sessions
 from ckpt.saving.attached_optimizers import AttachedOptimizers
 from ckpt.saving.background_scrub import BYTES_PER_SECOND, Scrubber
+from ckpt.saving.commit_wait import TIMEOUT_SECONDS
 from ckpt.saving.group_choice import group_that_saves
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
-from ckpt.saving.rank_parts import TIMEOUT_SECONDS
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.staging_memory import staging_bytes
 from ckpt.saving.writer_session import Session

@@ -46,9 +46,9 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Url, open_repository
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.saving import session_registry as sessions
+from ckpt.saving.commit_wait import TIMEOUT_SECONDS
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
-from ckpt.saving.rank_parts import TIMEOUT_SECONDS
 from ckpt.saving.skipped_step import give_up_attempt
 from ckpt.saving.writer_session import Session
 from ckpt.state.boxes import Box

@@ -23,7 +23,7 @@ from ckpt.repository.completeness import note_complete
 from ckpt.repository.repository import step_folder
 from ckpt.repository.retention import has_all_files
 from ckpt.repository.writer_lease import Attempt
-from ckpt.saving import rank_failures, rank_part_merge, rank_parts
+from ckpt.saving import commit_wait, failure_reports, rank_part_merge, rank_parts
 from ckpt.saving.options import Options
 from ckpt.saving.replica_check import PublishedDigests
 from ckpt.saving.writer_session import Session
@@ -100,10 +100,10 @@ class Committer:
         rank_parts.publish_part(repo, attempt, data)
         if lease.rank:
             self.is_outcome_reported = True
-            commit = rank_parts.await_commit(repo, lease, self._group, attempt, 2 * timeout)
+            commit = commit_wait.await_commit(repo, lease, self._group, attempt, 2 * timeout)
             return repo.checkpoint(commit, lease.rank)
         merged = rank_part_merge.merge_parts(
-            repo, self._step, rank_parts.gather_parts(repo, lease, self._group, attempt, timeout)
+            repo, self._step, commit_wait.gather_parts(repo, lease, self._group, attempt, timeout)
         )
         self._session.drift.check(self._step, merged.tree, self._previous_step_tree)
         self._session.pin_packs(attempt, merged.packs)
@@ -220,4 +220,4 @@ class Committer:
             to_delete = [e.name for e in self._store.list(folder.rstrip("/")) if name in e.name and "failed" not in e.name]
             self._store.delete(to_delete)
         if not is_outcome_known and self._is_part_offered and self._group.size > 1:
-            rank_failures.note_unknown_outcome(self._store, self._session.lease, self._group, self._attempt, error)
+            failure_reports.note_unknown_outcome(self._store, self._session.lease, self._group, self._attempt, error)

@@ -9,7 +9,7 @@ from typing import get_args
 from ckpt.format import codec
 from ckpt.format.digest import require_algorithm
 from ckpt.repository.retention import Keep
-from ckpt.saving import rank_parts
+from ckpt.saving import commit_wait
 from ckpt.saving.nan_check import NanOption
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.storage.base.errors import InvalidArgument
@@ -31,7 +31,7 @@ class Options:
     in_flight: int = 1
     deferrable: Callable[[ArrayLeaf], bool] | None = None
     """Returns whether a leaf stays unchanged until `SaveHandle.staged` is set."""
-    timeout: float = rank_parts.TIMEOUT_SECONDS
+    timeout: float = commit_wait.TIMEOUT_SECONDS
     """How many seconds to wait for the other ranks of a group."""
     verify_replicas: bool | None = None
     """Whether each rank digests the replicas that it has, so that the committer can compare them; None for a sample of them."""

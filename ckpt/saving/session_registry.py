@@ -14,7 +14,7 @@ from ckpt.groups.base import Group
 from ckpt.repository.group_lease import GroupLease
 from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import SerialCounter, WriterLease
-from ckpt.saving import rank_failures
+from ckpt.saving import failure_reports
 from ckpt.saving.exit_status import fail_cleanup, register_before_thread_shutdown
 from ckpt.saving.session_start import RequestedStep, start_alone, start_in_group
 from ckpt.saving.writer_session import Session
@@ -124,14 +124,14 @@ def leave(session: Session, keep: bool = False) -> None:
         _sessions.pop(_session_key(session.repo, session.group), None)
         if session.has_stuck_save():
             session.lease.abandon()
-            rank_failures.note_ended(session.lease, session.group)
+            failure_reports.note_ended(session.lease, session.group)
             return  # the store does not answer; the next job takes over when this process is dead
         if not session.lease.rank and not session.lease.release():
-            rank_failures.note_ended(session.lease, session.group)
+            failure_reports.note_ended(session.lease, session.group)
         if session.has_unseen_error():
             _orphaned_sessions.append(session)
     if session.lease.rank and not session.lease.release():  # this lease is not shared, so release it without the lock
-        rank_failures.note_ended(session.lease, session.group)
+        failure_reports.note_ended(session.lease, session.group)
 
 
 def _after_fork() -> None:
@@ -186,6 +186,6 @@ def _report_at_exit() -> None:
         # Other sessions may share the lease, but none saves any more, so release it at once.
         release = session.lease.release if session.lease.rank else session.lease.writer.release
         if session.group.size > 1 and not release():
-            rank_failures.note_ended(session.lease, session.group)
+            failure_reports.note_ended(session.lease, session.group)
     if failed:
         fail_cleanup()

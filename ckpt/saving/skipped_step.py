@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from ckpt.groups.base import step_mismatch_error
 from ckpt.repository.writer_lease import Attempt
-from ckpt.saving import rank_failures
+from ckpt.saving import failure_reports
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError
 
@@ -38,4 +38,4 @@ def give_up_attempt(session: Session, attempt: Attempt, error: BaseException) ->
     session.lease.writer.end_attempt(attempt)
     if session.group.size > 1:
         with suppress(CkptError, OSError):
-            rank_failures.publish_failure(session.repo.store, session.lease, session.group, attempt, error)
+            failure_reports.publish_failure(session.repo.store, session.lease, session.group, attempt, error)

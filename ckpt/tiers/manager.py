@@ -41,14 +41,14 @@ from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.copy_check import remove_damaged_copies
 from ckpt.tiers.freed_memory import free_memory, remove_freed_commits
 from ckpt.tiers.open_tier import OpenTier, can_fall_through, cancel_promotion, publish_durable
-from ckpt.tiers.tier_opening import open_repositories, require_shared_memory
+from ckpt.tiers.previous_memory import previous_memories
+from ckpt.tiers.tier_repositories import open_repositories, require_shared_memory
 from ckpt.tiers.tier_spec import (
     MEMORY,
     Tier,
     bind_to_repository,
     capacity_bytes,
     has_steps_of,
-    previous_memories,
     repair_marker,
 )
 from ckpt.training.save_interval import Every

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import stat
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from ckpt.errors import FormatError, StepNotFound
 from ckpt.format import json_records
 from ckpt.repository.repository import MARKER, Repository, Url, new_marker, open_repository
 from ckpt.repository.retention import Keep, as_keep
-from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError, Unavailable
-from ckpt.storage.base.store import Store
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.shared_memory import MemoryStore
 from ckpt.support.validation import checked_bytes, checked_every
@@ -34,20 +32,10 @@ MEMORY = "memory"
 MEMORY_VARIABLE = "CKPT_MEMORY"
 """The environment variable with the URL of the memory that `ckpt-run` keeps for the job. It outlives the ranks."""
 
-PREVIOUS_MEMORY_VARIABLE = "CKPT_MEMORY_BEFORE"
-"""The environment variable with the URLs, separated by spaces, of memory that earlier attempts used. It is only read."""
-
-MEMORY_WAIT_VARIABLE = "CKPT_MEMORY_WAIT"
-"""The environment variable "SECONDS URL": how long to wait if the hosts of this memory, which may have the newest steps, do not
-answer."""
-
 TIER_NOTE_NAME = "tier.json"
 """The name of the file in a tier that names its repository of record."""
 
 _SHARE_OF_MEMORY = 0.5
-_RETRY_SECONDS = 0.5
-_ANSWER_SECONDS = 3.0
-"""A host whose memory does not answer within this time counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,46 +100,6 @@ def tier_location(tier: Tier, record: str) -> Url:
     if kept := os.environ.get(MEMORY_VARIABLE):
         return _memory_store(url_of_subfolder(kept, name))
     return MemoryStore(own_memory_folder() / name)
-
-
-def previous_memories(record: Repository) -> list[Repository]:
-    """Return the memory of earlier attempts that has steps of the repository of record, the newest first."""
-    found = []
-    seconds, awaited = _memory_wait_from_env()
-    for url in os.environ.get(PREVIOUS_MEMORY_VARIABLE, "").split():
-        repo = open_repository(url_of_subfolder(url, memory_folder_name(record.url)), record.keys)
-        try:
-            until = time.monotonic() + (seconds if url == awaited else 0.0)
-            if _can_have_steps(repo.store, until) and has_steps_of(repo, record):
-                found.append(repo)
-                log.info("also reading %s, the memory of the previous attempt", repo.url)
-        except StoreError as error:
-            log.warning("the memory of the previous attempt is lost: %s", error)
-    return found
-
-
-def _memory_wait_from_env() -> tuple[float, str]:
-    """Return how many seconds to wait, and for the memory at which URL."""
-    text = os.environ.get(MEMORY_WAIT_VARIABLE, "")
-    seconds, _, url = text.partition(" ")
-    try:
-        return float(seconds or 0.0), url
-    except ValueError as error:
-        raise InvalidArgument(
-            f"{MEMORY_WAIT_VARIABLE}={text!r} is not SECONDS URL; unset it: ckpt-run sets it for its ranks"
-        ) from error
-
-
-def _can_have_steps(store: Store, deadline: float) -> bool:
-    """Return whether a store may have steps; raise Unavailable if it does not answer before `deadline` (time.monotonic)."""
-    while True:
-        try:
-            return store.answers(_ANSWER_SECONDS)
-        except Unavailable as error:
-            if time.monotonic() >= deadline:
-                raise
-            log.warning("%s; retrying for at most %.0f s", error, deadline - time.monotonic())
-            time.sleep(_RETRY_SECONDS)
 
 
 def _memory_store(url: str) -> Url:

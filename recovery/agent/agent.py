@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.recovery.agent import metrics
+from ckpt.recovery.agent.agent_heartbeat import AgentHeartbeat
 from ckpt.recovery.agent.agent_identity import AgentIdentity
 from ckpt.recovery.agent.agent_loop import AgentLoop, AgentParts, make_report
 from ckpt.recovery.agent.followed_log import FollowedLog
-from ckpt.recovery.agent.heartbeat import AgentHeartbeat
 from ckpt.recovery.agent.host_lease import HostLease
 from ckpt.recovery.agent.host_memory import HostMemory
 from ckpt.recovery.agent.host_options import HostOptions

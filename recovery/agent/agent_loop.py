@@ -6,9 +6,9 @@ import selectors
 import time
 from dataclasses import dataclass, replace
 
+from ckpt.recovery.agent.agent_heartbeat import AgentHeartbeat
 from ckpt.recovery.agent.agent_identity import AgentIdentity
 from ckpt.recovery.agent.followed_log import FollowedLog
-from ckpt.recovery.agent.heartbeat import AgentHeartbeat
 from ckpt.recovery.agent.host_lease import HostLease
 from ckpt.recovery.agent.host_memory import HostMemory
 from ckpt.recovery.agent.host_ranks import HostRanks

@@ -14,7 +14,7 @@ from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import memories_of
 from ckpt.recovery.run_log.run_state import RunState
-from ckpt.tiers import tier_spec
+from ckpt.tiers import previous_memory, tier_spec
 
 
 class HostMemory:
@@ -78,9 +78,11 @@ class HostMemory:
         if memory_url := current if self.folder is None else str(self.folder):
             variables[tier_spec.MEMORY_VARIABLE] = memory_url
         if previous:
-            variables[tier_spec.PREVIOUS_MEMORY_VARIABLE] = " ".join(previous)
+            variables[previous_memory.PREVIOUS_MEMORY_VARIABLE] = " ".join(previous)
         if run_state.newest.memory in run_state.memory[1:] and run_state.memory_wait_seconds:
-            variables[tier_spec.MEMORY_WAIT_VARIABLE] = f"{run_state.memory_wait_seconds:g} {run_state.newest.memory.url(name)}"
+            variables[previous_memory.MEMORY_WAIT_VARIABLE] = (
+                f"{run_state.memory_wait_seconds:g} {run_state.newest.memory.url(name)}"
+            )
         return variables
 
     def is_needed(self, run_state: RunState, reports: Mapping[str, AgentReport]) -> bool:

@@ -15,11 +15,11 @@ from helpers.processes import until
 import ckpt
 from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes, NodeSecurity
 from ckpt.repository.repository import open_repository
-from ckpt.tiers import tier_spec
+from ckpt.tiers import previous_memory, tier_spec
 
 
 def test_a_restore_waits_for_stopped_memory_as_long_as_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_spec, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(previous_memory, "_ANSWER_SECONDS", 0.5)
     nodes = MemoryNodes(tmp_path / "memory", "127.0.0.1", NodeSecurity())
     try:
         until(lambda: (nodes.update(()), nodes.state == "ready")[1])
@@ -29,14 +29,14 @@ def test_a_restore_waits_for_stopped_memory_as_long_as_allowed(tmp_path: Path, m
         with ckpt.Checkpointer(record.url, every=None, tiers=[ckpt.Tier("memory", every=1)], group=None) as ck:
             ck.step(0, {"w": np.arange(50_000.0)})
             ck.wait()
-            monkeypatch.setenv(tier_spec.PREVIOUS_MEMORY_VARIABLE, memory)
+            monkeypatch.setenv(previous_memory.PREVIOUS_MEMORY_VARIABLE, memory)
             assert nodes._process is not None
             os.kill(nodes._process.pid, signal.SIGSTOP)
             try:
-                assert tier_spec.previous_memories(record) == [], "ckpt-run has not allowed any wait"
-                monkeypatch.setenv(tier_spec.MEMORY_WAIT_VARIABLE, f"60 {memory}")
+                assert previous_memory.previous_memories(record) == [], "ckpt-run has not allowed any wait"
+                monkeypatch.setenv(previous_memory.MEMORY_WAIT_VARIABLE, f"60 {memory}")
                 found: list[list[ckpt.Repository]] = []
-                reader = threading.Thread(target=lambda: found.append(tier_spec.previous_memories(record)))
+                reader = threading.Thread(target=lambda: found.append(previous_memory.previous_memories(record)))
                 reader.start()
                 time.sleep(2.0)
                 assert reader.is_alive()
@@ -46,6 +46,6 @@ def test_a_restore_waits_for_stopped_memory_as_long_as_allowed(tmp_path: Path, m
             assert [repo.steps() for repo in found[0]] == [[0]]
     finally:
         nodes.close(remove=True)
-    monkeypatch.setenv(tier_spec.MEMORY_WAIT_VARIABLE, "x")
+    monkeypatch.setenv(previous_memory.MEMORY_WAIT_VARIABLE, "x")
     with pytest.raises(ckpt.InvalidArgument, match="SECONDS URL"):
-        tier_spec.previous_memories(record)
+        previous_memory.previous_memories(record)

@@ -1,0 +1,138 @@
+"""The waits of a commit: rank 0 waits for the parts of all ranks, the others for its commit record.
+
+Each wait ends early, with the reason, if a rank reports that it failed, has ended or has died, or if a newer generation of
+writers has begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ckpt.errors import RanksMissing, StepRefused
+from ckpt.format.json_records import CommitRecord
+from ckpt.groups.base import Group, ranks_text
+from ckpt.repository.group_lease import GroupLease
+from ckpt.repository.repository import Repository
+from ckpt.repository.writer_lease import Attempt
+from ckpt.saving.failure_reports import ended_ranks, give_up_reason, noted_failure, read_failure
+from ckpt.saving.rank_part_files import ListedPart, list_parts, other_step_text
+from ckpt.storage.base.errors import IntegrityError, NotFound
+from ckpt.storage.base.failpoints import failpoint
+
+TIMEOUT_SECONDS = 600.0
+"""How long the committer waits for the last rank. The other ranks wait twice as long for the commit."""
+
+_POLL_SECONDS = (0.002, 0.5)  # the first and the longest interval between two polls
+_FENCE_CHECK_SECONDS = 1.0  # the interval between two checks for a newer generation
+T = TypeVar("T")
+
+
+def gather_parts(
+    repo: Repository, lease: GroupLease, group: Group, attempt: Attempt, timeout_seconds: float
+) -> list[ListedPart]:
+    """Wait for the parts of all ranks, and return them in the order of the ranks.
+
+    Raises StepRefused if a rank reports that it failed, RanksMissing after `timeout_seconds` or if a rank has ended its saves,
+    and Fenced if a newer generation has begun.
+    """
+    found: dict[int, ListedPart] = {}
+
+    def find_all_parts() -> list[ListedPart] | None:
+        for part in list_parts(repo.store, attempt):
+            if part.digest is None and part.rank != lease.rank:
+                reason = read_failure(repo.store, part.name)
+                raise StepRefused(give_up_reason(attempt, part.rank, reason))
+            found[part.rank] = part
+        return [found[rank] for rank in sorted(found)] if len(found) == lease.size else None
+
+    def missing_error(missing: Sequence[int], why: str) -> RanksMissing:
+        one, instead = len(missing) == 1, other_step_text(repo.store, attempt, missing)
+        return RanksMissing(
+            f"{ranks_text(missing)} of {lease.size} did not write {'its' if one else 'their'} part of step {attempt.step} "
+            f"{why}; every rank of the group must save the same steps{instead}. Look at the log of "
+            f"{'that rank' if one else 'those ranks'}; to save from one rank alone pass group=None"
+        )
+
+    def give_up_error() -> StepRefused | None:
+        if (noted := noted_failure(lease, group, attempt)) is not None:
+            return noted
+        # Read before the parts are listed: those of an ended rank are stored by now.
+        ended = lease.ended_ranks() | ended_ranks(lease, group)
+        if ended and find_all_parts() is None and (missing := sorted(ended - found.keys())):
+            return missing_error(missing, f"and {'has' if len(missing) == 1 else 'have'} ended")
+        return None
+
+    failpoint("ranks.gather")
+    parts = _poll(find_all_parts, lease, timeout_seconds, give_up_error)
+    if parts is None:
+        raise missing_error([rank for rank in range(lease.size) if rank not in found], f"within {timeout_seconds:g} s")
+    return parts
+
+
+def await_commit(repo: Repository, lease: GroupLease, group: Group, attempt: Attempt, timeout_seconds: float) -> CommitRecord:
+    """Wait until rank 0 has committed this attempt, and return the commit record.
+
+    Raises StepRefused with the reason if rank 0 abandons the attempt, RanksMissing if rank 0 does neither within
+    `timeout_seconds`, and Fenced if a newer generation has begun.
+    """
+
+    def find_commit() -> CommitRecord | None:
+        # Listed before the record is read: rank 0 abandons only an attempt that it has not committed.
+        listed = list(list_parts(repo.store, attempt))
+        try:
+            commit = repo.record(attempt.step)
+            if (commit.generation, commit.attempt) == (attempt.generation, attempt.number):
+                return commit
+        except (NotFound, IntegrityError):
+            pass
+        for part in listed:
+            if part.rank == 0 and part.digest is None:
+                raise read_failure(repo.store, part.name)
+        return None
+
+    def give_up_error() -> StepRefused | None:
+        if (noted := noted_failure(lease, group, attempt)) is not None:
+            return noted
+        if ended_ranks(lease, group):
+            return RanksMissing(f"rank 0 of {lease.size} has ended its saves: no step can be committed any more")
+        return lease.rank_0_error()
+
+    commit = _poll(find_commit, lease, timeout_seconds, give_up_error)
+    if commit is None:
+        raise RanksMissing(
+            f"rank 0 of {lease.size} has not committed step {attempt.step} within {timeout_seconds:g} s; look at its log. "
+            f"Every rank of the group must save the same steps{other_step_text(repo.store, attempt, [0])}; to save from one "
+            "rank alone pass group=None"
+        )
+    return commit
+
+
+def _poll(
+    find: Callable[[], T | None], lease: GroupLease, timeout_seconds: float, give_up_error: Callable[[], StepRefused | None]
+) -> T | None:
+    """Poll `find` at growing intervals, and return its first result; None after `timeout_seconds`.
+
+    Raises Fenced if a newer generation has begun, StoreError if the repository is gone, and the error of `give_up_error`.
+    Before it raises, it calls `find` once more.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    pause = _POLL_SECONDS[0]
+    next_fence_check = time.monotonic() + _FENCE_CHECK_SECONDS
+    while True:
+        if (found := find()) is not None:
+            return found
+        lease.progress_count += 1
+        now = time.monotonic()
+        if now >= deadline:
+            return None
+        if now >= next_fence_check:
+            next_fence_check = now + _FENCE_CHECK_SECONDS
+            hopeless = lease.writer.lease_error() or give_up_error()
+            if hopeless is not None:
+                if (found := find()) is not None:
+                    return found
+                raise hopeless
+        time.sleep(min(pause, max(0.0, deadline - now)))
+        pause = min(pause * 1.5, _POLL_SECONDS[1])

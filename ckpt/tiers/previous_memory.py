@@ -1,0 +1,65 @@
+"""The memory of earlier attempts: found in the environment of a rank, waited for, and read if it has steps of this run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from ckpt.repository.repository import Repository, open_repository
+from ckpt.storage.base.errors import InvalidArgument, StoreError, Unavailable
+from ckpt.storage.base.store import Store
+from ckpt.tiers.tier_spec import has_steps_of, memory_folder_name, url_of_subfolder
+
+log = logging.getLogger("ckpt")
+
+PREVIOUS_MEMORY_VARIABLE = "CKPT_MEMORY_BEFORE"
+"""The environment variable with the URLs, separated by spaces, of memory that earlier attempts used. It is only read."""
+
+MEMORY_WAIT_VARIABLE = "CKPT_MEMORY_WAIT"
+"""The environment variable "SECONDS URL": how long to wait if the hosts of this memory, which may have the newest steps, do not
+answer."""
+
+_RETRY_SECONDS = 0.5
+_ANSWER_SECONDS = 3.0
+"""A host whose memory does not answer within this time counts as lost."""
+
+
+def previous_memories(record: Repository) -> list[Repository]:
+    """Return the memory of earlier attempts that has steps of the repository of record, the newest first."""
+    found = []
+    seconds, awaited = _memory_wait_from_env()
+    for url in os.environ.get(PREVIOUS_MEMORY_VARIABLE, "").split():
+        repo = open_repository(url_of_subfolder(url, memory_folder_name(record.url)), record.keys)
+        try:
+            until = time.monotonic() + (seconds if url == awaited else 0.0)
+            if _can_have_steps(repo.store, until) and has_steps_of(repo, record):
+                found.append(repo)
+                log.info("also reading %s, the memory of the previous attempt", repo.url)
+        except StoreError as error:
+            log.warning("the memory of the previous attempt is lost: %s", error)
+    return found
+
+
+def _memory_wait_from_env() -> tuple[float, str]:
+    """Return how many seconds to wait, and for the memory at which URL."""
+    text = os.environ.get(MEMORY_WAIT_VARIABLE, "")
+    seconds, _, url = text.partition(" ")
+    try:
+        return float(seconds or 0.0), url
+    except ValueError as error:
+        raise InvalidArgument(
+            f"{MEMORY_WAIT_VARIABLE}={text!r} is not SECONDS URL; unset it: ckpt-run sets it for its ranks"
+        ) from error
+
+
+def _can_have_steps(store: Store, deadline: float) -> bool:
+    """Return whether a store may have steps; raise Unavailable if it does not answer before `deadline` (time.monotonic)."""
+    while True:
+        try:
+            return store.answers(_ANSWER_SECONDS)
+        except Unavailable as error:
+            if time.monotonic() >= deadline:
+                raise
+            log.warning("%s; retrying for at most %.0f s", error, deadline - time.monotonic())
+            time.sleep(_RETRY_SECONDS)
