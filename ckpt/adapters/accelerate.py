@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt.adapters.accelerate_data import LoaderPosition
+from ckpt.adapters.epoch_random import RandomSnapshot
 from ckpt.adapters.torch import ModelState
-from ckpt.adapters.transformers_data import RandomSnapshot
 from ckpt.checkpointer import Checkpointer
 from ckpt.repository.repository import Url
 from ckpt.repository.retention import Keep

@@ -5,35 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt.adapters.transformers_data import DataPosition, RandomSnapshot, WatchedBatchSampler, ignore
+from ckpt.adapters.epoch_random import EpochRandom, RandomSnapshot, WatchedBatchSampler, ignore
 
 
-class LoaderPosition(DataPosition):
+class LoaderPosition:
     """The position in an epoch of a loader that `prepare` has returned: an entry of a state.
 
     accelerate fetches one batch ahead, so the loop has taken one batch less than were fetched.
     """
 
     def __init__(self, loader: Any) -> None:
-        super().__init__()
         self._loader = loader
+        self._random = EpochRandom()
+        self._random.use_order_of(loader)
+        self._fetched = 0
+        self._resume_at: int | None = None  # the number of batches to skip, while a resumed epoch has not begun
         self._before = 0  # batches of the epoch before the first fetch of the current iterator
         self._is_exhausted = True
         self._is_resuming = False
         self._stateful = bool(getattr(loader, "use_stateful_dataloader", False))
-        self._generator = getattr(loader, "synchronized_generator", None)
         self._watch_sampler(loader)
         self._watch_fetches(loader, 0)
 
     def state_dict(self) -> dict[str, Any]:
         taken = 0 if self._is_exhausted else self._before + self._fetched - 1
-        state = super().state_dict() | {"batches": max(0, taken), "iteration": int(getattr(self._loader, "iteration", 0))}
+        state = self._random.state_dict() | {"batches": max(0, taken), "iteration": int(getattr(self._loader, "iteration", 0))}
         if self._stateful:
             state["loader"] = self._loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+        self._random.load_state_dict(state)
+        self._resume_at = int(state["batches"])
         if hasattr(self._loader, "iteration"):
             self._loader.iteration = int(state["iteration"])
         if "loader" in state:
@@ -41,7 +44,7 @@ class LoaderPosition(DataPosition):
 
     def note_loaded(self, now: RandomSnapshot) -> None:
         """Note the generators of the save; the next iterator may continue the saved epoch."""
-        self._now.copy_from(now)
+        self._random.now.copy_from(now)
         self._is_resuming = False
 
     def watch_rest(self, loader: Any, count: int) -> None:
@@ -69,10 +72,10 @@ class LoaderPosition(DataPosition):
     def _begin(self, make: Any, before: int) -> Iterator[Any]:
         self._fetched, self._before, self._is_exhausted = 0, before, False
         if self._is_resuming:
-            self._start_resumed()
+            self._random.start_resumed()
         else:
             self._resume_at = None
-            self._start_new()
+            self._random.start_new()
         return self._fetches(iter(make()))
 
     def _fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -90,12 +93,11 @@ class LoaderPosition(DataPosition):
 
     def _before_next_fetch(self) -> None:
         if not self._is_resuming:
-            self._before_ahead.take()
+            self._random.before_ahead.take()
         elif self._resume_at is not None and self._before + self._fetched > self._resume_at:
-            self._now.apply()
-            self._before_ahead.copy_from(self._now)
+            self._random.continue_from_save()
             self._is_resuming, self._resume_at = False, None
 
     def _before_fetch(self, number: int) -> None:
         if self._is_resuming and number == self._resume_at:
-            self._before_ahead.apply()
+            self._random.before_ahead.apply()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import LeafMismatch
 from ckpt.state.boxes import whole_box
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.static_values import keeps_functions
@@ -38,13 +39,19 @@ def dataclass_like(like: Any, parts: dict[str, Finish]) -> Any:
     return made
 
 
-def finish_once(leaf: ArrayLeaf) -> Finish:
-    """Return the function that finishes a filled leaf at its first call, and then returns the same value."""
+def finish_once(leaf: ArrayLeaf, name: str) -> Finish:
+    """Return the function that finishes a filled leaf at its first call, and then returns the same value.
+
+    It raises LeafMismatch with the name where the framework can't make such an array.
+    """
     made: list[Any] = []
 
     def finish() -> Any:
         if not made:
-            made.append(leaf.finish())
+            try:
+                made.append(leaf.finish())
+            except TypeError as error:
+                raise LeafMismatch(f"leaf {name}: {error}") from error
         return made[0]
 
     return finish

@@ -88,7 +88,7 @@ class TargetMatcher:
                 leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
             except CkptError as error:
                 raise type(error)(f"leaf {name} of {self._where}: {error}") from error
-            finish = self._new_arrays[key] = finish_once(leaf)
+            finish = self._new_arrays[key] = finish_once(leaf, name)
             self.targets.append((name, leaf))
         return finish
 
@@ -261,7 +261,7 @@ class TargetMatcher:
         identity = leaf.identity()
         finish = None if identity is None else self._filled_targets.get((node["array"], identity))
         if finish is None:  # leaves tied in both the step and `like` are one target
-            finish = finish_once(target)
+            finish = finish_once(target, path or "(root)")
             self.targets.append((node["array"], target))
             if identity is not None:
                 self._filled_targets[node["array"], identity] = finish

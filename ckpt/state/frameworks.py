@@ -33,6 +33,8 @@ from types import ModuleType
 from typing import Any
 
 from ckpt.errors import FormatError, LeafMismatch
+from ckpt.storage.base.errors import first_line
+from ckpt.support.user_warning import warn_user
 
 _FILE_OF_PACKAGE = {
     "torch": "torch",
@@ -49,6 +51,9 @@ _KINDS = frozenset(_FILE_OF_PACKAGE.values()) - {"keras"}  # the arrays of Keras
 
 _files: dict[type, ModuleType | None] = {}
 """The result of `framework_file` for each type that was asked for."""
+
+_unusable: dict[str, ModuleType] = {}
+"""By the file in `ckpt/state/leaves/`: the imported package that it can't use."""
 
 
 def framework_file(kind: type) -> ModuleType | None:
@@ -67,9 +72,33 @@ def _find_file(kind: type) -> ModuleType | None:
     for base in kind.__mro__:
         package = base.__module__.partition(".")[0]
         name = _FILE_OF_PACKAGE.get(package)
-        if name is not None and package in sys.modules:
-            return importlib.import_module(f"ckpt.state.leaves.{name}")
+        if name is not None and (file := _file_of_imported(name, package)) is not None:
+            return file
     return None
+
+
+def _file_of_imported(name: str, package: str) -> ModuleType | None:
+    """Return a file of `ckpt.state.leaves`; None if its package is not imported or, with one warning, can't be used.
+
+    The package may be one of the user with the same name, or a framework whose import has failed: neither may break a save.
+    """
+    module = sys.modules.get(package)
+    if module is None or _unusable.get(name) is module:
+        return None
+    try:
+        return importlib.import_module(f"ckpt.state.leaves.{name}")
+    except Exception as error:
+        _unusable[name] = module
+        warn_user(
+            f"the imported package {package} cannot be used ({type(error).__name__}: {first_line(error)}), so its objects and "
+            "random generators are not saved: install a version that ckpt supports, or ignore this if you do not use it"
+        )
+        return None
+
+
+def usable_torch() -> Any:
+    """Return torch if the process has imported it; None otherwise, and for a package that only has its name."""
+    return sys.modules["torch"] if "torch" in sys.modules and _file_of_imported("torch", "torch") is not None else None
 
 
 def framework_function(value: Any, name: str) -> Callable[[Any], Any] | None:
@@ -80,8 +109,9 @@ def framework_function(value: Any, name: str) -> Callable[[Any], Any] | None:
 
 def imported_files() -> dict[str, ModuleType]:
     """Return the files of all frameworks that this process has imported, by kind."""
-    names = {name for package, name in _FILE_OF_PACKAGE.items() if package == name and package in sys.modules}
-    return {name: importlib.import_module(f"ckpt.state.leaves.{name}") for name in sorted(names)}
+    names = sorted(name for package, name in _FILE_OF_PACKAGE.items() if package == name and package in sys.modules)
+    files = {name: _file_of_imported(name, name) for name in names}
+    return {name: file for name, file in files.items() if file is not None}
 
 
 @lru_cache(maxsize=16)

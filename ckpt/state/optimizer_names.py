@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ckpt.state.frameworks import framework_function
+from ckpt.state.frameworks import framework_function, usable_torch
 from ckpt.state.leaves import empty_leaf
 from ckpt.state.torch_keys import bare_name
 
@@ -18,7 +18,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def _is_torch_optimizer(value: Any) -> bool:
-    torch = sys.modules.get("torch")
+    torch = usable_torch()
     return torch is not None and (
         isinstance(value, torch.optim.Optimizer) or isinstance(getattr(type(value), "param_groups", None), property)
     )

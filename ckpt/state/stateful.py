@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import UnsupportedLeaf
-from ckpt.state.frameworks import framework_function, imported_files
+from ckpt.state.frameworks import framework_function, imported_files, usable_torch
 from ckpt.state.static_values import is_plain
 from ckpt.storage.base.errors import CkptError, first_line
 
@@ -139,7 +138,7 @@ def is_random_generator(value: Any) -> bool:
 
 
 def _is_torch_generator(value: Any) -> bool:
-    torch = sys.modules.get("torch")
+    torch = usable_torch()
     return torch is not None and isinstance(value, torch.Generator)
 
 
@@ -163,7 +162,7 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every generator that this process has."""
         found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
-        torch = sys.modules.get("torch")
+        torch = usable_torch()
         if torch is not None:
             found["torch"] = torch.get_rng_state()
             if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -175,7 +174,7 @@ class RandomState:
         """Set the generators; those of a library that is not imported stay unchanged."""
         random.setstate(_nested_tuple(state["python"]))
         np.random.set_state(state["numpy"])
-        torch = sys.modules.get("torch")
+        torch = usable_torch()
         if torch is not None and "torch" in state:
             torch.set_rng_state(state["torch"])
             if "cuda" in state and torch.cuda.is_available():

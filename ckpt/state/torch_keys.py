@@ -7,7 +7,7 @@ from collections.abc import Set
 from typing import Any, NamedTuple
 
 from ckpt.errors import UnsupportedLeaf
-from ckpt.state.frameworks import framework_function
+from ckpt.state.frameworks import framework_function, usable_torch
 
 _WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 """The prefix of names in a module wrapped for activation checkpointing; `state_dict()` has the names without it."""
@@ -17,7 +17,7 @@ _LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 def is_module(value: Any) -> bool:
     """Return whether `value` is a torch module."""
-    torch = sys.modules.get("torch")
+    torch = usable_torch()
     return torch is not None and isinstance(value, torch.nn.Module)
 
 

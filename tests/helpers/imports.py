@@ -11,20 +11,9 @@ from typing import Any
 
 import ckpt
 from ckpt.tools.import_step import command
+from helpers.peak_memory import growth_of_command
 
 IMPORT = [sys.executable, "-m", "ckpt.tools.import_step"]
-
-_MEASURED = """
-import sys
-from pathlib import Path
-from ckpt.tools.import_step import command
-peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
-command.main([sys.argv[1], sys.argv[3]], standalone_mode=False)
-before = peak()
-command.main([sys.argv[2], sys.argv[4]], standalone_mode=False)
-assert sys.argv[5] not in sys.modules
-print(peak() - before)
-"""
 
 
 def load_imported(source: Path | str, *options: object, to: Path | None = None) -> Any:
@@ -50,7 +39,4 @@ def growth_of_memory(small: Path, big: Path, folder: Path, absent: str = "") -> 
 
     absent: a module that no import may load. Returns by how many bytes the second import raises the peak of the process.
     """
-    arguments = [str(small), str(big), str(folder / "one"), str(folder / "two"), absent]
-    done = subprocess.run([sys.executable, "-c", _MEASURED, *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[-1])
+    return growth_of_command("import_step", [small, folder / "one"], [big, folder / "two"], absent)

@@ -5,6 +5,7 @@ An array over several devices is stored by its shards: each process has those on
 
 from __future__ import annotations
 
+import contextlib
 import math
 from functools import lru_cache
 from typing import Any
@@ -213,8 +214,19 @@ def _attributes(data: jax.Array, key: str | None) -> dict[str, Any]:
 
 
 def _weakly_typed(value: jax.Array) -> jax.Array:
-    """Return the array with a weak type, by which results take the dtype of the other operand: other rounding without it."""
-    return jax._src.lax.lax._convert_element_type(value, weak_type=True)  # jax has no public function for it
+    """Return the array with a weak type, by which results take the dtype of the other operand: other rounding without it.
+
+    Of what jax documents, only the primitive makes one from an array. Its parameters are not documented.
+    """
+    made = None
+    with contextlib.suppress(AttributeError, TypeError):
+        made = jax.lax.convert_element_type_p.bind(value, new_dtype=value.dtype, weak_type=True, sharding=None)
+    if made is None or not made.weak_type:
+        raise TypeError(
+            f"ckpt cannot make a weakly typed array with jax {jax.__version__}: give `like` an array of a fixed dtype, as in "
+            f"jnp.asarray(x, dtype='{value.dtype}')"
+        )
+    return made
 
 
 def _require_same_dtype(made: jax.Array, leaf: ArrayLeaf) -> jax.Array:

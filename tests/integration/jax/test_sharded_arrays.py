@@ -155,3 +155,39 @@ except ckpt.UnsupportedLeaf as error:
     command = [sys.executable, "-c", code, str(tmp_path)]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert out.stdout == "leaf key: a jax.ShapeDtypeStruct has a shape but no data: store the array\n", out.stderr[-3000:]
+
+
+def test_weak_types_are_loaded_and_a_jax_without_them_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weakly typed array leaves the dtype to the other operand, so a load that makes it strong changes the rounding."""
+    import jax
+    import jax.numpy as jnp
+
+    weak = jnp.broadcast_to(jnp.asarray(1.5), (4,))
+    half, single = jnp.ones(4, jnp.bfloat16), jnp.zeros(4, jnp.float32)
+    ckpt.save({"weak": weak, "strong": half}, tmp_path, 1)
+    for loaded in (ckpt.load(tmp_path), ckpt.load(tmp_path, like={"weak": weak, "strong": half})):
+        assert loaded["weak"].weak_type
+        assert not loaded["strong"].weak_type
+        assert (loaded["weak"] * half).dtype == jnp.bfloat16
+
+    def other_parameters(*_: object, **__: object) -> None:
+        raise TypeError("bind() got an unexpected keyword argument")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax.lax.convert_element_type_p, "bind", other_parameters)
+        with pytest.raises(ckpt.LeafMismatch) as error:
+            ckpt.load(tmp_path)
+        one_line(error, "leaf weak", f"jax {jax.__version__}", "dtype='float32'")
+        strong = ckpt.load(tmp_path, like={"weak": single, "strong": half})
+    assert strong["weak"].tolist() == [1.5] * 4
+    assert not strong["weak"].weak_type
+
+
+def test_a_dtype_that_jax_would_convert_is_named(tmp_path: Path) -> None:
+    import jax
+
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        ckpt.save({"a": {"w": jax.numpy.ones(3)}}, tmp_path, 1)
+    with pytest.raises(ckpt.LeafMismatch) as error:
+        ckpt.load(tmp_path)
+    one_line(error, "leaf a.w", "jax converted float64 to float32", "jax_enable_x64")

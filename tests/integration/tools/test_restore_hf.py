@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import click
@@ -13,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from helpers.peak_memory import growth_of_command
 from helpers.restored_files import left_in, run
 from safetensors.torch import load_file
 
@@ -153,29 +152,14 @@ def test_a_killed_export_leaves_no_folder(point: str, root: Path, tmp_path: Path
     assert left_in(tmp_path) == [left]
 
 
-MEASURED = """
-import sys
-from pathlib import Path
-from ckpt.tools.restore import command
-peak = lambda: int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
-command.main([sys.argv[2], sys.argv[3], "--hf", "--only", "small"], standalone_mode=False)
-before = peak()
-command.main([sys.argv[2], sys.argv[1], "--hf"], standalone_mode=False)
-print(peak() - before)
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Leaves of 256 MB and of 24 × 8 MB are written with the memory of a few pieces."""
     model = {"small": np.zeros(8, np.float32), "big": np.ones((1 << 13, 1 << 13), np.float32)}
     model |= {f"layer.{i}": np.full(1 << 21, i, np.float32) for i in range(24)}
     ckpt.save(model, tmp_path / "run", step=1, codec="none")
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(tmp_path / "out"), str(tmp_path / "run"), str(tmp_path / "first")],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 160 << 20
+    run_dir = tmp_path / "run"
+    small = [run_dir, tmp_path / "first", "--hf", "--only", "small"]
+    assert growth_of_command("restore", small, [run_dir, tmp_path / "out", "--hf"]) < 160 << 20
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     assert all(np.array_equal(loaded[name].numpy(), value) for name, value in model.items())

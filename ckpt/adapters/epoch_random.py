@@ -1,0 +1,129 @@
+"""The random numbers of an epoch whose batches are fetched ahead, so that a resumed epoch repeats them.
+
+accelerate and the Trainer of transformers find the next batch by its number. This is not enough for a continuation that is
+equal bit for bit. accelerate fetches one batch ahead, so a save happens between the fetch of a batch and its use, and a
+collator or dataset may draw random numbers for it. A sampler may draw the order of the epoch from the global generators.
+Therefore a save stores the generators at three moments, and a resumed epoch sets each in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ckpt.state.stateful import RandomState
+
+
+class RandomSnapshot(RandomState):
+    """The global random generators at one moment, as an entry of a state. A load keeps them until `apply`."""
+
+    def __init__(self) -> None:
+        self._state = super().state_dict()
+
+    def take(self) -> None:
+        """Read the generators."""
+        self._state = super().state_dict()
+
+    def apply(self) -> None:
+        """Set the generators."""
+        super().load_state_dict(self._state)
+
+    def copy_from(self, other: RandomSnapshot) -> None:
+        self._state = other._state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+
+class EpochRandom:
+    """The random generators at three moments of an epoch."""
+
+    def __init__(self) -> None:
+        self.now = RandomSnapshot()
+        self.before_ahead = RandomSnapshot()
+        """Before the fetch of the batch that is fetched ahead."""
+        self._epoch_start = RandomSnapshot()
+        self._generator: Any = None
+        self._order_at_start: Any = None
+
+    def use_order_of(self, loader: Any) -> None:
+        """Note the generator from which the sampler of a loader draws the order of each epoch, if it is no global one."""
+        self._generator = getattr(loader, "synchronized_generator", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generators at the three moments, of which the last is this call."""
+        self.now.take()
+        state: dict[str, Any] = {"epoch_start": self._epoch_start, "before_ahead": self.before_ahead, "now": self.now}
+        if self._generator is not None:
+            now = self._generator.get_state()
+            state["order"] = {"epoch_start": now.clone() if self._order_at_start is None else self._order_at_start, "now": now}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the generators of a save, for the epoch that is resumed."""
+        self._epoch_start.load_state_dict(state["epoch_start"])
+        self.before_ahead.load_state_dict(state["before_ahead"])
+        self.now.load_state_dict(state["now"])
+        if "order" in state and self._generator is not None:
+            self._order_at_start = state["order"]["epoch_start"]
+            self._generator.set_state(state["order"]["now"])
+
+    def start_new(self) -> None:
+        """Note the generators at the start of an epoch."""
+        self._epoch_start.take()
+        if self._generator is not None:
+            self._order_at_start = self._generator.get_state()
+
+    def start_resumed(self) -> None:
+        """Set the generators to the start of the epoch that was saved, so that it has its order again."""
+        self._epoch_start.apply()
+        if self._generator is not None and self._order_at_start is not None:
+            self._generator.set_state(self._order_at_start)
+
+    def continue_from_save(self) -> None:
+        """Set the generators to where the save was; the next batch is fetched from there."""
+        self.now.apply()
+        self.before_ahead.copy_from(self.now)
+
+
+class WatchedBatchSampler:
+    """A batch sampler that reports each batch before its fetch. It passes the epoch on to the sampler that shuffles.
+
+    accelerate does not do that for a sampler below a shard of a rank and below skipped batches.
+    """
+
+    def __init__(self, sampler: Any, report: Callable[[int], None]) -> None:
+        self._inner, self._report = sampler, report
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, indices in enumerate(self._inner):
+            self._report(number)
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def set_epoch(self, epoch: int) -> None:
+        part = self._inner
+        while part is not None:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+            inner = getattr(part, "batch_sampler", None)
+            part = getattr(part, "sampler", None) if inner is None else inner
+
+    @property
+    def sampler(self) -> Any:
+        """This object, which passes on the epoch."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def ignore(number: int) -> None:
+    """Do nothing, for a loader whose workers draw the random numbers."""
