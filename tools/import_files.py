@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.saving.box_coverage import are_tiled
 from ckpt.state.boxes import Box, contiguous_start, intersect
 from ckpt.state.dtypes import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
@@ -108,6 +109,8 @@ class FileLeaf(ArrayLeaf):
             raise CkptError(
                 f"its parts have {covered} elements, and the array has {size}: a file is missing, or was written twice"
             )
+        if not _is_tiled(self.shape, [box for box, _ in self._regions if box.size]):
+            raise CkptError("its parts overlap or reach beyond its shape: a file is damaged, or of another checkpoint")
 
     @property
     def regions(self) -> list[tuple[Box, FileRegion]]:
@@ -139,6 +142,17 @@ class FileLeaf(ArrayLeaf):
 
     def attributes(self) -> dict[str, Any]:
         return self._attributes
+
+
+def _is_tiled(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Return whether boxes cover an array, each element once."""
+    if len(boxes) < 2 and all(box == Box((0,) * len(shape), shape) for box in boxes):
+        return True
+    edges = [(*column, n) for box in boxes for *column, n in zip(*box, shape, strict=True)]
+    if any(offset < 0 or length < 0 or offset + length > n for offset, length, n in edges):
+        return False
+    offsets, lengths = (np.array([getattr(box, name) for box in boxes], np.int64) for name in ("offset", "shape"))
+    return bool(are_tiled(np.array([shape], np.int64), np.array([0, len(boxes)]), offsets, lengths)[0])
 
 
 def whole_file_leaf(region: FileRegion, dtype: str, kind: str = "torch", attributes: dict[str, Any] | None = None) -> FileLeaf:

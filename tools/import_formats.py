@@ -17,7 +17,7 @@ from ckpt.tools.import_megatron import is_megatron
 _READERS = {
     "safetensors": "import_safetensors", "torch": "import_torch", "dcp": "import_dcp", "hf-bin": "import_hf_bin",
     "deepspeed": "import_zero", "deepspeed-universal": "import_deepspeed", "orbax": "import_orbax", "paddle": "import_paddle",
-    "tensorflow": "import_tensorflow", "megatron": "import_megatron",
+    "paddle-distributed": "import_paddle_distributed", "tensorflow": "import_tensorflow", "megatron": "import_megatron",
 }  # fmt: skip
 """The module of each format that can be imported. It has `read_state(source)`."""
 FORMATS = tuple(_READERS)
@@ -26,10 +26,6 @@ _SELECTIVE = ("dcp", "megatron", "tensorflow")
 """The formats whose `read_state` also takes the names to read, so that entries that can't be read may be left out."""
 
 _ADVICE = {
-    "paddle-distributed": (
-        "a folder of paddle.distributed.save_state_dict, whose metadata is a pickle: fill the model with "
-        "paddle.distributed.load_state_dict, and give it to ckpt.save"
-    ),
     "keras": "a file of Keras: load it with keras, and give the model to ckpt.save",
     "numpy": "a file of numpy: read it with numpy.load, and give the arrays to ckpt.save",
 }
@@ -90,12 +86,12 @@ def _format_of_folder(folder: Path) -> str | None:
     if (folder / ".metadata").is_file():
         return "megatron" if is_megatron(folder) else "dcp"
     patterns = {
+        "paddle-distributed": ("[0-9]*.metadata",),
         "safetensors": ("*.safetensors",), "hf-bin": ("pytorch_model*.bin.index.json", "pytorch_model.bin"),
         "deepspeed-universal": ("zero/*/fp32.pt", "*/zero/*/fp32.pt"),
         "deepspeed": ("*zero_pp_rank_*", "*/*zero_pp_rank_*"),
         "orbax": ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_CHECKPOINT_METADATA", "*/_METADATA"),
         "tensorflow": ("checkpoint", "*.index", "variables/variables.index"), "paddle": ("*.pdparams", "*.pdopt"),
-        "paddle-distributed": ("[0-9]*.metadata",),
     }  # fmt: skip
     for name, globs in patterns.items():
         if any(next(folder.glob(pattern), None) is not None for pattern in globs):
@@ -110,12 +106,12 @@ def _format_of_file(path: Path) -> str | None:
     if name.endswith(".bin.index.json"):
         return "hf-bin"
     by_suffix = {
-        ".pdparams": "paddle", ".pdopt": "paddle", ".pdtensor": "paddle", ".index": "tensorflow",
-        ".h5": "keras", ".keras": "keras", ".npz": "numpy", ".npy": "numpy",
+        ".pdparams": "paddle", ".pdopt": "paddle", ".pdtensor": "paddle", ".metadata": "paddle-distributed",
+        ".index": "tensorflow", ".h5": "keras", ".keras": "keras", ".npz": "numpy", ".npy": "numpy",
     }  # fmt: skip
     if path.suffix in by_suffix:
         return by_suffix[path.suffix]
-    if path.name == ".metadata":
+    if path.name == ".metadata":  # of DCP: the folder is the source
         return None
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl") or zipfile.is_zipfile(path):
         return "torch"

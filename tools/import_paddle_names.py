@@ -6,6 +6,8 @@ from typing import Any
 
 from ckpt.storage.base.errors import CkptError
 
+NAMES = "StructuredToParameterName@@"
+"""The key of a saved state dict with Paddle's names of its tensors."""
 _MASTERS = "master_weights"
 _MASTER = "_fp32_master_0"
 

@@ -48,6 +48,8 @@ What SOURCE may be:
   orbax        a step of Orbax, or a folder of a CheckpointManager, of which the newest step is read
   paddle       a file of paddle.save, or a folder with a .pdparams and a .pdopt file, whose state is that
                of ckpt.adapters.paddle.ModelState. A file with other objects is refused
+  paddle-distributed
+               a folder of paddle.distributed.save_state_dict, or one of its .metadata files
   tensorflow   a checkpoint of TensorFlow by its prefix or index, a SavedModel, or a folder of which the
                newest checkpoint is read
 

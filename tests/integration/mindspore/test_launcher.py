@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-import ckpt
+from helpers.rank_launches import assert_two_ranks_save_and_load
 
 PROGRAM = """
 import os, sys
@@ -45,22 +41,6 @@ def _free_port() -> int:
 
 @pytest.mark.parametrize(("mode", "name"), [("plain", "environment (MS_NODE_ID"), ("initialised", "mindspore.communication")])
 def test_ranks_of_msrun_save_and_load(tmp_path: Path, mode: str, name: str) -> None:
-    program, logs = tmp_path / "program.py", tmp_path / "logs"
-    program.write_text(PROGRAM)
     launcher = [str(Path(sys.executable).parent / "msrun"), "--worker_num=2", "--local_worker_num=2", "--node_rank=0"]
-    launcher += [f"--master_port={_free_port()}", f"--log_dir={logs}", "--join=True"]
-    kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|MS_|PMI|SLURM_", k)}
-    kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"
-    done = subprocess.run(
-        [*launcher, str(program), str(tmp_path / "run"), mode],
-        env=kept,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    printed = "".join(file.read_text() for file in sorted(logs.glob("worker_*.log")))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:] + printed[-4000:]
-    assert sorted(re.findall(r"loaded by .*(rank \d of 2)", printed)) == ["rank 0 of 2", "rank 1 of 2"]
-    assert f"loaded by {name}" in printed
-    assert ckpt.open(tmp_path / "run")[1].commit.world_size == 2
+    launcher += [f"--master_port={_free_port()}", f"--log_dir={tmp_path / 'logs'}", "--join=True"]
+    assert_two_ranks_save_and_load(launcher, PROGRAM, mode, tmp_path, "logs/worker_*.log", name)
