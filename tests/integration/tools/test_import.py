@@ -325,7 +325,7 @@ def test_a_training_continues_from_a_universal_checkpoint(tmp_path: Path) -> Non
         ("mp_rank_00/zero_pp_rank_0_mp_rank_00_optim_states.pt", "global_step100"),
         ("manifest.ocdbt", "no complete checkpoint of Orbax"),
         ("checkpoint", "indexes of TensorFlow or none"),
-        ("0.metadata", "paddle.distributed.load_state_dict"),
+        ("0.metadata", "0.metadata is not written by Paddle, or is damaged"),
         ("unknown", "--format"),
     ],
 )
