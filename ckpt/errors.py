@@ -15,6 +15,7 @@ from ckpt.storage.base.errors import Refused as Refused
 from ckpt.storage.base.errors import StoreError as StoreError
 from ckpt.storage.base.errors import Unavailable as Unavailable
 from ckpt.storage.base.errors import UnknownScheme as UnknownScheme
+from ckpt.storage.base.errors import Untrusted as Untrusted
 
 
 class SignatureError(IntegrityError):

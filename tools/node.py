@@ -14,8 +14,6 @@ from ckpt.tools.node_arguments import (
     open_token_file,
     parse_address,
     parse_labels,
-    read_authority,
-    read_certificate,
 )
 from ckpt.tools.node_options import (
     SETTINGS,
@@ -69,6 +67,7 @@ def _service_spec(
     _check_access(service.listen, host, access)
     announcement_spec = parse_announcement(announcement, host)
 
+    from ckpt.storage.node.node_security import read_authority, read_certificate
     from ckpt.storage.node.server import NodeOptions
 
     options = NodeOptions(

@@ -28,34 +28,6 @@ def open_token_file(file: Path | None) -> TokenFile | None:
         raise click.UsageError(str(error)) from error
 
 
-def read_certificate(chain: Path, key: Path) -> tuple[bytes, bytes]:
-    """Return the content of both files; raise InvalidArgument if they can't be used.
-
-    They are checked here, because gRPC would report only that the server did not start.
-    """
-    import ssl
-
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
-    except OSError as error:
-        what = f"--tls-cert {chain} with --tls-key {key}: {error.strerror or error}"
-        message = f"{what}; give a chain and its key, PEM, not encrypted"
-        raise InvalidArgument(message) from error
-    return chain.read_bytes(), key.read_bytes()
-
-
-def read_authority(file: Path) -> bytes:
-    """Return the certificates of an authority in a file; raise InvalidArgument if they can't be used."""
-    import ssl
-
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(file)
-    except OSError as error:
-        message = f"--tls-ca {file}: {error.strerror or error}; give the certificates of an authority, PEM"
-        raise InvalidArgument(message) from error
-    return file.read_bytes()
-
-
 def parse_address(text: str, option: str) -> tuple[str, int]:
     """Return the host and the port of an address; raise UsageError, which names the option, for another text."""
     host, _, port = text.rpartition(":")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from ckpt.tools.run_options import HostRunOptions, JobOptions, SecurityOptions, 
 from ckpt.tools.simulate import command as simulate
 
 if TYPE_CHECKING:
-    from ckpt.recovery.memory_tier.memory_nodes import NodeSecurity
+    from ckpt.storage.node.node_security import NodeSecurity
 
 
 @click.command("ckpt-run", context_settings=run_queries.SETTINGS | {"ignore_unknown_options": False})
@@ -98,7 +99,13 @@ def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:
     if job.spike is not None:
         os.environ[FACTOR_VARIABLE] = str(job.spike)
     insecure = "1" if security.insecure else None
-    variables = {"CKPT_TOKEN_FILE": security.token_file, "CKPT_CA_FILE": security.ca_file, "CKPT_INSECURE": insecure}
+    variables = {
+        "CKPT_TOKEN_FILE": security.token_file,
+        "CKPT_TLS_CERT_FILE": security.tls_cert,
+        "CKPT_TLS_KEY_FILE": security.tls_key,
+        "CKPT_CA_FILE": security.ca_file,
+        "CKPT_INSECURE": insecure,
+    }
     os.environ.update({variable: value for variable, value in variables.items() if value})
     if security.token_file:
         os.environ.pop("CKPT_TOKEN", None)
@@ -166,12 +173,10 @@ def _node_security(address: str, options: SecurityOptions) -> NodeSecurity | Non
 
     Returns None, and prints the reason, if anyone on the network could use it.
     """
-    from ckpt.recovery.memory_tier.memory_nodes import NodeSecurity
     from ckpt.storage.node.credentials import is_loopback
+    from ckpt.storage.node.node_security import security_from_environment
 
-    has_token = bool(os.environ.get("CKPT_TOKEN") or os.environ.get("CKPT_TOKEN_FILE"))
-    authority = os.environ.get("CKPT_CA_FILE", "")
-    security = NodeSecurity(has_token, options.tls_cert or "", options.tls_key or "", authority, options.insecure)
+    security = replace(security_from_environment(), insecure=options.insecure)
     if lacks := security.missing_options(address):
         common.print_error(
             "ckpt-run", f"no memory is kept for Tier('memory'), because other hosts could reach it at {address}: give {lacks}, "

@@ -132,8 +132,10 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="The secret of the job, the same on all hosts, which signs its log in etcd.  [default: $CKPT_TOKEN, "
         "$CKPT_TOKEN_FILE]",
     ),
-    click.option("--tls-cert", type=_FILE_TYPE, help="The certificate chain of this host, PEM."),
-    click.option("--tls-key", type=_FILE_TYPE, help="The key of the certificate, PEM."),
+    click.option(
+        "--tls-cert", type=_FILE_TYPE, help="The certificate chain of this host, PEM.  [default: $CKPT_TLS_CERT_FILE]"
+    ),
+    click.option("--tls-key", type=_FILE_TYPE, help="The key of the certificate, PEM.  [default: $CKPT_TLS_KEY_FILE]"),
     click.option(
         "--ca-file", type=_FILE_TYPE, help="The authority of the certificates of all hosts.  [default: $CKPT_CA_FILE]"
     ),

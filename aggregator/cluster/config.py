@@ -315,6 +315,15 @@ def _parse_domain(text: str) -> tuple[str, ...]:
 
 
 def _with_credentials(config: NamespaceConfig, table: Mapping[str, Any], source: str) -> NamespaceConfig:
+    return replace(config, credentials=_parse_credentials(table, source))
+
+
+def credentials_from_environment() -> NodeCredentials:
+    """Return the credentials that the environment alone gives. Raises InvalidArgument where a file can't be read."""
+    return _parse_credentials({}, "the environment")
+
+
+def _parse_credentials(table: Mapping[str, Any], source: str) -> NodeCredentials:
     file = table.get("token_file")
     token = _read_file(file).decode().strip() if file else token_from_environment()
     ca = table.get("ca_file") or os.environ.get("CKPT_CA_FILE")
@@ -331,7 +340,7 @@ def _with_credentials(config: NamespaceConfig, table: Mapping[str, Any], source:
     insecure = table.get("insecure", is_insecure_allowed())
     if not isinstance(insecure, bool):
         raise InvalidArgument(f"{source}: insecure is {insecure!r}; write true or false")
-    return replace(config, credentials=NodeCredentials(token, _read_file(ca) if ca else None, certificate, seconds, insecure))
+    return NodeCredentials(token, _read_file(ca) if ca else None, certificate, seconds, insecure)
 
 
 def token_from_environment() -> str | None:

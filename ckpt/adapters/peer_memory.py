@@ -17,11 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ckpt.adapters.peer_address import PeerAddress, loopback_identity
+from ckpt.aggregator.cluster.config import token_from_environment
 from ckpt.storage.base.errors import InvalidArgument, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.storage.member.device import Device
-from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.credentials import is_loopback
+from ckpt.storage.node.node_security import VARIABLES, NodeSecurity, read_certificate, security_from_environment
 from ckpt.storage.node.server import NodeOptions, NodeServer
 from ckpt.tiers.tier_spec import own_memory_folder
 
@@ -37,26 +39,41 @@ class PeerMemory:
         ckpt.save(state, memory.store, step=3, group=None)
         ckpt.load(open_peer(memory.address), like=state, step=3, group=None)  # in another process
 
-    host: the name or number by which peers reach this host. None means its host name if that has an address, else only
-        processes of this host are served. Whoever knows the address, which has a random token, can read; nobody can write. The
-        network traffic is not encrypted.
+    host: the name or number by which peers reach this host. None means the host name if the environment has a certificate
+        (CKPT_TLS_CERT_FILE) or allows access without TLS (CKPT_INSECURE=1), else only processes of this host are served.
 
-    Raises StoreError if the memory can't be used.
+    Peers on other hosts read over TLS: all processes need CKPT_TOKEN_FILE and CKPT_CA_FILE, and the one that serves also
+    CKPT_TLS_CERT_FILE and CKPT_TLS_KEY_FILE. On this host alone, or with CKPT_INSECURE=1 and no certificate, the address has a
+    random token, and whoever knows the address can read. Nobody can write.
+
+    Raises InvalidArgument if other hosts are to be served and something of this is missing, StoreError if the memory can't be
+    used.
     """
 
     def __init__(self, host: str | None = None) -> None:
+        security = security_from_environment()
+        name = host or _default_host(security)
+        if ":" in name and not name.startswith("["):
+            name = f"[{name}]"
+        certificate = _check_security(name, security)
+        token = (token_from_environment() if certificate else None) or secrets.token_hex(16)
         base = own_memory_folder()
         _remove_stale(base)
         self._folder = Path(base, f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
         self._device = Device(self._folder)
-        token = secrets.token_hex(16)
-        name = host or _reachable_name()
         everywhere = "[::]" if ":" in name else "0.0.0.0"
-        listen = name if name in ("127.0.0.1", "localhost", "[::1]") else everywhere
-        self._server = NodeServer(self._device, listen, 0, NodeOptions(tokens=lambda: (token,), read_only=True))
+        options = NodeOptions(tokens=lambda: (token,), certificate=certificate, read_only=True)
+        self._server = NodeServer(self._device, name if is_loopback(name) else everywhere, 0, options)
         self.store: Store = self._device.store
         """Where the steps are saved."""
-        self.address = f"{token}@{name}:{self._server.port}"
+        self.address = str(
+            PeerAddress(
+                f"{name}:{self._server.port}",
+                token=None if certificate and security.token else token,
+                tls=certificate is not None,
+                only_on=loopback_identity() if is_loopback(name) else "",
+            )
+        )
         """What a peer gives to `open_peer`."""
         self._free = weakref.finalize(self, _remove_folder, self._folder, os.getpid())
 
@@ -74,20 +91,25 @@ class PeerMemory:
         self.close()
 
 
-def open_peer(address: str, deadline_seconds: float = 30.0) -> Store:
-    """Return the store of a `PeerMemory` in another process; nothing is read yet. deadline_seconds: of each call."""
-    token, separator, where = address.partition("@")
-    if not separator:
-        raise InvalidArgument(f"{address!r} is no address of a PeerMemory: give what its `address` is")
-    return NodeStore(where, NodeCredentials(token, deadline_seconds=deadline_seconds, insecure=True))
-
-
-def _reachable_name() -> str:
+def _default_host(security: NodeSecurity) -> str:
     name = socket.gethostname()
-    with suppress(OSError):
-        socket.getaddrinfo(name, None)
-        return name
+    if security.certificate or security.insecure:
+        with suppress(OSError):
+            socket.getaddrinfo(name, None)
+            return name
     return "127.0.0.1"
+
+
+def _check_security(host: str, security: NodeSecurity) -> tuple[bytes, bytes] | None:
+    """Return the certificate and key with which to serve at `host`, None to serve without TLS."""
+    if is_loopback(host) or (security.insecure and not security.certificate):
+        return None
+    if missing := security.missing_options(host, VARIABLES):
+        raise InvalidArgument(
+            f"other hosts could reach the memory of this process at {host}: set {missing} in the environment, or "
+            "CKPT_INSECURE=1 to serve it without TLS"
+        )
+    return read_certificate(Path(security.certificate), Path(security.key), VARIABLES)
 
 
 def _remove_folder(folder: Path, pid: int) -> None:

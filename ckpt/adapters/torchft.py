@@ -7,7 +7,6 @@ Nothing is pickled, every byte is verified, and peers on one host share memory.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,13 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torchft.checkpointing.transport import CheckpointTransport
 
 import ckpt
-from ckpt.adapters.peer_memory import PeerMemory, open_peer
-from ckpt.errors import StepNotFound
-from ckpt.storage.base.errors import InvalidArgument, Unavailable
+from ckpt.adapters.peer_address import load_from_peer, open_peer
+from ckpt.adapters.peer_memory import PeerMemory
+from ckpt.storage.base.errors import InvalidArgument
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.02
 _SHARD = "ckpt.torchft.shard"
 """The key of a local shard in a stored state. The dict with it stands in place of a DTensor."""
 
@@ -68,19 +66,14 @@ class CkptTransport(CheckpointTransport[T]):  # type: ignore[misc]
 
         Raises:
             TimeoutError: The peer has not sent this step in time, or can't be reached.
-            InvalidArgument: The state has a DTensor, and this process has no mesh for it.
+            InvalidArgument: The state has a DTensor, and this process has no mesh for it; or the peer serves with TLS, and
+                the environment of this process has no CKPT_CA_FILE or token.
+            Refused: The peer serves only its own host, or without TLS, or the token is wrong.
+            Untrusted: The certificate of the peer can't be verified.
             IntegrityError: Bytes were damaged.
         """
-        end = time.monotonic() + timeout.total_seconds()
-        while True:
-            try:
-                loaded = ckpt.load(open_peer(metadata, max(0.001, end - time.monotonic())), step=step, group=None)
-                break
-            except (StepNotFound, Unavailable) as error:
-                if time.monotonic() >= end:
-                    text = f"timed out: rank {src_rank} has not sent step {step} within {timeout.total_seconds()} s"
-                    raise TimeoutError(text) from error
-                time.sleep(_POLL_SECONDS)
+        seconds = timeout.total_seconds()
+        loaded = load_from_peer(open_peer(metadata, seconds), step, seconds, f"step {step} of rank {src_rank}")
         meshes = _meshes_in(self._state_dict()) if self._state_dict is not None else {}
         found: T = tree_map(lambda node: _decode(node, meshes) if _is_shard(node) else node, loaded, is_leaf=_is_shard)
         return found

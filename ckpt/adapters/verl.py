@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -20,12 +19,10 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
 import ckpt
-from ckpt.adapters.peer_memory import PeerMemory, open_peer
-from ckpt.errors import StepNotFound
-from ckpt.storage.base.errors import InvalidArgument, Unavailable
+from ckpt.adapters.peer_address import load_from_peer, open_peer
+from ckpt.adapters.peer_memory import PeerMemory
+from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.base.store import Store
-
-_POLL_SECONDS = 0.02
 
 
 @CheckpointEngineRegistry.register("ckpt")
@@ -106,13 +103,16 @@ class StepEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             TimeoutError: The trainer has not sent the next bucket in time, or can't be reached.
+            InvalidArgument: The trainer serves with TLS, and the environment of this process has no CKPT_CA_FILE or token.
+            Refused: The trainer serves only its own host, or without TLS, or the token is wrong.
+            Untrusted: The certificate of the trainer can't be verified.
             IntegrityError: Bytes were damaged.
         """
         if self._address is None:
             raise InvalidArgument("receive_weights without an address: call init_process_group before it, as verl does")
-        store = open_peer(self._address)
+        store = open_peer(self._address, self._timeout)
         for number in itertools.count():
-            found = await asyncio.to_thread(_load, store, number, self._timeout)
+            found = await asyncio.to_thread(load_from_peer, store, number, self._timeout, f"bucket {number} of the trainer")
             for name, tensor in found["weights"]:
                 yield name, tensor
             if found["is_last"]:
@@ -122,14 +122,3 @@ class StepEngine(CheckpointEngine):  # type: ignore[misc]
 def _save(store: Store, number: int, bucket: dict[str, torch.Tensor], is_last: bool) -> None:
     state = {"weights": list(bucket.items()), "is_last": is_last}
     ckpt.save(state, store, number, group=None, codec="none", nan="allow")
-
-
-def _load(store: Store, number: int, timeout: float) -> Any:
-    end = time.monotonic() + timeout
-    while True:
-        try:
-            return ckpt.load(store, step=number, group=None)
-        except (StepNotFound, Unavailable) as error:
-            if time.monotonic() >= end:
-                raise TimeoutError(f"timed out: the trainer has not sent bucket {number} within {timeout} s") from error
-            time.sleep(_POLL_SECONDS)

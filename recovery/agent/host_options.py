@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt.recovery.memory_tier.memory_nodes import NodeSecurity
 from ckpt.recovery.policy.hang_limits import HangLimits
+from ckpt.storage.node.node_security import NodeSecurity
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,13 @@ import sys
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ckpt.recovery.ranks import processes
 from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.node.credentials import is_loopback
+from ckpt.storage.node.node_security import NodeSecurity
 
 if TYPE_CHECKING:
     from ckpt.storage.member.device import Device
@@ -47,30 +46,6 @@ _FRESH_SECONDS = 20.0
 """How long a fresh node is awaited. After that the host counts as one without a node."""
 _PROCESS_END_SECONDS = 2.0
 """How long an earlier process may take to end and to free its ports."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSecurity:
-    """How nodes that other hosts can reach are protected. The token itself is in the environment, as for clients."""
-
-    token: bool = False
-    """Whether there is a token."""
-    certificate: str = ""
-    """The PEM file with the certificate chain."""
-    key: str = ""
-    """The PEM file with the key of the certificate."""
-    authority: str = ""
-    """The PEM file of the authority that has signed the certificates of all hosts. With it, clients use TLS."""
-    insecure: bool = False
-    """Whether nodes may be served without a token and TLS."""
-
-    def missing_options(self, address: str) -> str:
-        """Return the options that are missing for nodes at this address; "" none."""
-        tls = {"--tls-cert": self.certificate, "--tls-key": self.key, "--ca-file": self.authority}
-        missing = [name for name, file in tls.items() if not file]
-        if self.insecure or is_loopback(address):  # TLS is optional, but needs all three options
-            return ", ".join(missing) if len(missing) < len(tls) else ""
-        return ", ".join(missing if self.token else ["--token-file", *missing])
 
 
 class MemoryNodes:

@@ -53,6 +53,10 @@ class Unavailable(StoreError):
     """A node or a service does not answer in time, or accepts nothing at the moment. Another one may."""
 
 
+class Untrusted(Unavailable):
+    """The other side has no certificate that this process can verify. Another node may; waiting does not help."""
+
+
 class Refused(StoreError):
     """A token, certificate, key or permission is wrong or missing, or the store is read-only: waiting does not help."""
 

@@ -13,7 +13,7 @@ import pyarrow.flight as flight
 
 from ckpt.storage.base.checked_decode import Malformed, decode
 from ckpt.storage.base.checksums import transfer_digest
-from ckpt.storage.base.errors import CkptError, IntegrityError, Refused, StoreError, Unavailable
+from ckpt.storage.base.errors import CkptError, IntegrityError, Refused, StoreError, Unavailable, Untrusted
 from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors
 from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer, check_name, require_length
 from ckpt.storage.member.device import MemberInfo
@@ -273,6 +273,12 @@ class NodeStore(Store):
             if isinstance(error, flight.FlightTimedOutError):
                 raise Unavailable(
                     f"{self.url} did not answer {action} within {self._credentials.deadline_seconds:g} s; check that it runs"
+                ) from error
+            if "Ssl handshake failed" in text or "is not in peer certificate" in text:
+                reason = text.rpartition("SSL routines::")[2].rpartition(f"{self.address}: ")[2]
+                raise Untrusted(
+                    f"{self.url} can't be trusted: {reason}; check its certificate (--tls-cert, CKPT_TLS_CERT_FILE), and the "
+                    "authority of this client (CKPT_CA_FILE, ca_file)"
                 ) from error
             raise Unavailable(f"{self.url} failed in {action}: {text}; check that it runs") from error
         except pa.ArrowException as error:

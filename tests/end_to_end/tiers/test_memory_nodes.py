@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.aggregator.cluster.config import parse_namespace_url
-from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes, NodeSecurity
+from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, choose_memories
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.node.node_security import NodeSecurity
 
 
 @with_make_soak

@@ -13,8 +13,9 @@ import pytest
 from helpers.processes import until
 
 import ckpt
-from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes, NodeSecurity
+from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes
 from ckpt.repository.repository import open_repository
+from ckpt.storage.node.node_security import NodeSecurity
 from ckpt.tiers import previous_memory, tier_spec
 
 

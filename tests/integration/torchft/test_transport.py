@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,12 +15,15 @@ from unittest import TestCase
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.peers import NAMES, tls_variables
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard, distribute_tensor
 from torchft.checkpointing.transport_test import TIMEOUT_REGEX, assertStateDictEqual, make_state_dict, run_multi_recovery_test
 
 import ckpt
-from ckpt.adapters.peer_memory import PeerMemory, open_peer
+from ckpt.adapters.peer_address import open_peer
+from ckpt.adapters.peer_memory import PeerMemory
 from ckpt.adapters.torchft import CkptTransport
+from ckpt.errors import Refused, Untrusted
 from ckpt.tiers.tier_spec import own_memory_folder
 
 CPU = torch.device("cpu")
@@ -117,8 +121,10 @@ def test_a_dead_peer_times_out(sender: CkptTransport) -> None:
 def test_a_wrong_token_reads_nothing(sender: CkptTransport) -> None:
     sender.send_checkpoint([1], 1, {"w": torch.ones(1)}, SECONDS)
     _, _, where = sender.metadata().partition("@")
-    with pytest.raises(ckpt.CkptError, match="token"):
-        sender.recv_checkpoint(0, f"{'0' * 32}@{where}", 1, timedelta(seconds=0.5))
+    with pytest.raises(Refused, match="token"):
+        sender.recv_checkpoint(0, f"peer://{'0' * 32}@{where}", 1, timedelta(seconds=5))
+    with pytest.raises(ckpt.InvalidArgument, match="its token is missing"):
+        sender.recv_checkpoint(0, f"peer://{where}", 1, timedelta(seconds=5))
     with pytest.raises(ckpt.InvalidArgument, match="is no address of a PeerMemory"):
         open_peer(where)
 
@@ -158,6 +164,51 @@ def test_a_partial_dtensor_is_refused(sender: CkptTransport) -> None:
     tensor = DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0]), [Partial()])
     with pytest.raises(ckpt.InvalidArgument, match="placement P"):
         sender.send_checkpoint([1], 1, {"w": tensor}, SECONDS)
+
+
+# --- TLS: tests/integration/nodes/test_peer_memory.py has the faults of the network ---------------------------------
+
+
+@pytest.fixture
+def with_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    variables = tls_variables(tmp_path / "job", f"DNS:{socket.gethostname()}")
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return variables
+
+
+def test_a_transport_with_a_certificate_serves_other_hosts_over_tls(with_tls: dict[str, str]) -> None:
+    transport = CkptTransport()
+    try:
+        assert transport.metadata().startswith(f"peer+tls://{socket.gethostname()}:")
+        transport.send_checkpoint([1], 7, state(), SECONDS)
+        assert received(transport, 7)["torchft"] == state()["torchft"]
+    finally:
+        transport.shutdown()
+
+
+def test_a_peer_that_cannot_be_verified_ends_the_recovery(
+    sender: CkptTransport, with_tls: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    transport = CkptTransport()
+    try:
+        transport.send_checkpoint([1], 7, state(), SECONDS)
+        monkeypatch.setenv("CKPT_CA_FILE", tls_variables(tmp_path / "other")["CKPT_CA_FILE"])
+        started = time.monotonic()
+        with pytest.raises(Untrusted, match="CKPT_CA_FILE"):
+            sender.recv_checkpoint(0, transport.metadata(), 7, timedelta(seconds=600))
+        assert time.monotonic() - started < 60
+    finally:
+        transport.shutdown()
+
+
+def test_beyond_loopback_without_tls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ckpt.InvalidArgument, match="set CKPT_TOKEN_FILE, CKPT_TLS_CERT_FILE, CKPT_TLS_KEY_FILE, CKPT_CA_FILE"):
+        CkptTransport(host="10.0.0.5")
 
 
 # --- processes ---------------------------------------------------------------------------------------------------

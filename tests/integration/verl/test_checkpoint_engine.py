@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.peers import NAMES, tls_variables
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.utils.import_utils import import_external_libs
 
@@ -133,6 +135,37 @@ def test_two_rollout_workers_get_the_weights_of_two_actor_ranks(rollouts) -> Non
         engine.finalize()
 
 
+def test_a_trainer_with_a_certificate_serves_other_hosts_over_tls(
+    rollouts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    variables = tls_variables(tmp_path / "job", f"DNS:{socket.gethostname()}")
+    other = tls_variables(tmp_path / "other", f"DNS:{socket.gethostname()}")
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ckpt.InvalidArgument, match="set CKPT_TOKEN_FILE, CKPT_TLS_CERT_FILE, CKPT_TLS_KEY_FILE, CKPT_CA_FILE"):
+        ENGINE(bucket_size=1 << 20, is_master=True, host="10.0.0.5").prepare()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    engine = ENGINE(bucket_size=1 << 20, is_master=True)
+    trusting = rollouts(1)
+    monkeypatch.setenv("CKPT_CA_FILE", other["CKPT_CA_FILE"])
+    distrusting = rollouts(1, 600.0)
+    monkeypatch.setenv("CKPT_CA_FILE", variables["CKPT_CA_FILE"])
+    arguments = topology([engine], 1)
+    assert arguments["address"][0].startswith(f"peer+tls://{socket.gethostname()}:")
+    trusting.start(arguments)
+    distrusting.start(arguments)
+    asyncio.run(engine.send_weights(weights()))
+    ((status, out, err),) = trusting.ends()
+    assert status == 0, err
+    assert json.loads(out.splitlines()[-1]) == expected()
+    ((status, out, err),) = distrusting.ends()
+    assert status != 0
+    assert "Untrusted" in err
+    assert "got" not in out
+    engine.finalize()
+
+
 def test_each_hand_over_has_the_weights_of_then(rollouts) -> None:
     engine = ENGINE(bucket_size=1 << 20, is_master=True)
     for seed in (1, 2):
@@ -188,7 +221,7 @@ asyncio.run(engine.send_weights(weights()))
         os.kill(trainer.pid, signal.SIGKILL)
         ((status, _, err),) = workers.ends()
         assert status != 0
-        assert "TimeoutError: timed out: the trainer has not sent bucket" in err
+        assert "TimeoutError: timed out: bucket" in err
     finally:
         trainer.kill()
         trainer.wait()
