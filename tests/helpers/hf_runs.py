@@ -20,12 +20,18 @@ from helpers.torchrun import environment
 
 
 def run(folder: Path, name: str, ranks: int = 1, program: str = "hf_training.py", **options: Any) -> tuple[int, str]:
-    """Run a training, and return its exit status and what it has printed."""
+    """Run a training, and return its exit status and what it has printed.
+
+    program: the file in tests/programs; options: its options. With `fsdp`, `accelerate launch` starts it with FSDP2.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = [str(PROGRAMS / program), str(folder), name, json.dumps(options)]
     if ranks == 1:
         return run_in_child(folder / f"{name}.log", arguments)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    if options.get("fsdp"):
+        config = ["--config_file", str(PROGRAMS / "fsdp2.yaml"), "--main_process_port", "0"]
+        launcher = ["-m", "accelerate.commands.launch", *config, f"--num_processes={ranks}"]
     command = [sys.executable, *launcher, *arguments]
     process = subprocess.Popen(
         command, env=environment(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=""), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -2,7 +2,8 @@
 
 usage: accelerate_training.py FOLDER NAME OPTIONS    (OPTIONS is JSON)
 
-Each rank appends the loss of each batch to FOLDER/NAME-RANK.jsonl, as [epoch, batch, loss].
+Each rank appends the loss of each batch to FOLDER/NAME-RANK.jsonl, as [epoch, batch, loss]. At each save and load, it appends a
+digest of the model to FOLDER/NAME-RANK.digests.jsonl, as [step, digest].
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 
 import ckpt
 from ckpt.adapters.accelerate import attach
+from programs import fsdp2_on_cpu
 
 FOLDER, NAME = Path(sys.argv[1]), sys.argv[2]
 OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
@@ -49,6 +51,11 @@ class Progress:
         vars(self).update(state)
 
 
+def write(suffix: str, row: list[Any]) -> None:
+    with open(FOLDER / f"{NAME}-{RANK}.{suffix}", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 def newest_step() -> int:
     try:
         return max(ckpt.open(FOLDER / "run").steps(), default=-1)
@@ -57,6 +64,7 @@ def newest_step() -> int:
 
 
 def main() -> None:
+    fsdp2_on_cpu.choose_fsdp()
     seedable = OPTIONS.get("seedable", False)
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable)
@@ -68,18 +76,20 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     data = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True)
     model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
+    if accelerator.is_fsdp2:
+        fsdp2_on_cpu.require_fsdp2(accelerator, model)
     attach(accelerator, FOLDER / "run", keep=2)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     if OPTIONS.get("resume"):
         accelerator.load_state()
+        write("digests.jsonl", [progress.step, fsdp2_on_cpu.digest(model, [optimizer])])
     for epoch in range(progress.epoch, 3):
         rest = accelerator.skip_first_batches(data, progress.batch) if progress.batch else data
         for batch in rest:
             with accelerator.accumulate(model):
                 loss = model(batch).square().mean()
-                with open(FOLDER / f"{NAME}-{RANK}.jsonl", "a") as file:
-                    file.write(json.dumps([epoch, progress.batch, float(loss).hex()]) + "\n")
+                write("jsonl", [epoch, progress.batch, float(loss.detach()).hex()])
                 accelerator.backward(loss)
                 optimizer.step()
                 schedule.step()
@@ -91,6 +101,7 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if progress.step in OPTIONS.get("saves", [4, 9, 16]):
                 accelerator.save_state(f"step_{progress.step}")
+                write("digests.jsonl", [progress.step, fsdp2_on_cpu.digest(model, [optimizer])])
         progress.epoch, progress.batch = epoch + 1, 0
     accelerator.end_training()
 
