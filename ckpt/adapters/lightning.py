@@ -19,9 +19,9 @@ from ckpt.adapters import lightning_packages as packages
 from ckpt.adapters.adapt.intervals import interval_from_env
 from ckpt.adapters.lightning_io import CkptIO as CkptIO
 from ckpt.adapters.lightning_loops import LoopPoints, Point
-from ckpt.adapters.lightning_state import TrainerState, require_supported_strategy
+from ckpt.adapters.lightning_state import TrainerState, is_sharded, require_supported_strategy, sharded_model
 from ckpt.checkpointer import Checkpointer
-from ckpt.errors import FormatError
+from ckpt.errors import FormatError, LeafNotFound
 from ckpt.repository.repository import DIRECTORY_VARIABLE, Url
 from ckpt.repository.retention import Keep
 from ckpt.training.save_interval import Every
@@ -50,7 +50,7 @@ class Checkpoints:
     without workers only their indices are drawn, and with workers they are loaded.
 
     Raises:
-        InvalidArgument: At the start of `fit`, if the strategy keeps only parts of the model on each rank.
+        InvalidArgument: At the start of `fit`, for strategies other than one device, DDP and ModelParallelStrategy.
         SaveFailed: An earlier save failed in the background; its error is the cause.
         FormatError: The newest step was not saved by this callback.
         CkptError: The data can't continue at the saved position.
@@ -151,7 +151,7 @@ class Checkpoints:
         if steps == self._steps_seen:
             return
         self._steps_seen = steps
-        if self._checkpointer.step(steps - 1, self._state, loss=self._loss) is not None:
+        if self._checkpointer.step(steps - 1, self._entries(), loss=self._loss) is not None:
             self._steps_saved = steps
         elif point == "batch" and (
             0 < trainer.max_steps <= steps or (trainer.should_stop and trainer.fit_loop._can_stop_early)
@@ -160,8 +160,28 @@ class Checkpoints:
 
     def _save_last(self) -> None:
         if self._checkpointer is not None and (self._loss is None or math.isfinite(self._loss)):
-            self._checkpointer.save(self._steps_seen - 1, self._state)
+            self._checkpointer.save(self._steps_seen - 1, self._entries())
             self._steps_saved = self._steps_seen
+
+    def _entries(self) -> Any:
+        """Return what is saved: the checkpoint of Lightning, and beside it a model that is sharded over the ranks."""
+        if not is_sharded(self._trainer.strategy):
+            return self._state
+        return {"trainer": self._state, "train": sharded_model(self._trainer)}
+
+    def _load(self) -> tuple[Any, int]:
+        """Return the checkpoint of the newest whole step and the number of the next one. A sharded model is filled in place."""
+        assert self._checkpointer is not None
+        if not is_sharded(self._trainer.strategy):
+            return self._checkpointer.restore(None)
+        try:
+            entries, start = self._checkpointer.restore({"trainer": None, "train": sharded_model(self._trainer)})
+        except LeafNotFound as error:
+            raise FormatError(
+                f"the newest step of {self._checkpointer.repository.url} was saved by another strategy: resume with that one, "
+                "or give another URL"
+            ) from error
+        return entries["trainer"], start
 
     def _restore(self, path: Any) -> dict[str, Any] | None:
         """Return the checkpoint of the newest whole step; None if there is none, or if `fit` loads a path."""
@@ -173,12 +193,13 @@ class Checkpoints:
                     f"fit loads ckpt_path={path!s}, and not the newest step of {repository.url}: leave ckpt_path out to resume"
                 )
             return None
-        checkpoint, start = self._checkpointer.restore(None)
+        checkpoint, start = self._load()
         if checkpoint is None:
             return None
         if not isinstance(checkpoint, dict) or "point" not in checkpoint.get("ckpt", {}):
             raise FormatError(
-                f"step {start - 1} of {repository.url} was not saved by Checkpoints: give another URL, or use ckpt.load"
+                f"step {start - 1} of {repository.url} was not saved by Checkpoints with this strategy: give another URL, or "
+                "use ckpt.load"
             )
         self._steps_seen = self._steps_saved = start
         packages.info(f"resumed from step {start - 1} of {repository.url}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from ckpt.adapters.torch import ModelState
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.stateful import RandomState
 from ckpt.state.torch_keys import ModuleEntries, module_entries
@@ -20,6 +22,7 @@ _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+_SHARDED_STRATEGY = "ModelParallelStrategy"
 
 
 class TrainerState:
@@ -35,7 +38,9 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model, optimizers, schedulers, loops, callbacks and random state, without a copy."""
-        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        strategy = self._trainer.strategy
+        with _without_model(strategy) if is_sharded(strategy) else nullcontext():
+            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         found = {key: value if key in _SHARED else _own_small_tensors(value) for key, value in checkpoint.items()}
         found = storable(found, self._left_out)
         found["ckpt"] = {**_own_small_tensors(self._extra()), "random": RandomState()}
@@ -50,15 +55,44 @@ class TrainerState:
 
     def members(self) -> ModuleEntries:
         """Return the names in `state_dict` of buffers, which may differ between ranks, and of frozen parameters."""
+        if is_sharded(self._trainer.strategy):
+            return ModuleEntries([], [])
         entries = module_entries(self._trainer.lightning_module)
         return ModuleEntries(*([f"state_dict.{name}" for name in names] for names in entries))
 
 
+def sharded_model(trainer: Any) -> ModelState:
+    """Return the model and optimizers of a trainer whose ranks have only parts of them."""
+    return ModelState(trainer.lightning_module, trainer.optimizers, group="auto" if trainer.world_size > 1 else None)
+
+
+def is_sharded(strategy: Any) -> bool:
+    """Return whether a strategy of Lightning keeps only a part of the model on each rank, as DTensors."""
+    return _is_a(strategy, (_SHARDED_STRATEGY,))
+
+
+def _is_a(strategy: Any, names: tuple[str, ...]) -> bool:
+    return any(base.__name__ in names for base in type(strategy).__mro__)
+
+
+@contextmanager
+def _without_model(strategy: Any) -> Iterator[None]:
+    """Let Lightning leave the model and optimizers out of its checkpoint; it would copy or gather them."""
+    strategy.lightning_module_state_dict, strategy.optimizer_state = dict, lambda optimizer: {}
+    try:
+        yield
+    finally:
+        del strategy.lightning_module_state_dict, strategy.optimizer_state
+
+
 def require_supported_strategy(strategy: Any) -> None:
-    """Raise InvalidArgument for a strategy that keeps only parts of the model on each rank."""
-    if not any(base.__name__ in _STRATEGIES for base in type(strategy).__mro__):
+    """Raise InvalidArgument for a strategy whose state Checkpoints does not know."""
+    if not _is_a(strategy, (*_STRATEGIES, _SHARDED_STRATEGY)):
+        advice = (
+            "ModelParallelStrategy, which is FSDP2" if "FSDP" in type(strategy).__name__ else "strategy='ddp' or one device"
+        )
         raise InvalidArgument(
-            f"Checkpoints does not support {type(strategy).__name__}: use strategy='ddp' or one device, or save with "
+            f"Checkpoints does not support {type(strategy).__name__}: use {advice}, or save with "
             "ckpt.adapters.torch.ModelState from a callback of your own"
         )
 

@@ -31,6 +31,8 @@ def run(folder: Path, name: str, ranks: int = 1, program: str = "hf_training.py"
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     if options.get("fsdp"):
         config = ["--config_file", str(PROGRAMS / "fsdp2.yaml"), "--main_process_port", "0"]
+        if program == "hf_training.py":
+            config += ["--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP", "--fsdp_transformer_layer_cls_to_wrap=GPT2Block"]
         launcher = ["-m", "accelerate.commands.launch", *config, f"--num_processes={ranks}"]
     command = [sys.executable, *launcher, *arguments]
     process = subprocess.Popen(

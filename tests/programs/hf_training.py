@@ -3,7 +3,8 @@
 usage: hf_training.py FOLDER NAME OPTIONS    (OPTIONS is JSON)
 
 Each rank appends the loss of each micro-batch to FOLDER/NAME-RANK.jsonl, as [update, loss], and each logged loss to
-FOLDER/NAME-RANK.logs.jsonl.
+FOLDER/NAME-RANK.logs.jsonl. With the option fsdp, each save and the start of the training append a digest of the model to
+FOLDER/NAME-RANK.digests.jsonl.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingA
 
 import ckpt
 from ckpt.adapters.transformers import CheckpointedTrainer, CkptTrainer
+from programs import fsdp2_on_cpu
 
 FOLDER, NAME = Path(sys.argv[1]), sys.argv[2]
 OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
@@ -70,6 +72,14 @@ class Killer(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.saved = state.global_step
+        self.write_digest(state, **_)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.write_digest(state, **_)
+
+    def write_digest(self, state: Any, model: Any, optimizer: Any, **_: Any) -> None:
+        if OPTIONS.get("fsdp") is not None:
+            write("digests.jsonl", [state.global_step, fsdp2_on_cpu.digest(model, [optimizer])])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == OPTIONS.get("kill_at", -1):
@@ -162,8 +172,11 @@ def make_tokenizer() -> Any:
 
 
 def main() -> None:
+    fsdp2_on_cpu.choose_fsdp()
     trainer = make_trainer()
     trainer.train(resume_from_checkpoint=OPTIONS.get("resume"))
+    if OPTIONS.get("fsdp"):
+        fsdp2_on_cpu.require_fsdp2(trainer.accelerator, trainer.model_wrapped)
     weights = sum(p.detach().double().sum() for p in trainer.model.parameters() if p.requires_grad)
     write("end.jsonl", [trainer.state.global_step, float(weights).hex(), trainer.state.best_global_step,
                         trainer.state.best_model_checkpoint])  # fmt: skip

@@ -29,6 +29,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--sharded", action="store_true", help="ModelParallelStrategy with FSDP2")
     parser.add_argument("--sampler", default="shuffle")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--noise", action="store_true", help="samples with random noise")
@@ -98,6 +99,15 @@ class Model(pl.LightningModule):
         self.automatic_optimization = not options.manual
         self.seen = 0
 
+    if options.sharded:
+
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.layers[0], self.layers[3], self.layers:
+                fully_shard(layer, mesh=mesh)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
@@ -155,6 +165,12 @@ def loader() -> DataLoader:
     return DataLoader(data, BATCH, num_workers=options.workers, **kinds[options.sampler])
 
 
+def strategy() -> Any:
+    if options.sharded:
+        return pl.strategies.ModelParallelStrategy(data_parallel_size=options.ranks, tensor_parallel_size=1)
+    return "ddp" if options.ranks > 1 else "auto"
+
+
 def main() -> None:
     pl.seed_everything(1)
     callbacks = [Kill()]
@@ -163,7 +179,7 @@ def main() -> None:
 
         callbacks.append(Checkpoints(options.url, every=options.every, keep=3))
     trainer = pl.Trainer(
-        accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto",
+        accelerator="cpu", devices=options.ranks, strategy=strategy(),
         max_epochs=options.epochs, max_steps=options.max_steps, callbacks=callbacks, logger=False,
         accumulate_grad_batches=options.accumulate, val_check_interval=options.val_interval,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=not options.no_callback,

@@ -77,6 +77,10 @@ def test_two_processes(tmp_path: Path) -> None:
     Training(tmp_path, "--ranks=2", "--every=2", "--epochs=5").killed_and_resumed(9, ranks=2)
 
 
+def test_two_processes_with_fsdp2(tmp_path: Path) -> None:
+    Training(tmp_path, "--sharded", "--ranks=2", "--every=2", "--epochs=5").killed_and_resumed(9, ranks=2)
+
+
 def test_more_epochs_continue_an_ended_training(tmp_path: Path) -> None:
     training = Training(tmp_path)
     training.run("whole")

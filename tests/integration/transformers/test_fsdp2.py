@@ -8,7 +8,7 @@ from typing import Any
 
 from helpers.hf_runs import lines, run
 
-ACCELERATE = "accelerate_training.py"
+ACCELERATE, TRAINER = "accelerate_training.py", "hf_training.py"
 
 
 def kill_and_resume(folder: Path, program: str, kill_at: int, **options: Any) -> None:
@@ -50,3 +50,11 @@ def test_save_state_of_accelerate(tmp_path: Path) -> None:
 
 def test_load_state_of_accelerate_by_other_ranks(tmp_path: Path) -> None:
     load_by_other_ranks(tmp_path, ACCELERATE, samples=28, kill_at=11, saved=9)
+
+
+def test_ckpt_trainer(tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, TRAINER, 9, samples=44, args={"save_steps": 4})
+
+
+def test_ckpt_trainer_by_other_ranks(tmp_path: Path) -> None:
+    load_by_other_ranks(tmp_path, TRAINER, samples=44, kill_at=5, args={"save_steps": 4, "max_steps": 6})
