@@ -19,7 +19,8 @@ import numpy as np
 
 from ckpt import pulse
 from ckpt.adapters import keras_fit as fits
-from ckpt.adapters.keras_fit import OtherCallbacks, Snapshot
+from ckpt.adapters.keras_fit import Snapshot
+from ckpt.adapters.other_callbacks import OtherCallbacks
 from ckpt.checkpointer import Checkpointer
 from ckpt.repository.repository import Url
 from ckpt.repository.retention import Keep
@@ -115,7 +116,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         fit = fits.locals_of_fit(self._model)
         iterator = fit["epoch_iterator"]
         self._list = fit["callbacks"].callbacks
-        self._others = OtherCallbacks([other for other in self._list if other is not self])
+        self._others = OtherCallbacks([other for other in self._list if other is not self], ("ProgbarLogger",), fits.NO_STATE)
         self._first_epoch = int(fit["initial_epoch"])
         self._saves_at_epoch_begin, self._is_first_epoch, self._expected_batch = False, True, None
         if self._checkpointer is not None:  # the fit before was interrupted by an error

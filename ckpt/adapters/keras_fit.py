@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 from typing import Any, Self
 
 import keras
-import numpy as np
 
 from ckpt.state.stateful import RandomState
 from ckpt.storage.base.errors import CkptError, InvalidArgument
@@ -138,64 +136,5 @@ def move_to_end(callbacks: list[Any], callback: Any) -> None:
     callbacks.append(callback)
 
 
-_NO_STATE = {"params", "_model", "model", "validation_data", "min_delta"}
+NO_STATE = {"params", "_model", "model", "validation_data", "min_delta"}
 """Attributes that Keras sets again in each run; the sign of min_delta depends on monitor_op, which is a function."""
-
-
-class OtherCallbacks:
-    """What callbacks such as EarlyStopping, ReduceLROnPlateau and History have counted since the begin of a fit."""
-
-    def __init__(self, callbacks: list[Any]) -> None:
-        self._callbacks: dict[str, Any] = {}
-        for callback in callbacks:
-            name, number = type(callback).__name__, 0
-            if name == "ProgbarLogger":
-                continue
-            while f"{name}_{number}" in self._callbacks:
-                number += 1
-            self._callbacks[f"{name}_{number}"] = callback
-        self._begin: dict[str, dict[str, Any]] = {}
-
-    def note_begin(self) -> None:
-        """Note the attributes of the callbacks that they have before the first batch of a run."""
-        self._begin = {name: copy.deepcopy(_plain_attributes(callback)) for name, callback in self._callbacks.items()}
-
-    def changed(self) -> dict[str, dict[str, Any]]:
-        """Return the attributes that have changed, by the names of the callbacks."""
-        found = {}
-        for name, callback in self._callbacks.items():
-            begin = self._begin.get(name, {})
-            now = _plain_attributes(callback)
-            found[name] = {key: value for key, value in now.items() if key not in begin or not _is_same(value, begin[key])}
-        return found
-
-    def restore(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Set the attributes that had changed; callbacks that were not saved, or are no longer used, are left out."""
-        for name, attributes in saved.items():
-            if name in self._callbacks:
-                for key, value in attributes.items():
-                    setattr(self._callbacks[name], key, value)
-
-
-def _plain_attributes(callback: Any) -> dict[str, Any]:
-    return {key: value for key, value in vars(callback).items() if key not in _NO_STATE and _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(_is_plain(item) for item in value)
-    if type(value) is dict:
-        return all(type(key) in (str, int) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, (np.ndarray, np.generic)):
-        return not value.dtype.hasobject
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(_is_same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_is_same(value, b[key]) for key, value in a.items())
-    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)

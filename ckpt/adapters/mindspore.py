@@ -1,87 +1,292 @@
-"""Dropout for MindSpore that a resumed training repeats: `resumable_dropout(net)`.
+"""`Checkpoints`, a callback for `Model.train` and `Model.fit` of MindSpore, and dropout that a resumed training repeats.
 
-`nn.Dropout` draws from numbers that its kernel counts by itself, which nothing can read or set. The cell here computes its mask
-from a seed and the number of its calls. Both are in a parameter, which is saved with the net.
+MindSpore gives callbacks neither the model nor the iterator of the data, and no callback can choose the first epoch. So the
+callback wraps two methods of the running model, until its training ends.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import math
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore.train import Callback, Model
 
+from ckpt import pulse
+from ckpt.adapters.epoch_random import RandomSnapshot
+from ckpt.adapters.mindspore_dropout import Dropout as Dropout
+from ckpt.adapters.mindspore_dropout import resumable_dropout as resumable_dropout
+from ckpt.adapters.other_callbacks import OtherCallbacks
+from ckpt.checkpointer import Checkpointer
 from ckpt.errors import InvalidArgument
+from ckpt.repository.repository import Url
+from ckpt.repository.retention import Keep
+from ckpt.state.leaves.mindspore_objects import as_stateful, cell_state
+from ckpt.storage.base.errors import CkptError
+from ckpt.training.save_interval import Every
 
-_BITS = 1 << 32
+log = logging.getLogger("ckpt")
 
-
-def _mix(x: Any) -> Any:
-    """Return a 32-bit hash of each element (lowbias32 of Chris Wellons). It is computed in int64, whose products wrap."""
-    x = _low_bits(ops.bitwise_xor(x, ops.bitwise_right_shift(x, ms.Tensor(16, ms.int64))) * 0x7FEB352D)
-    x = _low_bits(ops.bitwise_xor(x, ops.bitwise_right_shift(x, ms.Tensor(15, ms.int64))) * 0x846CA68B)
-    return ops.bitwise_xor(x, ops.bitwise_right_shift(x, ms.Tensor(16, ms.int64)))
-
-
-def _low_bits(x: Any) -> Any:
-    return ops.bitwise_and(x, ms.Tensor(0xFFFFFFFF, ms.int64))
+_WITHOUT_STATE = ("_StepSync", "_FrameworkProfilerCallback", "TimeMonitor", "ModelCheckpoint")
 
 
-@ms.jit  # type: ignore[untyped-decorator]  # in PyNative mode, too: as single operations it takes ten times as long
-def _kept(position: Any, size: int, limit: int) -> Any:
-    """Return which of `size` elements are kept; position: the seed and the number of the call."""
-    key = _mix(position)
-    bits = _mix(ops.bitwise_xor(_mix(ops.arange(size) + key[0]), key[1]))
-    return ops.greater_equal(bits, limit)
+@dataclass
+class _Position:
+    """Where a training is."""
+
+    training: int = 0
+    """How many trainings with this callback have ended before."""
+    epoch: int = 0
+    """The epochs that are done, without the current one."""
+    step: int = 0
+    """The steps of this training that are done."""
+    steps_before: int = 0
+    """The steps of the trainings before."""
+    batches: int = 0
+    """The batches of each epoch."""
+    epochs: int = 0
+    """The argument `epoch` of the training."""
+    ended: bool = False
 
 
-class Dropout(nn.Cell):  # type: ignore[misc]
-    """Dropout whose masks follow from a seed and the number of calls, in PyNative and graph mode, on any device.
+class Checkpoints(Callback):  # type: ignore[misc]
+    """Saves the training of a MindSpore model in the background, and resumes it where the newest saved step ended.
 
-    p: the probability that an element becomes zero.
-    seed: dropouts with different seeds have different masks.
+        model.train(10, dataset, callbacks=[Checkpoints(url, every=100, keep=3)])
+
+    url, every, keep, options: as for `ckpt.Checkpointer`. A step is a batch, counted over all epochs. The last one of a
+        training is always saved.
+
+    A step has the network, the optimizer, the loss scale, the position of the dataset, the random generators, and what the
+    other callbacks count, such as EarlyStopping. Call `mindspore.set_seed` before the training, and `resumable_dropout` for a
+    network with nn.Dropout.
+
+    When the script runs again after a kill, `train` or `fit` restores the newest complete step, moves the dataset to its
+    position, and continues with the next batch. Every loss is then that of a run without a kill. A training that has ended is
+    not repeated; with more epochs it continues. Several trainings with one callback are resumed in their order.
+
+    Raises, from `train` and `fit`:
+        InvalidArgument: dataset_sink_mode is True on an accelerator, where MindSpore calls no callback between the batches.
+        CkptError: The dataset has another number of batches than that of the saved step.
+        LeafMismatch: The network or the optimizer has other parameters than the saved one.
+        SaveFailed: A save failed in the background.
     """
 
-    def __init__(self, p: float = 0.5, seed: int = 0) -> None:
+    def __init__(
+        self, url: Url | None = None, *, every: Every = "auto", keep: int | Keep | None = None, **options: Any
+    ) -> None:
         super().__init__()
-        if not 0 <= p < 1:
-            raise InvalidArgument(f"Dropout: p must be at least 0 and less than 1, not {p!r}")
-        self.p = float(p)
-        self.position = ms.Parameter(ms.Tensor([seed, 0], ms.int64), name="position", requires_grad=False)
-        self._one_call = ms.Tensor([0, 1], ms.int64)
-        self._limit = int(p * _BITS)
+        self._url = url
+        self._options = {"every": every, "keep": keep, **options}
+        self._checkpointer: Checkpointer | None = None
+        self._uses = 0
+        self._position = _Position()
+        self._has_restored = False
+        self._steps_restored = 0
+        self._model: Any = None
+        self._batches: Any = None
+        self._restored: dict[str, Any] = {}
+        self._others = OtherCallbacks([])
+        self._evaluation = ExitStack()
 
-    def construct(self, x: Any) -> Any:
-        """Return `x` with elements set to zero and the others scaled, in training; else `x`."""
-        if not self.training or self.p == 0:
-            return x
-        position = self.position + self._one_call
-        ops.assign(self.position, position)
-        kept = _kept(position, x.size, self._limit).reshape(x.shape)
-        return x * kept.astype(x.dtype) * (1 / (1 - self.p))
+    # --- the calls of MindSpore --------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Prepare for the training that begins. MindSpore also enters callbacks for evaluations, also during a training."""
+        self._uses += 1
+        if self._uses == 1 and (model := _training_model()) is not None:
+            self._model = model
+            vars(model)["_train_process"] = self._train
+            vars(model)["_train_dataset_sink_process"] = _refuse_sink
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Wait until the last save is committed, and leave the model as it was."""
+        self._uses -= 1
+        if self._uses or self._model is None:
+            return
+        for name in ("_train_process", "_train_dataset_sink_process", "_exec_preprocess"):
+            vars(self._model).pop(name, None)
+        self._model = self._batches = None
+        if error[0] is not None:  # the next training resumes this one
+            self._has_restored, self._restored = False, {}
+            self._position = _Position(self._position.training, steps_before=self._position.steps_before)
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.__exit__(*error)
+
+    def on_train_begin(self, run_context: Any) -> None:
+        """Move the dataset to the position of the restored step, and give the other callbacks what they had counted."""
+        self._others.note_begin()
+        data: Any = as_stateful(self._batches)
+        try:
+            data.get()
+            if self._restored.get("batches"):
+                data.set(self._restored["batches"])
+                if self._restored["is_next_epoch"]:
+                    next(self._batches, None)  # the end of the epoch before
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"Checkpoints: the training dataset cannot be resumed: {error}") from error
+        if self._restored:
+            self._others.restore(self._restored["callbacks"])
+            self._restored["random"].apply()
+            self._restored = {}
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Save the step if a save is due."""
+        arguments = run_context.original_args()
+        self._note(arguments)
+        assert self._checkpointer is not None
+        number = self._position.steps_before + self._position.step - 1
+        self._checkpointer.step(number, _TrainingState(self), loss=_loss_of(arguments.net_outputs))
+
+    def on_eval_begin(self, run_context: Any) -> None:
+        """Mark the evaluation, which takes longer than a step, and is no hang."""
+        self._evaluation.enter_context(pulse.phase("eval"))
+
+    def on_eval_end(self, run_context: Any) -> None:
+        """Mark the end of the evaluation."""
+        self._evaluation.close()
+
+    def on_train_end(self, run_context: Any) -> None:
+        """Save the last step."""
+        if self._checkpointer is None:  # used without Model.train
+            return
+        position = self._position
+        if position.step > self._steps_restored and _is_finite(run_context.original_args().net_outputs):
+            position.ended = True
+            position.epoch += position.step % position.batches == 0
+            self._checkpointer.save(position.steps_before + position.step - 1, _TrainingState(self))
+        self._position = _Position(position.training + 1, steps_before=position.steps_before + position.step)
+
+    # --- the training ------------------------------------------------------------------------------------------
+
+    def _train(
+        self, epoch: int, train_dataset: Any, list_callback: Any = None, cb_params: Any = None, initial_epoch: int = 0,
+        *others: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        """Stand in for Model._train_process: restore, and train from the epoch of the restored step on."""
+        vars(self._model).pop("_train_process")
+        callbacks = list_callback._callbacks
+        callbacks.remove(self)
+        self._others = OtherCallbacks(callbacks, _WITHOUT_STATE)
+        callbacks.append(self)  # so that a save has what the others count in the same batch
+        self._checkpointer = Checkpointer(self._url, **self._options)
+        before = self._position
+        self._position = _Position(before.training, initial_epoch, 0, before.steps_before, int(cb_params.batch_num), epoch)
+        self._steps_restored = 0
+        if not self._has_restored:
+            initial_epoch = self._restore(self._checkpointer, initial_epoch)
+            cb_params.cur_step_num = self._position.step
+        self._note_iterator()
+        return self._model._train_process(epoch, train_dataset, list_callback, cb_params, initial_epoch, *others, **named)
+
+    def _note_iterator(self) -> None:
+        """Keep the iterator of the data when the model makes it."""
+        original = self._model._exec_preprocess
+
+        def preprocess(*arguments: Any, **named: Any) -> Any:
+            helper, network = original(*arguments, **named)
+            vars(self._model).pop("_exec_preprocess")
+            self._batches = helper.iter.iter
+            return helper, network
+
+        vars(self._model)["_exec_preprocess"] = preprocess
+
+    def _note(self, arguments: Any) -> None:
+        self._position.step, self._position.epoch = int(arguments.cur_step_num), int(arguments.cur_epoch_num) - 1
+
+    def _entries(self) -> dict[str, Any]:
+        """Return the state of the model: an entry for each of its parts."""
+        model = self._model
+        found = {"net": model._network, "optimizer": model._optimizer, "loss_scale": model._loss_scale_manager}
+        found = {name: part for name, part in found.items() if part is not None}
+        known = {id(tensor) for part in found.values() if isinstance(part, ms.nn.Cell) for tensor in cell_state(part).values()}
+        others = {name: tensor for name, tensor in cell_state(model._train_network).items() if id(tensor) not in known}
+        return {**found, **({"step": others} if others else {})}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "position": asdict(self._position), **self._entries(), "batches": self._batches,
+            "callbacks": self._others.changed(), "random": RandomSnapshot(),
+        }  # fmt: skip
+
+    def _restore(self, checkpointer: Checkpointer, initial_epoch: int) -> int:
+        """Fill the model from the newest complete step; return the epoch with which the training begins."""
+        found, next_step = checkpointer.restore({"position": None})
+        if not next_step:
+            self._has_restored = True
+            return initial_epoch
+        if found["position"]["training"] > self._position.training:  # a later one was saved, which restores all
+            self._steps_restored = self._position.step = found["position"]["steps_before"] - self._position.steps_before
+            return self._position.epochs
+        self._has_restored = True
+        random, asked = RandomSnapshot(), self._position
+        like = {"position": None, **self._entries(), "batches": None, "callbacks": None, "random": random}
+        state, _ = checkpointer.restore(like)
+        self._position = position = _Position(**state["position"])
+        if position.batches != asked.batches:
+            raise CkptError(
+                f"the dataset has {asked.batches} batches, that of the saved step {position.batches}: give the data that it "
+                "had then, or begin with another URL"
+            )
+        self._steps_restored = position.step
+        has_ended = (position.ended and position.epochs == asked.epochs) or position.epoch >= asked.epochs
+        self._restored = {
+            "batches": None if has_ended else state["batches"],
+            "is_next_epoch": position.ended and position.step % position.batches == 0,
+            "callbacks": state["callbacks"],
+            "random": random,
+        }
+        position.epochs, position.ended = asked.epochs, False
+        number = position.steps_before + position.step - 1
+        if has_ended:
+            log.info("this training has ended with step %d", number)
+            return asked.epochs
+        log.info("the training continues after step %d, in epoch %d", number, position.epoch + 1)
+        return position.epoch
 
 
-def resumable_dropout(net: Any, seed: int | None = None) -> Any:
-    """Replace each nn.Dropout of a net by a Dropout whose masks a resumed training repeats; return the net.
+class _TrainingState:
+    """The state of a training, which is collected only if a step is saved."""
 
-    Call it before the first step, and before the optimizer is created.
+    def __init__(self, callback: Checkpoints) -> None:
+        self._callback = callback
 
-    seed: of the masks; None takes that of mindspore.set_seed().
+    def state_dict(self) -> dict[str, Any]:
+        return self._callback._state()
 
-    Raises InvalidArgument for a net that is not a cell, or is a dropout itself.
-    """
-    if not isinstance(net, nn.Cell) or type(net) is nn.Dropout:
-        raise InvalidArgument(f"resumable_dropout: give the net that contains the dropouts, not a {type(net).__name__}")
-    number = int(ms.get_seed() or 0) if seed is None else seed
-    for prefix, parent in list(net.cells_and_names()):
-        for name, child in list(parent._cells.items()):
-            if type(child) is not nn.Dropout:
-                continue
-            number += 1
-            made = Dropout(child.p if child.p is not None else 1 - child.keep_prob, number)
-            made.position.name = f"{prefix}.{name}.position" if prefix else f"{name}.position"
-            made.set_train(child.training)
-            parent._cells[name] = made
-            if hasattr(parent, "cell_list"):  # a SequentialCell keeps its cells a second time
-                parent.cell_list = list(parent._cells.values())
-    return net
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise TypeError("load a dict with some of its entries, such as {'net': net}")
+
+
+def _training_model() -> Any:
+    """Return the model whose training calls this; None where none does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_train" and isinstance(frame.f_locals.get("self"), Model):
+            return frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _refuse_sink(*_: Any, **__: Any) -> None:
+    raise InvalidArgument(
+        "Checkpoints: with dataset_sink_mode=True MindSpore calls no callback between the batches: call train or fit with "
+        "dataset_sink_mode=False"
+    )
+
+
+def _loss_of(outputs: Any) -> float | None:
+    """Return the loss of what a training step returns: a tensor, or a tuple that begins with it."""
+    first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+    return float(first.asnumpy()) if isinstance(first, ms.Tensor) and first.size == 1 else None
+
+
+def _is_finite(outputs: Any) -> bool:
+    loss = _loss_of(outputs)
+    return loss is None or math.isfinite(loss)
