@@ -57,6 +57,7 @@ test-framework-%: .venv-frameworks/%-$(ENVIRONMENT)/.installed
 	@$(if $(ESSENTIAL),$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install -q -e . -r tests/integration/$*/$(REQUIREMENTS) 'pytest>=8' pytest-asyncio 'hypothesis>=6.100'
+	@$(if $(wildcard tests/integration/$*/unneeded.txt),$(@D)/bin/python -m pip uninstall -q -y -r tests/integration/$*/unneeded.txt)
 	@touch $@
 
 cluster: $(VENV)/.cluster

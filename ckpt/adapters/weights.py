@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
 
+from ckpt.block_io.staging_arena import round_up
 from ckpt.errors import LeafMismatch, LeafNotFound, StepNotFound
 from ckpt.format.manifest import Saved
 from ckpt.format.signature import KeyOption
@@ -33,7 +37,8 @@ def iterate_weights(
         for name, tensor in iterate_weights("/data/run", prefix="model"):
             parameters[name].copy_(tensor)
 
-    Threads read the next tensors while the caller uses one. Each tensor is new memory on the host that belongs to the caller.
+    Threads read the next tensors while the caller uses one. Each tensor belongs to the caller: its memory, on the host, is used
+    again only when the caller has dropped the tensor and all views of it.
 
     url: as for `ckpt.save`.
     step: the number of the step; None means the newest.
@@ -119,16 +124,54 @@ def _part(checkpoint: Checkpoint, names: Sequence[str], rank: int, world: int) -
 def _tensors(
     checkpoint: Checkpoint, leaves: Sequence[str], names_of: dict[str, list[str]], max_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for leaf, filled in stream_leaves(checkpoint, leaves, _new_tensor, max_bytes):
+    saved = checkpoint.saved()
+    memory = _Memory(min(max_bytes, sum(nbytes_of(saved[leaf]) for leaf in leaves)))
+    for leaf, filled in stream_leaves(checkpoint, leaves, lambda saved: _new_tensor(saved, memory), max_bytes):
         for name in names_of[leaf]:
             yield name, filled.value
 
 
-def _new_tensor(saved: Saved) -> ArrayLeaf:
-    """Return a new tensor; a large one on huge pages, which are mapped several times faster."""
-    leaf = empty_leaf(saved.dtype, (0,), {})
+def _new_tensor(saved: Saved, memory: _Memory) -> ArrayLeaf:
+    """Return a tensor of its own memory; that of a large one is on huge pages, which are mapped several times faster."""
     nbytes = nbytes_of(saved)
     if nbytes < _HUGE_PAGES_FROM_BYTES:
         return empty_leaf(saved.dtype, saved.shape, {})
-    memory = torch.from_numpy(np.frombuffer(map_huge_pages(nbytes, wiped_on_fork=False), np.uint8))
-    return TorchLeaf(memory.view(leaf.value.dtype).view(saved.shape))
+    dtype = empty_leaf(saved.dtype, (0,), {}).value.dtype
+    return TorchLeaf(torch.from_numpy(memory.take(nbytes)).view(dtype).view(saved.shape))
+
+
+class _Memory:
+    """Memory of large tensors, which is used again once the caller has dropped a tensor and all views of it.
+
+    The kernel zeroes new memory, which takes longer than reading a file from its cache.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """nbytes: how much memory is kept for reuse. A tensor for which it has no room gets new memory."""
+        self._memory = np.frombuffer(map_huge_pages(round_up(nbytes), wiped_on_fork=False), np.uint8)
+        self._free = [(0, len(self._memory))]
+        self._returned: SimpleQueue[tuple[int, int]] = SimpleQueue()  # finalizers put, in any thread
+
+    def take(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return `nbytes` bytes with any content. Only one thread may call it."""
+        self._collect()
+        size = round_up(nbytes)
+        for i, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._free[i] = start + size, end
+                found = self._memory[start : start + nbytes]
+                weakref.finalize(found, self._returned.put, (start, start + size)).atexit = False
+                return found
+        return np.frombuffer(map_huge_pages(nbytes, wiped_on_fork=False), np.uint8)
+
+    def _collect(self) -> None:
+        """Join the ranges that are free with those that were returned."""
+        while not self._returned.empty():
+            self._free.append(self._returned.get())
+        joined: list[tuple[int, int]] = []
+        for start, end in sorted(self._free):
+            if joined and joined[-1][1] == start:
+                joined[-1] = joined[-1][0], end
+            elif start < end:
+                joined.append((start, end))
+        self._free = joined

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,6 +186,34 @@ def test_a_consumer_that_stops_leaves_no_thread(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ckpt-read")]
 
 
+def addresses(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yield what a stream yields, with the address of each tensor."""
+    for name, tensor in stream:
+        yield name, tensor.data_ptr(), tensor
+
+
+def test_memory_of_dropped_tensors_is_used_again(tmp_path: Path) -> None:
+    state = {f"{i:02}": torch.full((1 << 21,), float(i)) for i in range(40)}  # 8 MiB each
+    ckpt.save(state, tmp_path)
+    found = set()
+    for name, address, tensor in addresses(iterate_weights(tmp_path, max_bytes=64 << 20)):
+        assert tensor.equal(state[name])
+        found.add(address)
+    assert len(found) <= 12
+
+
+@pytest.mark.parametrize("keep", [lambda t: t, lambda t: t[5:9], lambda t: t.numpy()[3:], lambda t: torch.nn.Parameter(t)])
+def test_memory_of_kept_tensors_is_not_used_again(tmp_path: Path, keep: Callable[[torch.Tensor], Any]) -> None:
+    """Every third tensor is kept, as a whole or by a view, until the stream has ended; the sizes differ."""
+    state = {f"{i:02}": torch.full(((1 << 20) + 100_000 * (i % 7),), float(i)) for i in range(40)}
+    ckpt.save(state, tmp_path)
+    kept = {name: keep(t) for name, t in iterate_weights(tmp_path, max_bytes=64 << 20) if int(name) % 3 == 0}
+    assert len(kept) == 14
+    for name, value in kept.items():
+        assert (value == int(name)).all()
+        assert value.shape == keep(state[name]).shape
+
+
 def test_a_forked_child_sees_the_tensors(tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(1 << 22)}, tmp_path)
     ((_, tensor),) = iterate_weights(tmp_path)
@@ -199,8 +228,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     make = weights._new_tensor
 
-    def noted(saved):
-        leaf = make(saved)
+    def noted(saved, memory):
+        leaf = make(saved, memory)
         found.append(leaf.nbytes)
         return leaf
 
