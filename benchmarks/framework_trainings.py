@@ -154,6 +154,46 @@ def accelerate(way: Way, folder: Path, mib: int, begin: Begin) -> None:
         saver.close()
 
 
+def torchtitan(way: Way, folder: Path, mib: int, begin: Begin) -> None:
+    """A loop with the optimizers and the checkpoint manager of torchtitan, whose own way is the asynchronous save by DCP."""
+    import torch
+
+    torch._utils._get_available_device_type = lambda: "cpu"  # before torchtitan looks for an accelerator
+    import torch.distributed as dist
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    from ckpt.adapters.torchtitan import CkptManager
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch_model(mib)
+    groups = [ParamGroupConfig(pattern=".*", optimizer_name="Adam", optimizer_kwargs={"lr": 1e-3})]
+    optimizers = OptimizersContainer.Config(param_groups=groups, implementation="for-loop").build(model_parts=[model])
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizers.optimizers[0])
+    data = torch.from_numpy(rows(BATCH))
+    saver = ckpt.Checkpointer(folder / "run", every=EVERY) if way == "bare" else None
+    manager = None
+    if way != "bare":
+        kind = CkptManager if way == "ckpt" else CheckpointManager
+        manager = kind(
+            kind.Config(enable=True, interval=EVERY, folder=str(folder / "run"), async_mode="async"), dataloader=None,
+            model_parts=[model], optimizers=optimizers, lr_schedulers=schedule, states={}, sd_adapter=None,
+        )  # fmt: skip
+    if way == "own":
+        begin.finish = manager.maybe_wait_for_saving
+    for step in range(STEPS):
+        begin()
+        optimizers.zero_grad()
+        model(data).square().mean().backward()
+        optimizers.step()
+        if saver is not None:
+            saver.step(step, {"model": model, "optimizer": optimizers.optimizers[0]})
+        elif manager is not None:
+            manager.save(step + 1)
+    (saver or manager).close()
+
+
 def keras(way: Way, folder: Path, mib: int, begin: Begin) -> None:
     """Model.fit of Keras on TensorFlow, whose own way is BackupAndRestore."""
     import keras
@@ -224,4 +264,5 @@ def flax(way: Way, folder: Path, mib: int, begin: Begin) -> None:
 
 TRAININGS: dict[str, Training] = {
     "transformers": transformers, "lightning": lightning, "accelerate": accelerate, "keras": keras, "flax": flax,
+    "torchtitan": torchtitan,
 }  # fmt: skip

@@ -33,6 +33,7 @@ API = {
     "adapters": ("Adapters", "Import the one that you need.",
                  ["ckpt.adapters.torch", "ckpt.adapters.dcp", "ckpt.adapters.transformers", "ckpt.adapters.peft",
                   "ckpt.adapters.accelerate", "ckpt.adapters.lightning", "ckpt.adapters.deepspeed", "ckpt.adapters.torchtitan",
+                  "ckpt.adapters.torchtune",
                   "ckpt.adapters.megatron", "ckpt.adapters.keras", "ckpt.adapters.paddle", "ckpt.adapters.mindspore",
                   "ckpt.adapters.jax", "ckpt.adapters.orbax",
                   "ckpt.adapters.orbax_handler", "ckpt.adapters.tensorstore", "ckpt.adapters.weights", "ckpt.adapters.torchft",

@@ -18,8 +18,12 @@ class AdapterState(ModelState):
 
     def _models_state(self) -> dict[str, Any]:
         found = super()._models_state()
-        selected = {self._experts.name(name) for model in self._models for name in _adapter_names(model)}
+        selected = {self._experts.name(name) for model in self._models for name in self._selected(model)}
         return {name: value for name, value in found.items() if name in selected}
+
+    def _selected(self, model: Any) -> list[str]:
+        """Return the names of what is saved."""
+        return _adapter_names(model)
 
     def _set_model(self, model: Any, state: dict[str, Any]) -> None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
