@@ -107,17 +107,22 @@ class WatchedBatchSampler:
         return len(self._inner)
 
     def set_epoch(self, epoch: int) -> None:
-        part = self._inner
-        while part is not None:
+        for part in self._parts():
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
+
+    def _parts(self) -> Iterator[Any]:
+        """Yield the batch samplers and the sampler below this object."""
+        part = self._inner
+        while part is not None:
+            yield part
             inner = getattr(part, "batch_sampler", None)
             part = getattr(part, "sampler", None) if inner is None else inner
 
     @property
     def sampler(self) -> Any:
-        """This object, which passes on the epoch."""
-        return self
+        """This object, which passes on the epoch; the sampler itself if that has no epoch, so that the dataset gets it."""
+        return self if any(hasattr(part, "set_epoch") for part in self._parts()) else self._inner.sampler
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_inner":

@@ -43,8 +43,8 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
     none. A number or "checkpoint-500" names a step. A folder that Trainer itself has saved is loaded as Trainer does it.
 
     The continuation equals an uninterrupted training bit for bit if the training itself is deterministic. Two kinds of
-    randomness are not repeated: what workers of the data loader draw (`dataloader_num_workers` above 0), and what an
-    IterableDataset draws from the global generators.
+    randomness are not repeated: what workers of the data loader draw (`dataloader_num_workers` above 0), and the order of an
+    IterableDataset that draws it from a generator from which the model draws, too.
 
     Raises:
         InvalidArgument: At `train`, for DeepSpeed, FSDP1, hyperparameter search, and uploads of checkpoints to the hub.
@@ -82,6 +82,10 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
             super()._save_checkpoint(model, trial, *args, **kwargs)
         else:
             self._ckpt_run.save()
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        position = super()._init_training_state(*args, **kwargs)
+        return position if self._ckpt_run is None else self._ckpt_run.position(*position)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if not self._loads(resume_from_checkpoint):  # otherwise the model is loaded with the optimizer

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from ckpt.adapters.epoch_random import EpochRandom, WatchedBatchSampler, ignore
 
 
@@ -16,6 +18,8 @@ class DataPosition:
         self._taken = 0
         self._iterator: Any = None
         self._fetched = 0
+        self._fetches_of_batch = 1
+        self._is_stream = False  # a stream of samples, of which a resumed epoch reads all from the begin
         self._resume_at: int | None = None  # the number of batches to skip, while a resumed epoch has not begun
         self._marks_passed = 0
 
@@ -26,6 +30,11 @@ class DataPosition:
         self._taken = self._resume_at = int(state["batches"])
         self._iterator, self._marks_passed = None, 0
         self._random.load_state_dict(state)
+
+    @property
+    def batches(self) -> int:
+        """How many batches of the epoch this rank has taken."""
+        return self._taken
 
     def continue_random(self) -> None:
         """Set the generators to where the save was, unless the fetches of the resumed epoch have done so.
@@ -70,14 +79,24 @@ class DataPosition:
         in_this_process = inner.num_workers == 0
         if in_this_process:
             inner.collate_fn = _WatchedCollate(inner.collate_fn, self._after_fetch)
+        if not getattr(loader, "split_batches", True):  # one rank fetches the batches of all
+            self._fetches_of_batch = loader.state.num_processes
+        self._is_stream = isinstance(inner.dataset, IterableDataset)
+        if self._is_stream:
+            return loader
         # accelerate builds the loader of a resumed epoch from these attributes; DataLoader itself allows no change of them.
         loader.batch_sampler = WatchedBatchSampler(sampler, self._before_fetch if in_this_process else ignore)
         return loader
 
     def _after_fetch(self) -> None:
         self._fetched += 1
-        if self._fetched == 1 and self._resume_at is None:  # the first call of an epoch fetches two batches
+        batches, others = divmod(self._fetched, self._fetches_of_batch)
+        if others:
+            return
+        if batches == 1 and self._resume_at is None:  # the first call of an epoch fetches two batches
             self._random.before_ahead.take()
+        if self._is_stream:
+            self._before_fetch(batches)
 
     def _before_fetch(self, number: int) -> None:
         """Set the generators for the fetch of a batch of a resumed epoch.

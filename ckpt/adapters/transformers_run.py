@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from ckpt.adapters.peft import AdapterState, is_peft_model
 from ckpt.adapters.torch import ModelState
@@ -64,7 +64,7 @@ class TrainerRun:
         self._limit: int | None = limit if limit and limit > 0 else None
         self.data = DataPosition()
         self.loss: Any = None
-        self._progress = _Progress(trainer)
+        self._progress = _Progress(trainer, self.data)
         self._every = every
         self._saver = Checkpointer(self._url, every=every, keep=self._limit)
         self._best_saver: Checkpointer | None = None
@@ -72,6 +72,7 @@ class TrainerRun:
         self._noted_step: int | None = None
         self._resume_step: int | None = None
         self._may_fall_back = self._is_loaded = False
+        self._resume_position: list[int] = []
         self._state: dict[str, Any] | None = None
         self._folder = tempfile.mkdtemp(prefix="ckpt-")
 
@@ -138,11 +139,29 @@ class TrainerRun:
         return self._make_folder(*found)
 
     def _make_folder(self, step: int, state: dict[str, Any]) -> str:
-        self._resume_step = step
+        self._resume_step, self._resume_position = step, state["trainer"].position
         folder = Path(self._folder, f"checkpoint-{step}")
         folder.mkdir(exist_ok=True)
         (folder / _STATE_FILE).write_text(state["trainer"].text)
         return str(folder)
+
+    def position(self, epoch: int, batches: int) -> tuple[int, int]:
+        """Return in which epoch the training continues, and after how many batches of it.
+
+        epoch, batches: what the Trainer has computed from the number of updates. For data without a length, this is wrong after
+        its first pass.
+        """
+        saved = tuple(self._resume_position)
+        if len(saved) != 2 or self._trainer.args.ignore_data_skip or saved == (epoch, batches):
+            return epoch, batches
+        if not has_length(self._trainer.train_dataset):
+            return saved
+        log.warning(
+            "step %s was saved after batch %d of epoch %d, and the training continues after batch %d of epoch %d, so samples "
+            "are repeated or left out: use the batch size, accumulation steps and processes of the saved run",
+            self._resume_step, saved[1], saved[0], batches, epoch,
+        )  # fmt: skip
+        return epoch, batches
 
     def owns(self, checkpoint: str | None) -> bool:
         """Return whether a folder is one that `choose` has made."""
@@ -190,6 +209,7 @@ class TrainerRun:
     def load(self) -> None:
         """Load the chosen step into the objects of the Trainer, which are complete by now."""
         assert self._resume_step is not None
+        self._require_position()
         self._state = None
         state = self._current_state() | {"trainer": self._progress.target()}
         self._saver.restore(state, step=self._resume_step)
@@ -198,6 +218,16 @@ class TrainerRun:
         if self._best_step:
             self._trainer.state.best_model_checkpoint = self._best_text()
         self._is_loaded = True
+
+    def _require_position(self) -> None:
+        """Raise InvalidArgument where this version of transformers can't continue in the saved pass of a stream."""
+        passes = self._resume_position[0] if self._resume_position else 0
+        trainer = self._trainer
+        if passes and not has_length(trainer.train_dataset) and not hasattr(trainer, "_init_training_state"):
+            raise InvalidArgument(
+                f"step {self._resume_step} is in pass {passes + 1} of data without a length, where this version of "
+                "transformers cannot continue: install a newer one"
+            )
 
     def continue_training(self) -> None:
         """Set the random generators, and the losses that are not logged yet. The Trainer has reset those before."""
@@ -275,14 +305,16 @@ class _Adapters(_NamedModel, AdapterState):
 class _Progress:
     """The state of the Trainer as JSON, which rank 0 stores for all, and the losses of this rank that are not logged yet."""
 
-    def __init__(self, trainer: Any, text: str | None = None) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, data: DataPosition, text: str | None = None) -> None:
+        self._trainer, self._data = trainer, data
         self.text = text
+        self.position: list[int] = []
+        """The epoch that was saved, and how many batches of it this rank had taken."""
         self._losses: list[Any] = []
 
     def target(self) -> _Progress:
         """Return an object to load into."""
-        return _Progress(self._trainer, "")
+        return _Progress(self._trainer, self._data, "")
 
     def copy_from(self, loaded: _Progress) -> None:
         self._losses = loaded._losses
@@ -297,21 +329,25 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         if self.text is not None:
-            return {"json": self.text, "losses": []}
+            return {"json": self.text, "losses": [], "position": []}
         trainer = self._trainer
         pending = getattr(trainer, "_tr_loss", None)
         losses = [] if pending is None else [float(pending), int(trainer._globalstep_last_logged)]
+        epoch = float(trainer.state.epoch or 0)
+        position = [int(epoch), 0 if epoch.is_integer() else self._data.batches]
         if trainer.args.process_index:
-            return {"losses": losses}
+            return {"losses": losses, "position": position}
         trainer.state.stateful_callbacks = self._callback_states()
         state = asdict(trainer.state) | {"best_model_checkpoint": None}  # the Trainer would look for a folder of this name
-        return {"json": json.dumps(state, default=float), "losses": losses}
+        return {"json": json.dumps(state, default=float), "losses": losses, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.text, self._losses = str(state["json"]), list(state["losses"])
+        self.position = [int(number) for number in state.get("position", [])]
 
     def restore_losses(self) -> None:
         if self._losses and hasattr(self._trainer, "_tr_loss"):
             self._trainer._tr_loss += self._losses[0]
+            self._trainer._total_loss_scalar -= self._losses[0]  # the average of this call has only the steps of this call
             self._trainer._globalstep_last_logged = self._losses[1]
         self._losses = []

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import ckpt
 from ckpt.adapters.transformers import CheckpointedTrainer, CkptTrainer
@@ -55,6 +55,14 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         for index in range(len(self.rows)):
             yield self.rows[index]
+
+
+def shuffled_stream() -> Any:
+    """Return a stream of the package datasets, which has another order in each pass."""
+    import datasets
+
+    rows = datasets.Dataset.from_list([Tokens(22)[i] for i in range(22)])
+    return rows.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=5)
 
 
 def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -135,8 +143,10 @@ def make_arguments(kind: Any = TrainingArguments, **more: Any) -> Any:
 
 
 def make_trainer() -> Any:
-    kind: Any = CkptTrainer
+    kind: Any = Trainer if OPTIONS.get("plain") else CkptTrainer
     data: Any = (Stream if OPTIONS.get("stream") else Tokens)(OPTIONS.get("samples", 22))
+    if OPTIONS.get("shuffled_stream"):
+        data = shuffled_stream()
     more: dict[str, Any] = {}
     if OPTIONS.get("evaluate"):
         more["eval_dataset"] = Tokens(6)
@@ -174,12 +184,12 @@ def make_tokenizer() -> Any:
 def main() -> None:
     fsdp2_on_cpu.choose_fsdp()
     trainer = make_trainer()
-    trainer.train(resume_from_checkpoint=OPTIONS.get("resume"))
+    done = trainer.train(resume_from_checkpoint=OPTIONS.get("resume"))
     if OPTIONS.get("fsdp"):
         fsdp2_on_cpu.require_fsdp2(trainer.accelerator, trainer.model_wrapped)
     weights = sum(p.detach().double().sum() for p in trainer.model.parameters() if p.requires_grad)
     write("end.jsonl", [trainer.state.global_step, float(weights).hex(), trainer.state.best_global_step,
-                        trainer.state.best_model_checkpoint])  # fmt: skip
+                        trainer.state.best_model_checkpoint, done.training_loss])  # fmt: skip
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

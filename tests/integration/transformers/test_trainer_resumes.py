@@ -78,7 +78,7 @@ def test_best_model_is_loaded_at_the_end(tmp_path: Path, limit: int | None) -> N
         "save_total_limit": limit, "greater_is_better": True,
     }  # fmt: skip
     check_continuation(tmp_path, 10, evaluate=True, args=arguments)
-    (last, _, best, where), *_ = lines(tmp_path / "quiet", "quiet", 0, "end.jsonl")
+    (last, _, best, where, _), *_ = lines(tmp_path / "quiet", "quiet", 0, "end.jsonl")
     assert best < last
     assert where.endswith(f"(step {best})")
     if limit:

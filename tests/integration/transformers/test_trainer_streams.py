@@ -1,0 +1,49 @@
+"""A Trainer that is killed while it reads data without a length, and runs whose data has another position than before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+from helpers.hf_runs import check_continuation, finish, lines, run
+
+needs_position = pytest.mark.skipif(
+    not hasattr(transformers.Trainer, "_init_training_state"), reason="this version continues only in the first pass"
+)
+
+
+def test_random_numbers_of_a_collator(tmp_path: Path) -> None:
+    """The resumed run reads the batches that are done, and their draws must not change those that follow."""
+    check_continuation(tmp_path, 5, stream=True, args={"max_steps": 6, "save_steps": 3})
+
+
+@needs_position
+def test_in_the_second_pass(tmp_path: Path) -> None:
+    check_continuation(tmp_path, 10, stream=True, args={"max_steps": 15, "save_steps": 4})
+
+
+@needs_position
+def test_another_order_in_each_pass(tmp_path: Path) -> None:
+    """The dataset gets the number of the pass from the Trainer, as it does without ckpt."""
+    arguments = {"max_steps": 15, "save_steps": 4}
+    check_continuation(tmp_path, 10, shuffled_stream=True, random_data=False, args=arguments)
+    finish(tmp_path, "plain", plain=True, shuffled_stream=True, random_data=False, args=arguments | {"save_strategy": "no"})
+    assert lines(tmp_path, "plain") == lines(tmp_path / "quiet", "quiet")
+
+
+@pytest.mark.skipif(hasattr(transformers.Trainer, "_init_training_state"), reason="this version continues in each pass")
+def test_a_version_that_cannot_continue_in_the_second_pass(tmp_path: Path) -> None:
+    finish(tmp_path, "first", stream=True, args={"max_steps": 8, "save_steps": 8})
+    status, printed = run(tmp_path, "again", stream=True, resume=True, args={"max_steps": 15})
+    assert status
+    assert "step 8 is in pass 2 of data without a length" in printed
+
+
+def test_average_loss_covers_the_steps_since_the_resume(tmp_path: Path) -> None:
+    """Losses that were not logged at the save are logged later, and are no part of the average of the resumed call."""
+    finish(tmp_path, "first", args={"max_steps": 4, "save_steps": 4})
+    finish(tmp_path, "again", resume=True, args={"max_steps": 9})
+    losses = [float.fromhex(loss) for _, loss in lines(tmp_path, "again")]
+    steps = 5 if hasattr(transformers.Trainer, "_init_training_state") else 9  # older versions divide by all steps
+    assert lines(tmp_path, "again", suffix="end.jsonl")[0][4] == pytest.approx(sum(losses) / steps)
