@@ -262,7 +262,65 @@ def flax(way: Way, folder: Path, mib: int, begin: Begin) -> None:
     (saver or manager).close()
 
 
+def paddle(way: Way, folder: Path, mib: int, begin: Begin) -> None:
+    """A loop with PaddlePaddle, whose own way is paddle.save."""
+    import paddle as pd
+
+    from ckpt.adapters.paddle import ModelState
+
+    model = pd.nn.Sequential(*[pd.nn.Linear(WIDTH, WIDTH, bias_attr=False) for _ in range(layer_count(mib))])
+    optimizer = pd.optimizer.Adam(parameters=model.parameters())
+    data = pd.to_tensor(rows(BATCH))
+    saver = None if way == "own" else ckpt.Checkpointer(folder / "run", every=EVERY)
+    state = {"train": ModelState(model, optimizer)} if way == "ckpt" else {"model": model, "optimizer": optimizer}
+    for step in range(STEPS):
+        begin()
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        if saver is not None:
+            saver.step(step, state)
+        elif step % EVERY == EVERY - 1:
+            pd.save(model.state_dict(), str(folder / f"step_{step}.pdparams"))
+            pd.save(optimizer.state_dict(), str(folder / f"step_{step}.pdopt"))
+    if saver is not None:
+        saver.close()
+
+
+def mindspore(way: Way, folder: Path, mib: int, begin: Begin) -> None:
+    """Model.train of MindSpore, whose own way is ModelCheckpoint."""
+    import mindspore as ms
+    from mindspore import nn, train
+
+    from ckpt.adapters.mindspore import Checkpoints
+
+    class Beginning(train.Callback):  # type: ignore[misc]
+        def on_train_step_begin(self, run_context: Any) -> None:
+            begin()
+
+    class Bare(train.Callback):  # type: ignore[misc]
+        saver = ckpt.Checkpointer(folder / "run", every=EVERY) if way == "bare" else None
+
+        def on_train_step_end(self, run_context: Any) -> None:
+            assert self.saver is not None
+            self.saver.step(run_context.original_args().cur_step_num - 1, {"net": net, "optimizer": optimizer})
+
+    ms.set_seed(1)
+    net = nn.SequentialCell(*[nn.Dense(WIDTH, WIDTH, has_bias=False) for _ in range(layer_count(mib))])
+    optimizer = nn.Adam(net.trainable_params())
+    own = train.CheckpointConfig(save_checkpoint_steps=EVERY, keep_checkpoint_max=STEPS)
+    saving: Any = {
+        "ckpt": lambda: Checkpoints(folder / "run", every=EVERY),
+        "bare": Bare,
+        "own": lambda: train.ModelCheckpoint("model", str(folder), own),
+    }[way]()
+    data = ms.dataset.NumpySlicesDataset({"x": rows(STEPS * BATCH), "y": rows(STEPS * BATCH)}, shuffle=False).batch(BATCH)
+    train.Model(net, nn.MSELoss(), optimizer).train(1, data, callbacks=[saving, Beginning()])
+    if way == "bare":
+        saving.saver.close()
+
+
 TRAININGS: dict[str, Training] = {
     "transformers": transformers, "lightning": lightning, "accelerate": accelerate, "keras": keras, "flax": flax,
-    "torchtitan": torchtitan,
+    "torchtitan": torchtitan, "paddle": paddle, "mindspore": mindspore,
 }  # fmt: skip
