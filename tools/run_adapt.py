@@ -41,7 +41,7 @@ adapt_option = click.option(
 def _list_of_hooks() -> str:
     adapted = [*((hook.name, hook.effect) for hook in hooks.HOOKS), ("lightning.Trainer", hooks.LIGHTNING)]
     others = [(refusal.name, refusal.reason) for refusal in hooks.REFUSALS]
-    first, second = ("\n".join(f"  {name:21} {text}" for name, text in rows) for rows in (adapted, others))
+    first, second = ("\n".join(f"  {name:22} {text}" for name, text in rows) for rows in (adapted, others))
     return f"adapted:\n{first}\nnot adapted:\n{second}"
 
 

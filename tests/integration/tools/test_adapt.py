@@ -183,5 +183,7 @@ def test_the_list_names_what_is_adapted_and_what_is_not() -> None:
     command = [sys.executable, "-m", "ckpt.tools.run", "--adapt=list"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     adapted, others = printed.split("not adapted:")
-    assert all(name in adapted for name in ("transformers.Trainer", "keras.Model", "lightning.Trainer"))
+    assert all(
+        name in adapted for name in ("transformers.Trainer", "keras.Model", "accelerate.Accelerator", "lightning.Trainer")
+    )
     assert all(f"\n  {name} " in others for name in ("torch", "jax", "accelerate", "paddle", "deepspeed"))

@@ -69,6 +69,10 @@ HOOKS = (
         "keras.Model", "keras.src.models.model", "Model.fit", "ckpt.adapters.adapt.keras:fit",
         "fit saves at the interval that loses the least time, and resumes",
     ),
+    Hook(
+        "accelerate.Accelerator", "accelerate.accelerator", "Accelerator.prepare", "ckpt.adapters.adapt.accelerate:prepare",
+        "save_state and load_state use ckpt, if the script calls them",
+    ),
 )  # fmt: skip
 
 LIGHTNING = "Trainer.fit saves to CKPT_DIR and resumes, by the entry point of Lightning"
@@ -76,7 +80,7 @@ LIGHTNING = "Trainer.fit saves to CKPT_DIR and resumes, by the entry point of Li
 _POSITION = "only the script knows where its loop is: use ckpt.Checkpointer in it"
 
 REFUSALS = (
-    Refusal("accelerate", "accelerate", "only the script knows where its loop is: use attach of ckpt.adapters.accelerate"),
+    Refusal("accelerate", "accelerate", "only the script knows where its loop is: call save_state and load_state in it"),
     Refusal("deepspeed", "deepspeed", "the loop of the script saves its engine: call its save_checkpoint there"),
     Refusal("jax", "jax", _POSITION),
     Refusal("mindspore", "mindspore", _POSITION),

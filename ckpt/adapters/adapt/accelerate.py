@@ -1,0 +1,135 @@
+"""`save_state` and `load_state` of accelerate under `ckpt-run --adapt`: the folders that a script names hold ckpt repositories.
+
+Only the script knows which folder belongs to which position of its loop, and deletes old ones. So each folder has a repository
+of its own, with one step. A new folder gets its name once the step is complete: a script that looks for the newest folder
+after a kill finds none that is incomplete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ckpt import api
+from ckpt.adapters.accelerate_state import PreparedObjects, require_no_hooks
+from ckpt.adapters.adapt.startup import hooks
+from ckpt.checkpointer import Checkpointer
+from ckpt.errors import UnsupportedLeaf
+from ckpt.storage.base.errors import InvalidArgument
+
+_NAME = "accelerate.Accelerator"
+_REPOSITORY = "ckpt"
+"""The repository in a folder of a script."""
+
+_TRAINERS = ("transformers.", "trl.")
+"""Packages whose trainers have an Accelerator, and save without its save_state."""
+
+
+def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `original`, the method `Accelerator.prepare`, after `save_state` and `load_state` are replaced."""
+    if not hasattr(accelerator, "_ckpt_folders") and not _is_called_by_a_trainer():
+        try:
+            accelerator._ckpt_folders = SavedFolders(accelerator)
+            hooks.say(
+                f"{_NAME}: save_state and load_state use ckpt. A loop that does not call them saves nothing: only the script "
+                f"knows its position (--adapt; {hooks.SWITCH}=off turns it off)"
+            )
+        except InvalidArgument as error:
+            accelerator._ckpt_folders = None
+            hooks.say_refused(_NAME, error)
+    return original(accelerator, *args, **kwargs)
+
+
+def _is_called_by_a_trainer() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(_TRAINERS):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class SavedFolders:
+    """Saves the state of an Accelerator into the folders that the script gives to `save_state`."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._prepared = PreparedObjects(accelerator)
+        self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
+        accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Save into a folder and return it when the step is complete, as accelerate does."""
+        accelerator = self._accelerator
+        try:
+            require_no_hooks(accelerator._save_model_state_pre_hook, "register_save_state_pre_hook")
+            folder = self._folder_to_save(output_dir)
+            if folder is not None:
+                self._save(folder)
+                accelerator.project_configuration.iteration += 1
+                return folder
+        except (InvalidArgument, UnsupportedLeaf) as error:
+            hooks.say_refused(_NAME, error)
+        return self._save_state(output_dir, *args, **kwargs)
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Load a folder; one that accelerate itself has saved is loaded by accelerate."""
+        folder = os.path.expanduser(input_dir) if input_dir is not None else _newest(self._automatic_folders())
+        if folder is None or not os.path.isdir(os.path.join(folder, _REPOSITORY)):
+            self._load_state(input_dir, *args, **kwargs)
+            return
+        require_no_hooks(self._accelerator._load_model_state_pre_hook, "register_load_state_pre_hook")
+        self._prepared.continue_from(api.load(os.path.join(folder, _REPOSITORY), self._prepared.entries()))
+        hooks.say(f"{_NAME} continues from {folder}")
+
+    def _save(self, folder: str) -> None:
+        accelerator = self._accelerator
+        parent, name = os.path.split(os.path.abspath(folder))
+        is_new = not os.path.isdir(folder)
+        incomplete = os.path.join(parent, f".{name}.ckpt-incomplete")
+        if accelerator.is_main_process:
+            shutil.rmtree(incomplete, ignore_errors=True)  # of a process that was killed
+        accelerator.wait_for_everyone()
+        url = os.path.join(incomplete if is_new else folder, _REPOSITORY)
+        with Checkpointer(url, every=None, keep=1, scrub=None) as saver:
+            newest = saver.repository.latest()
+            saver.save(0 if newest is None else newest.step + 1, self._prepared.entries()).result()
+        accelerator.wait_for_everyone()
+        if is_new and accelerator.is_main_process:
+            os.rename(incomplete, folder)
+        accelerator.wait_for_everyone()
+
+    # --- the names of folders ----------------------------------------------------------------------------------
+
+    def _folder_to_save(self, output_dir: Any) -> str | None:
+        """Return the folder, and delete those above `total_limit`, as accelerate does; None where accelerate has no name."""
+        accelerator = self._accelerator
+        config = accelerator.project_configuration
+        if not config.automatic_checkpoint_naming:
+            return None if output_dir is None else os.path.expanduser(output_dir)
+        folders = self._automatic_folders()
+        if config.total_limit is not None and accelerator.is_main_process:
+            for old in folders[: max(0, len(folders) + 1 - config.total_limit)]:
+                shutil.rmtree(old)
+        folder = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
+        if folder in folders:
+            raise InvalidArgument(f"{folder} exists: set the iteration of ProjectConfiguration, or call load_state first")
+        return folder
+
+    def _automatic_folders(self) -> list[str]:
+        """Return the folders of automatic names, the oldest first."""
+        config = self._accelerator.project_configuration
+        if not config.automatic_checkpoint_naming:
+            return []
+        folder = os.path.join(self._accelerator.project_dir, "checkpoints")
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        numbered = [(int(found[1]), name) for name in names if (found := re.fullmatch(r"checkpoint_(\d+)", name))]
+        return [os.path.join(folder, name) for _, name in sorted(numbered)]
+
+
+def _newest(folders: list[str]) -> str | None:
+    return folders[-1] if folders else None

@@ -1,0 +1,70 @@
+"""A script that calls save_state and load_state of accelerate, and knows nothing of ckpt, under `ckpt-run --adapt`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.adapted_runs import Ended, run_adapted
+
+import ckpt
+
+PROGRAM = "plain_accelerate_training.py"
+
+
+def assert_same_losses(whole: Ended, killed: Ended, kills: int) -> None:
+    assert whole.status == killed.status == 0, whole.messages + killed.messages + "".join(killed.outputs)
+    expected = whole.by_number
+    assert set(expected) == set(range(28)) == {number for number, _ in killed.losses}
+    assert [(number, loss) for number, loss in killed.losses if expected[number] != loss] == []
+    assert len(killed.losses) < 28 * (kills + 1)  # it does not begin again
+    assert len(killed.outputs) == kills + 1
+    assert killed.outputs[0].count("save_state and load_state use ckpt") == 1
+    assert "continues from " in killed.outputs[-1]
+    assert "not adapted" not in "".join(killed.outputs)
+
+
+@pytest.mark.parametrize("automatic", [False, True], ids=["names of the script", "automatic names"])
+def test_a_killed_training_has_the_losses_of_an_undisturbed_one(tmp_path: Path, automatic: bool) -> None:
+    """Two kills in the middle of epochs."""
+    arguments = PROGRAM, json.dumps({"automatic": automatic})
+    whole = run_adapted(tmp_path / "a", *arguments)
+    killed = run_adapted(tmp_path / "b", *arguments, kill_after=(10, 20))
+    assert_same_losses(whole, killed, 2)
+    folders = sorted(path.name for path in (tmp_path / "b/out").rglob("*_*"))
+    assert folders == (["checkpoint_7", "checkpoint_8"] if automatic else ["step_24", "step_27"])
+    for folder in (tmp_path / "b/out").rglob("*_*"):
+        assert [checkpoint.step for checkpoint in ckpt.open(folder / "ckpt")] == [0]
+    assert not list((tmp_path / "b/out").rglob("*.safetensors"))
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_no_folder(tmp_path: Path) -> None:
+    """The third save is killed before its commit: the script finds the folders of the first two."""
+    whole = run_adapted(tmp_path / "a", PROGRAM, "{}")
+    options = "--adapt", "--restarts", "0"
+    killed = run_adapted(tmp_path / "b", PROGRAM, "{}", options=options, CKPT_FAILPOINTS="save.manifest=kill@3")
+    assert killed.status
+    assert sorted(path.name for path in (tmp_path / "b/out").glob("step_*")) == ["step_3", "step_6"]
+    assert [path.name for path in (tmp_path / "b/out").glob(".*")] == [".step_9.ckpt-incomplete"]
+    again = run_adapted(tmp_path / "b", PROGRAM, "{}")
+    assert again.status == 0, again.outputs
+    assert again.losses[:9] == whole.losses[:9]
+    assert again.losses[9:] == whole.losses[6:]
+    assert not list((tmp_path / "b/out").glob(".*"))
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    whole = run_adapted(tmp_path / "a", PROGRAM, "{}", options=("--adapt", "-n", "2"))
+    killed = run_adapted(tmp_path / "b", PROGRAM, "{}", options=("--adapt", "-n", "2"), kill_after=(10,))
+    assert_same_losses(whole, killed, 1)
+
+
+def test_a_loop_that_never_saves_is_not_changed(tmp_path: Path) -> None:
+    """Nothing is saved, and a message says why."""
+    plain = run_adapted(tmp_path / "a", PROGRAM, json.dumps({"never_saves": True}), options=())
+    ended = run_adapted(tmp_path / "b", PROGRAM, json.dumps({"never_saves": True}))
+    assert plain.status == ended.status == 0
+    assert ended.losses == plain.losses
+    assert "A loop that does not call them saves nothing: only the script knows its position" in ended.outputs[0]
+    assert not (tmp_path / "b/out").exists()
