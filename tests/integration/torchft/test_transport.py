@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import TestCase
 
 import pytest
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from helpers.peers import NAMES, tls_variables
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard, distribute_tensor
+from torchft.checkpointing import transport_test
 from torchft.checkpointing.transport_test import TIMEOUT_REGEX, assertStateDictEqual, make_state_dict, run_multi_recovery_test
 
 import ckpt
@@ -37,14 +40,22 @@ def one_process():
     dist.destroy_process_group()
 
 
-def test_the_suite_of_torchft(sender: CkptTransport) -> None:
+def test_the_suite_of_torchft(sender: CkptTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, barrier = transport_test.as_completed, threading.Barrier  # its limits of 10 s are too short for a busy machine
+    monkeypatch.setattr(transport_test, "as_completed", lambda futures, timeout: wait(futures, timeout=20 * timeout))
+    barriers = SimpleNamespace(Barrier=lambda parties, timeout: barrier(parties, timeout=20 * timeout))
+    monkeypatch.setattr(transport_test, "threading", barriers)
     sender.send_checkpoint([1], 1, {"w": torch.ones(1)}, SECONDS)  # the imports of the first call count in no timeout
     received(sender, 1)
 
     def init(rank: int, world_size: int) -> CkptTransport:
         return CkptTransport(lambda: make_state_dict(CPU))
 
-    run_multi_recovery_test(TestCase(), init, CPU)
+    try:
+        run_multi_recovery_test(TestCase(), init, CPU)
+    finally:
+        if dist.is_initialized():  # after a failure
+            dist.destroy_process_group()
 
 
 def state() -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.peers import NAMES, tls_variables
+from hydra import compose, initialize_config_module
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.utils.import_utils import import_external_libs
 
@@ -235,3 +237,18 @@ def test_calls_in_another_order_are_refused() -> None:
         asyncio.run(received(engine))
     with pytest.raises(ckpt.InvalidArgument, match="the first actor rank is not the master"):
         ENGINE.build_topology(1, 1, [{}, {}])
+
+
+def test_the_configuration_of_verl_takes_the_options_of_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "verl.md").read_text()
+    options = re.findall(r"actor_rollout_ref\.\S+=\S+", page)
+    assert len(options) == 2
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose(
+            "ppo_trainer", overrides=[*options, "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.ckpt.timeout=5"]
+        )
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    import_external_libs(engine.custom_backend_module)
+    assert CheckpointEngineRegistry.get(engine.backend) is ENGINE
+    made = CheckpointEngineRegistry.new(engine.backend, bucket_size=1 << 20, **engine.engine_kwargs[engine.backend])
+    assert made._timeout == 5
