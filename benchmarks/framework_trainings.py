@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -320,7 +321,41 @@ def mindspore(way: Way, folder: Path, mib: int, begin: Begin) -> None:
         saving.saver.close()
 
 
+def deepspeed(way: Way, folder: Path, mib: int, begin: Begin) -> None:
+    """A loop with an engine of ZeRO stage 2, whose own way is save_checkpoint. The master weights and moments are saved."""
+    import deepspeed
+    import torch
+
+    from ckpt.adapters.deepspeed import attach
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    deepspeed.logger.setLevel("ERROR")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # so that it communicates with gloo, and compiles nothing
+    model = torch_model(mib)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1 << 24},
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}}, "steps_per_print": 10**9,
+    }  # fmt: skip
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    inner = engine.optimizer.optimizer
+    flat = {"weights": [p for group in inner.param_groups for p in group["params"]], "optimizer": inner}
+    saver = ckpt.Checkpointer(folder / "run", every=EVERY) if way == "bare" else None
+    attached = attach(engine, folder / "run") if way == "ckpt" else None
+    data = torch.from_numpy(rows(BATCH))
+    for step in range(STEPS):
+        begin()
+        engine.backward(engine(data).square().mean())
+        engine.step()
+        if saver is not None:
+            saver.step(step, flat)
+        elif step % EVERY == EVERY - 1:
+            engine.save_checkpoint(str(folder), tag=f"step_{step}")
+    if (used := saver or attached) is not None:
+        used.close()
+    engine.destroy()
+
+
 TRAININGS: dict[str, Training] = {
     "transformers": transformers, "lightning": lightning, "accelerate": accelerate, "keras": keras, "flax": flax,
-    "torchtitan": torchtitan, "paddle": paddle, "mindspore": mindspore,
+    "torchtitan": torchtitan, "paddle": paddle, "mindspore": mindspore, "deepspeed": deepspeed,
 }  # fmt: skip

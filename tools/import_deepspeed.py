@@ -1,10 +1,15 @@
 """Reads universal checkpoints of DeepSpeed, which have a folder with a file of torch.save for each state of each parameter.
 
-The state has the layout of `ckpt.adapters.torch.ModelState`, which fills a model and its optimizer on any number of ranks.
+The state has the layout of `ckpt.adapters.torch.ModelState`, which fills a model and its optimizer on any number of ranks. In a
+checkpoint of ZeRO stage 3 the parameters are flat. Their shapes, and all that a folder of ZeRO has besides, are in the files of
+the ranks that DeepSpeed copies into it.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +17,18 @@ from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import FileLeaf
 from ckpt.tools.import_torch import read_state as read_file
+from ckpt.tools.import_zero import Group, Part, base_state, leaf_of_parts, other_weights, rank_files, step_tensor, whole_state
+from ckpt.tools.import_zero import read_file as read_rank_file
 
 _WEIGHTS = "fp32"
+_FILE_OF_STAGE_3 = re.compile(r"zero_pp_rank_\d+_mp_rank_(\d+)_model_states\.pt")
 
 
 def read_state(source: Path) -> dict[str, Any]:
     """Return the fp32 weights, and the moments of the optimizer, by the names of the parameters."""
     zero = _zero_folder(source)
+    if _has_flat_parameters(zero):
+        return _read_stage_3(zero)
     folders = sorted(path for path in zero.iterdir() if (path / f"{_WEIGHTS}.pt").is_file())
     if not folders:
         raise CkptError(f"{zero} has no parameters, so that it is no complete universal checkpoint: convert it again")
@@ -54,7 +64,58 @@ def _read_parameter(path: Path) -> Any:
         return torch.tensor(float(value)) if isinstance(value, (int, float)) else value
     if not isinstance(value, dict) or not isinstance(value.get("param"), FileLeaf):
         raise CkptError(
-            f"{path} has no shaped parameter, as those of ZeRO stage 3, which are flat: import the folder that "
-            "ds_to_universal has converted"
+            f"{path} has no shaped parameter, and zero_pp_rank_*_model_states.pt with the shapes of ZeRO stage 3 is not there: "
+            "import the folder that ds_to_universal has converted"
         )
     return value["param"]
+
+
+# --- stage 3 ---------------------------------------------------------------------------------------------------
+
+
+def _has_flat_parameters(zero: Path) -> bool:
+    """Return whether a checkpoint is of stage 3 without tensor parallelism: its parameters are flat then."""
+    found = [match for path in zero.parent.iterdir() if (match := _FILE_OF_STAGE_3.fullmatch(path.name))]
+    return bool(found) and all(int(match[1]) == 0 for match in found)
+
+
+def _read_stage_3(zero: Path) -> dict[str, Any]:
+    folder = zero.parent
+    try:
+        optimizer = read_rank_file(zero / "optimizer_state.pt")
+        models = [read_rank_file(path) for path in rank_files(folder, int(optimizer["partition_count"]))]
+        groups = list(_groups(zero, models[0]["param_shapes"], base_state(optimizer)))
+        model = {name: leaf for group in groups for name, leaf in group.weights.items()}
+        model |= other_weights(models, model, True)
+        return whole_state(folder, model, groups, models[0], optimizer)
+    except FileNotFoundError as error:
+        raise CkptError(f"{error.filename} does not exist: the universal checkpoint is incomplete; convert it again") from error
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise CkptError(
+            f"the files of {folder} have not the layout of DeepSpeed ({type(error).__name__}: {error}): import the folder that "
+            "ds_to_universal has converted"
+        ) from error
+
+
+def _groups(zero: Path, shapes_of_groups: Sequence[dict[str, Any]], base: dict[str, Any]) -> Iterator[Group]:
+    owner = {index: number for number, group in enumerate(base["param_groups"]) for index in group["params"]}
+    for index, shapes in enumerate(shapes_of_groups):
+        states = {name: _flat_states(zero / name, tuple(shape)) for name, shape in shapes.items()}
+        weights = {name: values.pop(_WEIGHTS) for name, values in states.items()}
+        if "step" in base["state"][index]:
+            for values in states.values():
+                values["step"] = step_tensor(base["state"][index]["step"])
+        options = {key: value for key, value in base["param_groups"][owner[index]].items() if key != "params"}
+        yield Group(weights, states, options, owner[index])
+
+
+def _flat_states(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the weights and moments of a parameter from its flat files."""
+    found = {}
+    size = math.prod(shape)
+    for path in sorted(folder.glob("*.pt")):
+        flat = read_file(path)
+        if not isinstance(flat, FileLeaf) or flat.shape != (size,):
+            raise CkptError(f"{path} has not the {size} elements of its parameter: convert the checkpoint again")
+        found[path.stem] = leaf_of_parts(shape, [Part(0, 0, size, 0)], [flat])
+    return found

@@ -43,8 +43,8 @@ What SOURCE may be:
   deepspeed    the folder that save_checkpoint of DeepSpeed writes, of ZeRO stages 1, 2 and 3. The state
                is that of ckpt.adapters.deepspeed.EngineState and ckpt.adapters.torch.ModelState
   deepspeed-universal
-               the folder that DeepSpeed's ds_to_universal writes, of ZeRO stages 1 and 2. The state is
-               that of ckpt.adapters.torch.ModelState
+               the folder that DeepSpeed's ds_to_universal writes, of ZeRO stages 1, 2 and 3. The state
+               is that of ckpt.adapters.torch.ModelState
   orbax        a step of Orbax, or a folder of a CheckpointManager, of which the newest step is read
   paddle       a file of paddle.save, or a folder with a .pdparams and a .pdopt file, whose state is that
                of ckpt.adapters.paddle.ModelState. A file with other objects is refused

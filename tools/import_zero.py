@@ -18,7 +18,7 @@ from ckpt.state.boxes import flat_boxes
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides
-from ckpt.tools.import_torch import read_state as read_file
+from ckpt.tools.import_torch import read_state as read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _DEEPSPEED_CLASSES = (
@@ -65,25 +65,37 @@ def read_state(source: Path) -> dict[str, Any]:
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    optimizers = [_read(path)["optimizer_state_dict"] for path in _optimizer_files(folder)]
+    optimizers = [read_file(path)["optimizer_state_dict"] for path in _optimizer_files(folder)]
     first_file = sorted(folder.glob("*mp_rank_00_model_states.pt"))
     if not first_file:
         raise CkptError(f"{folder} has no *_model_states.pt: the checkpoint is incomplete; copy it again")
     is_stage_3 = "fp32_flat_groups" in optimizers[0]
-    files = _rank_files(folder, len(optimizers)) if is_stage_3 else first_file[:1]
-    models = [_read(path) for path in files]
+    files = rank_files(folder, len(optimizers)) if is_stage_3 else first_file[:1]
+    models = [read_file(path) for path in files]
     _require_one_save(folder, models, optimizers)
     layout = _stage_3(models[0], optimizers) if is_stage_3 else _stages_1_and_2(folder, models[0], optimizers)
     groups = list(layout)
     model = {name: leaf for group in groups for name, leaf in group.weights.items()}
-    model |= _other_weights(models, model, is_stage_3)
-    for alias, name in (models[0].get("shared_params") or {}).items():
+    model |= other_weights(models, model, is_stage_3)
+    return whole_state(folder, model, groups, models[0], optimizers[0])
+
+
+def whole_state(
+    folder: Path, model: dict[str, Any], groups: Sequence[Group], model_file: dict[str, Any], optimizer_file: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the state of a checkpoint.
+
+    folder: the checkpoint, whose name is its tag.
+    model: the weights by name, without those that are equal to others.
+    model_file, optimizer_file: what rank 0 has saved.
+    """
+    for alias, name in (model_file.get("shared_params") or {}).items():
         if name in model:
             model[alias] = model[name]
-    found = {"model": model, "optimizer": _optimizer(groups), "engine": _counters(folder, models[0], optimizers[0])}
-    if models[0].get("lr_scheduler") is not None:
-        found["lr_scheduler"] = models[0]["lr_scheduler"]
-    client_state = {key: value for key, value in models[0].items() if key not in _OWN_ENTRIES}
+    found = {"model": model, "optimizer": _optimizer(groups), "engine": _counters(folder, model_file, optimizer_file)}
+    if model_file.get("lr_scheduler") is not None:
+        found["lr_scheduler"] = model_file["lr_scheduler"]
+    client_state = {key: value for key, value in model_file.items() if key not in _OWN_ENTRIES}
     return found | ({"client_state": client_state} if client_state else {})
 
 
@@ -115,15 +127,17 @@ def _optimizer_files(folder: Path) -> list[Path]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _rank_files(folder: Path, ranks: int) -> list[Path]:
+def rank_files(folder: Path, ranks: int) -> list[Path]:
+    """Return the model file of each rank, which stage 3 has; raise CkptError if one is missing."""
     files = [folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
     if missing := [path for path in files if not path.is_file()]:
         raise CkptError(f"{missing[0]} does not exist: the checkpoint is incomplete; copy it again")
     return files
 
 
-def _read(path: Path) -> Any:
-    return read_file(path, _stand_ins())
+def read_file(path: Path) -> Any:
+    """Return what DeepSpeed has saved in a file, with stand-ins for its own objects."""
+    return read_torch_file(path, _stand_ins())
 
 
 def _require_one_save(folder: Path, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
@@ -133,7 +147,7 @@ def _require_one_save(folder: Path, models: Sequence[Any], optimizers: Sequence[
         raise CkptError(
             f"{folder} has the optimizer files of {len(optimizers)} ranks, and was saved by {max(counts)}: copy it again"
         )
-    options = [_without_parameters(_base_state(each)["param_groups"]) for each in optimizers]
+    options = [_without_parameters(base_state(each)["param_groups"]) for each in optimizers]
     if any(other != options[0] for other in options) or len({each["global_steps"] for each in models}) > 1:
         raise CkptError(f"{folder} has files of different steps: the save was killed, so import the checkpoint before it")
 
@@ -146,7 +160,7 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _base_state(optimizer: Any) -> dict[str, Any]:
+def base_state(optimizer: Any) -> dict[str, Any]:
     """Return the state_dict of the torch optimizer, whose parameters are the flat partitions."""
     found = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     if not isinstance(found, dict) or "state" not in found:
@@ -158,8 +172,8 @@ def _base_state(optimizer: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """The parameters of one flat partition of each rank."""
+class Group:
+    """The parameters of one flat partition of each rank, with the states and options of the optimizer."""
 
     weights: dict[str, FileLeaf]
     states: dict[str, dict[str, Any]]
@@ -169,7 +183,7 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """Where one rank has a part of a parameter."""
 
     rank: int
@@ -180,65 +194,65 @@ class _Part:
     """The first element in the flat partition of the rank."""
 
 
-def _stages_1_and_2(folder: Path, model: Any, optimizers: Sequence[Any]) -> Iterator[_Group]:
+def _stages_1_and_2(folder: Path, model: Any, optimizers: Sequence[Any]) -> Iterator[Group]:
     """Yield the groups. The parameters of a group lie one after the other, and the ranks have equal parts of the whole."""
-    base = [_base_state(each) for each in optimizers]
+    base = [base_state(each) for each in optimizers]
     paddings = optimizers[0].get("param_alignment_paddings")
     for number, shapes in enumerate(model["param_shapes"]):
         weights = [each["single_partition_of_fp32_groups"][number] for each in optimizers]
         length = max(leaf.shape[0] for leaf in weights)
-        places: dict[str, list[_Part]] = {}
+        places: dict[str, list[Part]] = {}
         at = 0
         for index, (name, shape) in enumerate(shapes.items()):
             size = math.prod(shape)
             cuts = ((rank, max(at, rank * length), min(at + size, (rank + 1) * length)) for rank in range(len(weights)))
-            places[name] = [_Part(rank, a - at, b - at, a - rank * length) for rank, a, b in cuts if a < b]
+            places[name] = [Part(rank, a - at, b - at, a - rank * length) for rank, a, b in cuts if a < b]
             at += size + (paddings[number][index] if paddings else 0)
         yield _group(shapes, places, weights, [each["state"].get(number, {}) for each in base], base[0], number, number)
 
 
-def _stage_3(model: Any, optimizers: Sequence[Any]) -> Iterator[_Group]:
+def _stage_3(model: Any, optimizers: Sequence[Any]) -> Iterator[Group]:
     """Yield the groups. Each rank has an equal part of each parameter; the last one is filled up."""
-    base = [_base_state(each) for each in optimizers]
+    base = [base_state(each) for each in optimizers]
     owner = {index: number for number, group in enumerate(base[0]["param_groups"]) for index in group["params"]}
     for number, shapes in enumerate(model["param_shapes"]):
-        places: dict[str, list[_Part]] = {}
+        places: dict[str, list[Part]] = {}
         at = 0
         for name, shape in shapes.items():
             size = math.prod(shape)
             length = -(-size // len(optimizers))
             cuts = ((rank, rank * length, min(size, (rank + 1) * length)) for rank in range(len(optimizers)))
-            places[name] = [_Part(rank, a, b, at) for rank, a, b in cuts if a < b]
+            places[name] = [Part(rank, a, b, at) for rank, a, b in cuts if a < b]
             at += length
         weights = [each["fp32_flat_groups"][number] for each in optimizers]
         yield _group(shapes, places, weights, [each["state"].get(number, {}) for each in base], base[0], number, owner[number])
 
 
 def _group(
-    shapes: dict[str, Any], places: dict[str, list[_Part]], weights: Sequence[FileLeaf], states: Sequence[dict[str, Any]],
+    shapes: dict[str, Any], places: dict[str, list[Part]], weights: Sequence[FileLeaf], states: Sequence[dict[str, Any]],
     base: dict[str, Any], index: int, number: int,
-) -> _Group:  # fmt: skip
+) -> Group:  # fmt: skip
     """Return a group. index: of the flat partition in the optimizer's state; number: of its group of options."""
     found: dict[str, dict[str, Any]] = {name: {} for name in shapes}
     for key, value in states[0].items():
         for name, shape in shapes.items():
             if isinstance(value, FileLeaf) and key != "step" and value.shape and value.shape != (1,):
-                found[name][key] = _leaf(tuple(shape), places[name], [state[key] for state in states])
+                found[name][key] = leaf_of_parts(tuple(shape), places[name], [state[key] for state in states])
             else:
-                found[name][key] = _step(value) if key == "step" else value
+                found[name][key] = step_tensor(value) if key == "step" else value
     options = {key: value for key, value in base["param_groups"][number].items() if key != "params"}
-    made = {name: _leaf(tuple(shape), places[name], weights) for name, shape in shapes.items()}
-    return _Group(made, found, options, number)
+    made = {name: leaf_of_parts(tuple(shape), places[name], weights) for name, shape in shapes.items()}
+    return Group(made, found, options, number)
 
 
-def _step(value: Any) -> Any:
+def step_tensor(value: Any) -> Any:
     """Return the step count as a tensor, as optimizers of torch have it."""
     if isinstance(value, FileLeaf):
         return value
     return import_optional("torch", "a checkpoint of DeepSpeed", "torch").tensor(float(value))
 
 
-def _leaf(shape: tuple[int, ...], places: Sequence[_Part], partitions: Sequence[FileLeaf]) -> FileLeaf:
+def leaf_of_parts(shape: tuple[int, ...], places: Sequence[Part], partitions: Sequence[FileLeaf]) -> FileLeaf:
     """Return the leaf of a whole parameter from its parts in the flat partitions of the ranks."""
     regions = []
     for part in places:
@@ -258,7 +272,7 @@ def _leaf(shape: tuple[int, ...], places: Sequence[_Part], partitions: Sequence[
 # --- the other entries -----------------------------------------------------------------------------------------
 
 
-def _other_weights(models: Sequence[Any], trained: dict[str, Any], is_stage_3: bool) -> dict[str, Any]:
+def other_weights(models: Sequence[Any], trained: dict[str, Any], is_stage_3: bool) -> dict[str, Any]:
     """Return the buffers and the frozen parameters."""
     first = models[0]
     if not is_stage_3:
@@ -270,11 +284,11 @@ def _other_weights(models: Sequence[Any], trained: dict[str, Any], is_stage_3: b
         size = math.prod(shape)
         length = -(-size // len(models))
         cuts = ((rank, rank * length, min(size, (rank + 1) * length)) for rank in range(len(models)))
-        found[name] = _leaf(tuple(shape), [_Part(rank, a, b, 0) for rank, a, b in cuts if a < b], fragments)
+        found[name] = leaf_of_parts(tuple(shape), [Part(rank, a, b, 0) for rank, a, b in cuts if a < b], fragments)
     return found
 
 
-def _optimizer(groups: Sequence[_Group]) -> dict[str, Any]:
+def _optimizer(groups: Sequence[Group]) -> dict[str, Any]:
     """Return the optimizer in the layout of ModelState. The name of a group is that of its first parameter."""
     labels: dict[int, str] = {}
     found: dict[str, Any] = {"state": {}, "group_of": {}, "groups": {}}

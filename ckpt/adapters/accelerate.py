@@ -48,8 +48,9 @@ def attach(
     numbers of the one that was saved.
 
     Raises:
-        InvalidArgument: The Accelerator uses DeepSpeed, Megatron-LM or FSDP1; at a save or load, it has hooks of
-            `register_save_state_pre_hook` or `register_load_state_pre_hook`, which expect a folder.
+        InvalidArgument: The Accelerator uses Megatron-LM or FSDP1; at a save or load, it has hooks of
+            `register_save_state_pre_hook` or `register_load_state_pre_hook`, which expect a folder, or a DeepSpeed engine that
+            `ckpt.adapters.deepspeed` refuses.
         CkptError: As for `ckpt.Checkpointer`.
     """
     return AttachedAccelerator(accelerator, url, keep=keep, tiers=tiers, **options)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt.adapters.accelerate_data import LoaderPosition
+from ckpt.adapters.deepspeed_state import EngineState
 from ckpt.adapters.epoch_random import RandomSnapshot
 from ckpt.adapters.torch import ModelState
 from ckpt.storage.base.errors import InvalidArgument
@@ -45,7 +46,7 @@ class PreparedObjects:
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
         state: dict[str, Any] = {
             "accelerator": {"step": accelerator.step, "iteration": accelerator.project_configuration.iteration + 1},
-            "train": _model_states(accelerator._models, optimizers),
+            "train": self._train_states(optimizers),
             "schedulers": list(accelerator._schedulers),
             "data": [self._positions[id(loader)] for loader in accelerator._dataloaders],
             "random": self._random,
@@ -54,6 +55,12 @@ class PreparedObjects:
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler
         return state
+
+    def _train_states(self, optimizers: Sequence[Any]) -> Sequence[Any]:
+        models = self._accelerator._models
+        if _kind(self._accelerator) == "DEEPSPEED":  # each engine has its optimizer
+            return [EngineState(model, parts=("model", "optimizer", "lr_scheduler", "engine")) for model in models]
+        return _model_states(models, optimizers)
 
     def continue_from(self, state: dict[str, Any]) -> None:
         """Set the counters and random generators of a loaded state; its other entries are filled in place."""
@@ -81,9 +88,13 @@ def _model_states(models: Sequence[Any], optimizers: Sequence[Any]) -> list[Mode
     return [ModelState(model, of_model[number]) for number, model in enumerate(models)]
 
 
+def _kind(accelerator: Any) -> str:
+    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+
+
 def _require_supported(accelerator: Any) -> None:
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+    kind = _kind(accelerator)
+    if kind in ("MEGATRON_LM", "XLA"):
         raise InvalidArgument(f"ckpt does not save the engine of {kind}: use its own save_state, or train with DDP or FSDP2")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if kind == "FSDP" and getattr(plugin, "fsdp_version", 1) != 2:

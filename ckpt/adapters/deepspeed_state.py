@@ -61,13 +61,20 @@ class EngineState:
         optimizer = engine.optimizer
         is_plain = optimizer is None or optimizer is engine.basic_optimizer
         self._plain = ModelState(engine.module, optimizer) if is_plain else None
-        self._partitions = [] if is_plain else partitions_of(optimizer)
+        self._partitions: list[Partition] = []
+        self._find_partitions()  # refuses an optimizer of another kind
         self._new: dict[int, dict[str, Any]] = {}  # by partition: the optimizer state that a load fills
+
+    def _find_partitions(self) -> None:
+        """Find the partitions, whose memory can change between two saves."""
+        if self._plain is None:
+            self._partitions = partitions_of(self._engine.optimizer)
 
     # --- reading -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by name, without a copy."""
+        self._find_partitions()
         found: dict[str, Any] = {}
         if self._plain is not None:
             found = {part: value for part, value in self._plain.state_dict().items() if part in self._parts}
@@ -146,6 +153,7 @@ class EngineState:
         """Return the state that a load fills: the arrays of the engine, and the state of the optimizer that it has not yet."""
         if not everything:
             raise ValueError("EngineState takes no only=: give it parts=")
+        self._find_partitions()
         saved = saved if isinstance(saved, dict) else {}
         if self._plain is not None:
             state = {part: v for part, v in self._plain.state_dict_like(saved, True).items() if part in self._parts}

@@ -17,7 +17,9 @@ from typing import Any
 from ckpt import pulse
 from ckpt.adapters import lightning_packages as packages
 from ckpt.adapters.adapt.intervals import interval_from_env
+from ckpt.adapters.lightning_deepspeed import is_between_updates
 from ckpt.adapters.lightning_io import CkptIO as CkptIO
+from ckpt.adapters.lightning_io import plugin_checks
 from ckpt.adapters.lightning_loops import LoopPoints, Point
 from ckpt.adapters.lightning_state import TrainerState, is_sharded, require_supported_strategy, sharded_model
 from ckpt.checkpointer import Checkpointer
@@ -50,7 +52,8 @@ class Checkpoints:
     without workers only their indices are drawn, and with workers they are loaded.
 
     Raises:
-        InvalidArgument: At the start of `fit`, for strategies other than one device, DDP and ModelParallelStrategy.
+        InvalidArgument: At the start of `fit`, for strategies other than one device, DDP, ModelParallelStrategy and DeepSpeedStrategy,
+            and for what `ckpt.adapters.deepspeed` refuses.
         SaveFailed: An earlier save failed in the background; its error is the cause.
         FormatError: The newest step was not saved by this callback.
         CkptError: The data can't continue at the saved position.
@@ -148,7 +151,7 @@ class Checkpoints:
         assert self._checkpointer is not None
         trainer = self._trainer
         steps = trainer.global_step
-        if steps == self._steps_seen:
+        if steps == self._steps_seen or is_between_updates(trainer.strategy):
             return
         self._steps_seen = steps
         if self._checkpointer.step(steps - 1, self._entries(), loss=self._loss) is not None:
@@ -215,14 +218,16 @@ def _make(arguments: dict[str, Any], is_from_environment: bool) -> Checkpoints:
 # --- the entry point -------------------------------------------------------------------------------------------
 
 
-def callbacks_from_environment() -> list[Checkpoints]:
+def callbacks_from_environment() -> list[Any]:
     """Return the callbacks that Lightning gives to every Trainer: with CKPT_DIR set, one that saves there.
+
+    Once a CkptIO was made, there is another one, which refuses strategies that would ignore it.
 
     CKPT_LIGHTNING=0 turns it off. CKPT_ADAPT_EVERY is the number of steps between two saves.
     """
     if not os.environ.get(DIRECTORY_VARIABLE) or os.environ.get(_SWITCH) == "0":
-        return []
-    return [Checkpoints._from_environment()]
+        return plugin_checks()
+    return [*plugin_checks(), Checkpoints._from_environment()]
 
 
 _SWITCH = "CKPT_LIGHTNING"

@@ -12,6 +12,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters.lightning_deepspeed import uses_deepspeed
 from ckpt.adapters.lightning_state import storable
 from ckpt.api import load
 from ckpt.checkpointer import Checkpointer
@@ -37,6 +38,7 @@ class CkptIO:
     committed, so Lightning finds no incomplete checkpoint there. `trainer.fit(ckpt_path=…)` and `fabric.load` read it.
 
     Raises:
+        InvalidArgument: At the start of `fit`, if the Trainer uses DeepSpeedStrategy, which ignores such plugins.
         UnsupportedLeaf: A checkpoint has a value that can't be stored without pickle. The message has its name.
         FormatError: A file that is loaded was not written by this plugin.
     """
@@ -47,6 +49,7 @@ class CkptIO:
 
     def __init__(self, url: str | os.PathLike[str] | None = None, **options: Any) -> None:
         super().__init__()
+        _is_used.append(True)
         self._url, self._options = url, options
         self._left_out: set[str] = set()
 
@@ -90,6 +93,26 @@ class CkptIO:
 
     def teardown(self) -> None:
         """Do nothing, since each checkpoint is committed when its save returns."""
+
+
+_is_used: list[bool] = []
+"""Not empty once a CkptIO was made."""
+
+
+class _PluginCheck:
+    """A callback that refuses a Trainer whose strategy would ignore its CkptIO."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if uses_deepspeed(trainer.strategy) and isinstance(trainer.strategy.checkpoint_io, CkptIO):
+            raise InvalidArgument(
+                "DeepSpeedStrategy writes its checkpoints itself and ignores plugins=[CkptIO(url)]: write "
+                "callbacks=[Checkpoints(url, every=100)] of ckpt.adapters.lightning instead"
+            )
+
+
+def plugin_checks() -> list[Any]:
+    """Return the callbacks that each Trainer needs because of the plugins made so far."""
+    return [packages.with_bases(_PluginCheck, packages.callback_bases("Callback"))()] if _is_used else []
 
 
 def _make(url: str | os.PathLike[str] | None, options: dict[str, Any]) -> CkptIO:

@@ -27,9 +27,9 @@ def with_bases(cls: type, bases: list[type]) -> type:
     return type(cls.__name__, (cls, *bases), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def callback_bases() -> list[type]:
-    """Return the base classes of checkpoint callbacks, which Lightning runs after all others."""
-    return [importlib.import_module(f"{name}.callbacks").Checkpoint for name in packages()]
+def callback_bases(kind: str = "Checkpoint") -> list[type]:
+    """Return the base classes of checkpoint callbacks, which Lightning runs after all others; or of kind "Callback", of any."""
+    return [getattr(importlib.import_module(f"{name}.callbacks"), kind) for name in packages()]
 
 
 def plugin_bases() -> list[type]:

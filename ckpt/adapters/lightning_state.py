@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from ckpt.adapters.lightning_deepspeed import engine_state, require_supported_options, uses_deepspeed
 from ckpt.adapters.torch import ModelState
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.stateful import RandomState
@@ -61,14 +62,16 @@ class TrainerState:
         return ModuleEntries(*([f"state_dict.{name}" for name in names] for names in entries))
 
 
-def sharded_model(trainer: Any) -> ModelState:
+def sharded_model(trainer: Any) -> Any:
     """Return the model and optimizers of a trainer whose ranks have only parts of them."""
+    if uses_deepspeed(trainer.strategy):
+        return engine_state(trainer.strategy)
     return ModelState(trainer.lightning_module, trainer.optimizers, group="auto" if trainer.world_size > 1 else None)
 
 
 def is_sharded(strategy: Any) -> bool:
-    """Return whether a strategy of Lightning keeps only a part of the model on each rank, as DTensors."""
-    return _is_a(strategy, (_SHARDED_STRATEGY,))
+    """Return whether a strategy of Lightning keeps only a part of the model on each rank."""
+    return uses_deepspeed(strategy) or _is_a(strategy, (_SHARDED_STRATEGY,))
 
 
 def _is_a(strategy: Any, names: tuple[str, ...]) -> bool:
@@ -95,6 +98,8 @@ def require_supported_strategy(strategy: Any) -> None:
             f"Checkpoints does not support {type(strategy).__name__}: use {advice}, or save with "
             "ckpt.adapters.torch.ModelState from a callback of your own"
         )
+    if uses_deepspeed(strategy):
+        require_supported_options(strategy)
 
 
 def storable(checkpoint: dict[str, Any], left_out: set[str]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
     IterableDataset that draws it from a generator from which the model draws, too.
 
     Raises:
-        InvalidArgument: At `train`, for DeepSpeed, FSDP1, hyperparameter search, and uploads of checkpoints to the hub.
+        InvalidArgument: At `train`, for FSDP1, hyperparameter search, and uploads of checkpoints to the hub; after the
+            first step, for what `ckpt.adapters.deepspeed` refuses.
     """
 
     def __init__(self, *args: Any, ckpt: Url | None = None, **kwargs: Any) -> None:

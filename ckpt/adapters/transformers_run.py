@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint, has_length
 from ckpt.adapters.peft import AdapterState, is_peft_model
 from ckpt.adapters.torch import ModelState
 from ckpt.adapters.transformers_data import DataPosition
+from ckpt.adapters.transformers_deepspeed import engine_state, skipped_engine_loads
 from ckpt.api import load_newest, load_step
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import StepNotFound
@@ -40,8 +42,6 @@ def require_supported(trainer: Any, trial: Any) -> None:
     args = trainer.args
     if trial is not None or getattr(trainer, "hp_search_backend", None) is not None:
         raise InvalidArgument("all trials of a hyperparameter search would save to one repository: use Trainer for the search")
-    if trainer.is_deepspeed_enabled:
-        raise InvalidArgument("CkptTrainer does not save DeepSpeed engines: train with FSDP2 or DDP, or use Trainer")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise InvalidArgument("CkptTrainer does not save FSDP1: set fsdp_version to 2 in fsdp_config")
@@ -74,14 +74,19 @@ class TrainerRun:
         self._may_fall_back = self._is_loaded = False
         self._resume_position: list[int] = []
         self._state: dict[str, Any] | None = None
+        self._state_model: Any = None  # the model that `_state` has
         self._folder = tempfile.mkdtemp(prefix="ckpt-")
+        self._stack = ExitStack()
 
     def __enter__(self) -> TrainerRun:
         self._saver.__enter__()
+        if self._trainer.is_deepspeed_enabled:
+            self._stack.enter_context(skipped_engine_loads(self.owns))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._stack.close()
         try:
             if self._best_saver is not None:
                 self._best_saver.__exit__(kind, error, tb)
@@ -172,9 +177,9 @@ class TrainerRun:
     def _make_state(self) -> dict[str, Any]:
         trainer = self._trainer
         if trainer.args.save_only_model:
-            return {"trainer": self._progress, "train": _model_state(trainer.model)}
+            return {"trainer": self._progress, "train": _model_state(trainer)}
         state = {
-            "trainer": self._progress, "train": _model_state(trainer.model, trainer.optimizer),
+            "trainer": self._progress, "train": _model_state(trainer, trainer.optimizer),
             "scheduler": trainer.lr_scheduler, "data": self.data,
         }  # fmt: skip
         scaler = getattr(trainer.accelerator, "scaler", None)
@@ -196,14 +201,14 @@ class TrainerRun:
         if best and best == step and self._limit is not None:
             if self._best_saver is None:
                 self._best_saver = Checkpointer(self._best_url(), every=None, keep=1)
-            self._best_saver.save(step, {"train": _model_state(trainer.model)})
+            self._best_saver.save(step, {"train": _model_state(trainer)})
         if best:
             self._best_step = best
             trainer.state.best_model_checkpoint = self._best_text()
 
     def _current_state(self) -> dict[str, Any]:
-        if self._state is None or self._state["train"].model is not self._trainer.model:
-            self._state = self._make_state()
+        if self._state is None or self._state_model is not self._trainer.model:
+            self._state, self._state_model = self._make_state(), self._trainer.model
         return self._state
 
     def load(self) -> None:
@@ -265,7 +270,7 @@ class TrainerRun:
         self._saver.wait()
         if self._best_saver is not None:
             self._best_saver.wait()
-        request = LoadRequest({"train": _model_state(trainer.model)}, group=as_group())
+        request = LoadRequest({"train": _model_state(trainer)}, group=as_group())
         try:
             repository = self._saver.repository if self._limit is None else open_repository(self._best_url())
             load_step(repository, step, request)
@@ -279,27 +284,12 @@ class TrainerRun:
             self._trainer.state.best_model_checkpoint = self._best_text()
 
 
-def _model_state(model: Any, optimizer: Any = None) -> _NamedModel:
-    kind = _Adapters if is_peft_model(model) else _Model
-    return kind(model, getattr(optimizer, "optimizer", optimizer))
-
-
-class _NamedModel:
-    """A ModelState that knows its model."""
-
-    model: Any
-
-
-class _Model(_NamedModel, ModelState):
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        super().__init__(model, optimizer)
-        self.model = model
-
-
-class _Adapters(_NamedModel, AdapterState):
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        super().__init__(model, optimizer)
-        self.model = model
+def _model_state(trainer: Any, optimizer: Any = None) -> Any:
+    """Return the state of the model of a Trainer, and of its optimizer if that is given."""
+    if trainer.is_deepspeed_enabled:
+        return engine_state(trainer, is_model_only=optimizer is None)
+    kind = AdapterState if is_peft_model(trainer.model) else ModelState
+    return kind(trainer.model, getattr(optimizer, "optimizer", optimizer))
 
 
 class _Progress:

@@ -116,3 +116,22 @@ def check_continuation(folder: Path, kill_at: int, ranks: int = 1, **options: An
             lines(folder / "killed", "again", rank, "end.jsonl")[0][:3]
             == lines(folder / "quiet", "quiet", rank, "end.jsonl")[0][:3]
         )
+
+
+def check_loop_continuation(folder: Path, ranks: int = 1, **options: Any) -> None:
+    """Kill a loop of accelerate, and require that its continuation repeats the losses of a whole run.
+
+    The step with number 9 is in the second of three epochs, and gradients are accumulated over two batches.
+    """
+    program = "accelerate_training.py"
+    status, printed = run(folder / "quiet", "quiet", ranks, program, **options)
+    assert status == 0, printed[-4000:]
+    status, printed = run(folder / "killed", "killed", ranks, program, kill_at=11, saved=9, **options)
+    assert status == (-signal.SIGKILL if ranks == 1 else 1), printed[-4000:]
+    status, printed = run(folder / "killed", "again", ranks, program, resume=True, **options)
+    assert status == 0, printed[-4000:]
+    for rank in range(ranks):
+        whole, again = lines(folder / "quiet", "quiet", rank), lines(folder / "killed", "again", rank)
+        assert again[0][:2] == [1, 2]
+        assert again == whole[len(whole) - len(again) :]
+        assert lines(folder / "killed", "killed", rank) == whole[:11]

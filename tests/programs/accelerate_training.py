@@ -63,12 +63,22 @@ def newest_step() -> int:
         return -1
 
 
+def deepspeed_plugin(stage: int) -> Any:
+    from accelerate import DeepSpeedPlugin
+    from helpers.deepspeed_cpu import use_gloo, zero_config
+
+    use_gloo()
+    config = zero_config(stage, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2, bf16={"enabled": stage > 1})
+    return DeepSpeedPlugin(hf_ds_config=config)
+
+
 def main() -> None:
     fsdp2_on_cpu.choose_fsdp()
     seedable = OPTIONS.get("seedable", False)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable)
-    )
+        cpu=True, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
+        **({"deepspeed_plugin": deepspeed_plugin(OPTIONS["stage"])} if "stage" in OPTIONS else {}),
+    )  # fmt: skip
     torch.manual_seed(3)
     random.seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
@@ -88,7 +98,7 @@ def main() -> None:
         rest = accelerator.skip_first_batches(data, progress.batch) if progress.batch else data
         for batch in rest:
             with accelerator.accumulate(model):
-                loss = model(batch).square().mean()
+                loss = model(batch.to(next(model.parameters()).dtype)).float().square().mean()
                 write("jsonl", [epoch, progress.batch, float(loss.detach()).hex()])
                 accelerator.backward(loss)
                 optimizer.step()

@@ -257,8 +257,8 @@ def save_own_folders() -> None:
 
 def load_imported() -> None:
     """An engine of another stage continues from a step that ckpt-import has made."""
-    for name, target in (("stage1", 3), ("stage3", 2)):
-        engine = make_engine(target, OWN[name][1][:4], seed=9)
+    for name, precision, target in (("stage1", "fp32", 3), ("stage3", "bf16", 2), ("universal3", "bf16", 1)):
+        engine = make_engine(target, precision, seed=9)
         attached = attach(engine, ROOT / f"imported-{name}")
         path, loaded = engine.load_checkpoint("unused", tag="global_step3")
         assert path is not None

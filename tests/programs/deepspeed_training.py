@@ -13,11 +13,12 @@ from typing import Any
 
 import deepspeed
 import torch
+from helpers.deepspeed_cpu import use_gloo
 
 from ckpt.adapters.deepspeed import attach
 
 STEPS = 24
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # so that it communicates with gloo, and compiles nothing
+use_gloo()
 SAMPLES = 8
 """In the batch of each step, over all ranks."""
 

@@ -182,6 +182,10 @@ def make_tokenizer() -> Any:
 
 
 def main() -> None:
+    if "deepspeed" in OPTIONS.get("args", {}):
+        from helpers.deepspeed_cpu import use_gloo
+
+        use_gloo()
     fsdp2_on_cpu.choose_fsdp()
     trainer = make_trainer()
     done = trainer.train(resume_from_checkpoint=OPTIONS.get("resume"))

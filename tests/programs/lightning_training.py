@@ -38,6 +38,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--manual", action="store_true", help="manual optimization with two optimizers")
     parser.add_argument("--no-callback", action="store_true")
     parser.add_argument("--ckpt-path", default=None)
+    parser.add_argument("--deepspeed-stage", type=int)
+    parser.add_argument("--precision", default="32-true")
     return parser.parse_args()
 
 
@@ -165,7 +167,33 @@ def loader() -> DataLoader:
     return DataLoader(data, BATCH, num_workers=options.workers, **kinds[options.sampler])
 
 
+def deepspeed_strategy(stage: int) -> Any:
+    from helpers.deepspeed_cpu import use_gloo, zero_config
+
+    use_gloo()
+    config = zero_config(stage, train_micro_batch_size_per_gpu=BATCH)
+    strategies = importlib.import_module(f"{options.package}.strategies")
+
+    class OnCpu(strategies.DeepSpeedStrategy):
+        """DeepSpeedStrategy without its checks that the devices are those of CUDA."""
+
+        def setup_environment(self) -> None:
+            super(strategies.DeepSpeedStrategy, self).setup_environment()
+
+        def setup_distributed(self) -> None:
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+        @property
+        def root_device(self) -> torch.device:
+            return torch.device("cpu", 0)  # DeepSpeed needs a number
+
+    return OnCpu(config=config)
+
+
 def strategy() -> Any:
+    if options.deepspeed_stage is not None:
+        return deepspeed_strategy(options.deepspeed_stage)
     if options.sharded:
         return pl.strategies.ModelParallelStrategy(data_parallel_size=options.ranks, tensor_parallel_size=1)
     return "ddp" if options.ranks > 1 else "auto"
@@ -179,7 +207,7 @@ def main() -> None:
 
         callbacks.append(Checkpoints(options.url, every=options.every, keep=3))
     trainer = pl.Trainer(
-        accelerator="cpu", devices=options.ranks, strategy=strategy(),
+        accelerator="cpu", devices=options.ranks, strategy=strategy(), precision=options.precision,
         max_epochs=options.epochs, max_steps=options.max_steps, callbacks=callbacks, logger=False,
         accumulate_grad_batches=options.accumulate, val_check_interval=options.val_interval,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=not options.no_callback,

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.hf_runs import lines, run
+from helpers.hf_runs import check_loop_continuation
 from helpers.refusal import refused
 
 import ckpt
 from ckpt.adapters.accelerate import attach
 
 
-def check(folder: Path, ranks: int = 1, **options: Any) -> None:
-    """The step with number 9 is in the second of three epochs, and gradients are accumulated over two batches."""
-    program = "accelerate_training.py"
-    status, printed = run(folder / "quiet", "quiet", ranks, program, **options)
-    assert status == 0, printed[-4000:]
-    status, printed = run(folder / "killed", "killed", ranks, program, kill_at=11, saved=9, **options)
-    assert status == (-signal.SIGKILL if ranks == 1 else 1), printed[-4000:]
-    status, printed = run(folder / "killed", "again", ranks, program, resume=True, **options)
-    assert status == 0, printed[-4000:]
-    for rank in range(ranks):
-        whole, again = lines(folder / "quiet", "quiet", rank), lines(folder / "killed", "again", rank)
-        assert again[0][:2] == [1, 2]
-        assert again == whole[len(whole) - len(again) :]
-        assert lines(folder / "killed", "killed", rank) == whole[:11]
-
-
 @pytest.mark.parametrize("seedable", [pytest.param(False, marks=pytest.mark.essential), True])
 def test_one_process(tmp_path: Path, seedable: bool) -> None:
-    check(tmp_path, seedable=seedable)
+    check_loop_continuation(tmp_path, seedable=seedable)
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    check(tmp_path, 2, samples=28)
+    check_loop_continuation(tmp_path, 2, samples=28)
 
 
 def prepared() -> tuple[Any, Any]:
