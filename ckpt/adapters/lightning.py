@@ -52,8 +52,8 @@ class Checkpoints:
     without workers only their indices are drawn, and with workers they are loaded.
 
     Raises:
-        InvalidArgument: At the start of `fit`, for strategies other than one device, DDP, ModelParallelStrategy and DeepSpeedStrategy,
-            and for what `ckpt.adapters.deepspeed` refuses.
+        InvalidArgument: At the start of `fit`, for strategies other than one device, DDP, ModelParallelStrategy and
+            DeepSpeedStrategy, and for what `ckpt.adapters.deepspeed` refuses.
         SaveFailed: An earlier save failed in the background; its error is the cause.
         FormatError: The newest step was not saved by this callback.
         CkptError: The data can't continue at the saved position.
