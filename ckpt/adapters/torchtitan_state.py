@@ -52,7 +52,7 @@ class ShardedState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors by name, without a copy unless they are converted."""
-        buffers = set(self.members().buffers)
+        buffers = {name for part in self._model_parts for name, _ in part.named_buffers()}
         return {name: self._placed(name, value, buffers) for name, value in self._stateful.state_dict().items()}
 
     def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,7 @@ class Batches:
         self._recipe, self._run = recipe, run
         self._loader = recipe._dataloader
         self.epoch, self.done = recipe.epochs_run, 0
-        self._resumed: tuple[int, int] | None = None
+        self._resumed: int | None = None
         self._random: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +104,7 @@ class Batches:
 
     def resume(self, epoch: int, done: int) -> None:
         """Begin that epoch after the batches that are done. The random generators must have the saved state before this."""
-        self.epoch, self.done, self._resumed = epoch, done, (epoch, done)
+        self.epoch, self.done, self._resumed = epoch, done, done
 
     def note_random(self) -> None:
         """Remember the state of the random generators, which the first epoch has after its data loader has begun."""
@@ -111,20 +112,24 @@ class Batches:
 
     def last(self) -> int:
         """Return the number of batches of an epoch up to its last optimizer step."""
-        per_step = self._recipe._gradient_accumulation_steps
-        steps: int = len(self._loader) // per_step
-        limit = self._recipe.max_steps_per_epoch
-        return int(min(steps, limit or steps) * per_step)
+        per_step: int = self._recipe._gradient_accumulation_steps
+        return int(min(len(self._loader) // per_step * per_step, self._limit()))
+
+    def _limit(self) -> float:
+        """Return the number of batches after which the recipe ends an epoch early."""
+        steps = self._recipe.max_steps_per_epoch
+        return math.inf if steps is None else steps * self._recipe._gradient_accumulation_steps
 
     def __iter__(self) -> Iterator[Any]:
         self.epoch, self.done = self._recipe.epochs_run, 0
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed[1] and resumed[0] == self.epoch:
-            batches = self._continued(resumed[1])
-        else:
-            batches = iter(self._loader)
-        limited = self._recipe.max_steps_per_epoch is not None
-        while not (limited and self.done >= self.last() and resumed is not None):
+        # In a resumed epoch, the recipe counts only the batches after the restart, so that it would pass its limit.
+        limit = math.inf if resumed is None else self._limit()
+        if resumed is not None and resumed >= limit:  # a sampler that began there, and gave nothing, would begin there later
+            self.done = resumed
+            return
+        batches = iter(self._loader) if resumed is None else self._continued(resumed)
+        while self.done < limit:
             if self.done:
                 self._run.batch_done()
             try:

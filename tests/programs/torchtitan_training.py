@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch._utils
+from helpers.docs_pages import DOCS, blocks
 from torch.distributed.fsdp import FSDPModule
 
 torch._utils._get_available_device_type = lambda: "cpu"  # before torchtitan looks for an accelerator
@@ -78,6 +79,15 @@ def data() -> Path:
     return folder
 
 
+def checkpoint_of_the_page() -> Any:
+    """Return the configuration that the lines of docs/howto/torchtitan.md make."""
+    (diff,) = (block.text for block in blocks(DOCS / "howto" / "torchtitan.md") if block.kind == "diff")
+    names: dict[str, Any] = {}
+    statement, entry = (line[1:].strip() for line in diff.splitlines() if line.startswith("+"))
+    exec(statement, names)
+    return eval(f"dict({entry})", names)["checkpoint"]
+
+
 def configuration() -> Any:
     """Return the configuration of a small training, as a user's function would."""
     config = llama3_debugmodel()
@@ -98,11 +108,10 @@ def configuration() -> Any:
     config.debug.seed = 7
     config.debug.enable_structured_logging = False
     if options.manager == "ckpt":
-        from ckpt.adapters.torchtitan import CkptManager
-
-        config.checkpoint = CkptManager.Config(enable=True, interval=2, last_save_model_only=False)
+        config.checkpoint = checkpoint_of_the_page()
     else:
-        config.checkpoint = CheckpointManager.Config(enable=True, interval=2, last_save_model_only=False)
+        config.checkpoint = CheckpointManager.Config(enable=True)
+    config.checkpoint.interval, config.checkpoint.last_save_model_only = 2, False
     return config
 
 

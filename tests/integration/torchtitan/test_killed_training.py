@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.docs_pages import DOCS
 from helpers.folders import PROGRAMS
 from helpers.torchrun import torchrun
 
@@ -88,6 +89,7 @@ def test_other_ranks_get_the_same_parameters(sharded: Training) -> None:
 
 def test_training_that_torchtitan_saved_continues(tmp_path: Path) -> None:
     """An option of the command line selects ckpt, which continues from a step of torchtitan's own manager."""
+    assert OVERRIDE.replace("=", " ") in (DOCS / "howto" / "torchtitan.md").read_text()
     training = Training(tmp_path, 1)
     training.run("whole", "--manager=dcp")
     training.run("cut", "--manager=dcp", "--kill-at=5", status=1)
