@@ -76,6 +76,21 @@ class Progress:
         self._batches.resume(state["epoch"], state["batches"])
 
 
+class Schedule:
+    """The schedule of the learning rate as an entry of a state, without the `step` that torchtune sets on it."""
+
+    def __init__(self, schedule: Any) -> None:
+        self._schedule = schedule
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of the schedule."""
+        return {name: value for name, value in self._schedule.state_dict().items() if name != "step"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the values of the schedule."""
+        self._schedule.load_state_dict(state)
+
+
 class Batches:
     """The data loader of a recipe, which begins at the position of a step, and reports each batch that is done."""
 
@@ -192,13 +207,13 @@ class RecipeRun:
         recipe = self._recipe
         wrapper = getattr(recipe, "_optim_ckpt_wrapper", None)  # of the optimizers that step in the backward pass
         optimizer = recipe._optimizer if wrapper is None else list(wrapper.optim_map.values())
-        found = {
+        found: dict[str, Any] = {
             "train": TrainedState(recipe._model, optimizer),
             "progress": Progress(recipe, self._batches),
             "random": RandomState(),
         }
         if recipe._lr_scheduler is not None:
-            found["schedule"] = recipe._lr_scheduler
+            found["schedule"] = Schedule(recipe._lr_scheduler)
         return found
 
     def batch_done(self) -> None:
