@@ -110,11 +110,6 @@ def test_losses_after_a_kill(tmp_path: Path, files: Path, recipe: str, kill_at: 
     Tuning(tmp_path, files, recipe, *options).killed_and_resumed(kill_at, every)
 
 
-@pytest.mark.parametrize("recipe", ["full_finetune_distributed", "lora_finetune_distributed"])
-def test_two_processes(tmp_path: Path, files: Path, recipe: str) -> None:
-    Tuning(tmp_path, files, recipe, ranks=2).killed_and_resumed(8, "checkpointer.every=3")
-
-
 def test_ended_training_writes_its_model_again_and_continues(tmp_path: Path, files: Path) -> None:
     tuning = Tuning(tmp_path, files, FULL, "lr_scheduler=null")
     tuning.run("whole", config="torchtune")
@@ -125,16 +120,6 @@ def test_ended_training_writes_its_model_again_and_continues(tmp_path: Path, fil
     tuning.run("cut", "epochs=2")
     assert tuning.model("cut") == model
     tuning.run("cut")
-    assert tuning.losses("cut") == tuning.losses("whole")
-
-
-def test_training_that_torchtune_saved_continues(tmp_path: Path, files: Path) -> None:
-    """torchtune does not save random generators, so this model has no dropout; nor the gradients of a rest of batches."""
-    tuning = Tuning(tmp_path, files, FULL, *NO_ACCUMULATION, "model.attn_dropout=0")
-    tuning.run("whole", config="torchtune")
-    tuning.run("cut", "metric_logger.kill_at=25", config="torchtune", status=-signal.SIGKILL)
-    tuning.run("cut", "metric_logger.kill_at=33", EVERY, status=-signal.SIGKILL)
-    tuning.run("cut", EVERY)
     assert tuning.losses("cut") == tuning.losses("whole")
 
 
