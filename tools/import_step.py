@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,25 @@ from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
+from ckpt.tools.command_options import gather_options
 from ckpt.tools.common import emit, format_size
+from ckpt.tools.export_names import ExportNames
 from ckpt.tools.import_files import FileLeaf
 from ckpt.tools.import_formats import FORMATS, read_source
+from ckpt.tools.import_names import renamed
+from ckpt.tools.restore_options import name_options
 from ckpt.tools.step_contents import Contents, read_contents
 
 _STAGING_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The step that is saved."""
+
+    step: int | None
+    key_file: str | None
+    overwrite: bool
 
 
 @click.command(
@@ -29,6 +43,7 @@ _STAGING_BYTES = 256 << 20
 Examples:
   ckpt-import model.pt runs/a --step 1000
   ckpt-import Llama-3-8B/ runs/base --under model
+  ckpt-import old.pt runs/b --strip model. --rename '^encoder=body' --under model
   ckpt-import dcp-run/step-1000 s3://bucket/run --step 1000
 
 \b
@@ -56,6 +71,7 @@ What SOURCE may be:
 \b
 For other formats the error names what to do. Arrays are read in pieces, so that the memory does not
 depend on their size; files of torch before 1.6, and of paddle.save(protocol=2), are read as a whole.
+With --strip or --rename, the state becomes one dict of all names, as a state_dict.
 After the save, each array is read again from the source and from the step, and compared. An
 interrupted import leaves no step.
 Exit status: 0 imported, 1 not imported (the message says why), 2 wrong usage.""",
@@ -67,29 +83,30 @@ Exit status: 0 imported, 1 not imported (the message says why), 2 wrong usage.""
 )
 @click.option("--only", multiple=True, metavar="PATTERN", help="Only what has this name or shell pattern. May be repeated.")
 @click.option("--under", metavar="KEY", help="Put all that SOURCE has below this key of the state, such as model.")
+@name_options
 @click.option("--format", "requested_format", type=click.Choice(FORMATS), help="The format. Default: it is recognised.")
 @click.option("--key-file", metavar="FILE", help="Sign the step with the key in this file. Default: the file in CKPT_KEY_FILE.")
 @click.option("--overwrite", is_flag=True, help="Replace the step if it exists.")
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
+@gather_options("target", _Target)
 def command(
     source: Path,
     url: str,
-    step: int | None,
     only: tuple[str, ...],
     under: str | None,
     requested_format: str | None,
-    key_file: str | None,
-    overwrite: bool,
+    names: ExportNames,
+    target: _Target,
 ) -> int:
     """Save the checkpoint SOURCE of another program as a step of the repository at URL.
 
     URL is a folder, or any URL that ckpt.save accepts (s3://bucket/run …). SOURCE is not changed.
     """
-    state = read_source(source, requested_format, only)
+    state = renamed(read_source(source, requested_format, only), names, source)
     if under:
         state = {under: state}
     checkpoint = ckpt.save(
-        state, url, step, group=None, memory=_STAGING_BYTES, key=key_file, overwrite=overwrite, nan="allow"
+        state, url, target.step, group=None, memory=_STAGING_BYTES, key=target.key_file, overwrite=target.overwrite, nan="allow"
     )  # fmt: skip
     failpoint("import.saved")
     contents = read_contents(checkpoint)

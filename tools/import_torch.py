@@ -18,6 +18,8 @@ from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import FileLeaf, FileRegion, whole_file_leaf
 
+_CHECKED_BYTES = 4 << 20
+
 
 def read_state(source: Path, stand_ins: Sequence[type] = ()) -> Any:
     """Return the state in a file, with a `FileLeaf` for each tensor; a file of torch before 1.6 is read into memory.
@@ -41,6 +43,7 @@ def read_slice(file: IO[bytes], path: str, start: int, where: str) -> Any:
     """
     torch = import_optional("torch", "a file of torch.save", "torch")
     _require_byte_order(file, where)
+    _require_intact(file, where)
     file.seek(0)
     state = _load(torch, file, where, "meta")
     return replace_tensors(torch, state, lambda tensor, name: _leaf(torch, tensor, f"{where}: {name}", path, start))
@@ -49,12 +52,28 @@ def read_slice(file: IO[bytes], path: str, start: int, where: str) -> Any:
 def _require_byte_order(file: IO[bytes], where: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
-            names = [name for name in archive.namelist() if name.rpartition("/")[2] == "byteorder"]
-            order = archive.read(names[0]).decode() if names else sys.byteorder
+            found = [record for record in archive.infolist() if record.filename.rpartition("/")[2] == "byteorder"]
+            for record in found:
+                if not record.CRC:  # written without checksums; zipfile checks none where the attribute is missing
+                    del record.CRC
+            order = archive.read(found[0]).decode() if found else sys.byteorder
     except (zipfile.BadZipFile, OSError, UnicodeDecodeError) as error:
         raise CkptError(f"{where} is no file of torch.save, or is damaged ({error}): copy it again") from error
     if order != sys.byteorder:
         raise CkptError(f"{where} was written by a machine of other byte order: load it with torch, and use ckpt.save")
+
+
+def _require_intact(file: IO[bytes], where: str) -> None:
+    """Raise CkptError if a record does not match its CRC-32, which torch.load does not check for tensors."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for record in archive.infolist():
+                if record.CRC:  # torch.serialization.set_crc32_options(False) writes 0
+                    with archive.open(record) as opened:
+                        while opened.read(_CHECKED_BYTES):
+                            pass
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise CkptError(f"{where} is damaged ({first_line(error)}): copy it again") from error
 
 
 def _load(torch: Any, file: IO[bytes], where: str, device: str) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import vllm
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -36,6 +37,8 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     def __init__(self, load_config: Any) -> None:
+        if not hasattr(DefaultModelLoader, "track_weights_loading"):  # then nothing would look for missing weights
+            raise InvalidArgument(f"the load format ckpt needs a newer vLLM than {vllm.__version__}: pip install -U vllm")
         options = load_config.model_loader_extra_config or {}
         if not isinstance(options, dict) or (unknown := [name for name in options if name not in _OPTIONS]):
             given = ", ".join(unknown) if isinstance(options, dict) else repr(options)

@@ -15,16 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from helpers.imports import assert_killed_import_leaves_no_step, load_imported
 
 import ckpt
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools.import_step import command
-
-
-def load_imported(source: Path, *options: object) -> Any:
-    url = source.parent / "imported"
-    assert command.main([str(source), str(url), *map(str, options)], standalone_mode=False) == 0
-    return ckpt.load(url)
 
 
 def make_state() -> dict[str, Any]:
@@ -90,6 +84,12 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="damaged"):
         load_imported(tmp_path / "orbax")
     assert not (tmp_path / "imported").exists()
+
+
+def test_a_killed_import_leaves_no_step(tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "orbax", args=ocp.args.StandardSave({"a": jnp.ones(50)}))
+    assert_killed_import_leaves_no_step(tmp_path / "orbax")
 
 
 def test_jax_is_not_imported(tmp_path: Path) -> None:

@@ -107,6 +107,33 @@ def test_a_state_dict_is_put_under_a_key(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
 
 
+@pytest.mark.parametrize("name", ["state.pt", "model.safetensors"])
+def test_names_are_replaced(name: str, tmp_path: Path) -> None:
+    """A model whose parameters had other names is filled by a step that was imported with the present ones."""
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 2)})
+    saved = {f"model.{key.replace('body', 'encoder')}": value for key, value in model.state_dict().items()}
+    if name == "state.pt":
+        nested = {key.removeprefix("model."): value for key, value in saved.items()}
+        torch.save({"model": nested, "groups": [{"lr": 0.1}]}, tmp_path / name)
+    else:
+        save_file(saved, tmp_path / name)
+    load_imported(tmp_path / name, "--strip", "model.", "--rename", r"^encoder\.=body.", "--under", "model")
+    other = torch.nn.ModuleDict({"body": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 2)})
+    ckpt.load(tmp_path / "imported", like={"model": other})
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_wrong_renames_are_refused(tmp_path: Path) -> None:
+    save_file({"a.x": torch.ones(2), "b.x": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CkptError, match=r"gives a\.x and b\.x of .* one name, x"):
+        load_imported(tmp_path / "model.safetensors", "--rename", r"^.\.=")
+    with pytest.raises(CkptError, match=r"begins with --strip c\."):
+        load_imported(tmp_path / "model.safetensors", "--strip", "c.")
+    with pytest.raises(CkptError, match="leave nothing of the name"):
+        load_imported(tmp_path / "model.safetensors", "--rename", "^.*$=")
+    assert not (tmp_path / "imported").exists()
+
+
 def test_a_file_of_the_old_format_is_read(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(5)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert_same(load_imported(tmp_path / "old.pt"), {"a": torch.arange(5)})
@@ -370,6 +397,30 @@ def test_damaged_torch_files_are_refused(tmp_path: Path) -> None:
         archive.writestr("a", "b")
     with pytest.raises(CkptError, match="copy it again"):
         load_imported(tmp_path / "other.pt")
+
+
+def test_a_damaged_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
+    """Files of torch.save have a CRC-32 for each tensor, also inside of those of DCP."""
+    import torch.distributed.checkpoint as dcp
+
+    torch.save({"a": torch.zeros(100_000)}, tmp_path / "state.pt")
+    dcp.save({"a": torch.zeros(100_000)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for source, file in (("state.pt", "state.pt"), ("dcp", "dcp/__0_0.distcp")):
+        data = bytearray((tmp_path / file).read_bytes())
+        data[len(data) // 2] ^= 1
+        (tmp_path / file).write_bytes(data)
+        with pytest.raises(CkptError, match="is damaged .*CRC.*: copy it again"):
+            load_imported(tmp_path / source)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(5)}, tmp_path / "state.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_same(load_imported(tmp_path / "state.pt"), {"a": torch.arange(5)})
 
 
 def test_a_source_that_changes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
