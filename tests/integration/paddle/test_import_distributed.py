@@ -21,6 +21,8 @@ import ckpt
 from ckpt.adapters.paddle import ModelState
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.import_paddle_distributed import read_state
+from ckpt.tools.import_paddle_names import NAMES
+from ckpt.tools.import_paddle_pickle import read_pickle
 
 SIZES = {"whole": 1, "rows": 2, "sharded": 2, "grid": 4}
 
@@ -55,20 +57,25 @@ def test_a_training_becomes_the_state_of_a_model(saved: Path, tmp_path: Path) ->
 
 
 def test_values_are_those_of_load_state_dict(saved: Path, tmp_path: Path) -> None:
-    shapes = ((7, 4), (2, 3, 6), (1, 4))
-    expected: dict[str, Any] = {f"{shape}": paddle.zeros(shape, "int64") for shape in shapes}
-    narrow = {"bfloat16": paddle.zeros([6], "bfloat16"), "scalar": paddle.zeros([])}
-    flat = expected | {f"plain.{name}": tensor for name, tensor in narrow.items()}
-    paddle.distributed.load_state_dict(flat, str(saved / "extra"))
+    draw = np.random.default_rng(1)
+    for shape in ((6, 4), (4,), (4, 3), (3,)):  # the parameters of the program
+        draw.standard_normal(shape)
+    values = {f"{shape}": draw.integers(0, 99, shape) for shape in ((7, 4), (5,), (2, 3, 6), (1, 4))}
     found = load_imported(saved / "extra", to=tmp_path / "imported")
-    assert found["plain"].keys() == {*narrow, "float8"}
-    assert found["plain"]["float8"].dtype == paddle.float8_e4m3fn
-    assert found["plain"]["float8"].astype("float32").tolist() == [0, 1, 2, 3, 4, 5]
-    for one, other in ((found, expected), (found["plain"], narrow)):
-        for name, tensor in other.items():
-            assert (one[name].dtype, one[name].shape) == (tensor.dtype, tensor.shape)
-            assert one[name].numpy().tobytes() == tensor.numpy().tobytes()
-    assert found["(7, 4)"].any()
+    plain = found.pop("plain")
+    assert found.keys() | {"(5,)"} == values.keys()
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {name: values[name].tolist() for name in found}
+    assert plain["float8"].dtype == paddle.float8_e4m3fn
+    assert plain["bfloat16"].dtype == paddle.bfloat16
+    assert [plain[name].astype("float32").tolist() for name in ("bfloat16", "float8", "scalar")] == [[*range(6)]] * 2 + [2.5]
+    if paddle.__version__ < "3.1":
+        return  # its load_state_dict ends a process on a host, because it copies to an accelerator
+    expected = {name: paddle.zeros(tensor.shape, tensor.dtype) for name, tensor in found.items()}
+    narrow = {f"plain.{name}": paddle.zeros(plain[name].shape, plain[name].dtype) for name in ("bfloat16", "scalar")}
+    paddle.distributed.load_state_dict(expected | narrow, str(saved / "extra"))
+    imported = found | {f"plain.{name}": tensor for name, tensor in plain.items()}
+    for name, tensor in (expected | narrow).items():
+        assert imported[name].numpy().tobytes() == tensor.numpy().tobytes()
 
 
 def test_slices_of_flattened_tensors_are_joined(saved: Path, tmp_path: Path) -> None:
@@ -121,7 +128,9 @@ def test_a_flipped_bit_of_the_metadata_gives_an_error_or_the_same_values(folder:
 
 def test_folders_that_are_not_complete_are_refused(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "source"
-    for name in sorted(file.name for file in (saved / "training").glob("*.distcp")):
+    files = [file for file in (saved / "training").glob("*.distcp") if read_pickle(file).keys() - {NAMES}]
+    assert files
+    for name in sorted(file.name for file in files):  # a rank of which another has all tensors, too, may have an empty file
         shutil.copytree(saved / "training", folder)
         (folder / name).unlink()
         with refused(CkptError, f"is in {name}, which is missing", "of all ranks"):
