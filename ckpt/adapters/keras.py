@@ -79,7 +79,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
     it continues. Several calls of `fit` with one callback are resumed in their order.
 
     Raises, from `fit`:
-        InvalidArgument: The callback is used outside of `Model.fit` of Keras 3.
+        InvalidArgument: The callback is used outside of `Model.fit` of Keras 3, or beside BackupAndRestore.
         LeafMismatch: The model has other variables than the saved one.
         SaveFailed: A save failed in the background.
         CkptError: The data ends before the saved position, or the metrics are not those of the saved step.
@@ -116,6 +116,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         fit = fits.locals_of_fit(self._model)
         iterator = fit["epoch_iterator"]
         self._list = fit["callbacks"].callbacks
+        fits.require_alone(self._list)
         self._others = OtherCallbacks([other for other in self._list if other is not self], ("ProgbarLogger",), fits.NO_STATE)
         self._first_epoch = int(fit["initial_epoch"])
         self._saves_at_epoch_begin, self._is_first_epoch, self._expected_batch = False, True, None

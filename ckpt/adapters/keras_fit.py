@@ -130,6 +130,16 @@ def warn_of_random_order(iterator: Any) -> None:
 # --- the other callbacks -----------------------------------------------------------------------------------------
 
 
+def require_alone(callbacks: list[Any]) -> None:
+    """Raise InvalidArgument if another callback of a fit restores the model, too."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise InvalidArgument(
+                "BackupAndRestore would replace the model that Checkpoints restores, and begin in another epoch: remove "
+                "BackupAndRestore from the callbacks"
+            )
+
+
 def move_to_end(callbacks: list[Any], callback: Any) -> None:
     """Let Keras call a callback after all others."""
     callbacks.remove(callback)

@@ -173,8 +173,9 @@ def _named(value: Any, get: Callable[[], dict[str, Any]], prepare: Callable[[Any
 
 
 def _layer_stateful(layer: Any) -> Stateful:
-    """Return the functions of a layer or model; the state of a compiled model includes that of its optimizer."""
+    """Return the functions of a layer or model; the state of a compiled model includes that of its optimizers."""
     optimizer = getattr(layer, "optimizer", None)
+    others = dict(_other_optimizers(layer, (), {id(optimizer)}))
 
     def get() -> dict[str, Any]:
         if callable(sync := getattr(layer, "jax_state_sync", None)):
@@ -182,6 +183,8 @@ def _layer_stateful(layer: Any) -> Stateful:
         state = _whole_state(layer)
         if optimizer is not None:
             state["optimizer"] = optimizer_state(optimizer, layer)
+        if others:
+            state["optimizers"] = {name: optimizer_state(other, layer) for name, other in others.items()}
         return state
 
     def like(saved: Any, everything: bool) -> dict[str, Any]:
@@ -190,10 +193,13 @@ def _layer_stateful(layer: Any) -> Stateful:
         saved_optimizer = saved.get("optimizer") if isinstance(saved, dict) else None
         if optimizer is not None and saved_optimizer is not None and not optimizer.built:
             optimizer.build(layer.trainable_variables)
+        for name, other in others.items():
+            _build_for_saved_parameters(other, layer, saved.get("optimizers", {}).get(name))
         state = get()
         if everything:
-            outline = saved if optimizer is not None else {k: v for k, v in saved.items() if k != "optimizer"}
-            require_saved_names(state, outline, type(layer).__name__)
+            unused = {"optimizer"} if optimizer is None else set()
+            unused |= set() if others else {"optimizers"}
+            require_saved_names(state, {k: v for k, v in saved.items() if k not in unused}, type(layer).__name__)
         return state
 
     return Stateful(get, lambda _: _finalize(layer), like)
@@ -308,6 +314,42 @@ def _add(state: dict[str, Any], name: str, value: Any) -> None:
 
 
 # --- optimizers --------------------------------------------------------------------------------------------------
+
+
+def _other_optimizers(value: Any, path: tuple[str, ...], visited: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the optimizers in attributes of a model and of its layers, which its own training step uses, by their names.
+
+    visited: the ids of objects that are no more looked at.
+    """
+    if id(value) in visited:
+        return
+    visited.add(id(value))
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield "_".join(path), value
+    elif isinstance(value, keras.Layer):
+        for name, child in [*_attributes(value), ("optimizer", getattr(value, "optimizer", None))]:
+            yield from _other_optimizers(child, (*path, name), visited)
+    elif isinstance(value, (list, tuple, dict)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, child in pairs:
+            yield from _other_optimizers(child, (*path, str(key)), visited)
+
+
+def _build_for_saved_parameters(optimizer: Any, layer: Any, saved: Any) -> None:
+    """Make the variables of an optimizer that has made no step yet, for the parameters that it had when it was saved."""
+    if optimizer.built or not isinstance(saved, dict):
+        return
+
+    def is_saved(keys: tuple[str, ...]) -> bool:
+        part = saved
+        for key in keys:
+            part = part.get(key) if isinstance(part, dict) else None
+        return part is not None
+
+    names = dict(_parameter_names(_whole_state(layer), ()))
+    parameters = [p for p in layer.trainable_variables if id(p) in names and is_saved(names[id(p)])]
+    if parameters:
+        optimizer.build(parameters)
 
 
 def optimizer_state(optimizer: Any, owner: Any) -> dict[str, Any]:

@@ -132,6 +132,12 @@ def test_shorter_data_other_metrics_and_another_model_are_refused(tmp_path: Path
     assert ckpt.open(tmp_path).latest().commit.step == 7
 
 
+def test_another_callback_that_restores_is_refused(tmp_path: Path) -> None:
+    backup = keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+    with pytest.raises(InvalidArgument, match="remove BackupAndRestore from the callbacks"):
+        fit(make_model(), Checkpoints(tmp_path / "run"), backup)
+
+
 def test_outside_of_fit_the_callback_is_refused(tmp_path: Path) -> None:
     callback = Checkpoints(tmp_path)
     callback.set_model(make_model())

@@ -42,6 +42,14 @@ class TestTensorflowSubclassed(_FitContract):
     arguments = ("tensorflow", "subclassed")
 
 
+class TestTensorflowTwoOptimizers(_FitContract):
+    arguments = ("tensorflow", "two_optimizers")
+
+
+class TestTorchTwoOptimizers(_FitContract):
+    arguments = ("torch", "two_optimizers")
+
+
 class TestTensorflowSeveralSteps(_FitContract):
     arguments = ("tensorflow", "several_steps")
 

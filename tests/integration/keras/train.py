@@ -51,6 +51,43 @@ class Subclassed(keras.Model):
         return x
 
 
+class TwoOptimizers(Subclassed):
+    """A model whose own training step uses two optimizers, which are attributes, as adversarial networks have them."""
+
+    def compile(self, optimizer: Any, **more: Any) -> None:
+        super().compile(**more)
+        self.first = optimizer
+        self.others = {"last": keras.optimizers.RMSprop(0.02, momentum=0.9)}
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        for optimizer, block in ((self.first, self.blocks[0]), (self.others["last"], self.blocks[2])):
+            self.apply_gradients(optimizer, block.trainable_variables, lambda: self.loss_of(x, y))
+        return self.get_metrics_result()
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        prediction = self(x, training=True)
+        loss = self.compute_loss(x, y, prediction)
+        self.norm.update_state(loss)
+        self.compute_metrics(x, y, prediction)
+        return loss
+
+    def apply_gradients(self, optimizer: Any, variables: Any, loss: Any) -> None:
+        if keras.backend.backend() == "torch":
+            import torch
+
+            self.zero_grad()
+            loss().backward()
+            with torch.no_grad():
+                optimizer.apply([variable.value.grad for variable in variables], variables)
+            return
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = loss()
+        optimizer.apply(tape.gradient(value, variables), variables)
+
+
 def layers_of_model() -> list[Any]:
     layers = keras.layers
     first = [] if KIND == "unbuilt" else [layers.Input((4,))]
@@ -89,7 +126,8 @@ def data_of_fit() -> dict[str, Any]:
 
 def main() -> None:
     keras.utils.set_random_seed(5)
-    model = Subclassed() if KIND == "subclassed" else keras.Sequential(layers_of_model())
+    kinds = {"subclassed": Subclassed, "two_optimizers": TwoOptimizers}
+    model = kinds[KIND]() if KIND in kinds else keras.Sequential(layers_of_model())
     model.compile(
         optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"],
         steps_per_execution=2 if KIND == "several_steps" else 1,
