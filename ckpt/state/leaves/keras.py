@@ -341,7 +341,7 @@ def _build_for_saved_parameters(optimizer: Any, layer: Any, saved: Any) -> None:
         return
 
     def is_saved(keys: tuple[str, ...]) -> bool:
-        part = saved
+        part: Any = saved
         for key in keys:
             part = part.get(key) if isinstance(part, dict) else None
         return part is not None
