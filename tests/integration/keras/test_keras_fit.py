@@ -42,10 +42,6 @@ class TestTensorflowSubclassed(_FitContract):
     arguments = ("tensorflow", "subclassed")
 
 
-class TestTensorflowTwoOptimizers(_FitContract):
-    arguments = ("tensorflow", "two_optimizers")
-
-
 class TestTorchTwoOptimizers(_FitContract):
     arguments = ("torch", "two_optimizers")
 
