@@ -30,6 +30,7 @@ FRAMEWORK_FILES = {
     "ckpt/adapters/megatron_values.py": "torch",
     "ckpt/adapters/torchtitan_state.py": "torch",
     "ckpt/adapters/torchft.py": "torch",
+    "ckpt/adapters/transformers_data.py": "torch",
     "ckpt/adapters/verl.py": "torch",
     "ckpt/adapters/vllm.py": "torch",
     "ckpt/adapters/weights.py": "torch",
