@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,3 +275,13 @@ def test_variables_of_a_mirrored_strategy_are_stored_once(tmp_path: Path) -> Non
     variable.assign([0.0, 0.0])
     ckpt.load(tmp_path, like={"v": variable})
     assert variable.numpy().tolist() == [1.0, 2.0]
+
+
+def test_random_generators_of_an_imported_tensorflow_start_nothing() -> None:
+    """TensorFlow takes the memory of all GPUs when its context starts, which a process that only imports it must not do."""
+    code = (
+        "import ckpt, tensorflow; ckpt.RandomState().load_state_dict(ckpt.RandomState().state_dict()); "
+        "from tensorflow.python.eager import context; print(context.context()._initialized)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
