@@ -110,6 +110,17 @@ class Model(pl.LightningModule):
             for layer in self.layers[0], self.layers[3], self.layers:
                 fully_shard(layer, mesh=mesh)
 
+        def on_train_start(self) -> None:
+            """Write the whole parameters and their moments to a file."""
+            self.layers.reshard()  # after the validation that Lightning begins with
+            states = self.trainer.optimizers[0].state
+            whole = {
+                name: [each.full_tensor().detach() for each in (parameter, states[parameter]["exp_avg"])]
+                for name, parameter in self.named_parameters()
+                if parameter in states
+            }
+            torch.save(whole, options.losses.with_name(f"{options.losses.name}.start.{self.global_rank}"))
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.layers(x), y)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.lightning_runs import Training
+from lightning.pytorch.strategies import FSDPStrategy
 
 import ckpt
+from ckpt.adapters.lightning_state import require_supported_strategy
 
 OTHER_PACKAGE = "--package=pytorch_lightning"
 
@@ -37,6 +41,30 @@ def test_two_processes(tmp_path: Path) -> None:
 
 def test_two_processes_with_fsdp2(tmp_path: Path) -> None:
     Training(tmp_path, "--sharded", "--ranks=2", "--every=2", "--epochs=5").killed_and_resumed(9, ranks=2)
+
+
+def test_fsdp2_by_other_numbers_of_processes(tmp_path: Path) -> None:
+    """Each loads the same model and moments. In the middle of an epoch, another number has other samples, and is refused."""
+    training = Training(tmp_path, "--sharded", "--every=2")
+    training.run("two", "--ranks=2", "--epochs=1")
+    saved = ckpt.load(tmp_path / "two")["train"]
+    for ranks in (1, 3):
+        shutil.copytree(tmp_path / "two", tmp_path / f"by{ranks}")
+        assert "ckpt: resumed from step 5" in training.run(f"by{ranks}", f"--ranks={ranks}", "--epochs=2")
+        for rank in range(ranks):
+            whole = torch.load(tmp_path / f"by{ranks}.losses.start.{rank}")
+            assert len(whole) == 6
+            for name, (value, moment) in whole.items():
+                assert torch.equal(value, saved["model"][name])
+                assert torch.equal(moment, saved["optimizer"]["state"][name]["exp_avg"])
+    training.run("cut", "--ranks=2", "--kill-at=4", status=-signal.SIGKILL)
+    assert "have other samples than before. Use the same" in training.run("cut", "--ranks=3", status=1)
+
+
+def test_strategy_of_fsdp1_is_refused() -> None:
+    strategy = FSDPStrategy()
+    with pytest.raises(ckpt.InvalidArgument, match="FSDPStrategy: use ModelParallelStrategy, which is FSDP2"):
+        require_supported_strategy(strategy)
 
 
 def test_more_epochs_continue_an_ended_training(tmp_path: Path) -> None:
