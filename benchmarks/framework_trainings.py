@@ -355,7 +355,15 @@ def deepspeed(way: Way, folder: Path, mib: int, begin: Begin) -> None:
     engine.destroy()
 
 
+def megatron(way: Way, folder: Path, mib: int, begin: Begin) -> None:
+    """A loop with sharded state dicts of Megatron-Core, whose own way is dist_checkpointing, in the background."""
+    import framework_megatron
+
+    framework_megatron.train(way, folder, mib, begin)
+
+
 TRAININGS: dict[str, Training] = {
     "transformers": transformers, "lightning": lightning, "accelerate": accelerate, "keras": keras, "flax": flax,
     "torchtitan": torchtitan, "paddle": paddle, "mindspore": mindspore, "deepspeed": deepspeed,
+    "megatron": megatron,
 }  # fmt: skip

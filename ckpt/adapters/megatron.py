@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.serialization import StrictHandling
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import (
     determine_global_metadata,
@@ -26,9 +25,14 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 from ckpt import api
-from ckpt.adapters.megatron_state import LoadTargets, saved_state
+from ckpt.adapters.megatron_async import AsyncCallsQueue, request_of
+from ckpt.adapters.megatron_state import LoadTargets, clear_padding, saved_state
 from ckpt.adapters.megatron_values import decoded
 from ckpt.storage.base.errors import InvalidArgument
+
+__all__ = [
+    "AsyncCallsQueue", "load", "load_common_state_dict", "load_content_metadata", "repository_and_step", "save"
+]  # fmt: skip
 
 _ITERATION = re.compile(r"(.*?)/*iter_(\d+)/*")
 _REPOSITORY = "ckpt"
@@ -38,15 +42,19 @@ _CONTENT_METADATA = "content_metadata"
 def save(
     sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None,
     common_strategy: Any = None, validate_access_integrity: bool = True, async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: Any = None, content_metadata: dict[str, Any] | None = None, **options: Any,
+    preprocess_common_before_consistancy_check: Any = None, content_metadata: dict[str, Any] | None = None,
+    keep: int | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Save a sharded state dict as one step, as `dist_checkpointing.save` does to a folder.
 
     checkpoint_dir: RUN/iter_N, a folder or URL, for step N of the repository RUN/ckpt; or a repository, which gets the step
         after its newest.
     sharded_strategy, common_strategy: no effect. Each rank writes an equal share of what several ranks have.
-    async_sharded_save: whether to return an AsyncRequest when the state is copied. Its finalize function waits for the commit.
+    async_sharded_save: whether to return an AsyncRequest when the state is copied. Its finalize function waits for the commit;
+        `AsyncCallsQueue` calls it when the step is committed.
     validate_access_integrity, preprocess_common_before_consistancy_check, content_metadata: as for Megatron-Core.
+    keep: as for `ckpt.save`.
+    options: no effect.
 
     What Megatron-Core stores in common.pt is stored by rank 0, as plain values. Attributes of a Namespace that can't be stored
     are left out with a warning.
@@ -58,6 +66,7 @@ def save(
     """
     if content_metadata is not None:
         sharded_state_dict[_CONTENT_METADATA] = content_metadata
+    clear_padding(sharded_state_dict)
     sharded, common = save_preprocess(sharded_state_dict, False)
     _, of_all_ranks = determine_global_metadata(sharded)
     if validate_access_integrity:
@@ -65,9 +74,9 @@ def save(
         validate_sharding_integrity(of_all_ranks, common_state_dict=common if prepare is None else prepare(common))
     url, step = repository_and_step(checkpoint_dir)
     state = saved_state(sharded, common, of_all_ranks)
-    handle = api.save(state, url, step, blocking=False, overwrite=step is not None)
+    handle = api.save(state, url, step, blocking=False, overwrite=step is not None, keep=keep)
     if async_sharded_save:
-        return AsyncRequest(None, (), [lambda: handle.result()])
+        return request_of(handle)
     handle.result()
     return None
 

@@ -6,13 +6,13 @@ the parallelism. A tensor may list the layers of a model along its first axis, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, is_main_replica
 
 from ckpt.adapters.megatron_values import decoded, encoded
 from ckpt.format.manifest import Saved
@@ -28,9 +28,10 @@ _BoxKey = tuple[str, tuple[int, ...]]
 class _ShardedBoxes(Shard):
     """Boxes of one tensor, each with the ranks that have copies of it."""
 
-    def __init__(self, tensors: Sequence[Any], holders: Sequence[tuple[int, ...]]) -> None:
-        first, rank = tensors[0], _rank()
-        super().__init__([_local(t) for t in tensors], first.global_shape, [tuple(t.global_offset) for t in tensors])
+    def __init__(self, boxes: Sequence[tuple[Any, torch.Tensor]], holders: Sequence[tuple[int, ...]]) -> None:
+        """boxes: each ShardedTensor, and the memory with its values."""
+        first, rank = boxes[0][0], _rank()
+        super().__init__([local for _, local in boxes], first.global_shape, [tuple(t.global_offset) for t, _ in boxes])
         self._replicas = [Replica(ranks.index(rank), len(ranks), ranks) for ranks in holders]
 
     def replicas(self) -> list[Replica]:
@@ -45,19 +46,25 @@ def saved_state(sharded: Any, common: Any, of_all_ranks: Sequence[Sequence[Any]]
     of_all_ranks: the ShardedTensors of each rank, without data.
     """
     holders: dict[_BoxKey, list[int]] = {}
-    for rank, entries in enumerate(of_all_ranks):
-        for key in dict.fromkeys(_box_key(entry) for entry in entries if isinstance(entry, ShardedTensor)):
+    for rank, described in enumerate(of_all_ranks):
+        for key in dict.fromkeys(_box_key(entry) for entry in described if isinstance(entry, ShardedTensor)):
             holders.setdefault(key, []).append(rank)
-    tensors: dict[str, dict[_BoxKey, Any]] = {}
+    entries: dict[_BoxKey, Any] = {}
     objects = {}
     for entry in nested_values(sharded):
         if isinstance(entry, ShardedTensor):
-            tensors.setdefault(entry.key, {}).setdefault(_box_key(entry), entry)
+            entries.setdefault(_box_key(entry), entry)
         elif is_main_replica(_require_object(entry).replica_id):
             objects[entry.unique_key] = PerRank(encoded(entry.data, entry.unique_key))
+    memory = {box: _local(entry) for box, entry in entries.items()}
+    memory.update({box: memory[box].clone() for box in _overlapping(memory)})
+    tensors: dict[str, list[_BoxKey]] = {}
+    for box, entry in entries.items():
+        tensors.setdefault(entry.key, []).append(box)
     state: dict[str, Any] = {
         "tensors": {
-            key: _ShardedBoxes(list(boxes.values()), [tuple(holders[box]) for box in boxes]) for key, boxes in tensors.items()
+            key: _ShardedBoxes([(entries[box], memory[box]) for box in boxes], [tuple(holders[box]) for box in boxes])
+            for key, boxes in tensors.items()
         },
         "objects": objects,
     }
@@ -98,19 +105,29 @@ class LoadTargets:
     def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
         """Return the boxes to fill: within the saved shape, and of the saved type."""
         self._converted = []
-        found = {}
+        boxes: dict[_BoxKey, torch.Tensor] = {}
+        copies = []
         for key, tensors in self._tensors.items():
-            boxes = [box for tensor in tensors for box in self._box(tensor, saved.get(key))]
-            if boxes:
-                stored = saved.get(key)
-                shape = (
-                    stored.shape if isinstance(stored, Saved) and tensors[0].allow_shape_mismatch else tensors[0].global_shape
-                )
-                found[key] = Shard([local for local, _ in boxes], shape, [offset for _, offset in boxes])
-        return found
+            for local, offset in (found for tensor in tensors for found in self._box(tensor, saved.get(key))):
+                if (first := boxes.setdefault((key, offset), local)) is not local:
+                    copies.append((first, local))
+        shared = {box: boxes[box] for box in _overlapping(boxes)}
+        boxes.update({box: torch.empty_like(local) for box, local in shared.items()})
+        self._converted = [*((boxes[box], local) for box, local in shared.items()), *copies, *self._converted]
+        shards: dict[str, list[_BoxKey]] = {}
+        for box in boxes:
+            shards.setdefault(box[0], []).append(box)
+        return {
+            key: Shard([boxes[box] for box in of_key], self._shape(key, saved.get(key)), [box[1] for box in of_key])
+            for key, of_key in shards.items()
+        }
+
+    def _shape(self, key: str, saved: Any) -> tuple[int, ...]:
+        tensor = self._tensors[key][0]
+        return saved.shape if isinstance(saved, Saved) and tensor.allow_shape_mismatch else tensor.global_shape
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy what was loaded in another type."""
+        """Copy what was loaded in another type, or to other memory."""
         for loaded, target in self._converted:
             target.copy_(loaded)
 
@@ -129,6 +146,29 @@ class LoadTargets:
             self._converted.append((torch.empty_like(local, dtype=dtype), local))
             local = self._converted[-1][0]
         yield local, offset
+
+
+def clear_padding(state: Any) -> None:
+    """Set the padding in a state dict of a distributed optimizer to zero, where Megatron-Core leaves memory as it is."""
+    for entry in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        clear_padding(entry)
+    if isinstance(state, dict) and isinstance(mark := state.get("padding"), LocalNonpersistentObject) and mark.unwrap() is True:
+        for entry in state.values():
+            if isinstance(entry, ShardedTensor):
+                entry.data.zero_()
+
+
+def _overlapping(boxes: Mapping[_BoxKey, torch.Tensor]) -> list[_BoxKey]:
+    """Return the boxes that share memory with one before them, as those of the model and of an optimizer in float32 do."""
+    found: list[_BoxKey] = []
+    end: dict[torch.device, int] = {}
+    for start, _, key in sorted((t.data_ptr(), number, key) for number, (key, t) in enumerate(boxes.items()) if t.numel()):
+        device = boxes[key].device
+        if start < end.get(device, 0):
+            found.append(key)
+        else:
+            end[device] = start + boxes[key].numel() * boxes[key].element_size()
+    return found
 
 
 def _local(tensor: Any) -> Any:

@@ -7,23 +7,29 @@ import io
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.tree import flatten
 from ckpt.support.user_warning import warn_user
 
-_BYTES, _NAMESPACE, _DTYPE = "io.BytesIO", "argparse.Namespace", "torch.dtype"
+_BYTES, _NAMESPACE, _DTYPE, _ITEMS = "io.BytesIO", "argparse.Namespace", "torch.dtype", "dict.items"
 """The keys of dicts that stand for an object of this class."""
 
 
 def encoded(value: Any, path: str) -> Any:
     """Return a copy of nested containers in which known objects are dicts, with their class as the key."""
     if isinstance(value, dict):
-        return type(value)((key, encoded(each, f"{path}.{key}")) for key, each in value.items())
+        items = [(key, encoded(each, f"{path}.{key}")) for key, each in value.items()]
+        if any(_has_dtype(key) for key in value):  # as the buffers of a distributed optimizer, which are listed by dtypes
+            return {_ITEMS: [[encoded(key, path), each] for key, each in items]}
+        return type(value)(items)
     if type(value) in (list, tuple):
         return type(value)(encoded(each, f"{path}.{i}") for i, each in enumerate(value))
     if isinstance(value, io.BytesIO):
         return {_BYTES: value.getvalue()}
+    if isinstance(value, DTensor):  # rank 0 alone stores these values, so the other parts would be lost
+        raise UnsupportedLeaf(f"leaf {path}: a DTensor is not stored by megatron.save: use ckpt.save for a state with DTensors")
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
     if isinstance(value, argparse.Namespace):
@@ -45,9 +51,15 @@ def decoded(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_BYTES}:
             return io.BytesIO(value[_BYTES])
+        if value.keys() == {_ITEMS}:
+            return {decoded(key): decoded(each) for key, each in value[_ITEMS]}
         if value.keys() == {_DTYPE}:
             return getattr(torch, value[_DTYPE])
         if value.keys() == {_NAMESPACE}:
             return argparse.Namespace(**decoded(value[_NAMESPACE]))
         return type(value)((key, decoded(each)) for key, each in value.items())
     return type(value)(map(decoded, value)) if type(value) in (list, tuple) else value
+
+
+def _has_dtype(key: Any) -> bool:
+    return any(map(_has_dtype, key)) if isinstance(key, tuple) else isinstance(key, torch.dtype)

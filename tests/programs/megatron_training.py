@@ -17,14 +17,9 @@ from megatron.core import dist_checkpointing as torch_dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import random as parallel_random
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ckpt.adapters import megatron as ckpt_dist
-
-VOCABULARY, LENGTH, BATCH = 64, 16, 2
+from programs.megatron_on_cpu import gpt_model, loss_of, transformer_config, without_cuda
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
@@ -40,16 +35,7 @@ options = parser.parse_args()
 
 
 def model_and_optimizer() -> tuple[Any, Any]:
-    torch.manual_seed(options.seed)
-    config = TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, tensor_model_parallel_size=options.tp,
-        pipeline_model_parallel_size=options.pp, pipeline_dtype=torch.float32, hidden_dropout=0.1, attention_dropout=0.0,
-        gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-    )  # fmt: skip
-    model = GPTModel(
-        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(), share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+    model = gpt_model(transformer_config(options.tp, options.pp), options.seed)
     return model, torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
@@ -86,10 +72,7 @@ def set_state(model: Any, optimizer: Any, state: dict[str, Any]) -> int:
 
 def train(model: Any, optimizer: Any, start: int) -> None:
     for step in range(start + 1, options.steps + 1):
-        tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
-        positions = torch.arange(LENGTH).expand(BATCH, -1)
-        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
+        loss = loss_of(model, step)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -133,11 +116,7 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 def main() -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(options.tp, options.pp)
-    torch.cuda.current_device = lambda: "cpu"  # where Megatron makes its buffers
-    torch.cuda.synchronize = lambda: None
-    tracker = parallel_random.get_cuda_rng_tracker()
-    tracker.fork = lambda *_, **__: torch.random.fork_rng(devices=[], enabled=False)  # it is that of a GPU
-    torch.use_deterministic_algorithms(True)
+    without_cuda()
     if options.compare:
         compare(options.compare)
     else:
