@@ -35,7 +35,7 @@ API = {
                   "ckpt.adapters.accelerate", "ckpt.adapters.lightning", "ckpt.adapters.deepspeed", "ckpt.adapters.torchtitan",
                   "ckpt.adapters.torchtune",
                   "ckpt.adapters.megatron", "ckpt.adapters.keras", "ckpt.adapters.paddle", "ckpt.adapters.mindspore",
-                  "ckpt.adapters.jax", "ckpt.adapters.orbax",
+                  "ckpt.adapters.megatron_bridge", "ckpt.adapters.jax", "ckpt.adapters.orbax",
                   "ckpt.adapters.orbax_handler", "ckpt.adapters.tensorstore", "ckpt.adapters.weights", "ckpt.adapters.torchft",
                   "ckpt.adapters.verl", "ckpt.adapters.testing"]),
     "stores": ("Stores", "For a store of your own: the contract, and its tests.",

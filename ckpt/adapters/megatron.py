@@ -42,8 +42,7 @@ _CONTENT_METADATA = "content_metadata"
 def save(
     sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None,
     common_strategy: Any = None, validate_access_integrity: bool = True, async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: Any = None, content_metadata: dict[str, Any] | None = None,
-    keep: int | None = None, **options: Any,
+    preprocess_common_before_consistancy_check: Any = None, content_metadata: dict[str, Any] | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Save a sharded state dict as one step, as `dist_checkpointing.save` does to a folder.
 
@@ -53,8 +52,7 @@ def save(
     async_sharded_save: whether to return an AsyncRequest when the state is copied. Its finalize function waits for the commit;
         `AsyncCallsQueue` calls it when the step is committed.
     validate_access_integrity, preprocess_common_before_consistancy_check, content_metadata: as for Megatron-Core.
-    keep: as for `ckpt.save`.
-    options: no effect.
+    options: `keep` is that of `ckpt.save`. Others have no effect.
 
     What Megatron-Core stores in common.pt is stored by rank 0, as plain values. Attributes of a Namespace that can't be stored
     are left out with a warning.
@@ -74,7 +72,7 @@ def save(
         validate_sharding_integrity(of_all_ranks, common_state_dict=common if prepare is None else prepare(common))
     url, step = repository_and_step(checkpoint_dir)
     state = saved_state(sharded, common, of_all_ranks)
-    handle = api.save(state, url, step, blocking=False, overwrite=step is not None, keep=keep)
+    handle = api.save(state, url, step, blocking=False, overwrite=step is not None, keep=options.get("keep"))
     if async_sharded_save:
         return request_of(handle)
     handle.result()
