@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -111,7 +112,11 @@ def test_losses_after_a_kill(tmp_path: Path, files: Path, recipe: str, kill_at: 
 
 
 def test_ended_training_writes_its_model_again_and_continues(tmp_path: Path, files: Path) -> None:
-    tuning = Tuning(tmp_path, files, FULL, "lr_scheduler=null")
+    tuning = Tuning(tmp_path, files, FULL)
+    for name in ("torchtune.yaml", "ckpt.yaml"):  # a schedule depends on the number of epochs
+        text, count = re.subn(r"^lr_scheduler:\n(  .*\n)+", "", (tmp_path / name).read_text(), flags=re.MULTILINE)
+        assert count == 1
+        (tmp_path / name).write_text(text)
     tuning.run("whole", config="torchtune")
     tuning.run("cut", "epochs=2")
     assert ckpt.open(tmp_path / "cut" / "ckpt").steps() == [9, 19]
