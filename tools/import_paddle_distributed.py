@@ -125,7 +125,7 @@ class _Files:
         if file is None:
             raise CkptError(f"{where} has a part that is in none of the files of the ranks: the checkpoint is not complete")
         if not isinstance(file, str) or not _FILE_OF_RANK.fullmatch(file):
-            raise CkptError(f"{where} is in {str(file)[:60]!r}, which is no file that Paddle writes beside the metadata")
+            raise CkptError(f"{where} is in {str(file)[:60]!r}, which is no file that Paddle writes with the metadata")
         if file not in self._read:
             self._read[file] = self._arrays(self._metadata.parent / file, where)
         if name not in self._read[file]:

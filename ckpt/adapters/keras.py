@@ -79,7 +79,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
     it continues. Several calls of `fit` with one callback are resumed in their order.
 
     Raises, from `fit`:
-        InvalidArgument: The callback is used outside of `Model.fit` of Keras 3, or beside BackupAndRestore.
+        InvalidArgument: The callback is used outside of `Model.fit` of Keras 3, or together with BackupAndRestore.
         LeafMismatch: The model has other variables than the saved one.
         SaveFailed: A save failed in the background.
         CkptError: The data ends before the saved position, or the metrics are not those of the saved step.

@@ -167,7 +167,7 @@ class Checkpoints:
             self._steps_saved = self._steps_seen
 
     def _entries(self) -> Any:
-        """Return what is saved: the checkpoint of Lightning, and beside it a model that is sharded over the ranks."""
+        """Return what is saved: the checkpoint of Lightning, and separately a model that is sharded over the ranks."""
         if not is_sharded(self._trainer.strategy):
             return self._state
         return {"trainer": self._state, "train": sharded_model(self._trainer)}

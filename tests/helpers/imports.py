@@ -17,7 +17,7 @@ IMPORT = [sys.executable, "-m", "ckpt.tools.import_step"]
 
 
 def load_imported(source: Path | str, *options: object, to: Path | None = None) -> Any:
-    """Import a source, and return the loaded state. to: the repository; by default the folder `imported` beside the source."""
+    """Import a source, and return the loaded state. to: the repository; by default the folder `imported` next to the source."""
     url = to or Path(source).parent / "imported"
     assert command.main([str(source), str(url), *map(str, options)], standalone_mode=False) == 0
     return ckpt.load(url)
