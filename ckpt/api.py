@@ -29,7 +29,7 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.saving import session_registry as sessions
-from ckpt.saving.commit_wait import TIMEOUT_SECONDS
+from ckpt.saving.commit_wait import COMMIT_TIMEOUT_SECONDS
 from ckpt.saving.group_choice import group_that_saves
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
@@ -50,20 +50,20 @@ log = logging.getLogger("ckpt")
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
+    group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
     nan: NanOption = "warn",
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[False], codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
+    group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
     nan: NanOption = "warn",
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: bool = True, codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
+    group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
     nan: NanOption = "warn",
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, and create the repository if it does not exist.

@@ -27,7 +27,7 @@ from ckpt.repository.retention import Keep, as_keep
 from ckpt.saving import session_registry as sessions
 from ckpt.saving.attached_optimizers import AttachedOptimizers
 from ckpt.saving.background_scrub import BYTES_PER_SECOND, Scrubber
-from ckpt.saving.commit_wait import TIMEOUT_SECONDS
+from ckpt.saving.commit_wait import COMMIT_TIMEOUT_SECONDS
 from ckpt.saving.group_choice import group_that_saves
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_check import NanOption
@@ -104,7 +104,7 @@ class Checkpointer:
         memory: int | None = None,
         in_flight: int = 1,
         group: Any = "auto",
-        timeout: float = TIMEOUT_SECONDS,
+        timeout: float = COMMIT_TIMEOUT_SECONDS,
         verify_replicas: bool | None = None,
         nan: NanOption = "warn",
         tiers: Sequence[Tier] = (),

@@ -16,9 +16,18 @@ from typing import Any
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import FileLeaf
-from ckpt.tools.import_torch import read_state as read_file
-from ckpt.tools.import_zero import Group, Part, base_state, leaf_of_parts, other_weights, rank_files, step_tensor, whole_state
-from ckpt.tools.import_zero import read_file as read_rank_file
+from ckpt.tools.import_torch import read_state as read_torch_file
+from ckpt.tools.import_zero import (
+    Part,
+    PartitionGroup,
+    base_state,
+    leaf_of_parts,
+    other_weights,
+    rank_files,
+    read_rank_file,
+    step_tensor,
+    whole_state,
+)
 
 _WEIGHTS = "fp32"
 _FILE_OF_STAGE_3 = re.compile(r"zero_pp_rank_\d+_mp_rank_(\d+)_model_states\.pt")
@@ -58,7 +67,7 @@ def _zero_folder(source: Path) -> Path:
 
 def _read_parameter(path: Path) -> Any:
     """Return the tensor of a file, or its number as a tensor, as optimizers of torch have it."""
-    value = read_file(path)
+    value = read_torch_file(path)
     if path.stem == "step":
         torch = import_optional("torch", "a checkpoint of DeepSpeed", "torch")
         return torch.tensor(float(value)) if isinstance(value, (int, float)) else value
@@ -97,7 +106,7 @@ def _read_stage_3(zero: Path) -> dict[str, Any]:
         ) from error
 
 
-def _groups(zero: Path, shapes_of_groups: Sequence[dict[str, Any]], base: dict[str, Any]) -> Iterator[Group]:
+def _groups(zero: Path, shapes_of_groups: Sequence[dict[str, Any]], base: dict[str, Any]) -> Iterator[PartitionGroup]:
     owner = {index: number for number, group in enumerate(base["param_groups"]) for index in group["params"]}
     for index, shapes in enumerate(shapes_of_groups):
         states = {name: _flat_states(zero / name, tuple(shape)) for name, shape in shapes.items()}
@@ -106,7 +115,7 @@ def _groups(zero: Path, shapes_of_groups: Sequence[dict[str, Any]], base: dict[s
             for values in states.values():
                 values["step"] = step_tensor(base["state"][index]["step"])
         options = {key: value for key, value in base["param_groups"][owner[index]].items() if key != "params"}
-        yield Group(weights, states, options, owner[index])
+        yield PartitionGroup(weights, states, options, owner[index])
 
 
 def _flat_states(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -114,7 +123,7 @@ def _flat_states(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
     found = {}
     size = math.prod(shape)
     for path in sorted(folder.glob("*.pt")):
-        flat = read_file(path)
+        flat = read_torch_file(path)
         if not isinstance(flat, FileLeaf) or flat.shape != (size,):
             raise CkptError(f"{path} has not the {size} elements of its parameter: convert the checkpoint again")
         found[path.stem] = leaf_of_parts(shape, [Part(0, 0, size, 0)], [flat])

@@ -12,7 +12,7 @@ _TRAILER_BYTES = 5
 _CRC_MASK = 0xA282EAD8
 
 
-def read_table(path: Path) -> dict[bytes, bytes]:
+def read_leveldb(path: Path) -> dict[bytes, bytes]:
     """Return all entries of a table; raise ValueError or LookupError for one that is damaged or compressed."""
     data = path.read_bytes()
     footer = data[-_FOOTER_BYTES:]

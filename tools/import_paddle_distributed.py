@@ -17,10 +17,10 @@ from ckpt.state.dtypes import numpy_dtype
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides
 from ckpt.tools.import_paddle_names import NAMES, join_states
-from ckpt.tools.import_paddle_pickle import Record, read_pickle
-from ckpt.tools.import_safetensors import read_file
+from ckpt.tools.import_paddle_pickle import PickledObject, read_pickle
+from ckpt.tools.import_safetensors import read_safetensors_file
 
-METADATA = re.compile(r"\d+\.metadata")
+_METADATA_NAME = re.compile(r"\d+\.metadata")
 _RECORDS = frozenset({"Metadata", "LocalTensorMetadata", "LocalTensorIndex"})
 _FILE_OF_RANK = re.compile(r"\d+_\d+\.(distcp|safetensors)")
 
@@ -51,7 +51,7 @@ def read_state(source: Path) -> Any:
     """
     path = source
     if source.is_dir():
-        found = sorted(file for file in source.iterdir() if METADATA.fullmatch(file.name))
+        found = sorted(file for file in source.iterdir() if _METADATA_NAME.fullmatch(file.name))
         if len(found) != 1:
             names = f"several checkpoints ({', '.join(file.name for file in found[:3])})" if found else "no .metadata file"
             raise CkptError(f"{source} has {names}: name the .metadata file of one")
@@ -89,7 +89,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, list[_Part]], dict[tuple[Any, 
     return parts, files, paths
 
 
-def _part(record: Record) -> _Part:
+def _part(record: PickledObject) -> _Part:
     fields = record.fields
     box = Box(_numbers(fields["global_offset"]), _numbers(fields["local_shape"]))
     numpy_dtype(fields["dtype"])
@@ -101,7 +101,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return tuple(map(int, values))
 
 
-def _flat_range(record: Record) -> tuple[int, int] | None:
+def _flat_range(record: PickledObject) -> tuple[int, int] | None:
     if not record.fields.get("is_flattened"):
         return None
     start, stop = _numbers(record.fields["flattened_range"])
@@ -136,7 +136,7 @@ class _Files:
         if not path.is_file():
             raise CkptError(f"{where} is in {path.name}, which is missing: copy the files of all ranks into the folder")
         if path.suffix == ".safetensors":
-            return dict(read_file(path))
+            return dict(read_safetensors_file(path))
         arrays = read_pickle(path)
         if not isinstance(arrays, dict):
             raise CkptError(f"{path} is no file of paddle.distributed.save_state_dict: copy it again")

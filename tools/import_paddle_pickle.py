@@ -24,7 +24,7 @@ from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides
 
 
 def read_pickle(path: Path, records: frozenset[str] = frozenset()) -> Any:
-    """Return the object of a pickle, with a FileLeaf for each array, and a Record for each object of the named classes.
+    """Return the object of a pickle, with a FileLeaf for each array, and a PickledObject for each object of the named classes.
 
     records: names of classes of Paddle, without their modules.
 
@@ -78,7 +78,7 @@ class _Type:
             raise _Refused("an array of big-endian numbers")
 
 
-class Record:
+class PickledObject:
     """The fields of an object of a class that the reader knows by its name."""
 
     def __init__(self, class_name: str) -> None:
@@ -92,7 +92,7 @@ class Record:
         self.fields = state
 
 
-class _RecordClass:
+class _PickledClass:
     """A class of which the reader makes records."""
 
     def __init__(self, name: str) -> None:
@@ -189,7 +189,7 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         if name in self._records and module.startswith("paddle."):
-            return _RecordClass(name)
+            return _PickledClass(name)
         try:
             return _FUNCTIONS[module, name]
         except KeyError:
@@ -209,13 +209,13 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]
     def load_newobj(self) -> None:
         """Make a record in place of an object of its class."""
         arguments = self.stack.pop()
-        if not isinstance(self.stack[-1], _RecordClass) or arguments != ():
+        if not isinstance(self.stack[-1], _PickledClass) or arguments != ():
             raise _Refused("a call")
-        self.stack[-1] = Record(self.stack[-1].name)
+        self.stack[-1] = PickledObject(self.stack[-1].name)
 
     def load_build(self) -> None:
         state = self.stack.pop()
-        if not isinstance(self.stack[-1], (_Array, _Type, Record)):
+        if not isinstance(self.stack[-1], (_Array, _Type, PickledObject)):
             raise _Refused(f"a {type(self.stack[-1]).__name__} with attributes")
         self.stack[-1].set_state(state)
 
@@ -263,7 +263,7 @@ def _replace(value: Any, leaf_of: Callable[[_Array], Any]) -> Any:
         return leaf_of(value)
     if isinstance(value, _Bytes):
         return value.read()
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         value.fields = _replace(value.fields, leaf_of)
         return value
     if isinstance(value, dict):

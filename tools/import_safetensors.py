@@ -28,7 +28,7 @@ def read_state(source: Path) -> dict[str, FileLeaf]:
             return _join(sorted(source.glob("*.safetensors")))
         source = indexes[0]
     if not source.name.endswith(INDEX_SUFFIX):
-        return read_file(source)
+        return read_safetensors_file(source)
     file_of = read_index(source)
     found = _join([source.parent / name for name in sorted(set(file_of.values()))])
     missing = sorted(file_of.keys() - found.keys())
@@ -57,14 +57,14 @@ def read_index(source: Path) -> dict[str, str]:
 def _join(paths: list[Path]) -> dict[str, FileLeaf]:
     found: dict[str, FileLeaf] = {}
     for path in paths:
-        for name, leaf in read_file(path).items():
+        for name, leaf in read_safetensors_file(path).items():
             if name in found:
                 raise CkptError(f"several files of {path.parent} have an array {name}: import each file to a step of its own")
             found[name] = leaf
     return found
 
 
-def read_file(path: Path) -> dict[str, FileLeaf]:
+def read_safetensors_file(path: Path) -> dict[str, FileLeaf]:
     """Return the arrays of one file by name; raise CkptError if its header is damaged."""
     header, start = _read_header(path)
     metadata = header.pop("__metadata__", {})

@@ -17,7 +17,7 @@ from ckpt.state.dtypes import numpy_dtype
 from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.import_files import FileRegion, contiguous_strides, whole_file_leaf
-from ckpt.tools.import_leveldb import parse_fields, read_table, read_varint
+from ckpt.tools.import_leveldb import parse_fields, read_leveldb, read_varint
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 """The entry with the structure of the Python objects, which the names of the others repeat."""
@@ -51,7 +51,7 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> di
     """
     index = _newest_index(source) if source.is_dir() else source
     try:
-        table = read_table(index)
+        table = read_leveldb(index)
         header = parse_fields(table.pop(b"", b""))
         entries = {key.decode(): _entry(value) for key, value in table.items() if not key.startswith(b"\0")}
     except (ValueError, struct.error, LookupError, UnicodeDecodeError) as error:

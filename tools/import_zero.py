@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.adapters.deepspeed_names import COUNTERS, SCALER_FIELDS
 from ckpt.state.boxes import flat_boxes
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
@@ -32,8 +33,6 @@ _OWN_ENTRIES = frozenset((
     "num_experts", "ds_autoep_layers", "checkpoint_parallel_dimensions",
 ))  # fmt: skip
 """The entries of a model file that are no `client_state` of the user."""
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class StandIn:
@@ -65,13 +64,13 @@ def read_state(source: Path) -> dict[str, Any]:
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    optimizers = [read_file(path)["optimizer_state_dict"] for path in _optimizer_files(folder)]
+    optimizers = [read_rank_file(path)["optimizer_state_dict"] for path in _optimizer_files(folder)]
     first_file = sorted(folder.glob("*mp_rank_00_model_states.pt"))
     if not first_file:
         raise CkptError(f"{folder} has no *_model_states.pt: the checkpoint is incomplete; copy it again")
     is_stage_3 = "fp32_flat_groups" in optimizers[0]
     files = rank_files(folder, len(optimizers)) if is_stage_3 else first_file[:1]
-    models = [read_file(path) for path in files]
+    models = [read_rank_file(path) for path in files]
     _require_one_save(folder, models, optimizers)
     layout = _stage_3(models[0], optimizers) if is_stage_3 else _stages_1_and_2(folder, models[0], optimizers)
     groups = list(layout)
@@ -81,7 +80,11 @@ def _read_folder(folder: Path) -> dict[str, Any]:
 
 
 def whole_state(
-    folder: Path, model: dict[str, Any], groups: Sequence[Group], model_file: dict[str, Any], optimizer_file: dict[str, Any]
+    folder: Path,
+    model: dict[str, Any],
+    groups: Sequence[PartitionGroup],
+    model_file: dict[str, Any],
+    optimizer_file: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the state of a checkpoint.
 
@@ -135,7 +138,7 @@ def rank_files(folder: Path, ranks: int) -> list[Path]:
     return files
 
 
-def read_file(path: Path) -> Any:
+def read_rank_file(path: Path) -> Any:
     """Return what DeepSpeed has saved in a file, with stand-ins for its own objects."""
     return read_torch_file(path, _stand_ins())
 
@@ -172,7 +175,7 @@ def base_state(optimizer: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PartitionGroup:
     """The parameters of one flat partition of each rank, with the states and options of the optimizer."""
 
     weights: dict[str, FileLeaf]
@@ -194,7 +197,7 @@ class Part:
     """The first element in the flat partition of the rank."""
 
 
-def _stages_1_and_2(folder: Path, model: Any, optimizers: Sequence[Any]) -> Iterator[Group]:
+def _stages_1_and_2(folder: Path, model: Any, optimizers: Sequence[Any]) -> Iterator[PartitionGroup]:
     """Yield the groups. The parameters of a group lie one after the other, and the ranks have equal parts of the whole."""
     base = [base_state(each) for each in optimizers]
     paddings = optimizers[0].get("param_alignment_paddings")
@@ -211,7 +214,7 @@ def _stages_1_and_2(folder: Path, model: Any, optimizers: Sequence[Any]) -> Iter
         yield _group(shapes, places, weights, [each["state"].get(number, {}) for each in base], base[0], number, number)
 
 
-def _stage_3(model: Any, optimizers: Sequence[Any]) -> Iterator[Group]:
+def _stage_3(model: Any, optimizers: Sequence[Any]) -> Iterator[PartitionGroup]:
     """Yield the groups. Each rank has an equal part of each parameter; the last one is filled up."""
     base = [base_state(each) for each in optimizers]
     owner = {index: number for number, group in enumerate(base[0]["param_groups"]) for index in group["params"]}
@@ -231,7 +234,7 @@ def _stage_3(model: Any, optimizers: Sequence[Any]) -> Iterator[Group]:
 def _group(
     shapes: dict[str, Any], places: dict[str, list[Part]], weights: Sequence[FileLeaf], states: Sequence[dict[str, Any]],
     base: dict[str, Any], index: int, number: int,
-) -> Group:  # fmt: skip
+) -> PartitionGroup:  # fmt: skip
     """Return a group. index: of the flat partition in the optimizer's state; number: of its group of options."""
     found: dict[str, dict[str, Any]] = {name: {} for name in shapes}
     for key, value in states[0].items():
@@ -242,7 +245,7 @@ def _group(
                 found[name][key] = step_tensor(value) if key == "step" else value
     options = {key: value for key, value in base["param_groups"][number].items() if key != "params"}
     made = {name: leaf_of_parts(tuple(shape), places[name], weights) for name, shape in shapes.items()}
-    return Group(made, found, options, number)
+    return PartitionGroup(made, found, options, number)
 
 
 def step_tensor(value: Any) -> Any:
@@ -288,7 +291,7 @@ def other_weights(models: Sequence[Any], trained: dict[str, Any], is_stage_3: bo
     return found
 
 
-def _optimizer(groups: Sequence[Group]) -> dict[str, Any]:
+def _optimizer(groups: Sequence[PartitionGroup]) -> dict[str, Any]:
     """Return the optimizer in the layout of ModelState. The name of a group is that of its first parameter."""
     labels: dict[int, str] = {}
     found: dict[str, Any] = {"state": {}, "group_of": {}, "groups": {}}
@@ -302,6 +305,6 @@ def _optimizer(groups: Sequence[Group]) -> dict[str, Any]:
 
 def _counters(folder: Path, model: Any, optimizer: Any) -> dict[str, Any]:
     scaler = optimizer.get("loss_scaler")
-    found = {name: model[name] for name in _COUNTERS if name in model}
-    fields = {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
+    found = {name: model[name] for name in COUNTERS if name in model}
+    fields = {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)}
     return found | {"tag": folder.name, "without_frozen": False, "loss_scaler": fields}

@@ -7,7 +7,7 @@ import threading
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.writer import FileWriter
-from ckpt.aggregator.records.file_record import INLINE_BYTES, PathRecord, has_same_content
+from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, PathRecord, has_same_content
 
 _WINDOW_BYTES = 8 << 20
 _MAX_WINDOWS = 32
@@ -150,7 +150,7 @@ class MountFile:
             return
         self._has_failed = True  # until all of this succeeds, because a second try would not know what is missing
         writer = self._ensure_writer()
-        if self.length <= INLINE_BYTES and not self._stored and (self._base is None or self._base.layout is None):
+        if self.length <= INLINE_FILE_BYTES and not self._stored and (self._base is None or self._base.layout is None):
             window = self._windows.pop(0, None)
             data = bytes(self.length) if window is None else bytes(window.data[: self.length])
             writer.append(memoryview(data)[self._fixed_bytes :])

@@ -16,7 +16,7 @@ from ckpt.tools.node_arguments import (
     parse_labels,
 )
 from ckpt.tools.node_options import (
-    SETTINGS,
+    NODE_SETTINGS,
     AccessOptions,
     AnnouncementOptions,
     RepairOptions,
@@ -29,7 +29,7 @@ from ckpt.tools.node_service import RepairSpec, ServiceSpec, serve_node
 @click.group(
     "ckpt-node",
     invoke_without_command=True,
-    context_settings=SETTINGS,
+    context_settings=NODE_SETTINGS,
     epilog="""\b
 Examples:
   ckpt-node --data /mnt/nvme0                                  on this host alone, port 7070

@@ -10,7 +10,7 @@ from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
 from ckpt.tools.common import emit, format_size
-from ckpt.tools.node_options import SETTINGS
+from ckpt.tools.node_options import NODE_SETTINGS
 
 if TYPE_CHECKING:
     from ckpt.aggregator.file_io.namespace import Namespace
@@ -26,12 +26,12 @@ _RATE_OPTION = click.option(
 )
 
 
-@click.group("admin", context_settings=SETTINGS)
+@click.group("admin", context_settings=NODE_SETTINGS)
 def admin() -> None:
     """Administer a namespace: ckpt-node admin COMMAND ckpt://…"""
 
 
-@admin.command("status", context_settings=SETTINGS)
+@admin.command("status", context_settings=NODE_SETTINGS)
 @click.argument("url")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def status(url: str, as_json: bool) -> int:
@@ -76,7 +76,7 @@ def status(url: str, as_json: bool) -> int:
     return int(bool(errors))
 
 
-@admin.command("scrub", context_settings=SETTINGS)
+@admin.command("scrub", context_settings=NODE_SETTINGS)
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Compare only lists of objects, and read none of them.")
 @_GRACE_OPTION
@@ -110,7 +110,7 @@ def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
     return int(not found.is_whole)
 
 
-@admin.command("repair", context_settings=SETTINGS)
+@admin.command("repair", context_settings=NODE_SETTINGS)
 @click.argument("url")
 @click.option("--quick", is_flag=True, help="Repair only what is missing in lists of objects, and read none to find damage.")
 @_GRACE_OPTION
@@ -141,7 +141,7 @@ def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
     return int(is_incomplete)
 
 
-@admin.command("drain", context_settings=SETTINGS)
+@admin.command("drain", context_settings=NODE_SETTINGS)
 @click.argument("url")
 @click.argument("member")
 @_RATE_OPTION
@@ -161,7 +161,7 @@ def drain(url: str, member: str, rate: int | None) -> int:
     return status
 
 
-@admin.command("rebalance", context_settings=SETTINGS)
+@admin.command("rebalance", context_settings=NODE_SETTINGS)
 @click.argument("url")
 @_RATE_OPTION
 def rebalance(url: str, rate: int | None) -> int:
@@ -174,7 +174,7 @@ def rebalance(url: str, rate: int | None) -> int:
         return _print_moved(rebalance.rebalance_fragments(namespace, _limit_rate(advance, rate), expect))
 
 
-@admin.command("forget", context_settings=SETTINGS)
+@admin.command("forget", context_settings=NODE_SETTINGS)
 @click.argument("url")
 @click.argument("member")
 @click.option("--destroyed", is_flag=True, help="MEMBER never returns: continue even if only one of two members is left.")

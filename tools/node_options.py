@@ -12,7 +12,7 @@ import click
 from ckpt.tools import common
 from ckpt.tools.command_options import CommandFunction, gather_options
 
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+NODE_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _FILE_TYPE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (

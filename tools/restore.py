@@ -21,6 +21,7 @@ from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import describe_os_error
 from ckpt.storage.base.plural import format_count
+from ckpt.storage.base.store import TEMPORARY_SUFFIX
 from ckpt.tools import common
 from ckpt.tools.command_options import gather_options
 from ckpt.tools.common import Advance, emit, format_size, printable
@@ -42,7 +43,6 @@ _FORMATS_BY_SUFFIX = {
     ".safetensors": "safetensors", ".npz": "npz", ".pt": "pt", ".pth": "pt", ".h5": "hdf5", ".hdf5": "hdf5",
     ".zarr": "zarr",
 }  # fmt: skip
-_TEMPORARY_SUFFIX = ".ckpt-tmp"
 
 
 @click.command(
@@ -204,7 +204,7 @@ def _check_destination(dest: Path, format_name: str, overwrite: bool) -> None:
 @contextmanager
 def _atomic_destination(dest: Path, format_name: str, overwrite: bool) -> Iterator[Path]:
     """A context with a temporary path in the folder of `dest`, which is renamed to it at the end, or removed after an error."""
-    temporary = dest.with_name(f".{dest.name[:150]}.{secrets.token_hex(4)}{_TEMPORARY_SUFFIX}")
+    temporary = dest.with_name(f".{dest.name[:150]}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     replaced = temporary.with_name(temporary.name + "-old")
     done = False
     try:

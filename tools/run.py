@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt.storage.node.node_security import NodeSecurity
 
 
-@click.command("ckpt-run", context_settings=run_queries.SETTINGS | {"ignore_unknown_options": False})
+@click.command("ckpt-run", context_settings=run_queries.HELP_SETTINGS | {"ignore_unknown_options": False})
 @run_options
 def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions, security: SecurityOptions) -> int:
     """Run COMMAND as a number of ranks, and restart them from their last checkpoint if one of them fails.
@@ -94,21 +94,23 @@ def _adapted_directory(adapt: str, job: JobOptions, host: HostRunOptions, hosts:
 
 def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:
     """Set environment variables of this process, which the ranks inherit."""
+    from ckpt.storage.node.credentials import INSECURE_VARIABLE, TOKEN_VARIABLE
+    from ckpt.storage.node.node_security import VARIABLES
     from ckpt.training.loss_spikes import FACTOR_VARIABLE
 
     if job.spike is not None:
         os.environ[FACTOR_VARIABLE] = str(job.spike)
     insecure = "1" if security.insecure else None
     variables = {
-        "CKPT_TOKEN_FILE": security.token_file,
-        "CKPT_TLS_CERT_FILE": security.tls_cert,
-        "CKPT_TLS_KEY_FILE": security.tls_key,
-        "CKPT_CA_FILE": security.ca_file,
-        "CKPT_INSECURE": insecure,
+        VARIABLES.token: security.token_file,
+        VARIABLES.certificate: security.tls_cert,
+        VARIABLES.key: security.tls_key,
+        VARIABLES.authority: security.ca_file,
+        INSECURE_VARIABLE: insecure,
     }
     os.environ.update({variable: value for variable, value in variables.items() if value})
     if security.token_file:
-        os.environ.pop("CKPT_TOKEN", None)
+        os.environ.pop(TOKEN_VARIABLE, None)
 
 
 def _check_hosts(job: JobOptions, launcher: str, hosts: int, state: str | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import click
 
 from ckpt.adapters.adapt import startup
 from ckpt.adapters.adapt.startup import hooks
+from ckpt.recovery.ranks.fork_client import PYTHON_NAME
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.tools import common
 
-_PYTHON = re.compile(r"python(\d+(\.\d+)*)?[dt]?")
 _FOLDER = str(Path(startup.__file__).parent)
 
 
@@ -55,7 +54,7 @@ def set_environment(command: Sequence[str]) -> None:
 
     Raises InvalidArgument if Python is told to ignore them.
     """
-    if _PYTHON.fullmatch(os.path.basename(command[0])):
+    if PYTHON_NAME.fullmatch(os.path.basename(command[0])):
         if flag := _ignoring_flag(command[1:]):
             raise InvalidArgument(
                 f"--adapt works through PYTHONPATH, which python -{flag} ignores: leave out -{flag}, or --adapt"

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, LedgerSpan, TimeCategory, goodput
-from ckpt.recovery.goodput.simulator import SweepPoint
+from ckpt.recovery.goodput.simulator import IntervalOutcome
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import FailureSummary, StartFacts, facts_of
 from ckpt.recovery.run_log.run_state import is_failure
@@ -75,7 +75,7 @@ def draw_run(spans: Sequence[LedgerSpan], entries: Sequence[LogEntry], file: Pat
     plt.close(fig)
 
 
-def draw_sweep(points: Sequence[SweepPoint], title: str, file: Path) -> None:
+def draw_intervals(points: Sequence[IntervalOutcome], title: str, file: Path) -> None:
     """Draw goodput by the interval between saves into a PNG file, with the spread over the seeds. Needs matplotlib.
 
     Daly's interval is marked.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpt.recovery.run_log.base import LogEntry, RunLog
     from ckpt.recovery.run_log.run_state import RunState
 
-SETTINGS = {"help_option_names": ["-h", "--help"]}
+HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 folder_option = click.option(
     "--run-dir",
@@ -35,7 +35,7 @@ folder_option = click.option(
 state_option = click.option("--state", metavar="URL", help="The state of a run on several hosts: etcd://HOST:PORT,…/NAME.")
 
 
-@click.command("ckpt-run why", context_settings=SETTINGS)
+@click.command("ckpt-run why", context_settings=HELP_SETTINGS)
 @folder_option
 @state_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on each line.")
@@ -67,7 +67,7 @@ def _describe_facts(entry: LogEntry) -> tuple[str, str]:
     return "", ""
 
 
-@click.command("ckpt-run status", context_settings=SETTINGS)
+@click.command("ckpt-run status", context_settings=HELP_SETTINGS)
 @folder_option
 @state_option
 def status(run_dir: Path, state: str | None) -> int:
@@ -172,7 +172,7 @@ def _living_agents(run_dir: Path, state: str | None) -> dict[str, AgentReport]:
         opened.close()
 
 
-@click.command("ckpt-run drain", context_settings=SETTINGS)
+@click.command("ckpt-run drain", context_settings=HELP_SETTINGS)
 @folder_option
 @state_option
 def drain(run_dir: Path, state: str | None) -> int:
@@ -193,7 +193,7 @@ def drain(run_dir: Path, state: str | None) -> int:
     return 0
 
 
-@click.command("ckpt-run plan", context_settings=SETTINGS)
+@click.command("ckpt-run plan", context_settings=HELP_SETTINGS)
 @folder_option
 @state_option
 @click.option("--dry-run", is_flag=True, help="Has no effect: this command never changes anything.")
@@ -231,7 +231,7 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
     return 0
 
 
-@click.command("ckpt-run inject", context_settings=SETTINGS)
+@click.command("ckpt-run inject", context_settings=HELP_SETTINGS)
 @click.argument("fault", type=click.Choice(["kill", "stop", "term", "abort"]))
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True)
 @folder_option
@@ -259,7 +259,7 @@ def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
     return 0
 
 
-@click.command("ckpt-run report", context_settings=SETTINGS)
+@click.command("ckpt-run report", context_settings=HELP_SETTINGS)
 @folder_option
 @state_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

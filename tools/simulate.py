@@ -16,7 +16,7 @@ from ckpt.tools.command_options import gather_options
 from ckpt.tools.common import emit
 
 if TYPE_CHECKING:
-    from ckpt.recovery.goodput.simulator import SweepPoint, World
+    from ckpt.recovery.goodput.simulator import IntervalOutcome, World
 
 _Command = TypeVar("_Command", bound=Callable[..., Any] | click.Command)
 
@@ -94,19 +94,19 @@ def command(job: SimulatedJob, runs: SimulatedRuns, as_json: bool, png: Path | N
       ckpt-run simulate --hosts 512 --mtbf 3h --step 5s --stall 2s
       ckpt-run simulate --mtbf 40m --spares 2 --every 60s --every 10m --png goodput.png
     """
-    from ckpt.recovery.goodput.simulator import sweep
+    from ckpt.recovery.goodput.simulator import simulate_intervals
 
     for name, value in (("--mtbf", job.mtbf), ("--step", job.step), *(("--every", value) for value in runs.every)):
         if value <= 0:
             raise click.UsageError(f"{name}: give a time above 0")
     if png is not None:
         common.require_plot(png)
-    points = sweep(job.world(), runs.days, runs.seeds, runs.every)
+    points = simulate_intervals(job.world(), runs.days, runs.seeds, runs.every)
     if png is not None:
-        from ckpt.tools.run_plots import draw_sweep
+        from ckpt.tools.run_plots import draw_intervals
 
         title = f"{format_count(job.hosts, 'host')}, a failure every {job.mtbf / 3600:.3g} h, a save stalls for {job.stall:g} s"
-        draw_sweep(points, f"{title}; {runs.days:g} days, {format_count(runs.seeds, 'seed')}", png)
+        draw_intervals(points, f"{title}; {runs.days:g} days, {format_count(runs.seeds, 'seed')}", png)
     if as_json:
         common.emit_json([_point_to_json(point) for point in points])
     else:
@@ -114,7 +114,7 @@ def command(job: SimulatedJob, runs: SimulatedRuns, as_json: bool, png: Path | N
     return 0
 
 
-def _point_to_json(point: SweepPoint) -> dict[str, Any]:
+def _point_to_json(point: IntervalOutcome) -> dict[str, Any]:
     """Return the result of one interval as JSON. Seconds and counts are means over its runs."""
     from ckpt.recovery.goodput.ledger import TIME_CATEGORIES
 
@@ -131,7 +131,7 @@ def _point_to_json(point: SweepPoint) -> dict[str, Any]:
     }
 
 
-def _print_points(points: Sequence[SweepPoint], runs: SimulatedRuns) -> None:
+def _print_points(points: Sequence[IntervalOutcome], runs: SimulatedRuns) -> None:
     """Print a table with a row for each interval."""
     from ckpt.recovery.goodput.ledger import TIME_CATEGORIES
 

@@ -15,12 +15,12 @@ import subprocess
 import threading
 from pathlib import Path
 
+from ckpt.recovery.ranks.signals import END_SIGNALS
+
 log = logging.getLogger("ckpt.mount")
 
 _SECONDS_TO_END = 5.0
 """A process whose mount is gone everywhere ends within milliseconds; after these seconds it says why it does not."""
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def unmount_on_signals(folder: Path) -> None:
@@ -28,7 +28,7 @@ def unmount_on_signals(folder: Path) -> None:
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    for number in _SIGNALS:
+    for number in END_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # libfuse does not replace an existing handler
     threading.Thread(target=_unmount_on_signal, args=(receiver, folder), name="ckpt-unmount", daemon=True).start()
@@ -53,7 +53,7 @@ def _unmount_on_signal(receiver: int, folder: Path) -> None:
 
 def _read_signal(receiver: int) -> int:
     """Wait for the next signal that ends this process, and return its number."""
-    while (number := os.read(receiver, 1)[0]) not in _SIGNALS:
+    while (number := os.read(receiver, 1)[0]) not in END_SIGNALS:
         pass
     return number
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -43,13 +42,13 @@ from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
 from ckpt.storage.base.errors import InvalidArgument, Unavailable
-from ckpt.storage.node.credentials import NodeCredentials, is_insecure_allowed
+from ckpt.storage.node.credentials import ADDRESS_PATTERN, TOKEN_VARIABLE, NodeCredentials, is_insecure_allowed
+from ckpt.storage.node.node_security import VARIABLES
 from ckpt.storage.urls import OBJECT_SCHEMES
 
 log = logging.getLogger("ckpt")
 
 NAMESPACE_SCHEME = "ckpt"
-_ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
 _UNQUOTED = "/:,[]+=@*!"
 """Characters of a URL that are not quoted, besides letters, digits and _.-~."""
 _MEMBER_KEYS = {"url", "name", "domain", "weight"}
@@ -148,7 +147,7 @@ def _strip_at(names: str) -> str:
 
 def _is_address_list(names: str) -> bool:
     """Return whether these are addresses and not a name of the TOML file."""
-    return "," in names or _ADDRESS_PATTERN.fullmatch(names) is not None
+    return "," in names or ADDRESS_PATTERN.fullmatch(names) is not None
 
 
 def is_full_path(path: str) -> bool:
@@ -223,7 +222,7 @@ def config_from_table(name: str, table: Mapping[str, Any], source: str) -> Names
 
 def is_address(name: str) -> bool:
     """Return whether the name of a member is an address: host:port."""
-    return _ADDRESS_PATTERN.fullmatch(name) is not None
+    return ADDRESS_PATTERN.fullmatch(name) is not None
 
 
 def check_config(config: NamespaceConfig) -> NamespaceConfig:
@@ -254,7 +253,7 @@ def _parse_member(source: str, table: Mapping[str, Any]) -> Member:
         raise InvalidArgument(f"{source}: the weight of {url} is {weight}; it must not be negative")
     name, domain = str(table.get("name", url)), _parse_domain(table.get("domain", ""))
     address = url.removeprefix("node://")
-    if _ADDRESS_PATTERN.fullmatch(address):
+    if ADDRESS_PATTERN.fullmatch(address):
         return Member(MemberLocation(table.get("name", address), domain, weight), address=address)
     if url.partition("://")[0] in OBJECT_SCHEMES:
         return Member(MemberLocation(name, domain, weight), bucket=url)
@@ -326,7 +325,7 @@ def credentials_from_environment() -> NodeCredentials:
 def _parse_credentials(table: Mapping[str, Any], source: str) -> NodeCredentials:
     file = table.get("token_file")
     token = _read_file(file).decode().strip() if file else token_from_environment()
-    ca = table.get("ca_file") or os.environ.get("CKPT_CA_FILE")
+    ca = table.get("ca_file") or os.environ.get(VARIABLES.authority)
     certificate = None
     if "cert_file" in table or "key_file" in table:
         certificate = (_read_file(table.get("cert_file", "")), _read_file(table.get("key_file", "")))
@@ -345,9 +344,9 @@ def _parse_credentials(table: Mapping[str, Any], source: str) -> NodeCredentials
 
 def token_from_environment() -> str | None:
     """Return the token that the environment gives, or None. Raises InvalidArgument where its file can't be read."""
-    if token := os.environ.get("CKPT_TOKEN"):
+    if token := os.environ.get(TOKEN_VARIABLE):
         return token
-    file = os.environ.get("CKPT_TOKEN_FILE")
+    file = os.environ.get(VARIABLES.token)
     return _read_file(file).decode().strip() if file else None
 
 

@@ -25,6 +25,7 @@ from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.cluster.etcd_client import EtcdClient, EtcdItem
 from ckpt.storage.base.checked_decode import Malformed, decode, read_json
 from ckpt.storage.base.errors import CkptError, InvalidArgument, Unavailable
+from ckpt.storage.node.credentials import ADDRESS_PATTERN
 
 log = logging.getLogger("ckpt")
 
@@ -32,8 +33,7 @@ ETCD_SCHEME = "etcd"
 LEASE_SECONDS = 10.0
 """How long a dead node is listed as up. A node renews its lease three times in this time."""
 
-_ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):\d{1,5}")
-_ENDPOINT_PATTERN = re.compile(f"(https?://)?{_ADDRESS_PATTERN.pattern}")
+_ENDPOINT_PATTERN = re.compile(f"(https?://)?{ADDRESS_PATTERN.pattern}")
 _MAX_WEIGHT = 1e9
 _CLUSTER_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 
@@ -217,7 +217,7 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 def check_address(text: str) -> str:
     """Return the text if it is a host:port. Raises InvalidArgument: a client would take a path for a directory of its host."""
-    if not _ADDRESS_PATTERN.fullmatch(text):
+    if not ADDRESS_PATTERN.fullmatch(text):
         raise InvalidArgument(f"{text!r} is not an address of a node; write host:port")
     return text
 

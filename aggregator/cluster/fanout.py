@@ -28,8 +28,8 @@ _GRACE_SECONDS = 1.0
 _PROBE_SECONDS = 60.0
 """The pause after a probe was started; longer than a probe takes."""
 
-_WARNING_INTERVAL_SECONDS = 60.0
-"""A member that fails now and then is warned of at most once in this time."""
+WARNING_INTERVAL_SECONDS = 60.0
+"""A warning about a member that fails now and then, or about too few members, is logged at most once in this time."""
 
 
 class MemberHealth:
@@ -59,7 +59,7 @@ class MemberHealth:
             self._back_off(name)
             should_warn = not failures and now >= self._next_warnings_at.get(name, now)
             if should_warn:
-                self._next_warnings_at[name] = now + _WARNING_INTERVAL_SECONDS
+                self._next_warnings_at[name] = now + WARNING_INTERVAL_SECONDS
         if should_warn:
             log.warning(
                 "%s gets no calls until it answers (%s); start it, or if it is lost run `ckpt-node admin forget`",

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from ckpt.aggregator.cluster.fanout import FanOut
+from ckpt.aggregator.cluster.fanout import WARNING_INTERVAL_SECONDS, FanOut
 from ckpt.aggregator.cluster.open_member import OpenMember
 from ckpt.aggregator.file_io.scratch_pool import ScratchPool
 from ckpt.aggregator.placement.redundancy import Redundancy
@@ -20,7 +20,6 @@ from ckpt.storage.base.errors import StoreError
 log = logging.getLogger("ckpt")
 
 _DISCARD_SECONDS = 3.0
-_WARNING_INTERVAL_SECONDS = 60.0
 
 
 class MemberIO:
@@ -70,7 +69,7 @@ class MemberIO:
     def warn_under_replicated(self, path: str, member_count: int, redundancy: Redundancy) -> None:
         """Log that a file is on fewer members than its redundancy needs: at most one warning per minute, else level INFO."""
         now = time.monotonic()
-        level = logging.WARNING if now >= self._under_replication_warned_at + _WARNING_INTERVAL_SECONDS else logging.INFO
+        level = logging.WARNING if now >= self._under_replication_warned_at + WARNING_INTERVAL_SECONDS else logging.INFO
         if level == logging.WARNING:
             self._under_replication_warned_at = now
         log.log(

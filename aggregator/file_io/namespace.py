@@ -19,7 +19,7 @@ from ckpt.aggregator.file_io.reader import FileReader
 from ckpt.aggregator.file_io.writer import FileWriter
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import INLINE_BYTES, PathRecord, RecordHead
+from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, PathRecord, RecordHead
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paths import check_path
 from ckpt.aggregator.records.record_collection import TombstoneCollector
@@ -210,7 +210,7 @@ class Namespace(NamespaceRecords):
         the path has not this version. redundancy: default is that of the namespace.
         """
         view = memoryview(data).cast("B")
-        if len(view) <= INLINE_BYTES:
+        if len(view) <= INLINE_FILE_BYTES:
             self._prepare_write(redundancy or self.config.redundancy)
             now = time.time()
             file = PathRecord(RecordHead("file", len(view), now, now, new_version()), inline_data=bytes(view))

@@ -23,7 +23,7 @@ from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, choose_members
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import (
-    INLINE_BYTES,
+    INLINE_FILE_BYTES,
     FileLayout,
     Fragment,
     MemberObject,
@@ -97,7 +97,7 @@ class FileWriter(Writer):
             start = self._next_position
             self._next_position = -(-(start + len(data)) // self._alignment) * self._alignment
             self._length = start + len(data)
-            if self._inline_data is not None and self._length <= INLINE_BYTES:
+            if self._inline_data is not None and self._length <= INLINE_FILE_BYTES:
                 self._inline_data += bytes(start - len(self._inline_data)) + bytes(data)
                 return start
             inline_data, self._inline_data = self._inline_data, None

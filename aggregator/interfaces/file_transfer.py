@@ -11,7 +11,7 @@ from ckpt.aggregator.interfaces.folders import ParentCheck
 _COPY_BYTES = 8 << 20
 
 
-def read_range(namespace: Namespace, path: str, start: int | None, end: int | None) -> bytes:
+def read_file_range(namespace: Namespace, path: str, start: int | None, end: int | None) -> bytes:
     """Return the bytes from `start` to `end` of a file, with the rules of a Python slice: negative ones count from the end."""
     with namespace.open(path) as reader:
         size = reader.file.head.nbytes

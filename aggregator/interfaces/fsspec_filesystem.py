@@ -31,7 +31,7 @@ from fsspec.utils import other_paths, stringify_path
 
 from ckpt.aggregator.cluster.config import NAMESPACE_SCHEME, full_path, is_full_path, join_url, split_full_path, split_url
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
-from ckpt.aggregator.interfaces.file_transfer import copy_file, download_file, read_range, upload_file
+from ckpt.aggregator.interfaces.file_transfer import copy_file, download_file, read_file_range, upload_file
 from ckpt.aggregator.interfaces.folders import ParentCheck, move_folder, parent_folders, remove_folder
 from ckpt.aggregator.interfaces.fsspec_file import CkptFile, call_with_os_errors, file_info, raise_unless_missing
 from ckpt.aggregator.records.file_record import RecordHead
@@ -234,7 +234,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         location = self.resolve(path)
-        found: bytes = await self._call_in_thread(path, read_range, location.namespace, location.path, start, end)
+        found: bytes = await self._call_in_thread(path, read_file_range, location.namespace, location.path, start, end)
         return found
 
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:

@@ -22,10 +22,10 @@ from ckpt.aggregator.maintenance.repair import (
 from ckpt.aggregator.maintenance.scrub import require_exists, scrub_namespace
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
+from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.ring_change import change_ring
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 
-_BATCH = 1_000
 _RECHECK_SECONDS = 1.0
 
 
@@ -174,8 +174,8 @@ def _move_fragments(
         return None
 
     paths = [path for path, head in namespace.list().items() if head.kind == "file"]
-    for start in range(0, len(paths), _BATCH):
-        files = namespace.stat_all(paths[start : start + _BATCH])
+    for start in range(0, len(paths), BATCH_PATHS):
+        files = namespace.stat_all(paths[start : start + BATCH_PATHS])
         on_planned_bytes(sum(map(planned_bytes, files.values())))
         run_in_order(move_current, files.items(), FILES_AT_ONCE, "ckpt-repair")
     return done

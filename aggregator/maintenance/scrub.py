@@ -19,6 +19,7 @@ from ckpt.aggregator.file_io.rebuild import ByteProgress
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import PathRecord, fragment_bytes
+from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.storage.base.errors import CkptError, NotFound, StoreError
 from ckpt.storage.registers.base import DamagedRecord, Record
 
@@ -27,7 +28,6 @@ log = logging.getLogger("ckpt")
 GRACE_SECONDS = 3600.0
 """An object that no record names may belong to a file that is still being written, for this time after it was made durable."""
 
-_BATCH = 1_000
 _VERIFY_BYTES = 64 << 20
 
 HealthState = Literal["whole", "endangered", "lost"]
@@ -172,8 +172,8 @@ def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tup
     named: set[str] = set()
     all_read = True
     for member in answers:
-        for start in range(0, len(paths), _BATCH):
-            batch = [name for name in paths[start : start + _BATCH] if member in ballots[name]]
+        for start in range(0, len(paths), BATCH_PATHS):
+            batch = [name for name in paths[start : start + BATCH_PATHS] if member in ballots[name]]
             for name, record in zip(batch, namespace.open_members[member].registers.read(batch), strict=True):
                 if isinstance(record, DamagedRecord):
                     ballots[name][member] = None
@@ -186,8 +186,8 @@ def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tup
                         continue
                     if layout is not None:
                         named.update(o.name for o in layout.objects)
-    for start in range(0, len(paths), _BATCH):
-        batch = paths[start : start + _BATCH]
+    for start in range(0, len(paths), BATCH_PATHS):
+        batch = paths[start : start + BATCH_PATHS]
         for name, value in namespace.read_records(batch).items():
             replicas = [m for m in namespace.ring.replica_set(name).members if m in answers]
             ballots_of_replicas = {ballots[name].get(m) for m in replicas}

@@ -17,7 +17,7 @@ from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.registers.base import RegisterValue
 
-INLINE_BYTES = 32 << 10
+INLINE_FILE_BYTES = 32 << 10
 """A file up to this size is stored in its record, on every member of the record's replica set."""
 
 _MAX_HISTORY = 8

@@ -61,7 +61,8 @@ log = logging.getLogger("ckpt")
 
 T = TypeVar("T")
 
-_BATCH_PATHS = 1_000
+BATCH_PATHS = 1_000
+"""The most paths whose records one call reads or changes."""
 
 _FIRST_READ_SECONDS = 0.5
 """How long a read waits for the members that it needs before it asks the others too."""
@@ -393,7 +394,7 @@ def _fence_number(replica_sets: Mapping[str, ReplicaSet]) -> int:
 
 
 def _batches(paths: Sequence[str]) -> list[Sequence[str]]:
-    return [paths[i : i + _BATCH_PATHS] for i in range(0, len(paths), _BATCH_PATHS)]
+    return [paths[i : i + BATCH_PATHS] for i in range(0, len(paths), BATCH_PATHS)]
 
 
 def _describe_paths(paths: Sequence[str]) -> str:

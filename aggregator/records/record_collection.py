@@ -32,6 +32,7 @@ from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.leader_election import Election
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
+from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.recently_collected import record_collection
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.failpoints import failpoint
@@ -44,7 +45,6 @@ MIN_AGE_SECONDS = 20.0
 was deleted. What was agreed does not depend on this time."""
 
 _PAUSE_SECONDS = 10.0
-_BATCH = 1_000
 _ELECTION_REGISTER = "collector"
 
 
@@ -173,8 +173,8 @@ def _forget_registers(
 
 
 def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(names), _BATCH):
-        yield names[start : start + _BATCH]
+    for start in range(0, len(names), BATCH_PATHS):
+        yield names[start : start + BATCH_PATHS]
 
 
 class TombstoneCollector:

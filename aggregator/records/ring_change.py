@@ -25,6 +25,7 @@ from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
 from ckpt.aggregator.records import record_ring as rings
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
+from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.record_ring import RecordRing
 from ckpt.storage.base.errors import Changed, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
@@ -33,8 +34,6 @@ from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord, Record, is_f
 log = logging.getLogger("ckpt")
 
 RecordProgress = Callable[[int], None]
-
-_BATCH_RECORDS = 1_000
 
 
 def change_ring(
@@ -149,8 +148,8 @@ def complete_ring_change(
     answers, _ = records.scan("")
     found = {name for scanned in answers.values() for name, _ in scanned}
     names = sorted(name for name in found if not name.startswith(rings.RING_PREFIX))
-    for start in range(0, len(names), _BATCH_RECORDS):
-        batch = names[start : start + _BATCH_RECORDS]
+    for start in range(0, len(names), BATCH_PATHS):
+        batch = names[start : start + BATCH_PATHS]
         records.settle(batch, on_all_members=False)
         progress(len(batch))
         failpoint("ring.settled")

@@ -46,7 +46,7 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Url, open_repository
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.saving import session_registry as sessions
-from ckpt.saving.commit_wait import TIMEOUT_SECONDS
+from ckpt.saving.commit_wait import COMMIT_TIMEOUT_SECONDS
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.skipped_step import give_up_attempt
@@ -90,7 +90,8 @@ class Writer(StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does n
 
     def __init__(
         self, url: Url, *, step: int | None = None, codec: CodecOption = "auto", digest: str = "auto",
-        keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False, timeout: float = TIMEOUT_SECONDS,
+        keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
+        timeout: float = COMMIT_TIMEOUT_SECONDS,
     ) -> None:  # fmt: skip
         self._url = url
         self._step = None if step is None else check_step(step)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.adapters.deepspeed_names import COUNTERS, SCALER_FIELDS
 from ckpt.adapters.deepspeed_partitions import Partition, Range, parameter_value, partitions_of, write_model_weights
 from ckpt.adapters.torch import ModelState
 from ckpt.adapters.torch_optimizer import group_options
@@ -19,8 +20,6 @@ from ckpt.state.stateful import RandomState
 from ckpt.state.torch_keys import ModuleEntries
 from ckpt.storage.base.errors import InvalidArgument
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _PARTS = ("model", "optimizer", "lr_scheduler", "engine", "random")
 _STEP = "step"
 
@@ -140,11 +139,11 @@ class EngineState:
 
     def _counters(self) -> dict[str, Any]:
         engine = self._engine
-        found: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
+        found: dict[str, Any] = {name: getattr(engine, name) for name in COUNTERS}
         found["tag"] = self._tag
         found["without_frozen"] = self._without_frozen
         scaler = getattr(engine.optimizer, "loss_scaler", None)
-        found["loss_scaler"] = {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
+        found["loss_scaler"] = {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)}
         return found
 
     # --- loading -----------------------------------------------------------------------------------------------
@@ -261,7 +260,7 @@ class EngineState:
         self._new = {}
 
     def _load_counters(self, saved: dict[str, Any]) -> None:
-        for name in _COUNTERS:
+        for name in COUNTERS:
             if name in saved:
                 setattr(self._engine, name, saved[name])
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)

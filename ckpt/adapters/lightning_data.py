@@ -19,7 +19,7 @@ _PARTS = ("sampler", "batch_sampler", "dataset", "generator")
 """The attributes of a DataLoader, and of its samplers, that may have random generators."""
 
 
-class DataPosition:
+class FetcherPosition:
     """The position of a data fetcher in its epoch.
 
     check: whether a resumed run compares the sample indices of the discarded batches with those of the saved run.

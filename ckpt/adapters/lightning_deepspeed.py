@@ -29,6 +29,6 @@ def is_between_updates(strategy: Any) -> bool:
     return bool(engine.micro_steps % engine.gradient_accumulation_steps())
 
 
-def engine_state(strategy: Any) -> EngineState:
+def strategy_engine_state(strategy: Any) -> EngineState:
     """Return the state of the engine; Lightning itself stores the schedulers."""
     return EngineState(strategy.deepspeed_engine, parts=("model", "optimizer", "engine"))

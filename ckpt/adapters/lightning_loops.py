@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-from ckpt.adapters.lightning_data import DataPosition, set_random_snapshot
+from ckpt.adapters.lightning_data import FetcherPosition, set_random_snapshot
 
 Point = Literal["batch", "epoch"]
 """After which of them a state was saved."""
@@ -26,7 +26,7 @@ class LoopPoints:
     trainer: the Trainer, in its setup hook.
     reached: is called with "batch" in the middle of an epoch, and with "epoch" between two epochs.
     restore: returns the checkpoint to resume from, or None. It is called when the Trainer would load one.
-    check_data: as for `DataPosition`.
+    check_data: as for `FetcherPosition`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class LoopPoints:
     ) -> None:
         self._trainer, self._reached, self._restore = trainer, reached, restore
         self.point: Point = "epoch"
-        self._position = DataPosition(check_data)
+        self._position = FetcherPosition(check_data)
         self._resume_at: dict[str, Any] | None = None
         self._fit_loop_state: dict[str, Any] = {}
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from ckpt.adapters.lightning_deepspeed import engine_state, require_supported_options, uses_deepspeed
+from ckpt.adapters.lightning_deepspeed import require_supported_options, strategy_engine_state, uses_deepspeed
 from ckpt.adapters.torch import ModelState
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.stateful import RandomState
@@ -65,7 +65,7 @@ class TrainerState:
 def sharded_model(trainer: Any) -> Any:
     """Return the model and optimizers of a trainer whose ranks have only parts of them."""
     if uses_deepspeed(trainer.strategy):
-        return engine_state(trainer.strategy)
+        return strategy_engine_state(trainer.strategy)
     return ModelState(trainer.lightning_module, trainer.optimizers, group="auto" if trainer.world_size > 1 else None)
 
 

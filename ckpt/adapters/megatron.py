@@ -28,6 +28,7 @@ from ckpt import api
 from ckpt.adapters.megatron_async import AsyncCallsQueue, request_of
 from ckpt.adapters.megatron_state import LoadTargets, clear_padding, saved_state
 from ckpt.adapters.megatron_values import decoded
+from ckpt.repository.repository import REPOSITORY_FOLDER
 from ckpt.storage.base.errors import InvalidArgument
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
 ]  # fmt: skip
 
 _ITERATION = re.compile(r"(.*?)/*iter_(\d+)/*")
-_REPOSITORY = "ckpt"
 _CONTENT_METADATA = "content_metadata"
 
 
@@ -137,4 +137,4 @@ def repository_and_step(checkpoint_dir: str | os.PathLike[str]) -> tuple[str, in
     text = os.fspath(checkpoint_dir)
     if (found := _ITERATION.fullmatch(text)) is None:
         return text, None
-    return f"{found[1] or ('/' if text.startswith('/') else '.')}/{_REPOSITORY}", int(found[2])
+    return f"{found[1] or ('/' if text.startswith('/') else '.')}/{REPOSITORY_FOLDER}", int(found[2])

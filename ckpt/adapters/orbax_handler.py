@@ -18,12 +18,11 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 import ckpt
+from ckpt.repository.repository import REPOSITORY_FOLDER
 from ckpt.saving.handle import SaveHandle
 from ckpt.storage.base.errors import StoreError
 
 _STEP = 0
-_FOLDER = "ckpt"
-"""The repository, below the folder of the item, in which Orbax may have files of its own."""
 _FOLDER_SECONDS = 300.0
 """How long a save waits for Orbax to make the folder, which it does in the background."""
 _POLL_SECONDS = 0.005
@@ -51,11 +50,11 @@ class CkptHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
                     f"{folder} was not made within {_FOLDER_SECONDS:.0f} s: check the log of Orbax, and save again"
                 )
             await asyncio.sleep(_POLL_SECONDS)
-        return [_Commit(ckpt.save(args.item, folder / _FOLDER, _STEP, blocking=False))]
+        return [_Commit(ckpt.save(args.item, folder / REPOSITORY_FOLDER, _STEP, blocking=False))]
 
     def save(self, directory: Any, args: CkptSave) -> None:
         """Save the item, and wait until it is durable."""
-        ckpt.save(args.item, Path(directory, _FOLDER), _STEP)
+        ckpt.save(args.item, Path(directory, REPOSITORY_FOLDER), _STEP)
 
     def restore(self, directory: Any, args: CkptRestore | None = None) -> Any:
         """Return the item, filled into that of `args` if it has one.
@@ -63,13 +62,13 @@ class CkptHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         Raises:
             CkptError: As of `ckpt.load`.
         """
-        return ckpt.load(Path(directory, _FOLDER), None if args is None else args.item, step=_STEP)
+        return ckpt.load(Path(directory, REPOSITORY_FOLDER), None if args is None else args.item, step=_STEP)
 
     def metadata(self, directory: Any) -> Any:
         """Return a `jax.ShapeDtypeStruct` for each array, by its name."""
         import jax
 
-        saved = ckpt.open(Path(directory, _FOLDER))[_STEP].leaves()
+        saved = ckpt.open(Path(directory, REPOSITORY_FOLDER))[_STEP].leaves()
         return {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in saved}
 
 

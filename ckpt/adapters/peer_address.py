@@ -41,7 +41,7 @@ class PeerAddress:
         return f"peer{'+tls' if self.tls else ''}://{token}{self.host_port}/{self.only_on}"
 
 
-def parse_address(text: str) -> PeerAddress:
+def parse_peer_address(text: str) -> PeerAddress:
     """Return the address in a text; raise InvalidArgument for another text."""
     try:
         parts = urlsplit(text)
@@ -71,7 +71,7 @@ def open_peer(address: str, timeout_seconds: float = _CALL_SECONDS) -> Store:
     Raises InvalidArgument if this is no address, or a variable of the environment is missing, and Refused if the memory is
     served only to processes of its own host, or without TLS.
     """
-    peer = parse_address(address)
+    peer = parse_peer_address(address)
     deadline_seconds = min(_CALL_SECONDS, max(0.001, timeout_seconds))
     if peer.only_on and peer.only_on != loopback_identity():
         raise Refused(

@@ -7,7 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt.adapters.torch_experts import ExpertNames, Experts, model_ranks
-from ckpt.adapters.torch_optimizer import group_options, load_optimizer, optimizer_node, parameter_names, saved_parameter_states
+from ckpt.adapters.torch_optimizer import (
+    group_options,
+    load_optimizer,
+    optimizer_node,
+    ordered_parameter_names,
+    saved_parameter_states,
+)
 from ckpt.adapters.torch_replicas import ReplicatedShard, map_nested, with_replica_ranks, without_replica_ranks
 from ckpt.format.manifest import Saved
 from ckpt.state.leaves import empty_leaf
@@ -178,7 +184,7 @@ class ModelState:
         groups: dict[str, Any] = {}
         group_of: dict[str, str] = {}
         for optimizer in self._optimizers:
-            mine = parameter_names(optimizer, names)
+            mine = ordered_parameter_names(optimizer, names)
             packed = optimizer.state_dict()
             for number, values in packed["state"].items():
                 if not isinstance(number, int):

@@ -18,7 +18,7 @@ def group_options(group: dict[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in group.items() if option not in _NON_OPTION_KEYS}
 
 
-def parameter_names(optimizer: Any, names: dict[Any, str]) -> list[str]:
+def ordered_parameter_names(optimizer: Any, names: dict[Any, str]) -> list[str]:
     """Return the names of the parameters of an optimizer, in the order of their numbers in its state_dict."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if unknown := sum(p not in names for p in parameters):
@@ -65,7 +65,7 @@ def optimizer_node(saved_parameters: dict[str, SavedParameter]) -> Node:
 
 def load_optimizer(optimizer: Any, names: dict[Any, str], saved: dict[str, Any]) -> None:
     """Load the saved state of the parameters of one optimizer. names: the name of each parameter in the model."""
-    mine = parameter_names(optimizer, names)
+    mine = ordered_parameter_names(optimizer, names)
     packed = optimizer.state_dict()
     state = {number: saved["state"][name] for number, name in enumerate(mine) if name in saved["state"]}
     groups = []

@@ -21,13 +21,13 @@ from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, Che
 from torchtitan.config.override import override
 from torchtitan.tools import filesystem
 
-from ckpt.adapters.torchtitan_state import DataPosition, ShardedState, ranks_with_names
+from ckpt.adapters.torchtitan_state import DataloaderPosition, ShardedState, ranks_with_names
 from ckpt.api import load_newest, load_step
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import FormatError, LeafNotFound, StepNotFound
 from ckpt.groups import as_group
 from ckpt.loading.group_load import LoadRequest
-from ckpt.repository.repository import Repository, open_repository
+from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Repository, open_repository
 from ckpt.state.stateful import RandomState
 from ckpt.storage.base.errors import InvalidArgument
 
@@ -67,7 +67,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]  # mypy does not loo
         if not self.enable:
             return
         self._is_blocking = config.async_mode == "disabled"
-        if config.folder == _DEFAULT_FOLDER and (named := os.environ.get("CKPT_DIR")):
+        if config.folder == _DEFAULT_FOLDER and (named := os.environ.get(DIRECTORY_VARIABLE)):
             self.folder = named
         self._url = self._repository_url()
         self._entries = _entries(self.states, components["model_parts"])
@@ -81,7 +81,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]  # mypy does not loo
         """Return `folder`, or a new folder in it if torchtitan's own manager has saved steps there."""
         if _committed_steps(open_repository(self.folder)) or self._find_load_step() == -1:
             return str(self.folder)
-        return str(filesystem.join(self.folder, "ckpt"))
+        return str(filesystem.join(self.folder, REPOSITORY_FOLDER))
 
     def __del__(self) -> None:
         """Do nothing: an unclosed manager must not wait for other ranks when the process ends."""
@@ -177,7 +177,7 @@ def _entries(states: dict[str, Any], model_parts: list[Any]) -> dict[str, Any]:
         OPTIMIZER: ShardedState(states[OPTIMIZER], ranks),
     }
     if states.get(DATALOADER) is not None:
-        wrapped[DATALOADER] = DataPosition(states[DATALOADER])
+        wrapped[DATALOADER] = DataloaderPosition(states[DATALOADER])
     return {**{name: wrapped.get(name, value) for name, value in states.items() if value is not None}, _RANDOM: RandomState()}
 
 

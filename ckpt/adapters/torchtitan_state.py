@@ -86,7 +86,7 @@ class ShardedState:
         return with_replica_ranks(value, self._ranks, name in buffers)
 
 
-class DataPosition:
+class DataloaderPosition:
     """The position of each data-parallel rank in its data, as plain values in place of torchtitan's pickled ones."""
 
     def __init__(self, loader: Any) -> None:

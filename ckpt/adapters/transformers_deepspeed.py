@@ -14,7 +14,7 @@ from ckpt.adapters.peft import is_peft_model
 _NAME = "deepspeed_load_checkpoint"
 
 
-def engine_state(trainer: Any, is_model_only: bool) -> EngineState:
+def trainer_engine_state(trainer: Any, is_model_only: bool) -> EngineState:
     """Return the state of the engine of a Trainer; of a peft model, only the parameters that are trained."""
     parts = ("model",) if is_model_only else ("model", "optimizer", "lr_scheduler", "engine")
     return EngineState(trainer.model_wrapped, parts=parts, exclude_frozen=is_peft_model(trainer.model))

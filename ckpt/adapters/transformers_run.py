@@ -20,14 +20,14 @@ from transformers.trainer_utils import get_last_checkpoint, has_length
 from ckpt.adapters.peft import AdapterState, is_peft_model
 from ckpt.adapters.torch import ModelState
 from ckpt.adapters.transformers_data import DataPosition
-from ckpt.adapters.transformers_deepspeed import engine_state, skipped_engine_loads
+from ckpt.adapters.transformers_deepspeed import skipped_engine_loads, trainer_engine_state
 from ckpt.api import load_newest, load_step
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import StepNotFound
 from ckpt.groups import as_group
 from ckpt.loading.group_load import LoadRequest
 from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
-from ckpt.repository.repository import Url, open_repository, resolve_url
+from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, open_repository, resolve_url
 from ckpt.storage.base.errors import IntegrityError, InvalidArgument
 from ckpt.training.save_interval import Every
 
@@ -57,8 +57,8 @@ class TrainerRun:
 
     def __init__(self, trainer: Any, url: Url | None, every: Every = None) -> None:
         """every: how often to save besides the saves of the Trainer; then the last step is saved, too."""
-        if url is None and not os.environ.get("CKPT_DIR"):
-            url = Path(trainer.args.output_dir) / "ckpt"
+        if url is None and not os.environ.get(DIRECTORY_VARIABLE):
+            url = Path(trainer.args.output_dir) / REPOSITORY_FOLDER
         limit = trainer.args.save_total_limit
         self._trainer, self._url = trainer, resolve_url(url)
         self._limit: int | None = limit if limit and limit > 0 else None
@@ -287,7 +287,7 @@ class TrainerRun:
 def _model_state(trainer: Any, optimizer: Any = None) -> Any:
     """Return the state of the model of a Trainer, and of its optimizer if that is given."""
     if trainer.is_deepspeed_enabled:
-        return engine_state(trainer, is_model_only=optimizer is None)
+        return trainer_engine_state(trainer, is_model_only=optimizer is None)
     kind = AdapterState if is_peft_model(trainer.model) else ModelState
     return kind(trainer.model, getattr(optimizer, "optimizer", optimizer))
 

@@ -7,14 +7,10 @@ from typing import Any
 import xxhash
 
 from ckpt.errors import FormatError
-from ckpt.storage.base import checksums
+from ckpt.storage.base.checksums import CELL_BYTES as CELL_BYTES
+from ckpt.storage.base.checksums import checksum as checksum
+from ckpt.storage.base.checksums import pack_checksums
 from ckpt.storage.base.errors import InvalidArgument
-
-CELL_BYTES = checksums.CELL_BYTES
-"""Bytes of a cell. The manifest has a checksum of each cell of an uncompressed block, so that one cell can be read and verified
-alone."""
-
-checksum = checksums.checksum
 
 
 def digest(algorithm: str, data: Any) -> bytes:
@@ -79,4 +75,4 @@ def digest_and_cells(algorithm: str, data: memoryview) -> tuple[bytes, bytes]:
         cell = data[start : start + CELL_BYTES]
         whole.update(cell)
         cells.append(checksum(cell))
-    return whole.digest(), checksums.pack_checksums(cells)
+    return whole.digest(), pack_checksums(cells)

@@ -22,9 +22,12 @@ log = logging.getLogger("ckpt")
 Message = tuple[int, memoryview]
 """The other rank, and the bytes to send or the memory to fill."""
 
-TIMEOUT_SECONDS = 600.0
+GROUP_TIMEOUT_SECONDS = 600.0
 """Seconds that a rank waits for the others if the library of the group has no timeout. Before the first save of a large job,
 each rank compiles and loads its model, which takes minutes and differs between ranks."""
+
+MESSAGE_PIECE_BYTES = 1 << 30
+"""Longer messages are split: counts of MPI had 32 bits until MPI 4, and not every backend of torch accepts 2 GiB at once."""
 
 _NOTE_SECONDS = 2.0
 """Seconds that a call waits for a note from the network, since the process that serves notes may be stopped."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckpt.errors import GroupError
-from ckpt.groups.base import TIMEOUT_SECONDS, Group
+from ckpt.groups.base import GROUP_TIMEOUT_SECONDS, Group
 from ckpt.groups.launchers import EnvRank, rank_from_env
 from ckpt.groups.rendezvous_failures import RendezvousNotes
 from ckpt.groups.store_rendezvous import StoreRendezvous
@@ -25,7 +25,7 @@ class EnvGroup(Group):
     found: rank, size and job of this process, if not those of the environment.
     """
 
-    def __init__(self, timeout: float = TIMEOUT_SECONDS, found: EnvRank | None = None) -> None:
+    def __init__(self, timeout: float = GROUP_TIMEOUT_SECONDS, found: EnvRank | None = None) -> None:
         found = found or rank_from_env()
         if found is None:
             raise GroupError("no launcher has set the rank of this process: set RANK and WORLD_SIZE, or give group=None")

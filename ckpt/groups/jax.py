@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import GroupError
-from ckpt.groups.base import TIMEOUT_SECONDS, Group, timeout_error
+from ckpt.groups.base import GROUP_TIMEOUT_SECONDS, Group, timeout_error
 from ckpt.storage.base.errors import first_line
 
 _gather_numbers = itertools.count()  # shared by all JaxGroup objects of the process, so that no key is used twice
@@ -25,7 +25,7 @@ class JaxGroup(Group):
 
     name = "jax.distributed"
 
-    def __init__(self, timeout: float = TIMEOUT_SECONDS) -> None:
+    def __init__(self, timeout: float = GROUP_TIMEOUT_SECONDS) -> None:
         self._timeout = timeout
         state = _distributed_state()
         self._client: Any = getattr(state, "client", None)

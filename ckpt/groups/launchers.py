@@ -196,8 +196,8 @@ def _addresses(cluster: dict[str, Any], kind: str) -> list[str]:
 # --- signs of other ranks --------------------------------------------------------------------------------------
 
 _SIZE_ENDINGS = ("SIZE", "WORLD_SIZE", "NUM_RANKS", "NRANKS", "NPROCS")
-_MAX_RANK = 1 << 24
-"""A larger number is not a rank."""
+MAX_RANKS = 1 << 24
+"""The most ranks of a job. A larger number is not a rank, and not a number of ranks."""
 
 
 def signs_of_other_ranks(environ: Environ = os.environ) -> list[str]:
@@ -228,7 +228,7 @@ def signs_of_other_ranks(environ: Environ = os.environ) -> list[str]:
 def _number(environ: Environ, name: str) -> int:
     """Return the value of a variable that is a small number, else -1."""
     value = environ.get(name, "")
-    return int(value) if value.isdecimal() and int(value) < _MAX_RANK else -1
+    return int(value) if value.isdecimal() and int(value) < MAX_RANKS else -1
 
 
 def _is_inherited(name: str, environ: Environ) -> bool:

@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.groups.base import Group, Message
-
-PIECE_BYTES = 1 << 30
-"""Longer messages are split, and larger gathers take several rounds: counts in MPI had 32 bits until MPI 4."""
+from ckpt.groups.base import MESSAGE_PIECE_BYTES, Group, Message
 
 _MESSAGE_TAG, _NOTE_TAG = 0, 1
 """MPI tags of messages and of notes."""
@@ -52,7 +49,7 @@ class MpiGroup(Group):
             lengths = np.empty(self.size, np.int64)
             communicator.Allgather(np.array([len(data)], np.int64), lengths)
             parts: list[list[bytes]] = [[] for _ in range(self.size)]
-            piece = max(1, PIECE_BYTES // self.size)  # bytes of each rank in one round
+            piece = max(1, MESSAGE_PIECE_BYTES // self.size)  # bytes of each rank in one round
             for start in range(0, int(lengths.max()), piece):
                 counts = np.clip(lengths - start, 0, piece)
                 ends = np.cumsum(counts)
@@ -140,4 +137,4 @@ def _byte_type() -> Any:
 
 
 def _split_message(data: memoryview) -> list[memoryview]:
-    return [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
+    return [data[start : start + MESSAGE_PIECE_BYTES] for start in range(0, len(data), MESSAGE_PIECE_BYTES)]

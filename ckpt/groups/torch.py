@@ -9,11 +9,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt.groups.base import Group, Message
+from ckpt.groups.base import MESSAGE_PIECE_BYTES, Group, Message
 from ckpt.storage.base.store import Store
-
-PIECE_BYTES = 1 << 30
-"""Longer messages are split: not every backend accepts 2 GiB at once."""
 
 
 class TorchGroup(Group):
@@ -111,7 +108,7 @@ class TorchGroup(Group):
                 dist.P2POp(call, piece, self._global_ranks[peer], self._group)
                 for call, messages in ((dist.irecv, receive), (dist.isend, send))
                 for peer, data in messages
-                for piece in _as_tensor(data).split(PIECE_BYTES)
+                for piece in _as_tensor(data).split(MESSAGE_PIECE_BYTES)
             ]
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()

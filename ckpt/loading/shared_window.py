@@ -25,7 +25,7 @@ import numpy as np
 
 from ckpt.block_io.staging_arena import round_up
 from ckpt.errors import GroupError
-from ckpt.groups.base import TIMEOUT_SECONDS, Group, ranks_text
+from ckpt.groups.base import GROUP_TIMEOUT_SECONDS, Group, ranks_text
 from ckpt.groups.process_identity import ProcessIdentity, is_dead, this_process
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.checked_decode import decode
@@ -141,10 +141,10 @@ class SharedWindow:
                     raise GroupError(f"{self._group!r}: {ranks_text(dead)} died in a load; restart the job")
             if failed:
                 raise RankFailed
-            if now > started + TIMEOUT_SECONDS:
+            if now > started + GROUP_TIMEOUT_SECONDS:
                 raise GroupError(
-                    f"{self._group!r}: {ranks_text(missing())} made no progress in a load for {TIMEOUT_SECONDS:g} s; check "
-                    "whether a process hangs or its storage does not answer, and restart the job"
+                    f"{self._group!r}: {ranks_text(missing())} made no progress in a load for {GROUP_TIMEOUT_SECONDS:g} s; "
+                    "check whether a process hangs or its storage does not answer, and restart the job"
                 )
             time.sleep(pause)
             pause = min(longest, pause * 1.5)

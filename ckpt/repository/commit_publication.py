@@ -12,11 +12,10 @@ from collections.abc import Callable
 from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, decode_commit, encode_commit
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.writer_lease import WriterLease
+from ckpt.storage.base.conditional_store import MAX_TRIES
 from ckpt.storage.base.errors import AlreadyExists, Changed, IntegrityError, NotFound, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import Version
-
-_TRIES = 20
 
 
 def publish_commit(
@@ -32,7 +31,7 @@ def publish_commit(
     store, name, data = repo.store, commit_name(commit.step), encode_commit(commit)
     replaces: Version | None = None
     with lease.publish_lock:
-        for _ in range(_TRIES):
+        for _ in range(MAX_TRIES):
             try:
                 store.publish(name, data, lease.require_newest, replaces)
                 break

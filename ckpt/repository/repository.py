@@ -36,6 +36,9 @@ MARKER = "ckpt.json"
 DIRECTORY_VARIABLE = "CKPT_DIR"
 """The environment variable with the URL that is used if the program gives none. `ckpt-run --dir` sets it."""
 
+REPOSITORY_FOLDER = "ckpt"
+"""The name of a repository in a folder in which another program keeps its own files."""
+
 Url = str | os.PathLike[str] | Store
 
 

@@ -75,7 +75,9 @@ def _piece_key(spec: LeafSpec, begin: int) -> _PieceKey:
     return (spec.name, spec.offset, begin) if begin or any(spec.offset) else spec.name
 
 
-_MAX_REMEMBERED = 4
+REMEMBERED_REPOSITORIES = 4
+"""Of how many repositories and ranks a process remembers its last saves."""
+
 _remembered: dict[tuple[str, int], ChangingLeaves] = {}
 _registry_lock = threading.Lock()
 
@@ -84,6 +86,6 @@ def changing_leaves_of(url_and_rank: tuple[str, int]) -> ChangingLeaves:
     """Return the record of the saves of this rank to this URL; only the last few repositories are remembered."""
     with _registry_lock:
         found = _remembered[url_and_rank] = _remembered.pop(url_and_rank) if url_and_rank in _remembered else ChangingLeaves()
-        while len(_remembered) > _MAX_REMEMBERED:
+        while len(_remembered) > REMEMBERED_REPOSITORIES:
             del _remembered[next(iter(_remembered))]
         return found

@@ -21,7 +21,7 @@ from ckpt.saving.rank_part_files import ListedPart, list_parts, other_step_text
 from ckpt.storage.base.errors import IntegrityError, NotFound
 from ckpt.storage.base.failpoints import failpoint
 
-TIMEOUT_SECONDS = 600.0
+COMMIT_TIMEOUT_SECONDS = 600.0
 """How long the committer waits for the last rank. The other ranks wait twice as long for the commit."""
 
 _POLL_SECONDS = (0.002, 0.5)  # the first and the longest interval between two polls

@@ -31,7 +31,7 @@ class Options:
     in_flight: int = 1
     deferrable: Callable[[ArrayLeaf], bool] | None = None
     """Returns whether a leaf stays unchanged until `SaveHandle.staged` is set."""
-    timeout: float = commit_wait.TIMEOUT_SECONDS
+    timeout: float = commit_wait.COMMIT_TIMEOUT_SECONDS
     """How many seconds to wait for the other ranks of a group."""
     verify_replicas: bool | None = None
     """Whether each rank digests the replicas that it has, so that the committer can compare them; None for a sample of them."""

@@ -14,6 +14,7 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.damage_registry import damaged_steps
 from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import Attempt
+from ckpt.saving.changing_leaves import REMEMBERED_REPOSITORIES
 from ckpt.saving.dedup import PreviousBlock, PreviousBlocks, StepBlocks, referable_blocks
 from ckpt.saving.lineage import Lineage
 from ckpt.storage.base.errors import CkptError
@@ -131,7 +132,6 @@ class PreviousSteps:
 _remembered_blocks: dict[tuple[str, int], tuple[PreviousBlocks, ...]] = {}
 """By URL and rank, the blocks that the last saves of this process wrote or verified, the newest save first and one for each
 copy. A later session of this process uses them."""
-_MAX_REMEMBERED = 4
 _remembered_lock = threading.Lock()
 """Guards `_remembered_blocks`."""
 
@@ -150,5 +150,5 @@ def _remember_blocks(url_and_rank: tuple[str, int], blocks: PreviousBlocks, copi
     with _remembered_lock:
         before = _remembered_blocks.pop(url_and_rank, ())
         _remembered_blocks[url_and_rank] = (blocks, *before)[:copies]
-        while len(_remembered_blocks) > _MAX_REMEMBERED:
+        while len(_remembered_blocks) > REMEMBERED_REPOSITORIES:
             del _remembered_blocks[next(iter(_remembered_blocks))]

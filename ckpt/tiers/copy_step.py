@@ -32,7 +32,7 @@ from ckpt.storage.base.store import ALIGNMENT, Reader, Store
 
 log = logging.getLogger("ckpt")
 
-PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 16 << 20
 """The most bytes that are copied at once: a large block."""
 
 
@@ -106,7 +106,7 @@ def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], 
         blocks: dict[str | None, list[Row]] = {}
         for row in checkpoint.manifest().by_block():
             blocks.setdefault(row.pack, []).append(row)
-        buffer = memoryview(map_huge_pages(PIECE_BYTES))  # aligned, as O_DIRECT needs it
+        buffer = memoryview(map_huge_pages(_PIECE_BYTES))  # aligned, as O_DIRECT needs it
         for file in missing:
             failpoint("promote.pack")
             _copy_pack(checkpoint, file, blocks.get(file.name, []), store, buffer, progress)
@@ -134,8 +134,8 @@ def _copy_ranges(blocks: list[Row], nbytes: int) -> Iterator[tuple[int, int, Row
 
 
 def _gap_ranges(begin: int, end: int) -> Iterator[tuple[int, int, None]]:
-    for at in range(begin, end, PIECE_BYTES):
-        yield at, min(end, at + PIECE_BYTES), None
+    for at in range(begin, end, _PIECE_BYTES):
+        yield at, min(end, at + _PIECE_BYTES), None
 
 
 def _copy_pack(

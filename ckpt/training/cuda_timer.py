@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-_MAX_PENDING = 64
-"""The largest number of pairs of events in use; with more, the oldest pair is waited for."""
+MAX_PENDING = 64
+"""How many results of a device may be outstanding; with more, the oldest is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def end(span: TimedWork) -> int:
     span.ended.record(span.stream)
     _pending.append(span)
     found = 0.0
-    while _pending and (len(_pending) > _MAX_PENDING or _pending[0].ended.query()):
+    while _pending and (len(_pending) > MAX_PENDING or _pending[0].ended.query()):
         first = _pending.popleft()
         first.ended.synchronize()
         found += first.began.elapsed_time(first.ended)  # milliseconds

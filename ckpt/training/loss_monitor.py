@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.training.cuda_timer import MAX_PENDING
 from ckpt.training.heartbeat_page import HeartbeatPage
 from ckpt.training.loss_spikes import SpikeDetector
 from ckpt.training.rank_heartbeat import BadLoss
-
-_MAX_PENDING = 64
-"""The largest number of losses that a device still computes; with more, the oldest is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class LossMonitor:
             self._check(step, self._heartbeat_page.last_batch(), as_number(loss))
             return
         self._pending.append(pending)
-        while self._pending and (len(self._pending) > _MAX_PENDING or self._pending[0].is_ready()):
+        while self._pending and (len(self._pending) > MAX_PENDING or self._pending[0].is_ready()):
             self._check_oldest()
 
     def wait(self) -> None:

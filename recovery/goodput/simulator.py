@@ -330,7 +330,7 @@ class _Simulation:
 
 
 @dataclass(frozen=True, slots=True)
-class SweepPoint:
+class IntervalOutcome:
     """The results of one interval, over several seeds."""
 
     interval_seconds: float
@@ -348,7 +348,7 @@ class SweepPoint:
         return fmean(outcome.seconds[name] / outcome.wall_seconds for outcome in self.outcomes)
 
 
-def sweep(world: World, days: float, seeds: int, intervals: Sequence[float] = ()) -> list[SweepPoint]:
+def simulate_intervals(world: World, days: float, seeds: int, intervals: Sequence[float] = ()) -> list[IntervalOutcome]:
     """Simulate several intervals with the same failures, by default Daly's interval and others around it.
 
     An interval shorter than a save gives the same result as one of that length, because a save waits for the one before.
@@ -358,7 +358,7 @@ def sweep(world: World, days: float, seeds: int, intervals: Sequence[float] = ()
     points = []
     for interval in sorted({*(intervals or around), best}):
         outcomes = tuple(simulate(world, Policy(interval), days, seed) for seed in range(seeds))
-        points.append(SweepPoint(interval, interval == best, tuple(outcome.goodput for outcome in outcomes), outcomes))
+        points.append(IntervalOutcome(interval, interval == best, tuple(outcome.goodput for outcome in outcomes), outcomes))
     return points
 
 

@@ -24,7 +24,9 @@ from typing import Self
 
 from ckpt.recovery.ranks import fork_server, processes
 
-_PYTHON_NAME = re.compile(r"python(\d+(\.\d+)*)?[dt]?")
+PYTHON_NAME = re.compile(r"python(\d+(\.\d+)*)?[dt]?")
+"""The file name of a Python interpreter."""
+
 _PYTHON_FLAGS = frozenset("bBdEIOPqRsSuv")
 _FORK_SECONDS = 5.0
 """The longest wait for an answer of the fork server. After that a cold start is faster, even on a busy host."""
@@ -43,7 +45,7 @@ def split_python_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
     `python -u train.py --lr 1` becomes (python -u) and (train.py --lr 1). A module becomes (-m, module, …). Raises NotForkable.
     """
-    if not _PYTHON_NAME.fullmatch(os.path.basename(command[0])):
+    if not PYTHON_NAME.fullmatch(os.path.basename(command[0])):
         raise NotForkable(f"{command[0]} is not python")
     at, flags = 1, [command[0]]
     while at < len(command) and command[at].startswith("-"):

@@ -21,12 +21,10 @@ from ckpt.recovery.policy.hang_limits import HangLimits
 from ckpt.recovery.policy.stragglers import PaceMeter, RankPace
 from ckpt.recovery.ranks import processes
 from ckpt.recovery.ranks.launch import RankProcess
-from ckpt.recovery.run_log.agent_reports import HostFailure, SlowestRank
+from ckpt.recovery.run_log.agent_reports import UNOBSERVED_SECONDS, HostFailure, SlowestRank
 from ckpt.training.heartbeat_page import STACKS_SIGNAL
 from ckpt.training.rank_heartbeat import RankHeartbeat
 
-_UNOBSERVED_SECONDS = 1.0
-"""After a longer gap between two polls, the silence of ranks before the gap does not count."""
 _SILENT_SECONDS = 0.1
 """A rank with a heartbeat within this time is not stopped."""
 _STOPPED_SECONDS = 0.5
@@ -195,7 +193,7 @@ class RankMonitor:
     def poll(self, now: float) -> list[RankProcess]:
         """Update the state of all ranks and return those that have ended since. now: the time by CLOCK_MONOTONIC."""
         before = self._polled_at
-        if now - before > _UNOBSERVED_SECONDS:  # this process or the whole host was stopped
+        if now - before > UNOBSERVED_SECONDS:  # this process or the whole host was stopped
             self._observed_since = now
             self._stopped.clear()
         self._polled_at = now

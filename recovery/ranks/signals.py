@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that ask a process to end."""
 
 
 class Signals:
@@ -34,7 +35,7 @@ class Signals:
         wake.setblocking(False)
         select.register(self._wakeup, selectors.EVENT_READ, self)
         # A signal that is ignored, as SIGHUP under nohup, stays ignored.
-        handled = [number for number in _END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        handled = [number for number in END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, self._record) for number in handled}
         wakeup = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         try:

@@ -24,8 +24,9 @@ LOST_SECONDS = 3.0
 REPORT_SECONDS = 0.5
 """The longest time between two reports of an agent."""
 
-_UNOBSERVED_SECONDS = 1.0
-"""The most of a gap between two observations that counts as silence of the agents."""
+UNOBSERVED_SECONDS = 1.0
+"""The most of a gap between two observations that counts as silence of agents or ranks: in a longer gap, the observer was
+stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +174,9 @@ class AgentLiveness:
     def observe(self, reports: Mapping[str, AgentReport], now: float) -> None:
         """Record the newest reports of all agents. now: the time by CLOCK_MONOTONIC."""
         gap, self._now = now - self._now, now
-        if gap > _UNOBSERVED_SECONDS:  # no agent is lost because this host read no reports, or the run log was unavailable
+        if gap > UNOBSERVED_SECONDS:  # no agent is lost because this host read no reports, or the run log was unavailable
             for seen in self._observed.values():
-                seen.observed_at += gap - _UNOBSERVED_SECONDS
+                seen.observed_at += gap - UNOBSERVED_SECONDS
         for name in self._observed.keys() - reports.keys():
             del self._observed[name]
         for name, report in reports.items():

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from ckpt.groups.launchers import MAX_RANKS
 from ckpt.recovery.policy.decide import Failure
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.base import LogEntry
@@ -17,8 +18,6 @@ F = TypeVar("F")
 
 _MemoryNodeLists = tuple[tuple[tuple[str, str], ...], ...]
 """For each memory namespace, host and HOST:PORT of its nodes."""
-
-_MOST_RANKS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class RunFacts:
     """The attempt before, if the log does not contain its end."""
 
     def __post_init__(self) -> None:
-        if not self.spec.command or not 0 < self.spec.ranks <= _MOST_RANKS or not 0 < self.spec.hosts <= _MOST_RANKS:
+        if not self.spec.command or not 0 < self.spec.ranks <= MAX_RANKS or not 0 < self.spec.hosts <= MAX_RANKS:
             raise ValueError(f"{self.spec.command} on {self.spec.hosts} hosts with {self.spec.ranks} ranks each is not a run")
 
 
@@ -72,7 +71,7 @@ class StartFacts:
             if member.first != first or member.count < 1:
                 raise ValueError(f"{member.name} has {member.count} ranks from {member.first} on, but the next rank is {first}")
             first += member.count
-        if not self.members or first != self.ranks or self.ranks > _MOST_RANKS:
+        if not self.members or first != self.ranks or self.ranks > MAX_RANKS:
             raise ValueError(f"its members have {first} of {self.ranks} ranks")
         if not 0 < self.port < 1 << 16:
             raise ValueError(f"{self.port} is not a port")

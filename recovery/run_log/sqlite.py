@@ -20,6 +20,7 @@ from ckpt.recovery.run_log.entry_schema import read_row
 from ckpt.recovery.run_log.report_files import ReportFiles
 from ckpt.storage.base.errors import CkptError, Unavailable
 from ckpt.storage.base.file_system_kind import require_local_file_system
+from ckpt.storage.registers.sqlite import BUSY_SECONDS
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -27,7 +28,6 @@ CREATE TABLE IF NOT EXISTS entries (
     facts TEXT NOT NULL
 );
 """
-_BUSY_SECONDS = 30.0
 RUN_LOG_FILE = "run.sqlite"
 
 
@@ -66,7 +66,7 @@ class SqliteRunLog(RunLog):
         # Without a write-ahead log no process has the file open, and SQLite could not create that log without permission.
         mode = "mode=ro" if Path(f"{self.path}-wal").exists() else "immutable=1"
         uri = f"{self.path.absolute().as_uri()}?{mode}"
-        db = sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             (has_entries,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'entries'").fetchone()
             if not has_entries:
@@ -77,9 +77,9 @@ class SqliteRunLog(RunLog):
         return db
 
     def _connect(self) -> sqlite3.Connection:
-        until = time.monotonic() + _BUSY_SECONDS
+        until = time.monotonic() + BUSY_SECONDS
         while True:
-            db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             try:
                 db.execute("PRAGMA journal_mode = WAL")
                 db.execute("PRAGMA synchronous = FULL")  # each entry is durable once it is appended

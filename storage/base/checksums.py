@@ -9,6 +9,8 @@ from typing import Any
 import xxhash
 
 CELL_BYTES = 256 << 10
+"""Bytes of a cell. The manifest of a step and the records of a namespace have a checksum of each cell, so that one cell can
+be read and verified alone."""
 
 checksum: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 """Returns the 64-bit checksum of stored bytes or of a cell."""

@@ -22,7 +22,8 @@ from ckpt.storage.base.store import PROBE_BYTES, Buffer, Store, Version
 
 _RESERVATION_PREFIX = b"ckpt reservation "
 RESERVATION_BYTES = len(_RESERVATION_PREFIX) + 32
-_MAX_TRIES = 20
+MAX_TRIES = 20
+"""How often a conditional write is tried again after another writer has changed the object."""
 
 
 def new_reservation() -> bytes:
@@ -85,7 +86,7 @@ class ConditionalStore(Store):
 
     def revoke(self, name: str) -> bool:
         mark = new_reservation()
-        for _ in range(_MAX_TRIES):
+        for _ in range(MAX_TRIES):
             try:
                 current, version = self._read(name, RESERVATION_BYTES)
             except NotFound:
@@ -107,7 +108,7 @@ class ConditionalStore(Store):
     def _reserve(self, name: str) -> Version:
         mark = new_reservation()
         expected: Version | None = None
-        for _ in range(_MAX_TRIES):
+        for _ in range(MAX_TRIES):
             if (version := self._compare_and_swap(name, mark, expected)) is not None:
                 return version
             try:

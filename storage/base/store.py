@@ -20,6 +20,9 @@ ALIGNMENT = 4096
 """Blocks start at multiples of this many bytes in a pack: the page size, and the largest logical sector size in use, so that
 O_DIRECT needs no copy."""
 
+TEMPORARY_SUFFIX = ".ckpt-tmp"
+"""The end of the name of a file that is still being written. The name also begins with a dot."""
+
 Buffer = bytes | bytearray | memoryview
 
 Version = Any

@@ -13,23 +13,21 @@ from contextlib import suppress
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import AppendFile, convert_os_errors
-from ckpt.storage.base.store import ALIGNMENT, Writer
+from ckpt.storage.base.store import ALIGNMENT, TEMPORARY_SUFFIX, Writer
 from ckpt.storage.local.durability import sync_file, sync_folder
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
-_TEMPORARY_SUFFIX = ".ckpt-tmp"
-
 
 def is_temporary(name: str) -> bool:
     """Return whether this is the name of a temporary file."""
-    return name.startswith(".") and name.endswith(_TEMPORARY_SUFFIX)
+    return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
 
 
 def temporary_name(path: str) -> str:
     """Return a new name for a temporary file in the folder of `path`."""
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name[:150]}.{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}")
+    return os.path.join(folder, f".{name[:150]}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
 
 
 class LocalWriter(Writer):

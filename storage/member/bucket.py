@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgpack
 import xxhash
 
+from ckpt.storage.base.conditional_store import MAX_TRIES
 from ckpt.storage.base.errors import AlreadyExists, IntegrityError, NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.base.threads import DaemonThreadPool
 from ckpt.storage.member.device import OBJECTS, QUARANTINE, MemberInfo, find_damaged_ranges
@@ -51,7 +52,6 @@ from ckpt.storage.remote.object_store import ObjectStore
 
 _THREADS = 16
 _KEY_BYTES = 900
-_MAX_TRIES = 20
 _ESCAPED_CHARACTERS = re.compile(r"[^A-Za-z0-9.\-]")
 _REGISTERS_FOLDER = "registers"
 _FACTS_NAME = "registers.json"
@@ -193,7 +193,7 @@ class BucketRegisters(Registers):
         return order_key(before.fence_number) < order_key(fence_number)
 
     def learn(self, name: str, value: RegisterValue) -> None:
-        for _ in range(_MAX_TRIES):
+        for _ in range(MAX_TRIES):
             current, tag = self._read_record(name, _COMPLETE_FACTS)
             if is_final(current):
                 return require_same_value(current, name, value)
@@ -253,7 +253,7 @@ class BucketRegisters(Registers):
 
         The facts are read after the register: a client that changes it by a later ring writes that ring to the facts first.
         """
-        for _ in range(_MAX_TRIES):
+        for _ in range(MAX_TRIES):
             current, tag = self._read_record(name, _COMPLETE_FACTS)
             if tag is None or is_final(current) or not can_forget(current, self._read_facts()):
                 return False
@@ -282,7 +282,7 @@ class BucketRegisters(Registers):
         return answers
 
     def _replace_record(self, name: str, step: Callable[[RegisterAnswer], tuple[Record | None, U]], facts: _RegisterFacts) -> U:
-        for _ in range(_MAX_TRIES):
+        for _ in range(MAX_TRIES):
             record, tag = self._read_record(name, facts)
             new, answer = step(record)
             if new is None or self._store.put_if(_object_key(name), _encode_record(name, new), tag):
@@ -335,7 +335,7 @@ class BucketRegisters(Registers):
 
     def _change_facts(self, change: Callable[[_RegisterFacts], _RegisterFacts]) -> _RegisterFacts:
         """Change the facts; return what they were before."""
-        for _ in range(_MAX_TRIES):
+        for _ in range(MAX_TRIES):
             facts, tag = self._read_tagged_facts()
             new = change(facts)
             data = json.dumps({"complete": int(new.is_complete), "epoch": new.fence_number}).encode()

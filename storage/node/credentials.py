@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import re
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,15 @@ from pathlib import Path
 from ckpt.storage.base.errors import InvalidArgument
 
 log = logging.getLogger("ckpt.node")
+
+TOKEN_VARIABLE = "CKPT_TOKEN"
+"""The environment variable with the token itself, in place of a file."""
+
+INSECURE_VARIABLE = "CKPT_INSECURE"
+"""The environment variable that allows access from other hosts without TLS."""
+
+ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
+"""HOST:PORT of a server. The host may be an IPv6 address in brackets."""
 
 _MIN_TOKEN_CHARACTERS = 16
 
@@ -33,7 +43,7 @@ class NodeCredentials:
 
 def is_insecure_allowed() -> bool:
     """Return whether the environment (CKPT_INSECURE) allows secrets to be sent without TLS to other hosts."""
-    return os.environ.get("CKPT_INSECURE", "") not in ("", "0")
+    return os.environ.get(INSECURE_VARIABLE, "") not in ("", "0")
 
 
 def require_encryption(credentials: NodeCredentials, address: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.storage.node.credentials import is_insecure_allowed, is_loopback
+from ckpt.storage.node.credentials import TOKEN_VARIABLE, is_insecure_allowed, is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class NodeSecurity:
 
 def security_from_environment() -> NodeSecurity:
     """Return how the environment protects the nodes that a program serves."""
-    has_token = bool(os.environ.get("CKPT_TOKEN") or os.environ.get(VARIABLES.token))
+    has_token = bool(os.environ.get(TOKEN_VARIABLE) or os.environ.get(VARIABLES.token))
     certificate, key, authority = (os.environ.get(n, "") for n in (VARIABLES.certificate, VARIABLES.key, VARIABLES.authority))
     return NodeSecurity(has_token, certificate, key, authority, is_insecure_allowed())
 

@@ -46,8 +46,8 @@ from ckpt.storage.registers.fence_numbers import advance_fence, order_key, outda
 _MAX_BATCH_CALLS = 64
 """The most calls that share a transaction."""
 
-_BUSY_SECONDS = 30.0
-"""Seconds that a call waits for the transaction of another process."""
+BUSY_SECONDS = 30.0
+"""Seconds that a call to a database waits for the transaction of another process."""
 
 T = TypeVar("T")
 
@@ -278,7 +278,7 @@ class SqliteRegisters(Registers):
                 "use a disk of this host, and reach it from others through a ckpt-node (ckpt://HOST:PORT/…)",
             )  # fmt: skip
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            db = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             try:
                 (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
                 if mode != "wal":

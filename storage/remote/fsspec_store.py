@@ -22,6 +22,7 @@ from fsspec.spec import AbstractFileSystem
 from ckpt.storage.base.errors import AlreadyExists, Changed, NotFound, StoreError, UnknownScheme, first_line
 from ckpt.storage.base.store import (
     ALIGNMENT,
+    TEMPORARY_SUFFIX,
     Buffer,
     Entry,
     Reader,
@@ -32,8 +33,6 @@ from ckpt.storage.base.store import (
     is_name,
     require_length,
 )
-
-_TEMPORARY_SUFFIX = ".ckpt-tmp"
 
 # File systems with thread-safe calls. Others may have a single connection (FTP, SFTP, SMB), so they get one call at a time.
 _PARALLEL_PROTOCOLS = {"memory", "file", "local", "hdfs", "arrow_hdfs"}
@@ -243,7 +242,7 @@ class FsspecStore(Store):
             found = [path for path, _ in self._find(folder)] if folders else self._files_in(folder)
         for path in found:
             last = path.rpartition("/")[2]
-            if last.startswith(".") and last.endswith(_TEMPORARY_SUFFIX):
+            if last.startswith(".") and last.endswith(TEMPORARY_SUFFIX):
                 self._remove(path)
 
     def _remove(self, path: str) -> None:
@@ -343,7 +342,7 @@ class _FsspecReader(Reader):
 
 def _temporary_path(path: str) -> str:
     folder, _, name = path.rpartition("/")
-    return f"{folder}/.{name[:150]}.{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}"
+    return f"{folder}/.{name[:150]}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}"
 
 
 def _open_file_system(url: str) -> tuple[Any, str]:

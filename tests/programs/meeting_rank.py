@@ -126,7 +126,7 @@ def in_mpi(folder: Path) -> list[Group]:
     assert group is detect()
     assert group is as_group(world)
     check(group)
-    ours.PIECE_BYTES = 70_001
+    ours.MESSAGE_PIECE_BYTES = 70_001
     check(group, 300_000)
     assert not pending.Test()
     pending.Cancel()
@@ -159,7 +159,7 @@ def in_torch(folder: Path) -> list[Group]:
     check(group)
     import ckpt.groups.torch as ours
 
-    ours.PIECE_BYTES = 70_001
+    ours.MESSAGE_PIECE_BYTES = 70_001
     check(group, 300_000)
     rank = dist.get_rank()
     odd = dist.new_group([1, 3])

@@ -19,11 +19,10 @@ from ckpt.adapters.accelerate_state import PreparedObjects, require_no_hooks
 from ckpt.adapters.adapt.startup import hooks
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import UnsupportedLeaf
+from ckpt.repository.repository import REPOSITORY_FOLDER
 from ckpt.storage.base.errors import InvalidArgument
 
 _NAME = "accelerate.Accelerator"
-_REPOSITORY = "ckpt"
-"""The repository in a folder of a script."""
 
 _TRAINERS = ("transformers.", "trl.")
 """Packages whose trainers have an Accelerator, and save without its save_state."""
@@ -79,11 +78,11 @@ class SavedFolders:
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         """Load a folder; one that accelerate itself has saved is loaded by accelerate."""
         folder = os.path.expanduser(input_dir) if input_dir is not None else _newest(self._automatic_folders())
-        if folder is None or not os.path.isdir(os.path.join(folder, _REPOSITORY)):
+        if folder is None or not os.path.isdir(os.path.join(folder, REPOSITORY_FOLDER)):
             self._load_state(input_dir, *args, **kwargs)
             return
         require_no_hooks(self._accelerator._load_model_state_pre_hook, "register_load_state_pre_hook")
-        self._prepared.continue_from(api.load(os.path.join(folder, _REPOSITORY), self._prepared.entries()))
+        self._prepared.continue_from(api.load(os.path.join(folder, REPOSITORY_FOLDER), self._prepared.entries()))
         hooks.say(f"{_NAME} continues from {folder}")
 
     def _save(self, folder: str) -> None:
@@ -94,7 +93,7 @@ class SavedFolders:
         if accelerator.is_main_process:
             shutil.rmtree(incomplete, ignore_errors=True)  # of a process that was killed
         accelerator.wait_for_everyone()
-        url = os.path.join(incomplete if is_new else folder, _REPOSITORY)
+        url = os.path.join(incomplete if is_new else folder, REPOSITORY_FOLDER)
         with Checkpointer(url, every=None, keep=1, scrub=None) as saver:
             newest = saver.repository.latest()
             saver.save(0 if newest is None else newest.step + 1, self._prepared.entries()).result()

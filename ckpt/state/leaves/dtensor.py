@@ -18,7 +18,7 @@ from ckpt.state.boxes import Box, Replica
 from ckpt.state.leaves.base import ArrayLeaf, LeafShard
 from ckpt.state.leaves.sharded import ShardedLeaf, require_in_bounds
 from ckpt.state.leaves.torch import as_leaf as leaf_of
-from ckpt.state.leaves.torch import attributes_of
+from ckpt.state.leaves.torch import torch_attributes
 from ckpt.state.mesh_boxes import MeshSplit, replica_on_mesh, shard_boxes
 
 
@@ -44,7 +44,7 @@ def _of_dtensor(value: Any) -> ArrayLeaf:
                 )
             parts.append(LeafShard(leaf, box, place.replica))
     plain = parts[0].leaf if parts else leaf_of(local)
-    return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, attributes_of(value))
+    return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, torch_attributes(value))
 
 
 def _of_sharded_tensor(value: Any) -> ArrayLeaf:

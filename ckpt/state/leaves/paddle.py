@@ -51,7 +51,7 @@ def as_leaf(value: paddle.Tensor) -> ArrayLeaf:
         raise TypeError("it is divided over ranks (group_sharded_parallel): give ckpt.adapters.paddle.ModelState the layer")
     if not value._is_initialized() and value.size:
         raise TypeError("the tensor has no memory yet (LazyGuard, or cleared): initialize it before it is saved or loaded")
-    return PaddleLeaf(value) if _is_on_host(value) else DeviceLeaf(value)
+    return PaddleLeaf(value) if _is_on_host(value) else PaddleDeviceLeaf(value)
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
@@ -134,10 +134,10 @@ class _TensorLeaf(ArrayLeaf):
         return MemoryLayout(str(value.place), value.data_ptr(), self.shape, strides, size, self.dtype)
 
     def attributes(self) -> dict[str, Any]:
-        return attributes_of(self.value)
+        return paddle_attributes(self.value)
 
 
-def attributes_of(value: paddle.Tensor) -> dict[str, Any]:
+def paddle_attributes(value: paddle.Tensor) -> dict[str, Any]:
     """Return what else a load needs to make the same object."""
     found = {}
     if isinstance(value, _Parameter):
@@ -164,7 +164,7 @@ class PaddleLeaf(_TensorLeaf, HostLeaf):
         self.flat = flat_bytes(self.array)
 
 
-class DeviceLeaf(_TensorLeaf):
+class PaddleDeviceLeaf(_TensorLeaf):
     """A tensor on an accelerator. Each copy waits for the kernels that compute it."""
 
     __slots__ = ()
@@ -181,7 +181,7 @@ class DeviceLeaf(_TensorLeaf):
         np.copyto(out, host.flat)
 
     def write(self, box: Box, data: Bytes) -> None:
-        source = DeviceLeaf(empty_leaf(self.dtype, box.shape, {}).value)
+        source = PaddleDeviceLeaf(empty_leaf(self.dtype, box.shape, {}).value)
         host = PaddleLeaf(source.value)
         assert host.flat is not None
         np.copyto(host.flat, data)

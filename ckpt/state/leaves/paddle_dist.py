@@ -13,7 +13,7 @@ import paddle
 from ckpt.state.boxes import Replica
 from ckpt.state.leaves.base import ArrayLeaf, LeafShard
 from ckpt.state.leaves.paddle import as_leaf as leaf_of
-from ckpt.state.leaves.paddle import attributes_of, dtype_and_size
+from ckpt.state.leaves.paddle import dtype_and_size, paddle_attributes
 from ckpt.state.leaves.sharded import ShardedLeaf
 from ckpt.state.mesh_boxes import MeshSplit, replica_on_mesh, shard_boxes
 
@@ -39,7 +39,7 @@ def as_leaf(value: Any) -> ArrayLeaf:
                     f"{list(local.shape)}: reshard it with paddle.distributed.reshard first"
                 )
             parts.append(LeafShard(leaf_of(local), box, replica))
-    return ShardedLeaf(value, "paddle", shape, dtype, itemsize, parts, attributes_of(value))
+    return ShardedLeaf(value, "paddle", shape, dtype, itemsize, parts, paddle_attributes(value))
 
 
 def copy_from_whole(target: Any, whole: Any) -> None:

@@ -44,10 +44,10 @@ def as_leaf(value: torch.Tensor) -> ArrayLeaf:
         return TorchLeaf(value)
     if value.is_meta:
         raise TypeError("a tensor on the meta device has no data")
-    return DeviceLeaf(value)
+    return TorchDeviceLeaf(value)
 
 
-def attributes_of(value: torch.Tensor) -> dict[str, Any]:
+def torch_attributes(value: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that mark a parameter (`parameter`) and a tensor with a gradient (`requires_grad`)."""
     found = {}
     if isinstance(value, torch.nn.Parameter):
@@ -156,7 +156,7 @@ class _TensorLeaf(ArrayLeaf):
 
     def attributes(self) -> dict[str, Any]:
         value = self.value
-        return {} if type(value) is torch.Tensor and not value.requires_grad else attributes_of(value)
+        return {} if type(value) is torch.Tensor and not value.requires_grad else torch_attributes(value)
 
     def version(self) -> int | None:
         return None if self.value.is_inference() else self.value._version
@@ -209,7 +209,7 @@ class TorchLeaf(_TensorLeaf, HostLeaf):
         return None if self.flat is None or self._lazy_view else self._start  # for a lazy view, `array` is a copy
 
 
-class DeviceLeaf(_TensorLeaf):
+class TorchDeviceLeaf(_TensorLeaf):
     """A tensor on an accelerator. An event waits for the kernels that compute it; the device is never synchronised."""
 
     __slots__ = ("_lazy_view", "_plain", "_ready", "_start")

@@ -14,7 +14,7 @@ import pytest
 from helpers.network_namespaces import Hosts, hosts_on_a_wire
 from helpers.peers import MARK, NAMES, TOKEN, Relay, first_line, server_command, tls_variables, unprotected_environment
 
-from ckpt.adapters.peer_address import load_from_peer, open_peer, parse_address
+from ckpt.adapters.peer_address import load_from_peer, open_peer, parse_peer_address
 from ckpt.adapters.peer_memory import PeerMemory
 from ckpt.errors import InvalidArgument, Refused, Untrusted
 from ckpt.storage.base.errors import Unavailable
@@ -71,7 +71,7 @@ def received(address: str, seconds: float = 30.0) -> dict[str, np.ndarray]:
 
 
 def through(relay: Relay, address: str) -> str:
-    return address.replace(parse_address(address).host_port, relay.address)
+    return address.replace(parse_peer_address(address).host_port, relay.address)
 
 
 # --- who may serve whom ------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def through(relay: Relay, address: str) -> str:
 
 def test_without_options_only_this_host_is_served() -> None:
     with PeerMemory() as memory:
-        assert parse_address(memory.address).host_port.startswith("127.0.0.1:")
+        assert parse_peer_address(memory.address).host_port.startswith("127.0.0.1:")
         port = memory.address.split(":")[-1].split("/")[0]
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.2", int(port)), 5)
@@ -124,7 +124,7 @@ def test_a_peer_reads_over_tls(serve: ServerOn, variables: dict[str, str], monke
     _, address = serve(variables)
     assert TOKEN not in address  # the frameworks send the address without encryption
     set_all(monkeypatch, variables)
-    with Relay(parse_address(address).host_port) as relay:
+    with Relay(parse_peer_address(address).host_port) as relay:
         assert np.array_equal(received(through(relay, address))["w"], np.arange(8 << 20, dtype=np.uint32))
         assert len(relay.passed) > 32 << 20
         assert MARK not in relay.passed
@@ -135,7 +135,7 @@ def test_without_tls_both_sides_must_allow_it(serve: ServerOn, monkeypatch: pyte
     with pytest.raises(Refused, match=r"without TLS: set .* there, or CKPT_INSECURE=1 on all hosts"):
         received(address)
     monkeypatch.setenv("CKPT_INSECURE", "1")
-    with Relay(parse_address(address).host_port) as relay:
+    with Relay(parse_peer_address(address).host_port) as relay:
         assert np.array_equal(received(through(relay, address))["w"], np.arange(8 << 20, dtype=np.uint32))
         assert MARK in relay.passed  # so that the test above would find it
 
@@ -190,7 +190,7 @@ def test_without_a_token_or_with_a_wrong_one_nothing_is_read(
 
 def test_a_client_without_tls_gets_nothing(serve: ServerOn, variables: dict[str, str]) -> None:
     _, address = serve(variables)
-    where = parse_address(address).host_port
+    where = parse_peer_address(address).host_port
     with pytest.raises(Unavailable):
         NodeStore(where, NodeCredentials(TOKEN, deadline_seconds=5, insecure=True)).info()
     host, _, port = where.rpartition(":")
@@ -204,7 +204,7 @@ def test_silent_clients_do_not_keep_others_from_reading(
 ) -> None:
     _, address = serve(variables)
     set_all(monkeypatch, variables)
-    host, _, port = parse_address(address).host_port.rpartition(":")
+    host, _, port = parse_peer_address(address).host_port.rpartition(":")
     silent = [socket.create_connection((host, int(port)), 5) for _ in range(50)]
     try:
         assert len(received(address)["w"]) == 8 << 20
@@ -228,7 +228,7 @@ def test_a_connection_that_fails_in_the_middle_times_out(
 ) -> None:
     _, address = serve(variables)
     set_all(monkeypatch, variables)
-    with Relay(parse_address(address).host_port, **{fault: 8 << 20}) as relay:
+    with Relay(parse_peer_address(address).host_port, **{fault: 8 << 20}) as relay:
         started = time.monotonic()
         with pytest.raises(TimeoutError, match=r"timed out: step 3 did not arrive within 3 s: .*"):
             received(through(relay, address), 3.0)

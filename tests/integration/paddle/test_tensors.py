@@ -13,7 +13,7 @@ from helpers.refusal import refused
 import ckpt
 from ckpt.adapters.testing import ArrayContract, numpy_dtype
 from ckpt.state.boxes import Box
-from ckpt.state.leaves.paddle import DeviceLeaf, PaddleLeaf
+from ckpt.state.leaves.paddle import PaddleDeviceLeaf, PaddleLeaf
 
 pytestmark = pytest.mark.essential
 
@@ -123,7 +123,7 @@ def test_boxes_of_a_tensor_on_a_device(dtype: str, turned: bool) -> None:
         pytest.skip("paddle can't transpose float8 on the host")
     if turned:
         value, expected = paddle.transpose(value, [1, 0]), expected.T
-    leaf = DeviceLeaf(value)
+    leaf = PaddleDeviceLeaf(value)
     for box in (Box((1, 1), (2, 3)), Box((0, 0), tuple(value.shape))):
         out = np.empty(box.size * leaf.itemsize, np.uint8)
         leaf.read(box, out)

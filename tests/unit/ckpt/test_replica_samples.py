@@ -39,14 +39,14 @@ def test_a_transposed_array_has_the_digest_of_its_copy(shape: tuple[int, ...], d
 @pytest.mark.parametrize("shape", [(), (3, 5), (60, 70), (300, 400)])
 def test_a_device_tensor_has_the_digest_of_its_host_copy(shape: tuple[int, ...], dtype: str) -> None:
     torch = pytest.importorskip("torch")
-    from ckpt.state.leaves.torch import DeviceLeaf
+    from ckpt.state.leaves.torch import TorchDeviceLeaf
     from ckpt.state.tree import FlatState
 
     value = torch.randn(shape).to(getattr(torch, dtype))
     turned = value.t().contiguous().t() if len(shape) == 2 else value
     expected = samples_of(flatten({"a": value}, 0))["a"]
     other = (torch.randn(shape) * 9 + 50).to(value.dtype)
-    devices = FlatState(None, {"a": DeviceLeaf(value), "b": DeviceLeaf(turned), "c": DeviceLeaf(other)})
+    devices = FlatState(None, {"a": TorchDeviceLeaf(value), "b": TorchDeviceLeaf(turned), "c": TorchDeviceLeaf(other)})
     found = samples_of(devices)
     assert found["a"] == found["b"] == expected
     assert found["c"] != expected or dtype == "bool"

@@ -18,7 +18,7 @@ from ckpt.recovery.goodput.simulator import (
     World,
     daly_policy,
     simulate,
-    sweep,
+    simulate_intervals,
     total_seconds_by_category,
 )
 from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Decision, Failure
@@ -120,7 +120,7 @@ def test_other_decisions_can_be_plugged_in() -> None:
     ],
 )
 def test_dalys_interval_is_nearly_the_best(world: World) -> None:
-    points = sweep(world, days=30, seeds=8)
+    points = simulate_intervals(world, days=30, seeds=8)
     best = max(point.goodput for point in points)
     daly = next(point for point in points if point.daly)
     assert daly.goodput > best - 0.003
