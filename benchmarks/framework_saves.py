@@ -6,7 +6,7 @@ It needs the environment that `make test-framework-keras` makes. The three ways 
 after one round as warm-up. Printed are medians, with the least and the most:
 
     stall      how much longer than another step a training step with a save takes
-    durable    from the begin of a save until its commit record exists; for the framework itself, until its files are fsynced
+    durable    from the start of a save until its commit record exists; for the framework itself, until its files are fsynced
 
 After a save, the training waits until the save is durable. So the steps without a save are not slowed by it. MIB is the size of
 the parameters. Adam's moments take twice as much.
@@ -71,7 +71,7 @@ class Watch:
         return [self.steps[number] - usual for number in SAVED]
 
     def durations(self) -> list[float]:
-        """Return the seconds from the begin of each save until it was durable."""
+        """Return the seconds from the start of each save until it was durable."""
         return [stall + wait for stall, wait in zip(self.stalls(), self.waits, strict=True)]
 
 

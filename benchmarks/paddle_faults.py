@@ -104,7 +104,7 @@ def killed(way: str, root: Path, mib: str) -> list[str]:
 
 
 def run(way: str, folder: Path, mib: str, kill: float | None) -> float:
-    """Run a process that saves twice, and kill it this long after the begin of the second save; return how long that took."""
+    """Run a process that saves twice, and kill it this long after the start of the second save; return how long that took."""
     folder.mkdir()
     command = [sys.executable, __file__, "--save", way, str(folder), mib]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

@@ -96,12 +96,12 @@ def prepare(contents: Contents, options: HfOptions) -> HfModel:
 def require_replaceable(folder: Path) -> None:
     """Raise CkptError if an existing folder has a file that an export could not have written."""
     if not folder.is_dir():
-        raise CkptError(f"{folder} is no folder, so it is not replaced by one: name another")
+        raise CkptError(f"{folder} is not a folder, so it is not replaced by one: name another")
     allowed = (*_WEIGHTS, _MODEL_CONFIG, _ADAPTER_CONFIG, *_COPIED)
     for path in sorted(folder.iterdir()):
         if path.is_dir() or not any(fnmatch(path.name, pattern) for pattern in allowed):
             raise CkptError(
-                f"{folder} exists and has {path.name}, which is no file of an exported model, so it is not replaced: "
+                f"{folder} exists and has {path.name}, which is not a file of an exported model, so it is not replaced: "
                 "remove it, or name another folder"
             )
 

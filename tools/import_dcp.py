@@ -99,9 +99,7 @@ def _read_metadata(path: Path, unpickler: type[MetadataUnpickler] = MetadataUnpi
         if not isinstance(metadata.storage_data, dict) or not isinstance(metadata.state_dict_metadata, dict):
             raise ValueError("it has no table of the stored parts")
     except FileNotFoundError as error:
-        raise CkptError(
-            f"{path} is missing, so that the folder is no complete checkpoint of DCP: import another one"
-        ) from error
+        raise CkptError(f"{path} is missing, so the folder is not a complete checkpoint of DCP: import another one") from error
     except (
         pickle.UnpicklingError,
         ValueError,

@@ -40,7 +40,7 @@ def read_state(source: Path) -> dict[str, Any]:
         return _read_stage_3(zero)
     folders = sorted(path for path in zero.iterdir() if (path / f"{_WEIGHTS}.pt").is_file())
     if not folders:
-        raise CkptError(f"{zero} has no parameters, so that it is no complete universal checkpoint: convert it again")
+        raise CkptError(f"{zero} has no parameters, so it is not a complete universal checkpoint: convert it again")
     model: dict[str, FileLeaf] = {}
     moments: dict[str, dict[str, Any]] = {}
     for folder in folders:
@@ -48,7 +48,7 @@ def read_state(source: Path) -> dict[str, Any]:
         model[folder.name] = states.pop(_WEIGHTS)
         for name, value in states.items():
             if isinstance(value, FileLeaf) and value.shape not in ((), (1,), model[folder.name].shape):
-                raise CkptError(f"{folder}/{name}.pt has not the shape of {_WEIGHTS}.pt: convert the checkpoint again")
+                raise CkptError(f"{folder}/{name}.pt does not have the shape of {_WEIGHTS}.pt: convert the checkpoint again")
         moments[folder.name] = states
     first = next(iter(model))
     optimizer = {"state": moments, "group_of": dict.fromkeys(model, first), "groups": {first: {}}}
@@ -101,8 +101,8 @@ def _read_stage_3(zero: Path) -> dict[str, Any]:
         raise CkptError(f"{error.filename} does not exist: the universal checkpoint is incomplete; convert it again") from error
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise CkptError(
-            f"the files of {folder} have not the layout of DeepSpeed ({type(error).__name__}: {error}): import the folder that "
-            "ds_to_universal has converted"
+            f"the files of {folder} do not have the layout of DeepSpeed ({type(error).__name__}: {error}): import the folder "
+            "that ds_to_universal has converted"
         ) from error
 
 
@@ -125,6 +125,6 @@ def _flat_states(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
     for path in sorted(folder.glob("*.pt")):
         flat = read_torch_file(path)
         if not isinstance(flat, FileLeaf) or flat.shape != (size,):
-            raise CkptError(f"{path} has not the {size} elements of its parameter: convert the checkpoint again")
+            raise CkptError(f"{path} does not have the {size} elements of its parameter: convert the checkpoint again")
         found[path.stem] = leaf_of_parts(shape, [Part(0, 0, size, 0)], [flat])
     return found

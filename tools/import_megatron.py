@@ -60,7 +60,7 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> An
         state["common"] = _plain(_read_common(source / COMMON), "common", left_out)
     if left_out:
         shown = ", ".join(left_out[:8]) + (f" and {len(left_out) - 8} more" if len(left_out) > 8 else "")
-        click.echo(f"{source}: these are no plain values, and are not imported: {shown}", err=True)
+        click.echo(f"{source}: these are not plain values, and are not imported: {shown}", err=True)
     return state
 
 

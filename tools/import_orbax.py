@@ -79,7 +79,7 @@ def _folder_of_arrays(source: Path) -> Path:
             raise CkptError(f"{step} has the items {', '.join(path.name for path in found)}: name the folder of one of them")
         if found:
             return found[0]
-    raise CkptError(f"{source} has no {_METADATA}, so that it is no complete checkpoint of Orbax: name the folder of a step")
+    raise CkptError(f"{source} has no {_METADATA}, so it is not a complete checkpoint of Orbax: name the folder of a step")
 
 
 def _key(entry: dict[str, Any]) -> str | int:
@@ -91,7 +91,7 @@ class _Arrays:
 
     def __init__(self, folder: Path, use_zarr3: bool) -> None:
         self._folder = folder.absolute()
-        self._use_ocdbt = (folder / "manifest.ocdbt").exists()  # the metadata of older versions does not tell
+        self._use_ocdbt = (folder / "manifest.ocdbt").exists()  # older versions do not say it in the metadata
         self._driver = "zarr3" if use_zarr3 else "zarr"
         self._tensorstore = import_optional("tensorstore", "a checkpoint of Orbax", "orbax")
         self._context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})

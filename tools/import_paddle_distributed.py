@@ -125,7 +125,7 @@ class _Files:
         if file is None:
             raise CkptError(f"{where} has a part that is in none of the files of the ranks: the checkpoint is not complete")
         if not isinstance(file, str) or not _FILE_OF_RANK.fullmatch(file):
-            raise CkptError(f"{where} is in {str(file)[:60]!r}, which is no file that Paddle writes with the metadata")
+            raise CkptError(f"{where} is in {str(file)[:60]!r}, which is not a file that Paddle writes with the metadata")
         if file not in self._read:
             self._read[file] = self._arrays(self._metadata.parent / file, where)
         if name not in self._read[file]:
@@ -139,7 +139,7 @@ class _Files:
             return dict(read_safetensors_file(path))
         arrays = read_pickle(path)
         if not isinstance(arrays, dict):
-            raise CkptError(f"{path} is no file of paddle.distributed.save_state_dict: copy it again")
+            raise CkptError(f"{path} is not a file of paddle.distributed.save_state_dict: copy it again")
         names = arrays.pop(NAMES, None)
         self.names |= names if isinstance(names, dict) else {}
         return arrays

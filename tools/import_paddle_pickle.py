@@ -48,7 +48,7 @@ def read_pickle(path: Path, records: frozenset[str] = frozenset()) -> Any:
 
 
 class _Refused(Exception):
-    """The file has an object that is no number, string, container, array or record."""
+    """The file has an object that is not a number, string, container, array or record."""
 
 
 class _Bytes:

@@ -45,7 +45,7 @@ def read_index(source: Path) -> dict[str, str]:
         file_of = json.loads(source.read_bytes())["weight_map"]
         names = set(file_of.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CkptError(f"{source} is no index of a model ({error!r}): download it again") from error
+        raise CkptError(f"{source} is not an index of a model ({error!r}): download it again") from error
     for name in names:
         if not isinstance(name, str) or name != os.path.basename(name):
             raise CkptError(f"{source} names the file {name!r}, which is not beside it; only files in its folder are read")
@@ -108,5 +108,5 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
     except ValueError as error:
-        raise CkptError(f"{path} is no safetensors file, or is damaged ({error}): copy it again") from error
+        raise CkptError(f"{path} is not a safetensors file, or is damaged ({error}): copy it again") from error
     return header, 8 + length

@@ -1,7 +1,7 @@
 """Reads checkpoints of TensorFlow as a state whose arrays stay in the files. TensorFlow is not imported.
 
 A checkpoint is an index, which is a table of LevelDB, and files with the bytes of the tensors one after the other
-(tensorflow/core/util/tensor_bundle). An entry of the index tells type, shape, file and offset of a tensor.
+(tensorflow/core/util/tensor_bundle). An entry of the index has the type, shape, file and offset of a tensor.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> di
         entries = {key.decode(): _entry(value) for key, value in table.items() if not key.startswith(b"\0")}
     except (ValueError, struct.error, LookupError, UnicodeDecodeError) as error:
         raise CkptError(
-            f"{index} is no index of TensorFlow, or is damaged ({first_line(error)[:100]}): copy it again"
+            f"{index} is not an index of TensorFlow, or is damaged ({first_line(error)[:100]}): copy it again"
         ) from error
     if header.get(2, [0])[0] != 0:
         raise CkptError(f"{index} was written by a big-endian machine: restore it with TensorFlow, and use ckpt.save")

@@ -58,7 +58,7 @@ def _require_byte_order(file: IO[bytes], where: str) -> None:
                     del record.CRC
             order = archive.read(found[0]).decode() if found else sys.byteorder
     except (zipfile.BadZipFile, OSError, UnicodeDecodeError) as error:
-        raise CkptError(f"{where} is no file of torch.save, or is damaged ({error}): copy it again") from error
+        raise CkptError(f"{where} is not a file of torch.save, or is damaged ({error}): copy it again") from error
     if order != sys.byteorder:
         raise CkptError(f"{where} was written by a machine of other byte order: load it with torch, and use ckpt.save")
 
@@ -82,10 +82,10 @@ def _load(torch: Any, file: IO[bytes], where: str, device: str) -> Any:
     except pickle.UnpicklingError as error:
         raise CkptError(
             f"{where} has objects that weights_only refuses ({_refused(error)}): load it with torch.load(weights_only=False) "
-            "where you trust it, and give its tensors and values to ckpt.save; in a folder of DCP, --only can leave it out"
+            "if you trust it, and give its tensors to ckpt.save; in a folder of DCP, --only can leave it out"
         ) from error
     except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CkptError(f"{where} is no file of torch.save, or is damaged ({first_line(error)}): copy it again") from error
+        raise CkptError(f"{where} is not a file of torch.save, or is damaged ({first_line(error)}): copy it again") from error
 
 
 def _refused(error: Exception) -> str:
@@ -117,7 +117,7 @@ def _leaf(torch: Any, tensor: Any, where: str, path: str, start: int) -> FileLea
         raise CkptError(f"{where} is a {tensor.layout} {type(tensor).__name__}, not a plain tensor: store its plain tensors")
     offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if offset is None:
-        raise CkptError(f"torch {torch.__version__} does not tell where the tensors of a file lie: update torch")
+        raise CkptError(f"torch {torch.__version__} does not say where the tensors of a file lie: update torch")
     size = tensor.element_size()
     strides = tuple(step * size for step in tensor.stride())
     region = FileRegion(path, start + offset + tensor.storage_offset() * size, tuple(tensor.shape), strides, size)

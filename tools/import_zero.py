@@ -58,7 +58,7 @@ def read_state(source: Path) -> dict[str, Any]:
         return _read_folder(folder)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise CkptError(
-            f"the files of {folder} have not the layout of DeepSpeed ({type(error).__name__}: {error}): convert the "
+            f"the files of {folder} do not have the layout of DeepSpeed ({type(error).__name__}: {error}): convert the "
             "checkpoint with ds_to_universal, and import that"
         ) from error
 

@@ -24,7 +24,7 @@ class RenameOption(click.ParamType):  # type: ignore[type-arg]
             return value
         pattern, equals, replacement = str(value).rpartition("=")  # a regular expression may contain `=`, as in (?=…)
         if not equals or not pattern:
-            self.fail(f"{value!r} has not the form 'old=new', as in 'model\\.=transformer.'", param, ctx)
+            self.fail(f"{value!r} does not have the form 'old=new', as in 'model\\.=transformer.'", param, ctx)
         try:
             re.sub(pattern, replacement, "")
         except (re.error, IndexError) as error:

@@ -45,14 +45,14 @@ def _list_of_hooks() -> str:
 
 
 def is_on(adapt: str) -> bool:
-    """Return whether the hooks are wanted: --adapt was given, and CKPT_ADAPT=off was not."""
+    """Return whether the hooks are to be installed: --adapt was given, and CKPT_ADAPT=off was not."""
     return adapt == "on" and os.environ.get(hooks.SWITCH) != "off"
 
 
 def set_environment(command: Sequence[str]) -> None:
     """Set environment variables of this process by which Python, in the ranks, installs the hooks.
 
-    Raises InvalidArgument if Python is told to ignore them.
+    Raises InvalidArgument if an option of Python makes it ignore them.
     """
     if PYTHON_NAME.fullmatch(os.path.basename(command[0])):
         if flag := _ignoring_flag(command[1:]):

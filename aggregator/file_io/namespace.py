@@ -221,7 +221,7 @@ class Namespace(NamespaceRecords):
             return writer.publish()
 
     def truncate(self, path: str, expected: PathRecord) -> PathRecord:
-        """Make a file empty, and return its record. Raises Changed if the path has not the `expected` file."""
+        """Make a file empty, and return its record. Raises Changed if the path does not have the `expected` file."""
         now = time.time()
         empty = PathRecord(RecordHead("file", 0, now, now, new_version()), inline_data=b"")
         return self.publish(Publication(path, empty, Condition(base=expected)))

@@ -61,8 +61,7 @@ log = logging.getLogger("ckpt")
 
 T = TypeVar("T")
 
-BATCH_PATHS = 1_000
-"""The most paths whose records one call reads or changes."""
+BATCH_PATHS = 1_000  # the most paths whose records one call reads or changes
 
 _FIRST_READ_SECONDS = 0.5
 """How long a read waits for the members that it needs before it asks the others too."""

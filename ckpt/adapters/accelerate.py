@@ -36,7 +36,7 @@ def attach(
         attach(accelerator, "/data/run", keep=3)
 
     accelerator: an Accelerator. Its `prepare` may be called before or after this.
-    url, keep, tiers, options: as for `ckpt.Checkpointer`. Without `keep`, the `total_limit` of a ProjectConfiguration holds.
+    url, keep, tiers, options: as for `ckpt.Checkpointer`. Without `keep`, the `total_limit` of a ProjectConfiguration applies.
 
     `save_state("step_100")` saves step 100: the number at the end of the name is the number of the step. Without a number, each
     save has the next number. A save runs in the background; `save_state` returns its handle. `load_state()` loads the newest

@@ -102,6 +102,7 @@ def _require_supported(accelerator: Any) -> None:
 
 
 def require_no_hooks(hooks: dict[Any, Any], name: str) -> None:
+    """Raise InvalidArgument if the user has registered hooks that are called with a folder. name: what calls them."""
     if hooks:
         raise InvalidArgument(
             f"a hook of {name} expects a folder of accelerate, which ckpt does not make: remove it, and register objects with "

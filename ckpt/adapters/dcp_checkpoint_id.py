@@ -23,7 +23,7 @@ class StepAddressed:
 
 
 def _step_of(checkpoint_id: Any) -> int:
-    """Return the number of the step; raise InvalidArgument where the id is no number."""
+    """Return the number of the step; raise InvalidArgument where the id is not a number."""
     text = str(checkpoint_id)
     if not text.isdecimal():
         raise InvalidArgument(

@@ -1,7 +1,7 @@
 """`Checkpoints`, a callback for `Model.fit` of Keras 3 that saves in the background and resumes in the middle of an epoch.
 
-A resumed fit first reads the data up to the saved position, and does not train on it. So it needs nothing from the data but
-that it comes in the same order when the script runs again.
+A resumed fit first reads the data up to the saved position, and does not train on it. All that it requires
+of the data is the same order when the script runs again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Resume:
     random_at_fit: Snapshot
     random_at_epoch: Snapshot
     optimizer_scalars: list[tuple[Any, Any]]
-    """Variables such as the learning rate, which callbacks change at the begin of an epoch, with their saved values."""
+    """Variables such as the learning rate, which callbacks change at the start of an epoch, with their saved values."""
 
 
 class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
@@ -156,7 +156,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             self._save_if_due()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Mark the validation, which takes longer than a step, and is no hang."""
+        """Mark the validation, so that `ckpt-run` does not count it as a hang: it takes longer than a step."""
         self._validation.enter_context(pulse.phase("eval"))
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -282,7 +282,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
     def _continue(self, resume: _Resume, batch: Any) -> None:
         """Restore what Keras and other callbacks have reset since the model was filled.
 
-        batch: the last batch that was read, None at the begin of an epoch.
+        batch: the last batch that was read, None at the start of an epoch.
         """
         if batch is not None:
             self._restore_metrics(self._model.metrics, resume.metrics)

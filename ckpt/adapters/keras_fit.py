@@ -122,7 +122,7 @@ def warn_of_random_order(iterator: Any) -> None:
 
     if context.global_seed() is None:
         log.warning(
-            "fit shuffles in an order that a resumed run will not repeat: call keras.utils.set_random_seed(seed) at the begin "
+            "fit shuffles in an order that a resumed run will not repeat: call keras.utils.set_random_seed(seed) at the start "
             "of the script"
         )
 

@@ -112,7 +112,7 @@ class Checkpoints:
         self._loss = outputs.get("loss") if isinstance(outputs, dict) else None
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Mark the validation, which takes longer than a step, and is no hang."""
+        """Mark the validation, so that `ckpt-run` does not count it as a hang: it takes longer than a step."""
         if self._checkpointer is not None:
             self._validation.enter_context(pulse.phase("eval"))
 

@@ -41,7 +41,7 @@ def encoded(value: Any, path: str) -> Any:
             except UnsupportedLeaf:
                 left_out.append(name)
         if left_out:
-            warn_user(f"{path}: these attributes are not stored, because they are no plain values: {', '.join(left_out)}")
+            warn_user(f"{path}: these attributes are not stored, because they are not plain values: {', '.join(left_out)}")
         return {_NAMESPACE: kept}
     return value
 

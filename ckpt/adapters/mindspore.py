@@ -145,7 +145,7 @@ class Checkpoints(Callback):  # type: ignore[misc]
         self._checkpointer.step(number, _TrainingState(self), loss=_loss_of(arguments.net_outputs))
 
     def on_eval_begin(self, run_context: Any) -> None:
-        """Mark the evaluation, which takes longer than a step, and is no hang."""
+        """Mark the evaluation, so that `ckpt-run` does not count it as a hang: it takes longer than a step."""
         self._evaluation.enter_context(pulse.phase("eval"))
 
     def on_eval_end(self, run_context: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class OtherCallbacks:
-    """What callbacks such as EarlyStopping, ReduceLROnPlateau and History have counted since the begin of a fit."""
+    """What callbacks such as EarlyStopping, ReduceLROnPlateau and History have counted since the start of a fit."""
 
     def __init__(self, callbacks: list[Any], skipped: Collection[str] = (), no_state: Collection[str] = ()) -> None:
         """skipped: names of classes without a state. no_state: names of attributes that do not belong to the state."""

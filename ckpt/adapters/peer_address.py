@@ -49,7 +49,7 @@ def parse_peer_address(text: str) -> PeerAddress:
     except ValueError:
         usable = False
     if not usable:
-        raise InvalidArgument(f"{text.rpartition('@')[2]!r} is no address of a PeerMemory: give what its `address` is")
+        raise InvalidArgument(f"{text.rpartition('@')[2]!r} is not an address of a PeerMemory: give what its `address` is")
     token, _, host_port = parts.netloc.rpartition("@")
     return PeerAddress(host_port, token or None, parts.scheme == "peer+tls", parts.path.removeprefix("/"))
 
@@ -68,7 +68,7 @@ def open_peer(address: str, timeout_seconds: float = _CALL_SECONDS) -> Store:
 
     timeout_seconds: how long the caller waits. No call takes longer than that, or than 30 s.
 
-    Raises InvalidArgument if this is no address, or a variable of the environment is missing, and Refused if the memory is
+    Raises InvalidArgument if this is not an address, or a variable of the environment is missing, and Refused if the memory is
     served only to processes of its own host, or without TLS.
     """
     peer = parse_peer_address(address)
@@ -85,7 +85,7 @@ def open_peer(address: str, timeout_seconds: float = _CALL_SECONDS) -> Store:
                 "and CKPT_CA_FILE there, or CKPT_INSECURE=1 on all hosts"
             )
         if peer.token is None:
-            raise InvalidArgument(f"{peer.host_port} is no whole address of a PeerMemory: its token is missing")
+            raise InvalidArgument(f"{peer.host_port} is not a whole address of a PeerMemory: its token is missing")
         return NodeStore(peer.host_port, NodeCredentials(peer.token, deadline_seconds=deadline_seconds, insecure=True))
     return NodeStore(peer.host_port, _tls_credentials(peer, deadline_seconds))
 

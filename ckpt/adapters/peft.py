@@ -12,7 +12,7 @@ class AdapterState(ModelState):
 
         state = {"train": AdapterState(model, optimizer)}
 
-    Saved are the parameters of all adapters, other parameters that are trained, and all buffers. Frozen parameters of the base
+    It saves the parameters of all adapters, other parameters that are trained, and all buffers. Frozen parameters of the base
     model are not saved: load the same base model before a restore.
     """
 

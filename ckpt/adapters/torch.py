@@ -188,7 +188,7 @@ class ModelState:
             packed = optimizer.state_dict()
             for number, values in packed["state"].items():
                 if not isinstance(number, int):
-                    raise InvalidArgument(f"{type(optimizer).__name__} has a state for {number!r}, which is no parameter")
+                    raise InvalidArgument(f"{type(optimizer).__name__} has a state for {number!r}, which is not a parameter")
                 state[mine[number]] = dict(values)
             for group in packed["param_groups"]:
                 members = [mine[number] for number in group["params"]]

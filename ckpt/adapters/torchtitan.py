@@ -130,7 +130,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]  # mypy does not loo
     def _load(self, step: int = -1) -> bool:
         if unknown := set(self.exclude_from_loading) - self.states.keys():
             raise InvalidArgument(
-                f"checkpoint.exclude_from_loading has {min(unknown)!r}, which is no state; use some of {sorted(self.states)}"
+                f"checkpoint.exclude_from_loading has {min(unknown)!r}, which is not a state; use some of {sorted(self.states)}"
             )
         repository = open_repository(self._url)
         steps = _committed_steps(repository)

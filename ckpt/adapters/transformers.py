@@ -133,7 +133,7 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         if self._ckpt_run is None:
             return super().evaluate(*args, **kwargs)
-        with pulse.phase("eval"):  # which takes longer than a step, and is no hang
+        with pulse.phase("eval"):  # longer than a step, but not a hang
             return super().evaluate(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

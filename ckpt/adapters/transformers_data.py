@@ -19,7 +19,7 @@ class DataPosition:
         self._iterator: Any = None
         self._fetched = 0
         self._fetches_of_batch = 1
-        self._is_stream = False  # a stream of samples, of which a resumed epoch reads all from the begin
+        self._is_stream = False  # a stream of samples, of which a resumed epoch reads all from the start
         self._resume_at: int | None = None  # the number of batches to skip, while a resumed epoch has not begun
         self._marks_passed = 0
 

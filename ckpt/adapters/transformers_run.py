@@ -163,7 +163,7 @@ class TrainerRun:
             return saved
         log.warning(
             "step %s was saved after batch %d of epoch %d, and the training continues after batch %d of epoch %d, so samples "
-            "are repeated or left out: use the batch size, accumulation steps and processes of the saved run",
+            "are repeated or left out: use the batch size, accumulation and processes of the save",
             self._resume_step, saved[1], saved[0], batches, epoch,
         )  # fmt: skip
         return epoch, batches

@@ -82,7 +82,7 @@ class Keys:
         if signature is None:
             raise SignatureError(
                 f"{where} has no signature, and a key was given: it was saved without a key, or the signature was removed; if "
-                f"it is yours, load it without a key (key=None, no {KEY_FILE_VARIABLE}) and save it with the key to a new URL"
+                f"it is yours, load it without a key (key=None, no {KEY_FILE_VARIABLE}) and save it signed to a new URL"
             )
         key = next((key for key in self.keys if key.id == signature.key), None)
         if key is None:

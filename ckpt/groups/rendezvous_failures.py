@@ -35,8 +35,8 @@ class RendezvousNotes:
 
     def withdraw(self) -> None:
         """Remove the note of this rank, which tries again."""
-        said = self._read()
-        if said is not None and said[0] == self._group.rank:
+        note = self._read()
+        if note is not None and note[0] == self._group.rank:
             with contextlib.suppress(OSError):
                 host_notes.remove(self._key)
 
@@ -45,10 +45,10 @@ class RendezvousNotes:
 
         The cause has the class of the other rank's error, by which ckpt-run decides whether a restart can help.
         """
-        said = self._read()
-        if said is None:
+        note = self._read()
+        if note is None:
             return
-        rank, cause, at, token = said
+        rank, cause, at, token = note
         began = _process_started_at()
         if rank == self._group.rank or token in _raised_tokens or began is None or at < began:
             return

@@ -317,9 +317,9 @@ class StoreRendezvous:
             folder = f"{RENDEZVOUS_FOLDER}/{name}"
             if folder == own_folder:
                 continue
-            said = get_object(self._store, f"{folder}/open")
-            opener = decode_hello(said)
-            if said is not None and opener is None:  # damaged, or of a newer version: its ranks may be in a gather
+            opening = get_object(self._store, f"{folder}/open")
+            opener = decode_hello(opening)
+            if opening is not None and opener is None:  # damaged, or of a newer version: its ranks may be in a gather
                 log.info("%s/%s/open cannot be read, so this rendezvous is kept", self._store.url, folder)
                 continue
             same_job = self._job_id.is_named and name.startswith(f"{self._job_id.digest}-")

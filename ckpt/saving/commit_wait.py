@@ -51,8 +51,8 @@ def gather_parts(
         one, instead = len(missing) == 1, other_step_text(repo.store, attempt, missing)
         return RanksMissing(
             f"{ranks_text(missing)} of {lease.size} did not write {'its' if one else 'their'} part of step {attempt.step} "
-            f"{why}; every rank of the group must save the same steps{instead}. Look at the log of "
-            f"{'that rank' if one else 'those ranks'}; to save from one rank alone pass group=None"
+            f"{why}; all ranks must save the same steps{instead}. Look at the log of "
+            f"{'that rank' if one else 'those ranks'}; to save from one rank alone, give group=None"
         )
 
     def give_up_error() -> StepRefused | None:

@@ -232,9 +232,8 @@ class _Rows:
             f", {ranks_text(np.unique(self.ranks[adjacent]).tolist())} stored what lies beside it" if len(adjacent) else ""
         )
         return StepRefused(
-            f"leaf {name}: no rank stored {_slice_text(gap)} of shape {shape}{adjacent_text}; if only some ranks have this "
-            "leaf, or each has a part of it, wrap it in ckpt.Shard; plain arrays are taken to be the same on every rank; "
-            "where a Shard has replica=(i, n), a rank must save each i"
+            f"leaf {name}: no rank stored {_slice_text(gap)} of shape {shape}{adjacent_text}; a plain array must be the "
+            "same on every rank: else wrap it in ckpt.Shard; where a Shard has replica=(i, n), a rank must save each i"
         )
 
     # --- for messages --------------------------------------------------------------------------------------------

@@ -126,8 +126,7 @@ def require_same_description(name: str, a: LeafDescription, b: LeafDescription) 
     if a[1:] != b[1:]:
         raise StepRefused(
             f"leaf {name} is {a.dtype} of global shape {a.shape} on rank {a.rank} and {b.dtype} of global shape {b.shape} on "
-            f"rank {b.rank}; give leaves that are not one array different names, or the same global_shape in ckpt.Shard; "
-            "wrap what each rank has for itself in ckpt.PerRank"
+            f"rank {b.rank}; give different arrays different names or ckpt.PerRank, and one array one global_shape"
         )
 
 
@@ -261,11 +260,8 @@ def require_equal_samples(ranks_by_texts: Mapping[tuple[str, str], Sequence[int]
     if differing:
         more = f" and {len(differing) - _MAX_NAMED} more leaves" if len(differing) > _MAX_NAMED else ""
         raise StepRefused(
-            f"{', '.join(differing[:_MAX_NAMED])}{more}; arrays of one name must be equal copies on all ranks. Declare what "
-            "each rank has for itself, such as its experts, with ckpt.PerRank, and parts of one array with ckpt.Shard; for the "
-            "buffers of a torch module put the module itself in the state instead of its state_dict(), so that they come from "
-            "rank 0; find out where copies that should be equal drifted apart. verify_replicas=False saves a mixture of what "
-            "the ranks hold, without this comparison"
+            f"{', '.join(differing[:_MAX_NAMED])}{more}; arrays of one name must be equal on all ranks: use ckpt.PerRank "
+            "for values of each rank, ckpt.Shard for parts, the module for its buffers; verify_replicas=False compares nothing"
         )
 
 

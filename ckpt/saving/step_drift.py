@@ -19,7 +19,7 @@ NodePath = tuple[Any, ...]
 
 _NESTING_TAGS = ("tuple", "namedtuple", "dataclass", "object")
 _MAX_ITEMS = 64
-"""Longer lists of numbers are skipped: they are no step counters, but for example the state of a random generator."""
+"""Longer lists of numbers are skipped: they are not step counters, but for example the state of a random generator."""
 
 
 class DriftDetector:
@@ -58,7 +58,7 @@ class DriftDetector:
                 shown = "; ".join(f"{value} on rank {rank}" for rank, value in list(values_by_path[path].items())[:4])
                 log.warning(
                     "step %d: %s was the same on all ranks in step %d (%s), and is not now (%s): check whether a rank has left "
-                    "out a save, and so saves other moments than the others; give each step its number (step=), or end the job",
+                    "out a save; give each step its number (step=), or end the job",
                     step, path_text(path), number, was, shown,
                 )  # fmt: skip
                 return

@@ -81,6 +81,6 @@ def _lost_attributes_error(value: Any, names: Any, path: str, plain: str) -> Uns
     several = len(shown) > 1
     return UnsupportedLeaf(
         f"leaf {path or '(root)'}: a {kind.__module__}:{kind.__qualname__} has {'attributes' if several else 'the attribute'} "
-        f"{', '.join(shown[:3])}{' …' if len(shown) > 3 else ''} of its own, which a load would not bring back: give the class "
+        f"{', '.join(shown[:3])}{' …' if len(shown) > 3 else ''} of its own, which a load would not restore: give the class "
         f"state_dict() and load_state_dict(), or store {plain} and {'those' if several else 'that'} beside it"
     )

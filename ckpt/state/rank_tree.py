@@ -27,7 +27,7 @@ def merge_trees(rank_nodes: RankNodes) -> Node:
             return _merge_items(rank_nodes, lambda node: node)
     elif all(isinstance(node, dict) for _, node in rank_nodes):
         if all("ranks" in node for _, node in rank_nodes):
-            return {"ranks": {rank: node for _, told_node in rank_nodes for rank, node in told_node["ranks"].items()}}
+            return {"ranks": {rank: node for _, rank_node in rank_nodes for rank, node in rank_node["ranks"].items()}}
         if len({node.get("array") for _, node in rank_nodes}) == 1 and "array" in first:
             return first  # one array: ranks may differ in requires_grad, which does not make the state differ
         if all("dict" in node for _, node in rank_nodes):

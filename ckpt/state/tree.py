@@ -346,7 +346,7 @@ def _require_utf8(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise UnsupportedLeaf(f"leaf {name!r}: its name is no text that UTF-8 can hold; rename the key") from None
+        raise UnsupportedLeaf(f"leaf {name!r}: its name is not text that UTF-8 can hold; rename the key") from None
 
 
 def encode_key(key: Any, path: str) -> Node:

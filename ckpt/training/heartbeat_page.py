@@ -198,7 +198,7 @@ class HeartbeatPage:
             time.sleep(0.001)
 
     def attach_process(self) -> None:
-        """Publish that this process is the rank. Its silence counts from now, so that earlier imports are no hang."""
+        """Publish that this process is the rank. Its silence counts from now: earlier imports are not a hang."""
         self._fields[_SINCE] = time.monotonic_ns()
         self._fields[_PID] = os.getpid()
         with contextlib.suppress(ValueError, OSError, AttributeError):  # without stderr, or outside of the main thread

@@ -91,7 +91,7 @@ def reason_not_to_save(monitor: LossMonitor | None, step: int, loss: Any) -> str
 
 
 def as_number(loss: Any) -> float:
-    """Return the loss as a float, after waiting for its device; raise InvalidArgument if it is no number.
+    """Return the loss as a float, after waiting for its device; raise InvalidArgument if it is not a number.
 
     item() is called first, because float() of a torch tensor with a gradient warns.
     """

@@ -17,6 +17,6 @@ def restore_limit_from_env(environ: Mapping[str, str] = os.environ) -> int | Non
         return None
     if not text.isdecimal():
         raise InvalidArgument(
-            f"{RESTORE_LIMIT_VARIABLE}={text!r} is no step; unset it, or give the number below which to restore"
+            f"{RESTORE_LIMIT_VARIABLE}={text!r} is not a step; unset it, or give the number below which to restore"
         )
     return int(text)

@@ -52,7 +52,9 @@ def mtbf_seconds_from_env(environ: Mapping[str, str] = os.environ) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise InvalidArgument(f"{MTBF_VARIABLE}={text!r} is no number of seconds between two failures; unset it, or correct it")
+        raise InvalidArgument(
+            f"{MTBF_VARIABLE}={text!r} is not a number of seconds between two failures; unset it, or correct it"
+        )
     return seconds
 
 

@@ -73,7 +73,7 @@ def split_python_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
     if not os.path.exists(script):
         raise ScriptNotFound(f"there is no {script} here")
     if not os.path.isfile(script) or script.endswith(".pyc") or zipfile.is_zipfile(script):
-        raise NotForkable(f"{script} is no file of Python source")
+        raise NotForkable(f"{script} is not a file of Python source")
     return flags, [*command[at:]]
 
 

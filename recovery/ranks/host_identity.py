@@ -21,7 +21,7 @@ def host_name(launcher: str, environ: Mapping[str, str]) -> str:
         return environ["SLURMD_NODENAME"]
     if launcher == "torchrun" and (number := environ.get("GROUP_RANK")):
         if not (number.isascii() and number.isdigit()):
-            raise InvalidArgument(f"GROUP_RANK={number!r} is no number of a host; unset it, or start ckpt-run by torchrun")
+            raise InvalidArgument(f"GROUP_RANK={number!r} is not a number of a host; unset it, or start ckpt-run by torchrun")
         return f"host-{int(number):04d}"
     if launcher == "k8s" and environ.get("HOSTNAME"):  # the name of the pod, which a stateful set keeps
         return environ["HOSTNAME"]

@@ -55,9 +55,8 @@ def require_encryption(credentials: NodeCredentials, address: str) -> None:
         and not is_loopback(address.rpartition(":")[0])
     ):
         raise InvalidArgument(
-            f"the token would be sent to {address} without encryption, where anyone on the network can read it: give the "
-            "authority of the node's certificate (CKPT_CA_FILE, or ca_file in the TOML file), or allow it with "
-            "CKPT_INSECURE=1, or insecure = true in the TOML file"
+            f"the token would be sent to {address} without encryption: give the certificate authority of the node "
+            "(CKPT_CA_FILE, or ca_file in the TOML file), or allow it (CKPT_INSECURE=1, or insecure = true)"
         )
 
 

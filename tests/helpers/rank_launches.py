@@ -21,7 +21,7 @@ def assert_two_ranks_save_and_load(
 
     source: the code of the program. Each rank saves step 1, loads it, and prints "loaded by" and its group.
     logs: the pattern of the files in `folder` to which the launcher writes what the ranks print.
-    group_name: the begin of what they print of the group.
+    group_name: the start of what they print of the group.
     """
     program = folder / "program.py"
     program.write_text(source)

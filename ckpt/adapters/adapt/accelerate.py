@@ -33,13 +33,13 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
     if not hasattr(accelerator, "_ckpt_folders") and not _is_called_by_a_trainer():
         try:
             accelerator._ckpt_folders = SavedFolders(accelerator)
-            hooks.say(
+            hooks.print_once(
                 f"{_NAME}: save_state and load_state use ckpt. A loop that does not call them saves nothing: only the script "
                 f"knows its position (--adapt; {hooks.SWITCH}=off turns it off)"
             )
         except InvalidArgument as error:
             accelerator._ckpt_folders = None
-            hooks.say_refused(_NAME, error)
+            hooks.print_refused(_NAME, error)
     return original(accelerator, *args, **kwargs)
 
 
@@ -72,7 +72,7 @@ class SavedFolders:
                 accelerator.project_configuration.iteration += 1
                 return folder
         except (InvalidArgument, UnsupportedLeaf) as error:
-            hooks.say_refused(_NAME, error)
+            hooks.print_refused(_NAME, error)
         return self._save_state(output_dir, *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ class SavedFolders:
             return
         require_no_hooks(self._accelerator._load_model_state_pre_hook, "register_load_state_pre_hook")
         self._prepared.continue_from(api.load(os.path.join(folder, REPOSITORY_FOLDER), self._prepared.entries()))
-        hooks.say(f"{_NAME} continues from {folder}")
+        hooks.print_once(f"{_NAME} continues from {folder}")
 
     def _save(self, folder: str) -> None:
         accelerator = self._accelerator

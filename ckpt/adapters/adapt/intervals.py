@@ -1,4 +1,4 @@
-"""How often `ckpt-run --adapt` saves where neither the script nor its framework says so."""
+"""How often `ckpt-run --adapt` saves where neither the script nor its framework sets an interval."""
 
 from __future__ import annotations
 

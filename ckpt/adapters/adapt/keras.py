@@ -26,7 +26,7 @@ def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(callback, Checkpoints) for callback in listed):
         return original(*args, **kwargs)
     if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in listed):
-        hooks.say_refused(_NAME, "the callback BackupAndRestore already resumes this fit: remove it to save to ckpt")
+        hooks.print_refused(_NAME, "the callback BackupAndRestore already resumes this fit: remove it to save to ckpt")
         return original(*args, **kwargs)
     with hooks.training(_NAME) as url:
         if url is None:
@@ -34,7 +34,7 @@ def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         every = interval_from_env()
         callbacks.append(Checkpoints(url, every=every, keep=_KEEP))
         bound.arguments["callbacks"] = callbacks
-        hooks.say_saves(_NAME, url, describe(every), _describe_start(url))
+        hooks.print_saves(_NAME, url, describe(every), _describe_start(url))
         return original(*bound.args, **bound.kwargs)
 
 

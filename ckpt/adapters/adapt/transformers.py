@@ -26,7 +26,7 @@ def train(original: Callable[..., Any], trainer: Any, resume_from_checkpoint: An
     try:
         require_supported(trainer, args[0] if args else kwargs.get("trial"))
     except InvalidArgument as error:
-        hooks.say_refused(_NAME, error)
+        hooks.print_refused(_NAME, error)
         return original(trainer, resume_from_checkpoint, *args, **kwargs)
     with hooks.training(_NAME) as url:
         if url is None:
@@ -37,7 +37,7 @@ def train(original: Callable[..., Any], trainer: Any, resume_from_checkpoint: An
         try:
             with TrainerRun(trainer, url, every=_interval(trainer)) as run:
                 folder = run.choose(True if run.has_steps() else resume_from_checkpoint)
-                hooks.say_saves(_NAME, url, _describe_interval(trainer), run.describe_start())
+                hooks.print_saves(_NAME, url, _describe_interval(trainer), run.describe_start())
                 return trainer._ckpt_train(run, folder, lambda chosen: original(trainer, chosen, *args, **kwargs))
         finally:
             trainer.__class__ = plain

@@ -159,7 +159,9 @@ class AbstractLeaf(ArrayLeaf):
         if sharding is None or (sharding.is_fully_replicated and sharding.is_fully_addressable):
             return _JaxTarget(self.dtype, self.shape, sharding, self._key, weak)
         if self._key:
-            raise TypeError("a jax.ShapeDtypeStruct of sharded keys says not how their data is sharded: give the array of keys")
+            raise TypeError(
+                "a jax.ShapeDtypeStruct of sharded keys does not say how their data is sharded: give the array of keys"
+            )
         indices = sharding.addressable_devices_indices_map(self.shape).values()
         boxes = dict.fromkeys(_box_of_index(index, self.shape) for index in indices)
         parts = [LeafShard(NumpyLeaf(np.empty(0, numpy_dtype(self.dtype))), box) for box in boxes]

@@ -76,7 +76,7 @@ def test_the_report_accounts_for_the_time_of_a_run(start: Callable[..., Run]) ->
         (["--address", "192.0.2.1", "--", "true"], 1, "give one of this host as --address"),
         (["--metrics", "127.0.0.1:99999", "--", "true"], 1, "write HOST:PORT, such as 127.0.0.1:9200"),
         (["--metrics", f"{'ü' * 70}.b:80", "--", "true"], 1, ".b:80: write HOST:PORT, such as 127.0.0.1:9200"),
-        (["--launcher", "torchrun", "--", "true"], 1, "GROUP_RANK='x' is no number of a host"),
+        (["--launcher", "torchrun", "--", "true"], 1, "GROUP_RANK='x' is not a number of a host"),
         (["--launcher", "torchrun", "--name", "a", "--", "true"], 1, "GROUP_WORLD_SIZE is not set here, so torchrun has not"),
         (["--launcher", "slurm", "--", "true"], 1, "start it as `srun … ckpt-run --launcher slurm …`, or leave out --launcher"),
         (["--launcher", "k8s", "--", "true"], 1, "each would run a job of its own; give --nnodes, without the spares"),

@@ -102,9 +102,9 @@ def _other_step(folder: Path) -> None:
         (lambda f: _remove(f, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"), "of 1 ranks, and was saved by 2"),
         (lambda f: _remove(f, "zero_pp_rank_1_mp_rank_00_model_states.pt"), "the checkpoint is incomplete"),
         (_add_object, "has objects that weights_only refuses .*print"),
-        (_truncate, "is no file of torch.save, or is damaged"),
+        (_truncate, "is not a file of torch.save, or is damaged"),
         (_other_step, "files of different steps"),
-        (_other_layout, r"have not the layout of DeepSpeed \(KeyError: 'param_shapes'\)"),
+        (_other_layout, r"do not have the layout of DeepSpeed \(KeyError: 'param_shapes'\)"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(saved: Path, tmp_path: Path, change: Any, message: str) -> None:
@@ -119,10 +119,10 @@ def test_a_folder_that_is_not_whole_is_refused(saved: Path, tmp_path: Path, chan
     ("change", "message"),
     [
         (lambda f: _remove(f, "zero/optimizer_state.pt"), "optimizer_state.pt does not exist: the universal checkpoint"),
-        (lambda f: _remove(f, "zero/first.bias/fp32.pt"), r"have not the layout of DeepSpeed \(KeyError: 'fp32'\)"),
+        (lambda f: _remove(f, "zero/first.bias/fp32.pt"), r"do not have the layout of DeepSpeed \(KeyError: 'fp32'\)"),
         (lambda f: _remove(f, "zero_pp_rank_1_mp_rank_00_model_states.pt"), "the checkpoint is incomplete"),
-        (_shorten, "has not the 403 elements of its parameter"),
-        (_other_layout, r"have not the layout of DeepSpeed \(KeyError: 'param_shapes'\)"),
+        (_shorten, "does not have the 403 elements of its parameter"),
+        (_other_layout, r"do not have the layout of DeepSpeed \(KeyError: 'param_shapes'\)"),
     ],
 )
 def test_a_universal_folder_that_is_not_whole_is_refused(saved: Path, tmp_path: Path, change: Any, message: str) -> None:

@@ -36,7 +36,7 @@ def test_killed_ranks_resume(tmp_path: Path) -> None:
     for rank in range(2):
         assert losses(tmp_path, "cut", rank) == losses(tmp_path, "whole", rank)
     assert len(losses(tmp_path, "whole")) == 8
-    assert "common.args: these attributes are not stored, because they are no plain values: loss" in printed
+    assert "common.args: these attributes are not stored, because they are not plain values: loss" in printed
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def test_values_and_tensors_are_imported_and_nothing_is_executed(tmp_path: Path)
     printed = imported(megatron_folder(tmp_path / "iter_0000007", weights, common), "--step=7")
     assert not proof.exists()
     names = "common.evil, common.args.model, common.args.nested.evil"
-    assert f"these are no plain values, and are not imported: {names}" in printed
+    assert f"these are not plain values, and are not imported: {names}" in printed
     loaded = ckpt.load(tmp_path / "repository")
     assert torch.equal(loaded["tensors"]["layers.weight"], weights["layers.weight"])
     assert loaded["objects"] == {"rng_state/shard_0_1": [3, "cpu"]}

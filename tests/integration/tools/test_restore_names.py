@@ -80,5 +80,5 @@ def test_names_that_make_no_sense_are_refused(arguments: list[str], words: str, 
 
 @pytest.mark.parametrize("value", ["model", "=x", "(=x", r"model=\1", r"model=\g<a>"])
 def test_patterns_that_are_no_patterns_are_refused(value: str, root: Path, tmp_path: Path) -> None:
-    with pytest.raises(click.UsageError, match="has not the form|is not a regular expression"):
+    with pytest.raises(click.UsageError, match="does not have the form|is not a regular expression"):
         export(root, tmp_path / "out.npz", "--rename", value)

@@ -142,7 +142,7 @@ def test_a_step_after_a_suspect_loss_is_not_restored(tmp_path: Path, monkeypatch
     with ckpt.Checkpointer(url, group=None) as ck:
         assert ck.restore({"x": np.zeros(3)})[1] == 5, "without an older step the newest one is restored"
     monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "x")
-    with pytest.raises(InvalidArgument, match="is no step"), ckpt.Checkpointer(url, group=None) as ck:
+    with pytest.raises(InvalidArgument, match="is not a step"), ckpt.Checkpointer(url, group=None) as ck:
         ck.restore({"x": np.zeros(3)})
     monkeypatch.delenv(RESTORE_LIMIT_VARIABLE)
     assert ckpt.load(url, group=None)["x"][0] == 44.0

@@ -182,7 +182,7 @@ def test_no_word_of_a_command_is_lost(flags: list[str], rest: list[str], as_modu
         (["python", "--version"], "python --version runs no script"),
         (["python", "-"], "standard input"),
         (["python", "none.py"], "there is no none.py here"),
-        (["python", "."], ". is no file of Python source"),
+        (["python", "."], ". is not a file of Python source"),
         (["/none/such/python", __file__], "/none/such/python can't be started: No such file or directory"),
     ],
 )

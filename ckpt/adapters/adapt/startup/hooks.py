@@ -108,7 +108,7 @@ class _Process:
     uses_ckpt: bool = False
     importing: int = 0
     """How many imports of ckpt by the hooks are running."""
-    said: set[str] = field(default_factory=set)
+    printed: set[str] = field(default_factory=set)
     trainings: int = 0
     is_training: bool = False
 
@@ -154,31 +154,31 @@ def _is_launcher() -> bool:
 # --- messages ------------------------------------------------------------------------------------------------------
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     """Print a message once, in rank 0, and only where the hooks act."""
-    if _process.id != os.getpid() or text in _process.said:
+    if _process.id != os.getpid() or text in _process.printed:
         return
-    _process.said.add(text)
+    _process.printed.add(text)
     if os.environ.get("RANK", "0") == "0":
         print(f"ckpt: {text}", file=sys.stderr, flush=True)
 
 
-def say_saves(what: str, url: str, when: str, start: str) -> None:
+def print_saves(what: str, url: str, when: str, start: str) -> None:
     """Print where a training is saved, how often, and from where it continues."""
-    say(f"{what} saves to {url} {when}, and {start} (--adapt; --adapt=off or {SWITCH}=off turns it off)")
+    print_once(f"{what} saves to {url} {when}, and {start} (--adapt; --adapt=off or {SWITCH}=off turns it off)")
 
 
-def say_refused(what: str, reason: object) -> None:
+def print_refused(what: str, reason: object) -> None:
     """Print why a training is not adapted."""
-    say(f"{what} is not adapted and saves nothing to ckpt: {reason}")
+    print_once(f"{what} is not adapted and saves nothing to ckpt: {reason}")
 
 
 def _report_nothing() -> None:
     """At the end of a script that no hook has adapted, name the frameworks that it has imported."""
-    if not acts_here() or _process.said or sys.orig_argv[1:2] == ["-c"] or "lightning" in sys.modules:
+    if not acts_here() or _process.printed or sys.orig_argv[1:2] == ["-c"] or "lightning" in sys.modules:
         return
     if found := [refusal for refusal in REFUSALS if refusal.module in sys.modules]:
-        say("--adapt has found nothing to save. " + "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in found))
+        print_once("--adapt has found nothing to save. " + "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in found))
 
 
 def _first_optimizer_step(torch_optimizer: ModuleType) -> None:
@@ -186,9 +186,9 @@ def _first_optimizer_step(torch_optimizer: ModuleType) -> None:
 
     def notice(*_: Any) -> None:
         handle.remove()
-        if acts_here() and not _process.said and not {"lightning", "pytorch_lightning", "keras"} & sys.modules.keys():
+        if acts_here() and not _process.printed and not {"lightning", "pytorch_lightning", "keras"} & sys.modules.keys():
             name = "accelerate" if "accelerate" in sys.modules else "torch"
-            say_refused(f"this loop over {name}", next(r.reason for r in REFUSALS if r.name == name))
+            print_refused(f"this loop over {name}", next(r.reason for r in REFUSALS if r.name == name))
 
     handle = torch_optimizer.register_optimizer_step_post_hook(notice)
 
@@ -217,12 +217,14 @@ def training(what: str) -> Iterator[str | None]:
     then finds each of its trainings as it was.
     """
     if _process.is_training:
-        say_refused(what, "it runs inside of another training")
+        print_refused(what, "it runs inside of another training")
         yield None
         return
     _process.trainings += 1
     if _process.trainings > _MOST_TRAININGS:
-        say_refused(what, f"only the first {_MOST_TRAININGS} trainings of a script are; later ones begin again after a restart")
+        print_refused(
+            what, f"only the first {_MOST_TRAININGS} trainings of a script are; later ones begin again after a restart"
+        )
         yield None
         return
     path, mark, query = os.environ["CKPT_DIR"].partition("?")
@@ -270,7 +272,7 @@ def _act_after_import(spec: ModuleSpec, action: Callable[[ModuleType], None]) ->
         try:
             action(module)
         except Exception as error:  # the framework differs from the one that is known
-            say_refused(spec.name, f"this version differs ({type(error).__name__}: {error})")
+            print_refused(spec.name, f"this version differs ({type(error).__name__}: {error})")
 
     # Python leaves frames with these names out of the traceback of a failed import, as it does its own.
     exec_module.__code__ = exec_module.__code__.replace(
@@ -295,7 +297,7 @@ def _wrap(hook: Hook, module: ModuleType) -> None:
                 where, _, name = hook.function.partition(":")
                 function = getattr(importlib.import_module(where), name)
         except Exception as error:  # ckpt is not installed for this Python, or the framework is too old
-            say_refused(hook.name, f"{type(error).__name__}: {error}")
+            print_refused(hook.name, f"{type(error).__name__}: {error}")
             return original(*args, **kwargs)
         return function(original, *args, **kwargs)
 
@@ -303,7 +305,7 @@ def _wrap(hook: Hook, module: ModuleType) -> None:
 
 
 def _refuse(refusal: Refusal, module: ModuleType) -> None:
-    say_refused(refusal.name, refusal.reason)
+    print_refused(refusal.name, refusal.reason)
 
 
 def _note_own_use() -> None:
@@ -315,5 +317,5 @@ def _note_own_use() -> None:
         if frame.f_code.co_filename.endswith("importlib/metadata/__init__.py"):
             return
         frame = frame.f_back  # type: ignore[assignment]
-    say("this script uses ckpt itself, so --adapt leaves it alone")
+    print_once("this script uses ckpt itself, so --adapt leaves it alone")
     _process.uses_ckpt = True
