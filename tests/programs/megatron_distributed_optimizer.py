@@ -8,31 +8,18 @@ FORMAT: the distrib_optim_sharding_type.
 
 from __future__ import annotations
 
-import argparse
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing as torch_dist
 from megatron.core import parallel_state
 
-from ckpt.adapters import megatron as ckpt_dist
-from programs.megatron_on_cpu import distributed_optimizer, gpt_model, loss_of, transformer_config, without_cuda
+from programs.megatron_loop import loaded_in_both_formats, parser_of, resume, start, train
+from programs.megatron_on_cpu import distributed_optimizer, gpt_model, loss_of, transformer_config
 
-parser = argparse.ArgumentParser()
-parser.add_argument("folder", type=Path)
-parser.add_argument("losses", type=Path)
+parser = parser_of(steps=6)
 parser.add_argument("format")
-parser.add_argument("--tp", type=int, default=1)
 parser.add_argument("--bf16", action="store_true")
-parser.add_argument("--steps", type=int, default=6)
-parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--kill-at", type=int, default=-1)
-parser.add_argument("--torch-dist", action="store_true", help="save in Megatron's own format, too")
-parser.add_argument("--compare", type=int, default=0, help="load this step in both formats and require equal tensors")
 options = parser.parse_args()
 
 
@@ -61,28 +48,16 @@ def set_state(model: Any, optimizer: Any, state: dict[str, Any]) -> int:
     return int(state["iteration"])
 
 
-def train(model: Any, optimizer: Any, start: int) -> None:
+def loss_after(model: Any, optimizer: Any, step: int) -> Any:
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    for step in range(start + 1, options.steps + 1):
-        torch.manual_seed(1000 * step + rank)  # of the dropout
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = loss_of(model, step * ranks + rank)
-        loss.backward()
-        model.finish_grad_sync()
-        optimizer.step()
-        with options.losses.with_name(f"{options.losses.name}.{dist.get_rank()}").open("a") as file:
-            file.write(f"{step} {loss.item().hex()}\n")
-        if step == options.kill_at and dist.get_rank() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        ckpt_dist.save(state_dict(model, optimizer, step), str(folder_of(step)))
-        if options.torch_dist:
-            folder_of(step).mkdir(exist_ok=True, parents=True)
-            torch_dist.save(state_dict(model, optimizer, step), str(folder_of(step)))
-
-
-def folder_of(step: int) -> Path:
-    return options.folder / f"iter_{step:07}"
+    torch.manual_seed(1000 * step + rank)  # of the dropout
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    loss = loss_of(model, step * ranks + rank)
+    loss.backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    return loss
 
 
 def parts(optimizer: Any) -> list[torch.Tensor]:
@@ -97,30 +72,27 @@ def parts(optimizer: Any) -> list[torch.Tensor]:
     return found
 
 
-def compare(step: int) -> None:
+def compare() -> None:
     """Load a step of another parallelism from ckpt and from Megatron's own format, and require equal tensors."""
-    loaded = []
-    for load in (ckpt_dist.load, torch_dist.load):
+
+    def load_into(load: Any) -> list[torch.Tensor]:
         model, optimizer = build()
-        set_state(model, optimizer, load(state_dict(model, optimizer, 0, True), str(folder_of(step))))
-        loaded.append([*(value.detach().clone() for value in model.parameters()), *parts(optimizer)])
-    assert sum(value.numel() for value in loaded[0]) > 10_000
-    assert all(map(torch.equal, *loaded))
+        set_state(model, optimizer, load(state_dict(model, optimizer, 0, True)))
+        return [*(value.detach().clone() for value in model.parameters()), *parts(optimizer)]
+
+    ours, theirs = loaded_in_both_formats(options, load_into)
+    assert sum(value.numel() for value in ours) > 10_000
+    assert all(map(torch.equal, ours, theirs))
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(options.tp, 1)
-    without_cuda()
+    start(options.tp)
     if options.compare:
-        compare(options.compare)
+        compare()
     else:
-        model, optimizer = build()
-        newest = max((int(path.name) for path in (options.folder / "ckpt" / "steps").glob("*/")), default=0)
-        if newest:
-            state = ckpt_dist.load(state_dict(model, optimizer, 0, True), str(folder_of(newest)))
-            newest = set_state(model, optimizer, state)
-        train(model, optimizer, newest)
+        both = build()
+        newest = resume(options, lambda: state_dict(*both, 0, True), lambda state: set_state(*both, state))
+        train(options, newest, lambda step: loss_after(*both, step), lambda step: state_dict(*both, step))
     dist.destroy_process_group()
 
 

@@ -7,30 +7,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing as torch_dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 
-from ckpt.adapters import megatron as ckpt_dist
-from programs.megatron_on_cpu import gpt_model, loss_of, transformer_config, without_cuda
+from programs.megatron_loop import equal, loaded_in_both_formats, parser_of, resume, start, train
+from programs.megatron_on_cpu import gpt_model, loss_of, transformer_config
 
-parser = argparse.ArgumentParser()
-parser.add_argument("folder", type=Path)
-parser.add_argument("losses", type=Path)
-parser.add_argument("--tp", type=int, default=1)
+parser = parser_of(steps=8)
 parser.add_argument("--pp", type=int, default=1)
-parser.add_argument("--steps", type=int, default=8)
-parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--kill-at", type=int, default=-1)
-parser.add_argument("--torch-dist", action="store_true", help="save in Megatron's own format, too")
-parser.add_argument("--compare", type=int, default=0, help="load this step in both formats and require equal tensors")
 options = parser.parse_args()
 
 
@@ -70,40 +59,28 @@ def set_state(model: Any, optimizer: Any, state: dict[str, Any]) -> int:
     return int(state["iteration"])
 
 
-def train(model: Any, optimizer: Any, start: int) -> None:
-    for step in range(start + 1, options.steps + 1):
-        loss = loss_of(model, step)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with options.losses.with_name(f"{options.losses.name}.{dist.get_rank()}").open("a") as file:
-            file.write(f"{step} {loss.item().hex()}\n")
-        if step == options.kill_at and dist.get_rank() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        ckpt_dist.save(sharded_state_dict(model, optimizer, step), str(folder_of(step)))
-        if options.torch_dist:
-            folder_of(step).mkdir(exist_ok=True, parents=True)
-            torch_dist.save(sharded_state_dict(model, optimizer, step), str(folder_of(step)))
+def loss_after(model: Any, optimizer: Any, step: int) -> Any:
+    loss = loss_of(model, step)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
-def folder_of(step: int) -> Path:
-    return options.folder / f"iter_{step:07}"
-
-
-def compare(step: int) -> None:
+def compare() -> None:
     """Load a step of another parallelism from ckpt and from Megatron's own format, and require equal tensors."""
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # for the arguments in common.pt
-    loaded = []
-    for load in (ckpt_dist.load, torch_dist.load):
+
+    def load_into(load: Any) -> Any:
         state = sharded_state_dict(*model_and_optimizer(), step=0)
         del state["rng_state"]  # Megatron does not load it on another parallelism
-        loaded.append(load(state, str(folder_of(step))))
-    ours, theirs = map(flat, loaded)
+        return flat(load(state))
+
+    ours, theirs = loaded_in_both_formats(options, load_into)
     assert ours.keys() == theirs.keys()
     assert sum(value.numel() for value in ours.values() if isinstance(value, torch.Tensor)) > 10_000
     for name, value in ours.items():
-        equal = torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name]
-        assert equal or isinstance(value, argparse.Namespace), name
+        assert equal(value, theirs[name]) or isinstance(value, argparse.Namespace), name
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -114,18 +91,13 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(options.tp, options.pp)
-    without_cuda()
+    start(options.tp, options.pp)
     if options.compare:
-        compare(options.compare)
+        compare()
     else:
-        model, optimizer = model_and_optimizer()
-        newest = max((int(path.name) for path in (options.folder / "ckpt" / "steps").glob("*/")), default=0)
-        if newest:
-            state = ckpt_dist.load(sharded_state_dict(model, optimizer, 0), str(folder_of(newest)))
-            newest = set_state(model, optimizer, state)
-        train(model, optimizer, newest)
+        both = model_and_optimizer()
+        newest = resume(options, lambda: sharded_state_dict(*both, 0), lambda state: set_state(*both, state))
+        train(options, newest, lambda step: loss_after(*both, step), lambda step: sharded_state_dict(*both, step))
     dist.destroy_process_group()
 
 

@@ -10,8 +10,6 @@ begins is also saved to REPOSITORY-DIVISION. Each loss is one line of LOSSES: th
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from typing import Any
 
@@ -20,6 +18,7 @@ import paddle
 import paddle.distributed as dist
 
 import ckpt
+from programs.paddle_loop import train
 
 MESHES = {"rows": [0, 1], "sharded": [0, 1], "grid": [[0, 1], [2, 3]]}
 
@@ -69,6 +68,10 @@ def require_refusal(division: str, url: str) -> None:
         raise AssertionError("a Partial tensor was saved")
 
 
+def addresses_of(model: Any) -> list[int]:
+    return [parameter._local_value().data_ptr() for parameter in model.parameters() if parameter.is_dist()]
+
+
 def main() -> None:
     division, url, losses = sys.argv[1:4]
     kill = int(sys.argv[4]) if len(sys.argv) > 4 else -1
@@ -76,27 +79,24 @@ def main() -> None:
         dist.init_parallel_env()
     state = make(division)
     model, optimizer = state["model"], state["optimizer"]
-    addresses = [parameter._local_value().data_ptr() for parameter in model.parameters() if parameter.is_dist()]
-    with ckpt.Checkpointer(url, every=2) as saver, open(losses, "a") as out:
-        state, start = saver.restore(state)
+    addresses = addresses_of(model)
+
+    def restored(state: Any, start: int) -> None:
         ckpt.save(state, f"{url}-{division}", start)
-        assert addresses == [parameter._local_value().data_ptr() for parameter in model.parameters() if parameter.is_dist()]
-        for step in range(start, 9):
-            x = paddle.to_tensor(np.random.default_rng(step).standard_normal((4, 6), np.float32))
-            if division != "whole":
-                mesh = dist.ProcessMesh(MESHES[division])
-                x = dist.shard_tensor(x, mesh, [dist.Replicate()] * len(mesh.shape))
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.clear_grad()
-            local = loss._local_value() if loss.is_dist() else loss
-            out.write(f"{step} {local.numpy().tobytes().hex()}\n")
-            out.flush()
-            saver.step(step, state)
-            if step == kill:
-                saver.wait()
-                os.kill(os.getpid(), signal.SIGKILL)
+        assert addresses == addresses_of(model)
+
+    def update(step: int) -> Any:
+        x = paddle.to_tensor(np.random.default_rng(step).standard_normal((4, 6), np.float32))
+        if division != "whole":
+            mesh = dist.ProcessMesh(MESHES[division])
+            x = dist.shard_tensor(x, mesh, [dist.Replicate()] * len(mesh.shape))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        return loss._local_value() if loss.is_dist() else loss
+
+    train(state, url, losses, kill, update, restored)
     if division != "whole":
         require_refusal(division, f"{url}-refused")
 

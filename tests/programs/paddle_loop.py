@@ -13,13 +13,23 @@ import paddle
 import ckpt
 
 
-def train(state: Any, url: str, losses: str, kill: int, update: Callable[[int], Any]) -> None:
+def train(
+    state: Any,
+    url: str,
+    losses: str,
+    kill: int,
+    update: Callable[[int], Any],
+    restored: Callable[[Any, int], None] | None = None,
+) -> None:
     """Restore, and train up to step 8. LOSSES gets the loss of each step. After the step `kill`, wait for the save, and die.
 
-    update: makes the training step with this number, and returns its loss.
+    update: makes the training step with this number, and returns its loss. restored: is called with the state and the number
+    of the first step.
     """
     with ckpt.Checkpointer(url, every=2) as saver, open(losses, "a") as out:
         state, start = saver.restore(state)
+        if restored:
+            restored(state, start)
         for step in range(start, 9):
             out.write(f"{step} {update(step).numpy().tobytes().hex()}\n")
             out.flush()
