@@ -11,7 +11,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from ckpt.state.stateful import RandomState
+
+OTHER_DRAWS = (
+    "the stream of samples draws from the global generator of {names}, as the training does. The resumed epoch draws other "
+    "numbers for it: if they choose samples, give the stream a generator of its own"
+)
+"""What to do where `other_draws` has found names."""
+
+_HOST_GENERATORS = ("python", "numpy", "torch")
+
+
+def other_draws(start: dict[str, Any], end: dict[str, Any], saved: dict[str, Any]) -> str:
+    """Return the names of the global generators that gave the discarded batches of a resumed epoch other numbers than before.
+
+    A stream of samples is read again from its begin, and the training between two fetches is not repeated. A stream that draws
+    in each fetch from a generator from which the training draws, too, gets other numbers.
+
+    start, end: the states of the generators before and after the discarded batches are fetched again.
+    saved: their states after the same batches in the saved run.
+    """
+
+    def differ(name: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        return name in one and name in other and _plain(one[name]) != _plain(other[name])
+
+    return " and ".join(name for name in _HOST_GENERATORS if differ(name, start, end) and differ(name, end, saved))
+
+
+def _plain(value: Any) -> Any:
+    """Return the state of a generator as values that compare with ==."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return np.asarray(value).tolist() if hasattr(value, "__array__") else value
 
 
 class RandomSnapshot(RandomState):

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters.epoch_random import OTHER_DRAWS, other_draws
 from ckpt.state.stateful import RandomState, as_stateful, is_random_generator
 from ckpt.storage.base.errors import CkptError
 
@@ -29,6 +31,7 @@ class FetcherPosition:
         self._check = check
         self._at_iterator: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
+        self._ahead: dict[str, Any] | None = None
         self._counters: list[_IndexCounter] = []
 
     def iterator_begins(self, combined_loader: Any) -> None:
@@ -39,6 +42,13 @@ class FetcherPosition:
         """Record the random state before the first batch of an epoch, and count the sample indices from here on."""
         self._at_first_batch = _random_snapshot(fetcher.combined_loader)
         self._count_indices(fetcher.combined_loader)
+        self.before_fetch(fetcher)
+
+    def before_fetch(self, fetcher: Any) -> None:
+        """Record the random state and the states of dataloaders, if the next fetch is that of the batch after the next one."""
+        if _fetches_ahead(fetcher):
+            loader = fetcher.combined_loader
+            self._ahead = {"random": _random_snapshot(loader), "loaders": _copied(loader._state_dicts())}
 
     def state_dict(self, fetcher: Any, in_epoch: bool) -> dict[str, Any]:
         """Return the position after the last batch that the loop took.
@@ -47,6 +57,8 @@ class FetcherPosition:
         """
         loader = fetcher.combined_loader
         found: dict[str, Any] = {"now": _random_snapshot(loader)}
+        if in_epoch and _fetches_ahead(fetcher):
+            found["ahead"] = self._ahead
         if in_epoch and not are_stateful(loader):
             found |= {
                 "iterator": self._at_iterator,
@@ -55,6 +67,11 @@ class FetcherPosition:
                 "indices": [[counter.count, counter.checksum] for counter in self._counters],
             }
         return found
+
+    def iterator_resumes(self, combined_loader: Any, saved: dict[str, Any]) -> None:
+        """Set the random state for an iterator of stateful dataloaders, which fetches the first batch ahead."""
+        if loader_states_ahead(saved):
+            set_random_snapshot(combined_loader, saved["ahead"]["random"])
 
     def go_to(self, fetcher: Any, saved: dict[str, Any]) -> None:
         """Make the iterators of `fetcher` again, and continue after the saved number of batches.
@@ -68,15 +85,23 @@ class FetcherPosition:
             iter(fetcher)
             self._count_indices(loader)
             set_random_snapshot(loader, saved["first_batch"])
-            batches = getattr(fetcher, "iterator_wrapper", fetcher)  # where training_step takes an iterator
-            with _skip_loading(loader if fetcher.length is not None else None):
-                for done in range(saved["batches"]):
-                    if next(batches, None) is None:
-                        raise _other_data_error(f"the epoch has {done} batches, and {saved['batches']} of them were done")
+            self._discard(fetcher, saved)
             indices = [[counter.count, counter.checksum] for counter in self._counters]
             if self._check and indices != saved["indices"]:
                 raise _other_data_error(f"the first {saved['batches']} batches of the epoch have other samples than before")
         set_random_snapshot(loader, saved["now"])
+        self.before_fetch(fetcher)
+
+    def _discard(self, fetcher: Any, saved: dict[str, Any]) -> None:
+        loader = fetcher.combined_loader
+        batches = getattr(fetcher, "iterator_wrapper", fetcher)  # where training_step takes an iterator
+        with _skip_loading(loader if fetcher.length is not None else None):
+            for done in range(saved["batches"]):
+                if "ahead" in saved and done == saved["batches"] - 1:
+                    _warn_of_other_draws(saved)
+                    set_random_snapshot(loader, saved["ahead"]["random"])
+                if next(batches, None) is None:
+                    raise _other_data_error(f"the epoch has {done} batches, and {saved['batches']} of them were done")
 
     def _count_indices(self, combined_loader: Any) -> None:
         self._counters = []
@@ -95,6 +120,24 @@ def are_stateful(combined_loader: Any) -> bool:
     if any(flags) and not all(flags):
         raise CkptError("some training dataloaders have load_state_dict() and others have not: use one kind for all of them")
     return all(flags)
+
+
+def _fetches_ahead(fetcher: Any) -> bool:
+    """Return whether Lightning fetches one batch ahead, to know which is the last one."""
+    return fetcher.length is None and bool(getattr(fetcher, "prefetch_batches", 0))
+
+
+def loader_states_ahead(saved: dict[str, Any]) -> list[Any]:
+    """Return the states of stateful dataloaders before the fetch of the batch that Lightning had fetched ahead, if it did."""
+    found: list[Any] = saved.get("ahead", {}).get("loaders", [])
+    return found
+
+
+def _warn_of_other_draws(saved: dict[str, Any]) -> None:
+    """Warn if the discarded batches had other random numbers than in the saved run."""
+    names = other_draws(saved["first_batch"]["global"], RandomState().state_dict(), saved["ahead"]["random"]["global"])
+    if names:
+        packages.warn(OTHER_DRAWS.format(names=names))
 
 
 def _other_data_error(what: str) -> CkptError:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-from ckpt.adapters.lightning_data import FetcherPosition, set_random_snapshot
+from ckpt.adapters.lightning_data import FetcherPosition, loader_states_ahead, set_random_snapshot
 
 Point = Literal["batch", "epoch"]
 """After which of them a state was saved."""
@@ -72,6 +72,8 @@ class LoopPoints:
         if checkpoint is not None:
             self._resume_at = checkpoint.pop("ckpt")
             self._fit_loop_state = checkpoint["loops"]["fit_loop"]
+            if states := loader_states_ahead(self._resume_at.get("data", {})):
+                self._fit_loop_state["state_dict"]["combined_loader"] = states
             self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint
 
     def _setup_data(self, original: Callable[[], None]) -> None:
@@ -79,10 +81,15 @@ class LoopPoints:
         if self._resume_at is not None:
             fit._restarting = True  # otherwise Lightning does not load the state of dataloaders between epochs
         before = fit._data_fetcher
-        with _call_before_iterator(type(fit), self._position.iterator_begins):
+        with _call_before_iterator(type(fit), self._iterator_begins):
             original()
         if self._resume_at is not None and self._resume_at["point"] == "epoch" and fit._data_fetcher is not before:
             _clear_restart(fit)
+
+    def _iterator_begins(self, combined_loader: Any) -> None:
+        if self._resume_at is not None:
+            self._position.iterator_resumes(combined_loader, self._resume_at.get("data", {}))
+        self._position.iterator_begins(combined_loader)
 
     def _epoch_starts(self, original: Callable[[], None]) -> None:
         resume_at = self._resume_at
@@ -116,6 +123,7 @@ class LoopPoints:
         if not epoch._num_ready_batches_reached() and not epoch._should_accumulate():
             self.point = "batch"
             self._reached("batch")
+        self._position.before_fetch(fetcher)
 
     def _epoch_ends(self, original: Callable[[], None]) -> None:
         original()

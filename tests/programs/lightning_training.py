@@ -61,9 +61,38 @@ class Data(Dataset):
 
 
 class Stream(IterableDataset):
+    """Samples without a length: in order, in an order drawn at the start of an epoch, or by a shuffle buffer."""
+
+    def __iter__(self) -> Any:
+        data, kind = Data(), options.sampler
+        order = torch.randperm(SAMPLES).tolist() if kind == "permuted-stream" else range(SAMPLES)
+        buffer: list[Any] = []
+        for i in order:
+            buffer.append(data[i])
+            if kind != "buffered-stream" or len(buffer) == 8:
+                yield buffer.pop(int(torch.randint(len(buffer), ())) if len(buffer) > 1 else 0)
+        yield from buffer
+
+
+class StatefulStream:
+    """Batches without a length, from a loader with a state of its own."""
+
+    def __init__(self) -> None:
+        self.batch = 0
+
     def __iter__(self) -> Any:
         data = Data()
-        yield from ((data.x[i], data.y[i]) for i in range(SAMPLES))
+        while self.batch * BATCH < SAMPLES:
+            rows = [data[self.batch * BATCH + i] for i in range(BATCH)]
+            self.batch += 1
+            yield [torch.stack(each) for each in zip(*rows, strict=True)]
+        self.batch = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batch = state["batch"]
 
 
 class OwnSampler(Sampler):
@@ -166,16 +195,17 @@ class Kill(pl.Callback):
         self.batches += 1
 
 
-def loader() -> DataLoader:
-    data: Any = Stream() if options.sampler == "stream" else Data()
+def loader() -> Any:
+    if options.sampler == "stateful-stream":
+        return StatefulStream()
+    data: Any = Stream() if "stream" in options.sampler else Data()
     kinds: dict[str, dict[str, Any]] = {
         "shuffle": {"shuffle": True},
         "seeded": {"shuffle": True, "generator": torch.Generator().manual_seed(7)},
         "own": {"sampler": OwnSampler()},
         "hidden": {"sampler": HiddenSampler()},
-        "stream": {},
     }
-    return DataLoader(data, BATCH, num_workers=options.workers, **kinds[options.sampler])
+    return DataLoader(data, BATCH, num_workers=options.workers, **kinds.get(options.sampler, {}))
 
 
 def deepspeed_strategy(stage: int) -> Any:

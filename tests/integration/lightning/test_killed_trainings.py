@@ -26,6 +26,9 @@ OTHER_PACKAGE = "--package=pytorch_lightning"
         pytest.param(17, ["--sampler=own"], id="a sampler of the user"),
         pytest.param(17, ["--sampler=seeded", "--max-steps=30"], id="a loader with a generator, up to max_steps"),
         pytest.param(17, ["--sampler=stream"], id="a dataset without a length"),
+        pytest.param(17, ["--sampler=stream", "--noise"], id="random samples that are fetched ahead"),
+        pytest.param(17, ["--sampler=permuted-stream"], id="a stream in an order drawn at its start"),
+        pytest.param(17, ["--sampler=stateful-stream", "--noise"], id="a loader with a state and without a length"),
         pytest.param(17, ["--workers=2", "--noise"], id="random samples of workers"),
         pytest.param(17, ["--accumulate=3"], id="accumulated gradients"),
         pytest.param(17, ["--manual"], id="manual optimization"),
@@ -90,6 +93,13 @@ def test_data_in_another_order_is_refused(tmp_path: Path) -> None:
     printed = training.run("cut", status=1)
     assert "CkptError: the data cannot continue where the saved step was: the first 6 batches" in printed
     assert "check_data=False" in printed
+
+
+def test_stream_that_draws_with_the_model_is_warned_of(tmp_path: Path) -> None:
+    """The training draws between the fetches of two batches, and that is not repeated when the stream is read again."""
+    training = Training(tmp_path, "--sampler=buffered-stream")
+    training.run("cut", "--kill-at=17", status=-signal.SIGKILL)
+    assert "global generator of torch" in training.run("cut")
 
 
 def test_hyperparameter_that_is_code_is_named(tmp_path: Path) -> None:
