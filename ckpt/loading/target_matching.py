@@ -325,12 +325,12 @@ class TargetMatcher:
         if self._selector is not None:
             loaded_keys |= current.keys()
         missing, unknown = mismatched_keys(module, current.keys(), loaded_keys)
-        differences = [f"{self._where} lacks {_first_few(missing)}"] * bool(missing)
-        differences += [f"{self._where} has {_first_few(unknown)} besides"] * bool(unknown)
+        differences = [f"{self._where} lacks {_first_few(missing)} of `like`"] * bool(missing)
+        differences += [f"`like` lacks {_first_few(unknown)} of {self._where}"] * bool(unknown)
         if differences:
             raise LeafMismatch(
-                f"leaf {path or '(root)'}: {' and '.join(differences)}, unlike the {type(module).__name__} of `like`; build it "
-                "as it was when saved, or load the common leaves with only="
+                f"leaf {path or '(root)'}: {', and '.join(differences)}; build the {type(module).__name__} as it was when "
+                "saved, map its names with rename=, or load the common leaves with only="
             )
 
     def _saved_outline(self, node: Node, path: str) -> Any:

@@ -320,7 +320,7 @@ def test_a_module_of_other_entries_is_refused_before_anything_is_changed(tmp_pat
     ckpt.save(saved | {"model": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))}, tmp_path, 1)
     for step, target, words in (
         (0, like(bias=True), ["lacks 0.bias"]),
-        (1, like(bias=False), ["has 0.bias, 1.bias, 1.weight besides"]),
+        (1, like(bias=False), ["`like` lacks 0.bias, 1.bias, 1.weight of step 1"]),
         (
             0,
             like(bias=True, norm=True),
