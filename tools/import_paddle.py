@@ -38,7 +38,7 @@ def read_state(source: Path) -> Any:
     if not found["pdopt"]:
         return {"model": _as_loaded(model)}
     if not isinstance(names, dict):
-        raise CkptError(f"{found['pdparams'][0]} is no state_dict() of a layer: import each file to a step of its own")
+        raise CkptError(f"{found['pdparams'][0]} is not a state_dict() of a layer: import each file to a step of its own")
     return join_states(_as_loaded(model), names, _as_loaded(read_pickle(found["pdopt"][0])), str(found["pdopt"][0]))
 
 

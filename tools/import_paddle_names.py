@@ -21,7 +21,7 @@ def join_states(model: dict[str, Any], names: dict[str, str], optimizer: Any, wh
     where: the file of the optimizer, for messages.
     """
     if not isinstance(optimizer, dict):
-        raise CkptError(f"{where} is no state_dict() of an optimizer: import each file to a step of its own")
+        raise CkptError(f"{where} is not a state_dict() of an optimizer: import each file to a step of its own")
     owners: dict[str, str] = {}
     for name, given in names.items():
         owners.setdefault(given, name)

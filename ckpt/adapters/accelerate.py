@@ -91,14 +91,20 @@ class AttachedAccelerator:
         return handle
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> int | None:
-        """Load a step into the objects of the Accelerator, and return its number; None where nothing is saved."""
+        """Load a step into the objects of the Accelerator, and return its number; None where nothing is saved.
+
+        Raises:
+            InvalidArgument: There is no such folder, and the name does not end with the number of a step.
+        """
         require_no_hooks(self._accelerator._load_model_state_pre_hook, "register_load_state_pre_hook")
         if input_dir is not None and os.path.isdir(input_dir):
             self._load_state(input_dir, *args, **kwargs)
             return None
         step = None if input_dir is None else _step_of_name(input_dir)
         if input_dir is not None and step is None:
-            raise InvalidArgument(f"load_state({input_dir!r}): there is no such folder, and the name ends with no step number")
+            raise InvalidArgument(
+                f"load_state({input_dir!r}): there is no such folder, and the name does not end with a step number"
+            )
         state, start = self._saver.restore(self._prepared.entries(), step=step)
         if start == 0:
             return None

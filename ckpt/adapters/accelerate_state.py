@@ -56,7 +56,7 @@ class PreparedObjects:
             state["scaler"] = accelerator.scaler
         return state
 
-    def _train_states(self, optimizers: Sequence[Any]) -> Sequence[Any]:
+    def _train_states(self, optimizers: Sequence[Any]) -> Sequence[ModelState | EngineState]:
         models = self._accelerator._models
         if _kind(self._accelerator) == "DEEPSPEED":  # each engine has its optimizer
             return [EngineState(model, parts=("model", "optimizer", "lr_scheduler", "engine")) for model in models]

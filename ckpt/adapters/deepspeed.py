@@ -131,7 +131,7 @@ class AttachedEngine:
     # --- the repository ----------------------------------------------------------------------------------------
 
     def _saver(self, folder: Any) -> Checkpointer:
-        url: Any = os.fspath(folder) if self._url is None else self._url
+        url: Url = os.fspath(folder) if self._url is None else self._url
         key = str(url)
         if key not in self._savers:
             self._savers[key] = Checkpointer(url, every=None, **self._options)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from ckpt.adapters.deepspeed_state import EngineState
 from ckpt.adapters.lightning_deepspeed import require_supported_options, strategy_engine_state, uses_deepspeed
 from ckpt.adapters.torch import ModelState
 from ckpt.errors import UnsupportedLeaf
@@ -62,7 +63,7 @@ class TrainerState:
         return ModuleEntries(*([f"state_dict.{name}" for name in names] for names in entries))
 
 
-def sharded_model(trainer: Any) -> Any:
+def sharded_model(trainer: Any) -> ModelState | EngineState:
     """Return the model and optimizers of a trainer whose ranks have only parts of them."""
     if uses_deepspeed(trainer.strategy):
         return strategy_engine_state(trainer.strategy)

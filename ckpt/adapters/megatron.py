@@ -46,6 +46,9 @@ def save(
 ) -> Any:  # fmt: skip
     """Save a sharded state dict as one step, as `dist_checkpointing.save` does to a folder.
 
+        dist_checkpointing.save(sharded_state_dict, "/data/run/iter_0000100")
+
+    sharded_state_dict: nested dicts and lists with ShardedTensors, ShardedObjects and plain values.
     checkpoint_dir: RUN/iter_N, a folder or URL, for step N of the repository RUN/ckpt; or a repository, which gets the step
         after its newest.
     sharded_strategy, common_strategy: no effect. Each rank writes an equal share of what several ranks have.
@@ -61,6 +64,9 @@ def save(
         CheckpointingException: The shards do not cover each tensor exactly once.
         UnsupportedLeaf: The state has an object that can't be stored without pickle.
         CkptError: The save failed; see `ckpt.save`.
+
+    Returns:
+        An AsyncRequest of Megatron-Core with async_sharded_save, else None.
     """
     if content_metadata is not None:
         sharded_state_dict[_CONTENT_METADATA] = content_metadata
@@ -86,10 +92,12 @@ def load(
 ) -> dict[str, Any]:  # fmt: skip
     """Load a sharded state dict on any parallelism, as `dist_checkpointing.load` does from a folder.
 
+        state_dict = dist_checkpointing.load(sharded_state_dict, "/data/run/iter_0000100")
+
     sharded_state_dict: its tensors are filled in place.
     checkpoint_dir: as for `save`; a repository loads its newest complete step.
     strict: "assume_ok_unexpected", under which a missing tensor is an error.
-    The other arguments have no effect.
+    sharded_strategy, common_strategy, validate_access_integrity: no effect.
 
     Returns:
         The state dict, with the common values of the step.
@@ -115,7 +123,7 @@ def load(
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the values of a step that are no tensors and no sharded objects."""
+    """Return the values of a step that are neither tensors nor sharded objects. checkpoint_dir: as for `load`."""
     url, step = repository_and_step(checkpoint_dir)
     found: dict[str, Any] = decoded(api.load(url, {"common": None}, step=step)["common"])
     return found
@@ -124,7 +132,14 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, 
 def load_content_metadata(
     checkpoint_dir: str | os.PathLike[str] | None = None, *, preloaded_state_dict: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Return what `save` got as `content_metadata`, of a step or of a loaded state dict."""
+    """Return what `save` got as `content_metadata`, of a step or of a loaded state dict.
+
+    checkpoint_dir: as for `load`; not needed with preloaded_state_dict.
+    preloaded_state_dict: what `load_common_state_dict` has returned.
+
+    Raises:
+        InvalidArgument: Neither is given.
+    """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise InvalidArgument("load_content_metadata: give checkpoint_dir or preloaded_state_dict")
@@ -133,7 +148,10 @@ def load_content_metadata(
 
 
 def repository_and_step(checkpoint_dir: str | os.PathLike[str]) -> tuple[str, int | None]:
-    """Return the URL of the repository and the number of the step that a checkpoint folder of Megatron stands for."""
+    """Return the URL of the repository and the number of the step that a checkpoint folder of Megatron stands for.
+
+    checkpoint_dir: as for `save`; for a repository, the number is None.
+    """
     text = os.fspath(checkpoint_dir)
     if (found := _ITERATION.fullmatch(text)) is None:
         return text, None

@@ -26,6 +26,8 @@ from ckpt.storage.base.errors import InvalidArgument
 class CkptManager(checkpointing.DefaultCheckpointManager):  # type: ignore[misc]
     """Saves what the default manager saves, with the tensors and objects in the repository DIR/ckpt.
 
+        cfg.checkpoint.custom_manager_class = "ckpt.adapters.megatron_bridge.CkptManager"
+
     DIR is the folder `checkpoint.save`. The small files of the Bridge (train state, configuration, trackers) stay in it, so
     that the Bridge finds the newest checkpoint as before. A checkpoint in the format of Megatron-Core is loaded, too.
 

@@ -102,7 +102,7 @@ class LoadTargets:
         """Return the boxes of each tensor of this rank."""
         return self.state_dict_like({}, True)
 
-    def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
+    def state_dict_like(self, saved: dict[str, Saved], everything: bool) -> dict[str, Any]:
         """Return the boxes to fill: within the saved shape, and of the saved type."""
         self._converted = []
         boxes: dict[_BoxKey, torch.Tensor] = {}
@@ -122,7 +122,7 @@ class LoadTargets:
             for key, of_key in shards.items()
         }
 
-    def _shape(self, key: str, saved: Any) -> tuple[int, ...]:
+    def _shape(self, key: str, saved: Saved | None) -> tuple[int, ...]:
         tensor = self._tensors[key][0]
         return saved.shape if isinstance(saved, Saved) and tensor.allow_shape_mismatch else tensor.global_shape
 
@@ -131,7 +131,7 @@ class LoadTargets:
         for loaded, target in self._converted:
             target.copy_(loaded)
 
-    def _box(self, tensor: Any, saved: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    def _box(self, tensor: Any, saved: Saved | None) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         """Yield the local tensor to fill and its offset; nothing if it lies beyond the saved shape."""
         local, offset = _local(tensor), tuple(tensor.global_offset)
         if not isinstance(saved, Saved):

@@ -29,7 +29,9 @@ _POLL_SECONDS = 0.005
 
 
 class CkptHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """Saves and restores the item of `CkptSave` and `CkptRestore`.
+    """Saves and restores the item of `CkptSave` and `CkptRestore`, for which Orbax uses it by itself.
+
+        manager.save(step, args=ocp.args.Composite(state=CkptSave(state)))
 
     Any state that `ckpt.save` stores is an item: pytrees of jax and numpy arrays, `flax.nnx` objects, typed keys, plain values.
     All processes of `jax.distributed` save together.

@@ -133,7 +133,9 @@ class ModelState:
         """Return a tensor of the model with the boxes that this rank has."""
         if self._group_sharding is not None and (part := self._group_sharding.slice_of(tensor)) is not None:
             box, shape = self._layout.box(tensor)
-            return flat_shard(part.tensor, part[1:], box, shape, self._layout.replica(name, tensor, ("sharding",)))
+            return flat_shard(
+                part.tensor, (part.start, part.stop), box, shape, self._layout.replica(name, tensor, ("sharding",))
+            )
         return self._layout.shard(name, tensor, is_stored_whole)
 
     def _parts(self) -> Iterator[OptimizerPart]:
@@ -149,7 +151,7 @@ class ModelState:
                 raise InvalidArgument(
                     f"ModelState: the optimizer has the parameter {part.name}, which the layer lacks: give the whole layer"
                 )
-            yield OptimizerPart(*part, *names[part.name], self._layout)
+            yield OptimizerPart(part, *names[part.name], self._layout)
 
     def _rate(self) -> dict[str, Any]:
         rate = self._optimizer._learning_rate

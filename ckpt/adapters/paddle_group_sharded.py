@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import paddle
 from paddle.base.framework import EagerParamBase
@@ -21,7 +22,8 @@ _SLICE = "slice@"
 """What Paddle puts before the name of a parameter for the slice of it."""
 
 
-class Slice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Slice:
     """The elements [start, stop) of a flattened parameter, in the first elements of a tensor."""
 
     tensor: Any
@@ -80,11 +82,11 @@ class GroupSharding:
                 continue
             if rank_of is not None:
                 if rank_of[name] == self._wrapper._rank:
-                    yield OwnedParameter(name, parameter, None, 0, True)
+                    yield OwnedParameter(name, parameter, is_sharded=True)
             elif name not in self._slices:
-                yield OwnedParameter(name, parameter, None, 0, False)
+                yield OwnedParameter(name, parameter, is_sharded=False)
             else:
-                yield OwnedParameter(name, self._slice_parameter(parameter), *self._range(parameter), True)
+                yield OwnedParameter(name, self._slice_parameter(parameter), True, slice=self._range(parameter))
 
     def _range(self, parameter: Any) -> tuple[int, int]:
         """Return the slice of this rank without the padding at the end."""

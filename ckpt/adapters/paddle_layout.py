@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import paddle
 
@@ -168,17 +169,18 @@ class Layout:
         return self._topology is not None
 
 
-class OwnedParameter(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OwnedParameter:
     """A parameter of which this rank has the optimizer's state."""
 
     name: str
     """Paddle's name of the parameter."""
     parameter: Any
     """What the optimizer knows: the parameter, or a slice of it."""
-    start: int | None
-    """The elements [start, stop) of the flattened local parameter; None for all of it."""
-    stop: int
     is_sharded: bool
+    """Whether the ranks of the axis "sharding" have the state of different parameters, or of different slices."""
+    slice: tuple[int, int] | None = None
+    """First element and end of the slice in the flattened local parameter; None for all of it."""
 
 
 def owned_parts(optimizer: Any, sharding: Any) -> Iterator[OwnedParameter]:
@@ -188,7 +190,7 @@ def owned_parts(optimizer: Any, sharding: Any) -> Iterator[OwnedParameter]:
         from ckpt.state.leaves.paddle_optimizer import parameters_of
 
         for parameter in parameters_of(optimizer):
-            yield OwnedParameter(parameter.name, parameter, None, 0, sharding is not None)
+            yield OwnedParameter(parameter.name, parameter, is_sharded=sharding is not None)
         return
     for buffer in buffers:
         for name, view in buffer._sharding_param_grad_view.items():
@@ -198,7 +200,7 @@ def owned_parts(optimizer: Any, sharding: Any) -> Iterator[OwnedParameter]:
                 continue
             slice_parameter = sharding._slice_params[name]
             view.fill_slice_param(slice_parameter)
-            yield OwnedParameter(name, slice_parameter, start, max(start, stop), True)
+            yield OwnedParameter(name, slice_parameter, is_sharded=True, slice=(start, max(start, stop)))
 
 
 def flat_shard(tensor: Any, part: tuple[int, int], box: Box, shape: tuple[int, ...], replica: Replica) -> Shard:
@@ -225,19 +227,17 @@ def flat_shard(tensor: Any, part: tuple[int, int], box: Box, shape: tuple[int, .
 class OptimizerPart:
     """The optimizer's state of one parameter on this rank."""
 
-    def __init__(
-        self, _: str, parameter: Any, start: int | None, stop: int, is_sharded: bool, name: str, whole: Any, layout: Layout
-    ) -> None:
+    def __init__(self, owned: OwnedParameter, name: str, whole: Any, layout: Layout) -> None:
+        """name: the name of the parameter in the model. whole: the local parameter that is not sliced."""
         self.name = name
-        """The name of the parameter in the model."""
-        self.parameter = parameter
-        self._start, self._stop = start, stop
-        self._fixed = ("sharding",) if is_sharded else ()
+        self.parameter = owned.parameter
+        self._slice = owned.slice
+        self._fixed = ("sharding",) if owned.is_sharded else ()
         self._whole, self._layout = whole, layout
 
     def stores(self, key: str, tensor: Any) -> bool:
         """Return whether a save stores an entry: of a sliced parameter, the first slice stores the counts."""
-        return not self._start or not self._is_count(key, tensor)
+        return self._slice is None or self._slice[0] == 0 or not self._is_count(key, tensor)
 
     def shard(self, key: str, tensor: Any) -> Any:
         """Return an entry of the optimizer with the boxes that this rank has."""
@@ -248,12 +248,12 @@ class OptimizerPart:
             replica = self._layout.replica(self.name, _Unsplit, self._fixed)
             return Shard(tensor, tensor.shape, (0,) * len(tensor.shape), replica=replica)
         box, shape = self._layout.box(self._whole)
-        if self._start is None:
+        if self._slice is None:
             return Shard(tensor, shape, box.offset, replica=replica)
-        return flat_shard(tensor, (self._start, self._stop), box, shape, replica)
+        return flat_shard(tensor, self._slice, box, shape, replica)
 
     def _is_count(self, key: str, tensor: Any) -> bool:
-        local = list(self._whole.shape) if self._start is None else [self._stop - self._start]
+        local = list(self._whole.shape) if self._slice is None else [self._slice[1] - self._slice[0]]
         shape = list(tensor.shape)
         return math.prod(shape) == 1 and (any(word in key for word in _COUNTS) or shape != local)
 

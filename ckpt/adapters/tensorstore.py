@@ -16,6 +16,9 @@ def open_array(checkpoint: Checkpoint, name: str) -> Any:
         weight = open_array(ckpt.open("/data/run").latest(), "model.embed.weight")
         rows = weight[100:200].read().result()
 
+    checkpoint: a step of `ckpt.open(url)`.
+    name: the name of a leaf.
+
     Raises:
         LeafNotFound: The step has no such array.
 

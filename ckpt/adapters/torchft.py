@@ -32,6 +32,8 @@ _SHARD = "ckpt.torchft.shard"
 class CkptTransport(CheckpointTransport[T]):  # type: ignore[misc]
     """Sends a state through the memory of the host that has it.
 
+        manager = Manager(..., checkpoint_transport=CkptTransport())
+
     state_dict: returns the state of this process. It is needed where the state has DTensors, and only their meshes are used:
         each rank sends its own shards, and the receiver makes DTensors of them on its own mesh of the same shape.
     host: as for `PeerMemory`.

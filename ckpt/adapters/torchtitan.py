@@ -40,6 +40,8 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]  # mypy does not loo
 
         checkpoint=CkptManager.Config(enable=True, interval=100, keep_latest_k=3)
 
+    config, components: given by torchtitan, which makes the manager from its `Config`.
+
     The options are those of torchtitan's CheckpointManager, with the same meaning. `folder` may also be a URL; where it is
     not set, CKPT_DIR names the repository if that is set. `async_mode` is "async" by default: a save copies the state and
     writes in the background. "disabled" waits until the step is committed. "async_with_pinned_mem" copies parameters and
@@ -199,7 +201,10 @@ def _load_only(repository: Repository, state: dict[str, Any], step: int | None) 
 
 @override(target=CheckpointManager.Config, description="checkpoints in a ckpt repository")  # type: ignore[untyped-decorator]
 def use_ckpt(config: Any) -> Any:
-    """Return the configuration of a `CkptManager` with the same options, for torchtitan's `--override.imports`."""
+    """Return the configuration of a `CkptManager` with the same options, for torchtitan's `--override.imports`.
+
+    config: the configuration of a CheckpointManager.
+    """
     if isinstance(config, CkptManager.Config):
         return config
     return CkptManager.Config(**{field.name: getattr(config, field.name) for field in fields(config) if field.init})

@@ -20,6 +20,7 @@ from ckpt.adapters.torchtune_run import RecipeRun, Settings
 from ckpt.errors import FormatError, StepNotFound
 from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, open_repository, resolve_url
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.training.save_interval import Every
 
 __all__ = ["FullModelHFCheckpointer", "FullModelMetaCheckpointer", "FullModelTorchTuneCheckpointer"]
 
@@ -28,7 +29,7 @@ class _RepositoryCheckpointer:
     """The part that is the same for all formats of the model files. A class of torchtune follows in the order of bases."""
 
     def __init__(
-        self, *args: Any, output_dir: str, ckpt: Url | None = None, every: Any = "auto", keep: int | None = 3,
+        self, *args: Any, output_dir: str, ckpt: Url | None = None, every: Every = "auto", keep: int | None = 3,
         should_load_recipe_state: bool = False, resume_from_checkpoint: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         url = resolve_url(ckpt or os.environ.get(DIRECTORY_VARIABLE) or Path(output_dir) / REPOSITORY_FOLDER)

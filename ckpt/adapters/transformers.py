@@ -31,6 +31,7 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
         trainer = CkptSFTTrainer(model, args=args, train_dataset=dataset, ckpt="/data/run")
         trainer.train(resume_from_checkpoint=True)
 
+    args, kwargs: those of the other base class.
     ckpt: the URL of the repository. None means the one in CKPT_DIR, or else the folder `ckpt` in `output_dir`.
 
     When a step is saved follows from the TrainingArguments: save_strategy, save_steps, save_total_limit, save_only_model,
@@ -153,7 +154,10 @@ class CkptTrainer(CheckpointedTrainer, Trainer):  # type: ignore[misc]
 class Checkpoints(TrainerCallback):  # type: ignore[misc]
     """Refuses to train: a callback of Trainer can't resume, because it can't set the position in the data. Use CkptTrainer.
 
-    url: the URL of a repository, which the error repeats.
+    url, options: as for the callbacks of this name for other frameworks. The error repeats the URL.
+
+    Raises:
+        InvalidArgument: Always, at the start of the Trainer.
     """
 
     def __init__(self, url: Url | None = None, **options: Any) -> None:

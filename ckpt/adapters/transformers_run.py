@@ -17,6 +17,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
+from ckpt.adapters.deepspeed_state import EngineState
 from ckpt.adapters.peft import AdapterState, is_peft_model
 from ckpt.adapters.torch import ModelState
 from ckpt.adapters.transformers_data import DataPosition
@@ -284,7 +285,7 @@ class TrainerRun:
             self._trainer.state.best_model_checkpoint = self._best_text()
 
 
-def _model_state(trainer: Any, optimizer: Any = None) -> Any:
+def _model_state(trainer: Any, optimizer: Any = None) -> ModelState | EngineState:
     """Return the state of the model of a Trainer, and of its optimizer if that is given."""
     if trainer.is_deepspeed_enabled:
         return trainer_engine_state(trainer, is_model_only=optimizer is None)

@@ -27,7 +27,9 @@ from ckpt.storage.base.store import Store
 
 @CheckpointEngineRegistry.register("ckpt")
 class StepEngine(CheckpointEngine):  # type: ignore[misc]
-    """Sends weights from the first actor rank to all rollout workers.
+    """Sends weights from the first actor rank to all rollout workers. verl makes it by its name in the configuration:
+
+        actor_rollout_ref.rollout.checkpoint_engine.backend=ckpt
 
     bucket_size: bytes of a bucket; verl sets it from `update_weights_bucket_megabytes`. A larger tensor is a bucket of its own.
     is_master: whether this is the first actor rank; verl sets it.
@@ -57,7 +59,11 @@ class StepEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return the address for each worker. metadata: what `prepare` of each returned, that of the first actor rank first."""
+        """Return the address for each worker. metadata: what `prepare` of each returned, that of the first actor rank first.
+
+        Raises:
+            InvalidArgument: The first actor rank was made without is_master.
+        """
         if "address" not in metadata[0]:
             raise InvalidArgument("the first actor rank is not the master of the checkpoint engine: verl sets is_master there")
         address = metadata[0]["address"]

@@ -71,7 +71,13 @@ def iterate_weights(
 
 
 def open_step(url: Url | None, step: int | None, key: KeyOption = None) -> Checkpoint:
-    """Return a step of a repository, the newest complete one if `step` is None; StepNotFound if there is none."""
+    """Return a step of a repository, the newest complete one if `step` is None.
+
+    url, key: as for `ckpt.save`.
+
+    Raises:
+        StepNotFound: There is none.
+    """
     repository = open_repository(resolve_url(url), key)
     found = repository[step] if step is not None else repository.latest()
     if found is None:
@@ -80,7 +86,15 @@ def open_step(url: Url | None, step: int | None, key: KeyOption = None) -> Check
 
 
 def weight_names(checkpoint: Checkpoint, prefix: str, rename: Rename | None) -> dict[str, list[str]]:
-    """Return for each leaf of a model the names of its tensor; the arguments and errors are those of `iterate_weights`."""
+    """Return for each leaf of a model the names of its tensor.
+
+    checkpoint: the step.
+    prefix, rename: as for `iterate_weights`.
+
+    Raises:
+        InvalidArgument: The step has several parts and no prefix is given, or two tensors would get one name.
+        LeafNotFound: No array is below `prefix`.
+    """
     tree = checkpoint.tree()
     if not prefix and (parts := parts_with_arrays(tree)):
         raise InvalidArgument(

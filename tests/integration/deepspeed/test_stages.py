@@ -20,7 +20,7 @@ def check(ranks: int, folder: Path, *checks: str) -> None:
     check_on_torch_ranks("deepspeed_checks.py", ranks, folder, *checks)
 
 
-def test_two_ranks(saved: Path) -> None:
+def test_every_stage_loads_what_another_stage_saved(saved: Path) -> None:
     check(2, saved, "load_stages", "refuse_other_models", "load_parts", "load_folder_of_deepspeed", "exchange_with_torch")
     check(2, saved, "refuse_engines", "load_offloaded")
 

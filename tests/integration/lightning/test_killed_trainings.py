@@ -38,11 +38,11 @@ def test_losses_after_a_kill(tmp_path: Path, batches: int, options: list[str]) -
     Training(tmp_path, *options).killed_and_resumed(batches)
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_losses_of_two_processes_after_a_kill(tmp_path: Path) -> None:
     Training(tmp_path, "--ranks=2", "--every=2", "--epochs=5").killed_and_resumed(9, ranks=2)
 
 
-def test_two_processes_with_fsdp2(tmp_path: Path) -> None:
+def test_losses_of_two_processes_with_fsdp2_after_a_kill(tmp_path: Path) -> None:
     Training(tmp_path, "--sharded", "--ranks=2", "--every=2", "--epochs=5").killed_and_resumed(9, ranks=2)
 
 

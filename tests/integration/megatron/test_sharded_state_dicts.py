@@ -82,7 +82,7 @@ def test_all_kinds_of_entries(tmp_path: Path) -> None:
     assert megatron.load_content_metadata(tmp_path) == {"format": 5}
 
 
-def test_asynchronous_save(tmp_path: Path) -> None:
+def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path) -> None:
     values = torch.ones(5)
     request = megatron.save({"w": sharded(values)}, tmp_path / "iter_1", async_sharded_save=True)
     values.zero_()
@@ -168,7 +168,7 @@ def test_padded_vocabulary_and_other_type(tmp_path: Path) -> None:
         assert target.tolist() == wanted
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     megatron.save({"w": sharded(torch.ones(4))}, tmp_path / "iter_3")
     target = torch.zeros(4)
     with pytest.raises(LeafNotFound, match="leaf tensors.v of `like` is not in step 3"):

@@ -175,7 +175,7 @@ def test_a_schedule_of_another_kind_is_refused(tmp_path: Path) -> None:
         ckpt.load(tmp_path, like={"s": SCHEDULES["CosineAnnealingLR"](optimizer)})
 
 
-def test_loss_scalers(tmp_path: Path) -> None:
+def test_loss_scalers_go_on_as_before(tmp_path: Path) -> None:
     scaler, manager = amp.DynamicLossScaler(1024, 2, 3), amp.DynamicLossScaleManager(1024, 2, 3)
     for finite in (True, True, True, True, False, True):
         scaler.adjust(ms.Tensor(finite))
@@ -212,7 +212,7 @@ def test_random_functions_go_on_as_before(tmp_path: Path) -> None:
     assert [draw(), draw()] == expected
 
 
-def test_generators(tmp_path: Path) -> None:
+def test_a_generator_goes_on_as_before(tmp_path: Path) -> None:
     generator = ms.Generator().manual_seed(5)
     generator._step(ms.Tensor(12, ms.int64))
     ckpt.save({"g": generator}, tmp_path, 0)

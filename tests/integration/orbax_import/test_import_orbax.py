@@ -66,7 +66,7 @@ def test_the_newest_step_of_a_manager(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"use_ocdbt": False}, {"use_ocdbt": True, "use_zarr3": True}], ids=str)
-def test_other_layouts(options: dict[str, bool], tmp_path: Path) -> None:
+def test_every_layout_of_orbax_is_imported(options: dict[str, bool], tmp_path: Path) -> None:
     state = make_state()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
         checkpointer.save(tmp_path / "orbax", args=ocp.args.PyTreeSave(state))

@@ -156,8 +156,8 @@ def changed(folder: Path, *replacements: tuple[bytes, bytes]) -> None:
 @pytest.mark.parametrize(
     ("replacement", "words"),
     [
-        ((b"0_0.distcp", b"/etc/hosts"), "no file that Paddle writes"),
-        ((b"0_0.distcp", b"../.distcp"), "no file that Paddle writes"),
+        ((b"0_0.distcp", b"/etc/hosts"), "not a file that Paddle writes"),
+        ((b"0_0.distcp", b"../.distcp"), "not a file that Paddle writes"),
         ((b"0_0.distcp", b"1_0.distcp"), "which is missing"),
         ((b"K\x1eK\n\x86", b"K\x1eK\x09\x86"), "not the one that the metadata describes"),
         ((b"\x05int64", b"\x05int32"), "not the one that the metadata describes"),

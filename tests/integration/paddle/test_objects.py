@@ -125,7 +125,7 @@ def test_a_state_that_paddle_has_loaded_for_the_first_step_is_saved(tmp_path: Pa
     assert entry.numpy().tolist() == optimizer._accumulators["moment1"][layer.parameters()[0].name].numpy().tolist()
 
 
-def test_lbfgs(tmp_path: Path) -> None:
+def test_lbfgs_goes_on_as_before(tmp_path: Path) -> None:
     def run(layer: Any, optimizer: Any, count: int) -> list[float]:
         x = paddle.to_tensor(np.random.default_rng(0).standard_normal((5, 3), np.float32))
 

@@ -227,7 +227,7 @@ def _copies(tmp_path: Path, data: bytes) -> Path:
         ({"a": "one.safetensors", "b": "two.safetensors"}, "two.safetensors, which is missing"),
         ({"a": "../one.safetensors"}, "not beside it"),
         ({"a": "one.safetensors", "z": "one.safetensors"}, "names z"),
-        ([1], "no index"),
+        ([1], "is not an index"),
     ],
 )
 def test_wrong_indexes_are_refused(weights: Any, words: str, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_training_continues_from_a_universal_checkpoint(tmp_path: Path) -> Non
     ("name", "words"),
     [
         ("mp_rank_00/zero_pp_rank_0_mp_rank_00_optim_states.pt", "global_step100"),
-        ("manifest.ocdbt", "no complete checkpoint of Orbax"),
+        ("manifest.ocdbt", "not a complete checkpoint of Orbax"),
         ("checkpoint", "indexes of TensorFlow or none"),
         ("0.metadata", "0.metadata is not written by Paddle, or is damaged"),
         ("unknown", "--format"),

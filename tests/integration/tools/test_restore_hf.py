@@ -135,7 +135,7 @@ def test_only_an_exported_folder_is_replaced(root: Path, config: Path, tmp_path:
         export(*arguments, "--overwrite")
     assert (out / "notes.txt").read_text() == "precious"
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(CkptError, match="no folder"):
+    with pytest.raises(CkptError, match="is not a folder"):
         export(root, tmp_path / "file", "--hf", "--strip", "model.", "--overwrite")
 
 

@@ -135,7 +135,7 @@ def test_only_trained_parameters_are_saved(tmp_path: Path, files: Path) -> None:
     assert all("lora" in name for name in names)
 
 
-def test_refusals(tmp_path: Path, files: Path) -> None:
+def test_another_batch_size_is_refused(tmp_path: Path, files: Path) -> None:
     tuning = Tuning(tmp_path, files, FULL)
     tuning.run("cut", "metric_logger.kill_at=15", status=-signal.SIGKILL)
     printed = tuning.run("cut", "batch_size=3", status=1)

@@ -16,11 +16,11 @@ from ckpt.adapters.accelerate import attach
 
 
 @pytest.mark.parametrize("seedable", [pytest.param(False, marks=pytest.mark.essential), True])
-def test_one_process(tmp_path: Path, seedable: bool) -> None:
+def test_a_killed_loop_goes_on_as_before(tmp_path: Path, seedable: bool) -> None:
     check_loop_continuation(tmp_path, seedable=seedable)
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_killed_loops_of_two_processes_go_on_as_before(tmp_path: Path) -> None:
     check_loop_continuation(tmp_path, 2, samples=28)
 
 
@@ -45,7 +45,7 @@ def test_a_step_by_its_number_and_the_newest(tmp_path: Path) -> None:
     assert accelerator.save_state().result().step == 8
     with pytest.raises(ckpt.StepNotFound):
         accelerator.load_state("step_6")
-    with refused(ckpt.InvalidArgument, "'nowhere'", "no step number"):
+    with refused(ckpt.InvalidArgument, "'nowhere'", "does not end with a step number"):
         accelerator.load_state("nowhere")
     accelerator.end_training()
 

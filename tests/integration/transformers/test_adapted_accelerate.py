@@ -54,7 +54,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_no_folder(tmp_path: Path) -> None
     assert not list((tmp_path / "b/out").glob(".*"))
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_killed_ranks_have_the_losses_of_undisturbed_ones(tmp_path: Path) -> None:
     whole = run_adapted(tmp_path / "a", PROGRAM, "{}", options=("--adapt", "-n", "2"))
     killed = run_adapted(tmp_path / "b", PROGRAM, "{}", options=("--adapt", "-n", "2"), kill_after=(10,))
     assert_same_losses(whole, killed, 1)

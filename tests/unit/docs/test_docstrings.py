@@ -1,0 +1,109 @@
+"""Docstrings of the public API describe each argument and each error, and have an example."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import runpy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGES = runpy.run_path(str(ROOT / ".ci/site/pages.py"))["API"]
+ADAPTERS: list[str] = PAGES["adapters"][2]
+
+_EXAMPLE = re.compile(r"\n\n {4,}\S")
+_MADE_BY_ATTACH = "`attach` makes it"
+
+
+@dataclass(frozen=True, slots=True)
+class Documented:
+    """A public class or function of an adapter."""
+
+    module: str
+    node: ast.ClassDef | ast.FunctionDef
+
+    @property
+    def text(self) -> str:
+        """Its docstring, with that of the constructor."""
+        init = self._init()
+        return (ast.get_docstring(self.node) or "") + (ast.get_docstring(init) or "" if init is not None else "")
+
+    def _init(self) -> ast.FunctionDef | None:
+        inits = (node for node in self.node.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+        return next(inits, None) if isinstance(self.node, ast.ClassDef) else None
+
+    def arguments(self) -> list[str]:
+        """Return the names of the arguments of the function or the constructor."""
+        function = self.node if isinstance(self.node, ast.FunctionDef) else self._init()
+        if function is None:
+            return []
+        listed = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        more = [each for each in (function.args.vararg, function.args.kwarg) if each is not None]
+        return [each.arg for each in (*listed, *more) if each.arg not in ("self", "cls")]
+
+    def functions(self) -> Iterator[ast.FunctionDef]:
+        """Yield the function, or the public methods of the class."""
+        if isinstance(self.node, ast.FunctionDef):
+            yield self.node
+        else:
+            methods = (node for node in self.node.body if isinstance(node, ast.FunctionDef))
+            yield from (method for method in methods if not method.name.startswith("_"))
+
+
+def documented() -> Iterator[Documented]:
+    for module in ADAPTERS:
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+                yield Documented(module, node)
+
+
+CASES = {f"{each.module}.{each.node.name}": each for each in documented()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_argument_of_an_adapter_is_described(name: str) -> None:
+    case = CASES[name]
+    if case.module != "ckpt.adapters.testing" and _MADE_BY_ATTACH not in case.text:
+        assert [argument for argument in case.arguments() if not re.search(rf"\b{argument}\b", case.text)] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_error_that_an_adapter_raises_is_described(name: str) -> None:
+    case = CASES[name]
+    attach = CASES.get(f"{case.module}.attach")
+    common = case.text + (attach.text if attach is not None and _MADE_BY_ATTACH in case.text else "")
+    for function in case.functions():
+        text = common + (ast.get_docstring(function) or "")
+        raised = [node.exc for node in ast.walk(function) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+        assert [ast.unparse(error.func) for error in raised if ast.unparse(error.func) not in text] == []
+
+
+@pytest.mark.parametrize("module", ADAPTERS)
+def test_each_adapter_has_an_example(module: str) -> None:
+    text = ast.get_docstring(ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())) or ""
+    assert _EXAMPLE.search(text) or any(_EXAMPLE.search(case.text) for case in CASES.values() if case.module == module)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ckpt.save", "ckpt.load", "ckpt.open", "ckpt.Checkpointer", "ckpt.Keep", "ckpt.Tier", "ckpt.Shard", "ckpt.PerRank",
+        "ckpt.RandomState", "ckpt.data.Loader", "ckpt.data.Stream",
+    ],
+)  # fmt: skip
+def test_the_main_functions_and_classes_have_an_example_and_describe_each_argument(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute)
+    text = inspect.getdoc(found) or ""
+    if inspect.isclass(found):
+        text += inspect.getdoc(found.__init__) or ""
+    arguments = [argument for argument in inspect.signature(found).parameters if argument not in ("args", "kwargs")]
+    assert [argument for argument in arguments if not re.search(rf"\b{argument}\b", text)] == []
+    assert _EXAMPLE.search(text) or re.search(r"`[^`]*\w+\([^`]*`", text)
