@@ -99,3 +99,13 @@ def test_the_api_reference_has_each_adapter_that_a_page_names() -> None:
     named = {name for page in pages for name in re.findall(r"ckpt\.adapters\.\w+", page.read_text())}
     assert named
     assert named - set(runpy.run_path(str(ROOT / ".ci/site/pages.py"))["API"]["adapters"][2]) == set()
+
+
+def test_the_oldest_versions_of_frameworks_are_those_of_the_tests() -> None:
+    text = "\n".join(file.read_text() for file in (ROOT / "tests/integration").glob("*/requirements-lowest.txt"))
+    tested: dict[str, set[tuple[int, ...]]] = {}
+    for package, version in re.findall(r"^([\w\[\]-]+)==([\d.]+)", text, re.MULTILINE):
+        tested.setdefault(package, set()).add(tuple(map(int, version.split("."))))
+    rows = dict(re.findall(r"^\| `([^`]+)` \| ([\d.]+) \|$", (ROOT / "docs/howto/index.md").read_text(), re.MULTILINE))
+    assert len(rows) > 15
+    assert rows == {package: ".".join(map(str, min(tested[package]))) for package in rows}
