@@ -51,7 +51,7 @@ class PackPosition(NamedTuple):
     position: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ReferencedBlock:
     """A block, and the steps that refer to it."""
 

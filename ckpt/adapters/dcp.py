@@ -175,13 +175,13 @@ def _move_values_to_rank_0(plans: list[SavePlan], items_of_rank_0: frozenset[Any
 
 def _flatten_plan(plan: SavePlan, planner: SavePlanner) -> FlatState:
     """Return the items of this rank as leaves, one for each name, even if they share memory: DCP divides names among ranks."""
-    flat = FlatState(None, {})
+    leaves: dict[str, ArrayLeaf] = {}
     shards: dict[str, list[tuple[WriteItem, Any]]] = {}
     nodes: dict[str, Node] = {}
     for item in plan.items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            nodes[name] = _value_node(name, planner, item, flat)
+            nodes[name] = _value_node(name, planner, item, leaves)
         else:
             shards.setdefault(name, []).append((item, planner.resolve_data(item).detach()))
     for name, items_and_tensors in shards.items():
@@ -190,17 +190,20 @@ def _flatten_plan(plan: SavePlan, planner: SavePlanner) -> FlatState:
             shard = sharded.Shard(
                 [tensor for _, tensor in items_and_tensors], data[0].size, [tuple(d.chunk.offsets) for d in data]
             )
-            flat.leaves[name] = sharded.as_leaf(shard)
+            leaves[name] = sharded.as_leaf(shard)
         except TypeError as error:
             raise UnsupportedLeaf(f"leaf {name}: {error}") from error
         nodes[name] = {"array": name, "kind": "torch"}
     paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    flat.node = nested_tree({tuple(paths.get(name, (name,))): node for name, node in nodes.items()}, paths.values())
-    return flat
+    tree = nested_tree({tuple(paths.get(name, (name,))): node for name, node in nodes.items()}, paths.values())
+    return FlatState(tree, leaves, {name for name, leaf in leaves.items() if isinstance(leaf, BytesLeaf)})
 
 
-def _value_node(name: str, planner: SavePlanner, item: WriteItem, flat: FlatState) -> Node:
-    """Return the node of a value that is no tensor: a plain value if the planner gives it, else the bytes of the planner."""
+def _value_node(name: str, planner: SavePlanner, item: WriteItem, leaves: dict[str, ArrayLeaf]) -> Node:
+    """Return the node of a value that is not a tensor: a plain value if the planner gives it, else the bytes of the planner.
+
+    leaves: those of this rank, to which the bytes are added if they are many.
+    """
     kind = type(planner)
     if isinstance(planner, DefaultSavePlanner) and (kind.resolve_data, kind.transform_object) == (
         DefaultSavePlanner.resolve_data,
@@ -213,8 +216,7 @@ def _value_node(name: str, planner: SavePlanner, item: WriteItem, flat: FlatStat
     if len(data) <= INLINE_BYTES:
         return flatten(Pickled(data)).node
     leaf = f"{name}.data"
-    flat.leaves[leaf] = BytesLeaf(np.frombuffer(data, np.uint8))
-    flat.per_rank.add(leaf)
+    leaves[leaf] = BytesLeaf(np.frombuffer(data, np.uint8))
     return {**flatten(Pickled(b"")).node, "dataclass": [{"array": leaf, "kind": "bytes"}]}
 
 

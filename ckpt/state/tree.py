@@ -45,7 +45,7 @@ FACTORIES: dict[str, Callable[[], Any]] = {
 """The factories of a defaultdict that can be stored, by their stored names."""
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FlatState:
     """A flattened state: its tree, and its leaves by name in the order of the tree."""
 
