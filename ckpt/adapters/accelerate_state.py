@@ -33,9 +33,11 @@ class PreparedObjects:
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader without the first batches, which continues a saved epoch as it was."""
-        made = self._skip_first_batches(dataloader, num_batches)
-        if (position := self._positions.get(id(dataloader))) is not None:
-            position.watch_rest(made, num_batches)
+        position = self._positions.get(id(dataloader))
+        if position is None:
+            return self._skip_first_batches(dataloader, num_batches)
+        made = self._skip_first_batches(dataloader, position.skip_in_sampler(num_batches))
+        position.watch_rest(made, num_batches)
         return made
 
     def entries(self) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ckpt.state.stateful import RandomState
+from ckpt.support.user_warning import warn_user
 
 OTHER_DRAWS = (
-    "the stream of samples draws from the global generator of {names}, as the training does. The resumed epoch draws other "
+    "the stream of samples draws from the global generator of %s, as the training does. The resumed epoch draws other "
     "numbers for it: if they choose samples, give the stream a generator of its own"
 )
 """What to do where `other_draws` has found names."""
@@ -83,6 +84,7 @@ class EpochRandom:
         self._epoch_start = RandomSnapshot()
         self._generator: Any = None
         self._order_at_start: Any = None
+        self._replay_start: dict[str, Any] = {}
 
     def use_order_of(self, loader: Any) -> None:
         """Note the generator from which the sampler of a loader draws the order of each epoch, if it is no global one."""
@@ -117,6 +119,20 @@ class EpochRandom:
         self._epoch_start.apply()
         if self._generator is not None and self._order_at_start is not None:
             self._generator.set_state(self._order_at_start)
+
+    def before_replay(self, number: int, saved: int | None) -> None:
+        """Set the generators for a batch of a stream that is resumed, and so is read again from its begin.
+
+        number: how many batches of the epoch are before it.
+        saved: after how many batches the epoch continues.
+        """
+        if number == 1:
+            self._replay_start = RandomState().state_dict()
+        if number and number == saved:
+            names = other_draws(self._replay_start, RandomState().state_dict(), self.before_ahead.state_dict())
+            if names:
+                warn_user(OTHER_DRAWS % names)
+            self.before_ahead.apply()
 
     def continue_from_save(self) -> None:
         """Set the generators to where the save was; the next batch is fetched from there."""

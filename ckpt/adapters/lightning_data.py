@@ -137,7 +137,7 @@ def _warn_of_other_draws(saved: dict[str, Any]) -> None:
     """Warn if the discarded batches had other random numbers than in the saved run."""
     names = other_draws(saved["first_batch"]["global"], RandomState().state_dict(), saved["ahead"]["random"]["global"])
     if names:
-        packages.warn(OTHER_DRAWS.format(names=names))
+        packages.warn(OTHER_DRAWS % names)
 
 
 def _other_data_error(what: str) -> CkptError:

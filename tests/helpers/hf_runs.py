@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import traceback
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def _run_program(log: Path, arguments: list[str]) -> None:
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
     os.environ |= {"HF_HUB_OFFLINE": "1"}
+    warnings.showwarning = lambda message, *_: print(message)  # pytest collects the warnings of its own process
     sys.argv = arguments
     status = 0
     try:
@@ -118,20 +120,25 @@ def check_continuation(folder: Path, kill_at: int, ranks: int = 1, **options: An
         )
 
 
-def check_loop_continuation(folder: Path, ranks: int = 1, **options: Any) -> None:
+def check_loop_continuation(
+    folder: Path, ranks: int = 1, saved: int = 9, kill_at: int = 11, first: tuple[int, int] = (1, 2), **options: Any
+) -> None:
     """Kill a loop of accelerate, and require that its continuation repeats the losses of a whole run.
 
-    The step with number 9 is in the second of three epochs, and gradients are accumulated over two batches.
+    An epoch has 7 batches, and gradients are accumulated over two.
+
+    saved: after how many batches the newest step is saved.
+    first: the epoch and batch with which the continuation begins.
     """
     program = "accelerate_training.py"
     status, printed = run(folder / "quiet", "quiet", ranks, program, **options)
     assert status == 0, printed[-4000:]
-    status, printed = run(folder / "killed", "killed", ranks, program, kill_at=11, saved=9, **options)
+    status, printed = run(folder / "killed", "killed", ranks, program, kill_at=kill_at, saved=saved, **options)
     assert status == (-signal.SIGKILL if ranks == 1 else 1), printed[-4000:]
     status, printed = run(folder / "killed", "again", ranks, program, resume=True, **options)
     assert status == 0, printed[-4000:]
     for rank in range(ranks):
         whole, again = lines(folder / "quiet", "quiet", rank), lines(folder / "killed", "again", rank)
-        assert again[0][:2] == [1, 2]
+        assert tuple(again[0][:2]) == first
         assert again == whole[len(whole) - len(again) :]
-        assert lines(folder / "killed", "killed", rank) == whole[:11]
+        assert lines(folder / "killed", "killed", rank) == whole[:kill_at]

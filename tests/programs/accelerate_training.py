@@ -38,6 +38,24 @@ class Rows(torch.utils.data.Dataset):
         return torch.full((4,), float(index)) + noise
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Samples without a length, each with noise of the generator that the model uses, too.
+
+    The option `stream` is "plain", "permuted" for an order that is drawn at the start of the epoch, or "buffered" for a shuffle
+    buffer.
+    """
+
+    def __iter__(self) -> Any:
+        count, kind = OPTIONS.get("samples", 14), OPTIONS["stream"]
+        buffer: list[int] = []
+        for index in torch.randperm(count).tolist() if kind == "permuted" else range(count):
+            buffer.append(index)
+            if kind != "buffered" or len(buffer) == 5:
+                chosen = buffer.pop(int(torch.randint(len(buffer), ())) if len(buffer) > 1 else 0)
+                yield torch.full((4,), float(chosen)) + torch.rand(())
+        yield from (torch.full((4,), float(index)) for index in buffer)
+
+
 class Progress:
     """Where the loop is; registered for checkpointing."""
 
@@ -75,8 +93,9 @@ def deepspeed_plugin(stage: int) -> Any:
 def main() -> None:
     fsdp2_on_cpu.choose_fsdp()
     seedable = OPTIONS.get("seedable", False)
+    loaders = DataLoaderConfiguration(use_seedable_sampler=seedable, dispatch_batches=OPTIONS.get("dispatch"))
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
+        cpu=True, gradient_accumulation_steps=2, dataloader_config=loaders,
         **({"deepspeed_plugin": deepspeed_plugin(OPTIONS["stage"])} if "stage" in OPTIONS else {}),
     )  # fmt: skip
     torch.manual_seed(3)
@@ -84,7 +103,8 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    data = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True)
+    rows: Any = Stream() if "stream" in OPTIONS else Rows()
+    data = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=None if "stream" in OPTIONS else True)
     model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
     if accelerator.is_fsdp2:
         fsdp2_on_cpu.require_fsdp2(accelerator, model)

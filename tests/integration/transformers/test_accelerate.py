@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.hf_runs import check_loop_continuation
+from helpers.hf_runs import check_loop_continuation, run
 from helpers.refusal import refused
 
 import ckpt
@@ -22,6 +22,34 @@ def test_a_killed_loop_goes_on_as_before(tmp_path: Path, seedable: bool) -> None
 
 def test_killed_loops_of_two_processes_go_on_as_before(tmp_path: Path) -> None:
     check_loop_continuation(tmp_path, 2, samples=28)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_data_without_a_length(tmp_path: Path, dispatch: bool) -> None:
+    """The batch that is fetched ahead has the random numbers that it had, and the order is that of the start of the epoch."""
+    check_loop_continuation(tmp_path, stream="permuted", dispatch=dispatch)
+
+
+def test_data_without_a_length_dispatched_to_two_processes(tmp_path: Path) -> None:
+    check_loop_continuation(tmp_path, 2, stream="permuted", samples=27)
+
+
+def test_batches_dispatched_to_two_processes(tmp_path: Path) -> None:
+    check_loop_continuation(tmp_path, 2, dispatch=True, seedable=True, samples=28)
+
+
+@pytest.mark.parametrize("options", [{}, {"seedable": True}, {"stream": "permuted"}])
+def test_saved_in_the_last_batch_of_an_epoch(tmp_path: Path, options: dict[str, Any]) -> None:
+    check_loop_continuation(tmp_path, saves=[7], saved=7, kill_at=8, first=(1, 0), **options)
+
+
+def test_stream_that_draws_with_the_model_is_warned_of(tmp_path: Path) -> None:
+    """The training draws between the fetches of two batches, and that is not repeated when the stream is read again."""
+    options = {"program": "accelerate_training.py", "stream": "buffered"}
+    run(tmp_path, "killed", kill_at=11, saved=9, **options)
+    status, printed = run(tmp_path, "again", resume=True, **options)
+    assert status == 0
+    assert "global generator of torch" in printed
 
 
 def prepared() -> tuple[Any, Any]:
