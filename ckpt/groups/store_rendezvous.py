@@ -54,7 +54,7 @@ _WRITE_PROBE_SECONDS = 1.0
 """A rank that has found no rendezvous after this time checks whether it can write to the store."""
 _WARN_SECONDS = 15.0
 """A rank that has waited this long logs which ranks are missing."""
-_SETTLE_SECONDS = 2.0
+_SECOND_RANK_SECONDS = 2.0
 """Seconds that rank 0 waits for a second process with the same rank, if the job has no name and another launcher started that
 rank; five times as long if that launcher has ended."""
 
@@ -108,13 +108,13 @@ class StoreRendezvous:
             if is_long:
                 self._warn_missing([rank for rank in range(1, self._group.size) if rank not in hellos])
             if len(hellos) == self._group.size - 1:
-                tokens, settle_seconds = self._live_tokens(folder, hellos)
+                tokens, wait_seconds = self._live_tokens(folder, hellos)
                 if len(tokens) == len(hellos):
-                    if complete_since is None and settle_seconds:
+                    if complete_since is None and wait_seconds:
                         log.info("%r: waiting %g s for other processes with the same rank: no CKPT_RUN_ID names this job",
-                                 self._group, settle_seconds)  # fmt: skip
+                                 self._group, wait_seconds)  # fmt: skip
                     complete_since = complete_since or time.monotonic()
-                    if time.monotonic() >= complete_since + settle_seconds:
+                    if time.monotonic() >= complete_since + wait_seconds:
                         break
         else:
             tokens, _ = self._live_tokens(folder, list_markers(self._store, folder, "hello"))
@@ -201,7 +201,7 @@ class StoreRendezvous:
 
         Raises GroupError where two live processes have the same rank.
         """
-        me, settle_seconds = self._own_hello, 0.0
+        me, wait_seconds = self._own_hello, 0.0
         names = [f"{folder}/hello-{rank}-{token}" for rank, tokens in hellos.items() for token in tokens]
         answers = iter(get_objects(self._store, names, MAX_MARKER_BYTES))
         living: dict[int, str] = {}
@@ -214,8 +214,9 @@ class StoreRendezvous:
                 live = same_launcher if len(same_launcher) == 1 else live
                 for _, one in live:
                     left_over = one.is_orphaned(me)
-                    settle_seconds = max(
-                        settle_seconds, _SETTLE_SECONDS * (5 if left_over else 1 if one.has_same_launcher(me) is False else 0)
+                    wait_seconds = max(
+                        wait_seconds,
+                        _SECOND_RANK_SECONDS * (5 if left_over else 1 if one.has_same_launcher(me) is False else 0),
                     )
             if len(live) > 1:
                 self._remove(folder)
@@ -226,7 +227,7 @@ class StoreRendezvous:
                 )
             living.update((rank, token) for token, _ in live)
             self._peers.update((rank, one) for _, one in live)
-        return living, settle_seconds
+        return living, wait_seconds
 
     def _timeout_error(self, present: Collection[int], doing: str = "the rendezvous") -> GroupError:
         missing = [rank for rank in range(self._group.size) if rank not in present]

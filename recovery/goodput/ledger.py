@@ -34,7 +34,7 @@ _WRITE_SECONDS = 0.5
 _SPAN_SECONDS, _SPAN_SHARE = 1.0, 0.01
 """A span in which the job makes steps ends when it is longer than both these seconds and this share of the wall time, so that
 the ledger records the progress."""
-_SETTLE_SECONDS = 10.0
+_FINAL_AFTER_SECONDS = 10.0
 """A span that ended longer ago keeps its category. A lost host is detected sooner."""
 _STARTING_SECONDS = 10.0
 """Longer than Python takes to start. A shell that has become this process (`exec ckpt-run …`) may be hours old."""
@@ -77,11 +77,11 @@ class GoodputLedger:
     def __init__(self, path: Path, began: float | None = None) -> None:
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._settled_offset = os.lseek(self._file, 0, os.SEEK_END)
+        self._final_offset = os.lseek(self._file, 0, os.SEEK_END)
         # A line that a crash has cut off is left as it is: the next one begins after it.
-        is_cut_off = self._settled_offset > 0 and os.pread(self._file, 1, self._settled_offset - 1) != b"\n"
+        is_cut_off = self._final_offset > 0 and os.pread(self._file, 1, self._final_offset - 1) != b"\n"
         self._separator = b"\n" if is_cut_off else b""
-        self._unsettled_spans: list[LedgerSpan] = []  # spans that may still change, in order
+        self._recent_spans: list[LedgerSpan] = []  # spans that may still change, in order
         self._has_failed = False
         # One clock offset for the whole run, so that the lines follow each other without a gap even if the clock is set.
         self._clock = time.time() - time.monotonic()
@@ -110,11 +110,11 @@ class GoodputLedger:
     def relabel(self, name: TimeCategory, seconds: float) -> None:
         """Give the last seconds of this attempt another category. Earlier than the current span, this reaches about 10 s."""
         moment = self._until - max(0.0, seconds)
-        while self._began > moment and self._unsettled_spans and self._unsettled_spans[-1].attempt == self._attempt:
-            span = self._unsettled_spans.pop()
+        while self._began > moment and self._recent_spans and self._recent_spans[-1].attempt == self._attempt:
+            span = self._recent_spans.pop()
             self._began = span.began - self._clock
             if self._began < moment:
-                self._unsettled_spans.append(replace(span, at=moment + self._clock, seconds=moment - self._began))
+                self._recent_spans.append(replace(span, at=moment + self._clock, seconds=moment - self._began))
                 self._began = moment
         if self._began < moment:
             self._end_span(moment)
@@ -122,7 +122,7 @@ class GoodputLedger:
 
     def _end_span(self, moment: float) -> None:
         """End the current span at this moment and begin the next one."""
-        self._unsettled_spans.append(self._current_span(moment))
+        self._recent_spans.append(self._current_span(moment))
         self._began, self._begin_step = moment, self._step
 
     def _current_span(self, until: float) -> LedgerSpan:
@@ -131,15 +131,15 @@ class GoodputLedger:
 
     def _write_spans(self) -> None:
         self._written_at = time.monotonic()
-        settled = sum(span.at - self._clock < self._until - _SETTLE_SECONDS for span in self._unsettled_spans)
-        settled_data = self._separator + b"".join(map(_encode_span, self._unsettled_spans[:settled]))
-        data = settled_data + b"".join(map(_encode_span, [*self._unsettled_spans[settled:], self._current_span(self._until)]))
+        final = sum(span.at - self._clock < self._until - _FINAL_AFTER_SECONDS for span in self._recent_spans)
+        final_data = self._separator + b"".join(map(_encode_span, self._recent_spans[:final]))
+        data = final_data + b"".join(map(_encode_span, [*self._recent_spans[final:], self._current_span(self._until)]))
         try:
-            if os.pwrite(self._file, data, self._settled_offset) == len(data):
-                os.ftruncate(self._file, self._settled_offset + len(data))
-                self._settled_offset += len(settled_data)
+            if os.pwrite(self._file, data, self._final_offset) == len(data):
+                os.ftruncate(self._file, self._final_offset + len(data))
+                self._final_offset += len(final_data)
                 self._separator, self._has_failed = b"", False
-                del self._unsettled_spans[:settled]
+                del self._recent_spans[:final]
         except OSError as error:
             if not self._has_failed:
                 log.warning("%s can't be written: %s; it is tried again every half second", self._path.name, error.strerror)

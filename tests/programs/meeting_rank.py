@@ -221,7 +221,7 @@ def in_env(folder: Path) -> list[Group]:
     group = detect()
     assert isinstance(group, EnvGroup)
     group._timeout = float(os.environ.get("TIMEOUT", "60"))
-    store_rendezvous._SETTLE_SECONDS = float(os.environ.get("SETTLE", "2"))
+    store_rendezvous._SECOND_RANK_SECONDS = float(os.environ.get("SETTLE", "2"))
     print_line("waiting")
     group.meet_at(LocalStore(folder / "repository"))
     print_line("met")

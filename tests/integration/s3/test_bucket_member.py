@@ -186,7 +186,7 @@ def test_registers_in_a_bucket_keep_one_history(bucket: str, seed: int) -> None:
     final = words(replicated_registers(inner).read(["x"])["x"])
     assert len(set(final)) == len(final)
     for added, value_words in received:
-        assert final[: len(value_words)] == value_words, f"{value_words} was told, {final} is the end"
+        assert final[: len(value_words)] == value_words, f"{value_words} was returned, and {final} is the end"
         assert added in value_words
 
 

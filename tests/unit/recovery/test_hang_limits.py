@@ -16,7 +16,7 @@ def test_limits_follow_the_longest_recent_times() -> None:
     for _ in range(20):
         limits.learn("step", 0.01)
     assert limits.limit_seconds("step") == 2
-    limits.learn("step", 10.0)  # a step of this length is no hang the next time
+    limits.learn("step", 10.0)  # a step of this length is not a hang the next time
     assert limits.limit_seconds("step") == 30
     for _ in range(20):
         limits.learn("step", 400.0)
