@@ -51,6 +51,7 @@ class LoaderPosition:
     def note_loaded(self, now: RandomSnapshot) -> None:
         """Note the generators of the save; the next iterator may continue the saved epoch."""
         self._random.now.copy_from(now)
+        self._random.now.apply_own()
         self._running = _Pass(self._loader, 0, 0)
         self._is_resuming = False
 

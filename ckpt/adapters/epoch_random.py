@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.adapters.data_random import own_generator_states, set_own_generators
 from ckpt.state.stateful import RandomState
 from ckpt.support.user_warning import warn_user
 
@@ -22,6 +23,7 @@ OTHER_DRAWS = (
 )
 """What to do where `other_draws` has found names."""
 
+_OWN = "of_loaders"
 _HOST_GENERATORS = ("python", "numpy", "torch")
 
 
@@ -51,21 +53,31 @@ def _plain(value: Any) -> Any:
 
 
 class RandomSnapshot(RandomState):
-    """The global random generators at one moment, as an entry of a state. A load keeps them until `apply`."""
+    """The random generators at one moment, as an entry of a state. A load keeps them until `apply`.
+
+    These are the global ones, and those that are attributes of `loaders`, of their samplers and of their datasets.
+    """
 
     def __init__(self) -> None:
+        self.loaders: tuple[Any, ...] = ()
         self._state = super().state_dict()
 
     def take(self) -> None:
         """Read the generators."""
-        self._state = super().state_dict()
+        self._state = super().state_dict() | {_OWN: own_generator_states(self.loaders)}
 
     def apply(self) -> None:
         """Set the generators."""
         super().load_state_dict(self._state)
+        self.apply_own()
+
+    def apply_own(self) -> None:
+        """Set the generators of the loaders."""
+        set_own_generators(self.loaders, self._state.get(_OWN, {}))
 
     def copy_from(self, other: RandomSnapshot) -> None:
-        self._state = other._state
+        """Take the generators of another snapshot, and keep those of the loaders if it has no loaders."""
+        self._state = (self._state if not other.loaders else {}) | other._state
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
@@ -87,7 +99,10 @@ class EpochRandom:
         self._replay_start: dict[str, Any] = {}
 
     def use_order_of(self, loader: Any) -> None:
-        """Note the generator from which the sampler of a loader draws the order of each epoch, if it is no global one."""
+        """Note the generators from which a loader draws the order of each epoch, if they are no global ones."""
+        for snapshot in (self.now, self.before_ahead, self._epoch_start):
+            snapshot.loaders = (getattr(loader, "base_dataloader", loader),)
+            snapshot.take()
         self._generator = getattr(loader, "synchronized_generator", None)
 
     def state_dict(self) -> dict[str, Any]:

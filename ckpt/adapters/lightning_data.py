@@ -8,17 +8,15 @@ Batches of a dataset with an index are not loaded for that if the DataLoader has
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters.data_random import copied_state, own_generator_states, parts_of_loaders, set_own_generators
 from ckpt.adapters.epoch_random import OTHER_DRAWS, other_draws
-from ckpt.state.stateful import RandomState, as_stateful, is_random_generator
+from ckpt.state.stateful import RandomState
 from ckpt.storage.base.errors import CkptError
-
-_PARTS = ("sampler", "batch_sampler", "dataset", "generator")
-"""The attributes of a DataLoader, and of its samplers, that may have random generators."""
 
 
 class FetcherPosition:
@@ -48,7 +46,7 @@ class FetcherPosition:
         """Record the random state and the states of dataloaders, if the next fetch is that of the batch after the next one."""
         if _fetches_ahead(fetcher):
             loader = fetcher.combined_loader
-            self._ahead = {"random": _random_snapshot(loader), "loaders": _copied(loader._state_dicts())}
+            self._ahead = {"random": _random_snapshot(loader), "loaders": copied_state(loader._state_dicts())}
 
     def state_dict(self, fetcher: Any, in_epoch: bool) -> dict[str, Any]:
         """Return the position after the last batch that the loop took.
@@ -199,61 +197,18 @@ def _skip_loading(combined_loader: Any | None) -> Iterator[None]:
 # --- random state ----------------------------------------------------------------------------------------------
 
 
-def _random_snapshot(combined_loader: Any | None) -> dict[str, Any]:
+def _random_snapshot(combined_loader: Any) -> dict[str, Any]:
     """Return the state of the global random generators, and of those that the samplers and datasets have."""
-    found: dict[str, Any] = {"global": RandomState().state_dict(), "epochs": {}, "own": {}}
-    for name, part in _parts(combined_loader):
-        if isinstance(getattr(part, "epoch", None), int):
-            found["epochs"][name] = part.epoch
-        for key, stateful in _generators(name, part):
-            found["own"][key] = _copied(stateful.get())
-    return found
+    loaders = combined_loader.flattened
+    epochs = {name: part.epoch for name, part in parts_of_loaders(loaders) if isinstance(getattr(part, "epoch", None), int)}
+    return {"global": RandomState().state_dict(), "epochs": epochs, "own": own_generator_states(loaders)}
 
 
 def set_random_snapshot(combined_loader: Any | None, snapshot: dict[str, Any]) -> None:
     """Set all generators as they were at a snapshot."""
-    for name, part in _parts(combined_loader):
+    loaders = [] if combined_loader is None else combined_loader.flattened
+    for name, part in parts_of_loaders(loaders):
         if name in snapshot["epochs"]:
             part.epoch = snapshot["epochs"][name]
-        for key, stateful in _generators(name, part):
-            if key in snapshot["own"]:
-                stateful.set(_copied(snapshot["own"][key]))
+    set_own_generators(loaders, snapshot["own"])
     RandomState().load_state_dict(snapshot["global"])
-
-
-def _parts(combined_loader: Any | None) -> Iterator[tuple[str, Any]]:
-    """Yield the dataloaders, their samplers and datasets, with their names."""
-    seen: set[int] = set()
-
-    def below(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-        if value is None or id(value) in seen or isinstance(value, (str, bytes, int, list, tuple, dict)):
-            return
-        seen.add(id(value))
-        yield name, value
-        for part in _PARTS:
-            yield from below(f"{name}.{part}", getattr(value, part, None))
-
-    for number, loader in enumerate(() if combined_loader is None else combined_loader.flattened):
-        yield from below(str(number), loader)
-
-
-def _generators(name: str, part: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the random generators that are attributes of an object, and a sampler that has a state of its own."""
-    if is_random_generator(part) or ("sampler" in name.rpartition(".")[2] and hasattr(part, "load_state_dict")):
-        if (stateful := as_stateful(part, name)) is not None:
-            yield name, stateful
-        return
-    for key, value in getattr(part, "__dict__", {}).items():
-        if key not in _PARTS and is_random_generator(value) and (stateful := as_stateful(value, key)) is not None:
-            yield f"{name}.{key}", stateful
-
-
-def _copied(value: Any) -> Any:
-    """Return a state that later draws do not change: some generators return their own dicts and arrays."""
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_copied(each) for each in value]
-    if hasattr(value, "clone"):
-        return value.clone()
-    return value.copy() if hasattr(value, "copy") else value

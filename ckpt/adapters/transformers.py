@@ -44,8 +44,8 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
     none. A number or "checkpoint-500" names a step. A folder that Trainer itself has saved is loaded as Trainer does it.
 
     The continuation equals an uninterrupted training bit for bit if the training itself is deterministic. Two kinds of
-    randomness are not repeated: what workers of the data loader draw (`dataloader_num_workers` above 0), and the order of an
-    IterableDataset that draws it from a generator from which the model draws, too.
+    randomness are not repeated: what workers of the data loader draw (`dataloader_num_workers` above 0), and what an
+    IterableDataset draws in each fetch from a generator from which the model draws, too; a warning names that generator.
 
     Raises:
         InvalidArgument: At `train`, for FSDP1, hyperparameter search, and uploads of checkpoints to the hub; after the

@@ -103,6 +103,8 @@ class DataPosition:
 
         number: how many batches of the epoch are before it.
         """
+        if self._is_stream:
+            self._random.before_replay(number, self._resume_at)
         if number == self._resume_at:
             self._random.before_ahead.apply()
             self._marks_passed += 1

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 
@@ -38,17 +39,33 @@ class Rows(torch.utils.data.Dataset):
         return torch.full((4,), float(index)) + noise
 
 
+class OwnSampler(torch.utils.data.Sampler):
+    """Another order in each epoch, from a generator that goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return len(Rows())
+
+    def __iter__(self) -> Any:
+        return iter(self.random.permutation(len(self)).tolist())
+
+
 class Stream(torch.utils.data.IterableDataset):
     """Samples without a length, each with noise of the generator that the model uses, too.
 
-    The option `stream` is "plain", "permuted" for an order that is drawn at the start of the epoch, or "buffered" for a shuffle
-    buffer.
+    The option `stream` is "permuted" for an order that is drawn at the start of the epoch, "own" for one of a generator of its
+    own, or "buffered" for a shuffle buffer.
     """
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(17) if OPTIONS["stream"] == "own" else None
 
     def __iter__(self) -> Any:
         count, kind = OPTIONS.get("samples", 14), OPTIONS["stream"]
         buffer: list[int] = []
-        for index in torch.randperm(count).tolist() if kind == "permuted" else range(count):
+        for index in torch.randperm(count, generator=self.generator).tolist():
             buffer.append(index)
             if kind != "buffered" or len(buffer) == 5:
                 chosen = buffer.pop(int(torch.randint(len(buffer), ())) if len(buffer) > 1 else 0)
@@ -103,8 +120,8 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    rows: Any = Stream() if "stream" in OPTIONS else Rows()
-    data = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=None if "stream" in OPTIONS else True)
+    rows, options = (Stream(), {}) if "stream" in OPTIONS else (Rows(), {"shuffle": True})
+    data = torch.utils.data.DataLoader(rows, batch_size=2, **({"sampler": OwnSampler()} if OPTIONS.get("own") else options))
     model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
     if accelerator.is_fsdp2:
         fsdp2_on_cpu.require_fsdp2(accelerator, model)

@@ -49,12 +49,26 @@ class Tokens(torch.utils.data.Dataset):
 
 
 class Stream(torch.utils.data.IterableDataset):
+    """The same without a length. The option `stream` may name an order: see `_order`."""
+
     def __init__(self, count: int) -> None:
         self.rows = Tokens(count)
+        self.random = np.random.default_rng(5)
 
     def __iter__(self) -> Any:
-        for index in range(len(self.rows)):
-            yield self.rows[index]
+        buffer: list[int] = []
+        for index in self._order():
+            buffer.append(index)
+            if OPTIONS["stream"] != "buffered" or len(buffer) == 5:
+                yield self.rows[buffer.pop(int(torch.randint(len(buffer), ())) if len(buffer) > 1 else 0)]
+        yield from (self.rows[index] for index in buffer)
+
+    def _order(self) -> list[int]:
+        if OPTIONS["stream"] == "permuted":
+            return torch.randperm(len(self.rows)).tolist()
+        if OPTIONS["stream"] == "own":
+            return self.random.permutation(len(self.rows)).tolist()
+        return list(range(len(self.rows)))
 
 
 def shuffled_stream() -> Any:

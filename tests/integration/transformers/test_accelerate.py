@@ -30,6 +30,12 @@ def test_data_without_a_length(tmp_path: Path, dispatch: bool) -> None:
     check_loop_continuation(tmp_path, stream="permuted", dispatch=dispatch)
 
 
+@pytest.mark.parametrize("options", [{"stream": "own"}, {"own": True}])
+def test_order_of_a_generator_that_goes_on_from_epoch_to_epoch(tmp_path: Path, options: dict[str, Any]) -> None:
+    check_loop_continuation(tmp_path, **options)
+    check_loop_continuation(tmp_path / "last", saves=[7], saved=7, kill_at=8, first=(1, 0), **options)
+
+
 def test_data_without_a_length_dispatched_to_two_processes(tmp_path: Path) -> None:
     check_loop_continuation(tmp_path, 2, stream="permuted", samples=27)
 

@@ -24,6 +24,20 @@ def test_in_the_second_pass(tmp_path: Path) -> None:
 
 
 @needs_position
+@pytest.mark.parametrize("stream", ["permuted", "own"])
+def test_order_drawn_at_the_start_of_a_pass(tmp_path: Path, stream: str) -> None:
+    """From a global generator, or from one of the dataset that goes on from pass to pass."""
+    check_continuation(tmp_path, 10, stream=stream, args={"max_steps": 15, "save_steps": 4})
+
+
+def test_stream_that_draws_with_the_model_is_warned_of(tmp_path: Path) -> None:
+    """The training draws between the fetches of two batches, and that is not repeated when the stream is read again."""
+    arguments = {"max_steps": 6, "save_steps": 3}
+    run(tmp_path, "killed", kill_at=4, stream="buffered", args=arguments)
+    assert "global generator of torch" in finish(tmp_path, "again", resume=True, stream="buffered", args=arguments)
+
+
+@needs_position
 def test_another_order_in_each_pass(tmp_path: Path) -> None:
     """The dataset gets the number of the pass from the Trainer, as it does without ckpt."""
     arguments = {"max_steps": 15, "save_steps": 4}

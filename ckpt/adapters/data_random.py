@@ -1,0 +1,66 @@
+"""The random generators that dataloaders, their samplers and datasets have as attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ckpt.state.stateful import as_stateful, is_random_generator
+
+_PARTS = ("sampler", "batch_sampler", "dataset", "generator")
+"""The attributes of a DataLoader, and of its samplers, that may have random generators."""
+
+
+def own_generator_states(loaders: Iterable[Any]) -> dict[str, Any]:
+    """Return the states of the generators that are attributes of dataloaders, samplers and datasets."""
+    return {
+        key: copied_state(stateful.get())
+        for name, part in parts_of_loaders(loaders)
+        for key, stateful in generators_of_part(name, part)
+    }
+
+
+def set_own_generators(loaders: Iterable[Any], states: dict[str, Any]) -> None:
+    """Set these generators; those that have no state in `states` stay unchanged."""
+    for name, part in parts_of_loaders(loaders):
+        for key, stateful in generators_of_part(name, part):
+            if key in states:
+                stateful.set(copied_state(states[key]))
+
+
+def parts_of_loaders(loaders: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the dataloaders, their samplers and datasets, with their names."""
+    seen: set[int] = set()
+
+    def below(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+        if value is None or id(value) in seen or isinstance(value, (str, bytes, int, list, tuple, dict)):
+            return
+        seen.add(id(value))
+        yield name, value
+        for part in _PARTS:
+            yield from below(f"{name}.{part}", getattr(value, part, None))
+
+    for number, loader in enumerate(loaders):
+        yield from below(str(number), loader)
+
+
+def generators_of_part(name: str, part: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the random generators that are attributes of an object, and a sampler that has a state of its own."""
+    if is_random_generator(part) or ("sampler" in name.rpartition(".")[2] and hasattr(part, "load_state_dict")):
+        if (stateful := as_stateful(part, name)) is not None:
+            yield name, stateful
+        return
+    for key, value in getattr(part, "__dict__", {}).items():
+        if key not in _PARTS and is_random_generator(value) and (stateful := as_stateful(value, key)) is not None:
+            yield f"{name}.{key}", stateful
+
+
+def copied_state(value: Any) -> Any:
+    """Return a state that later draws do not change: some generators return their own dicts and arrays."""
+    if isinstance(value, dict):
+        return {key: copied_state(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [copied_state(each) for each in value]
+    if hasattr(value, "clone"):
+        return value.clone()
+    return value.copy() if hasattr(value, "copy") else value
