@@ -35,6 +35,7 @@ test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/unit -m 'not soak'
 
 # A framework is a folder of tests/integration with requirements.txt (the newest versions), and requirements-lowest.txt.
+# without-dependencies.txt lists packages whose own requirements are not installed, unneeded.txt those that are removed again.
 FRAMEWORKS ?= $(patsubst tests/integration/%/requirements.txt,%,$(sort $(wildcard tests/integration/*/requirements.txt)))
 VERSIONS ?= newest
 REQUIREMENTS := requirements$(if $(filter lowest,$(VERSIONS)),-lowest).txt
@@ -57,6 +58,8 @@ test-framework-%: .venv-frameworks/%-$(ENVIRONMENT)/.installed
 	@$(if $(ESSENTIAL),$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install -q -e . -r tests/integration/$*/$(REQUIREMENTS) 'pytest>=8' pytest-asyncio 'hypothesis>=6.100'
+	@$(if $(wildcard tests/integration/$*/without-dependencies.txt),$(@D)/bin/python -m pip install -q --no-deps \
+		-r tests/integration/$*/without-dependencies.txt)
 	@$(if $(wildcard tests/integration/$*/unneeded.txt),$(@D)/bin/python -m pip uninstall -q -y -r tests/integration/$*/unneeded.txt)
 	@touch $@
 

@@ -27,6 +27,8 @@ FRAMEWORK_FILES = {
     "ckpt/state/leaves/jax.py": "jax",
     "ckpt/state/leaves/jax_objects.py": "jax",
     "ckpt/adapters/torch.py": "torch",
+    "ckpt/adapters/served_step.py": "torch",
+    "ckpt/adapters/sglang_loader.py": "torch",
     "ckpt/adapters/megatron_state.py": "torch",
     "ckpt/adapters/megatron_values.py": "torch",
     "ckpt/adapters/torchtitan_state.py": "torch",

@@ -16,12 +16,10 @@ import vllm
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ckpt.adapters.weights import iterate_weights, open_step, weight_names
-from ckpt.errors import LeafNotFound
+from ckpt.adapters.served_step import ServedStep
 from ckpt.storage.base.errors import InvalidArgument
 
 LOAD_FORMAT = "ckpt"
-_OPTIONS = ("url", "step", "prefix", "rename", "strict")
 
 
 def register() -> None:
@@ -32,44 +30,28 @@ def register() -> None:
 class StepLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads the weights of a step; everything else is done as vLLM does it for safetensors.
 
-    `model_loader_extra_config` has url (default: that in CKPT_DIR), step (default: the newest), prefix and rename, as
-    `iterate_weights` takes them, and strict, without which weights may be missing. The key file is that in CKPT_KEY_FILE.
+    `model_loader_extra_config` has the options of `ServedStep`. The key file is that in CKPT_KEY_FILE.
     """
 
     def __init__(self, load_config: Any) -> None:
         if not hasattr(DefaultModelLoader, "track_weights_loading"):  # then nothing would look for missing weights
             raise InvalidArgument(f"the load format ckpt needs a newer vLLM than {vllm.__version__}: pip install -U vllm")
-        options = load_config.model_loader_extra_config or {}
-        if not isinstance(options, dict) or (unknown := [name for name in options if name not in _OPTIONS]):
-            given = ", ".join(unknown) if isinstance(options, dict) else repr(options)
-            raise InvalidArgument(f"model_loader_extra_config: ckpt has no option {given}; it has {', '.join(_OPTIONS)}")
+        self._step = ServedStep.from_options(load_config.model_loader_extra_config or {})
         super().__init__(dataclasses.replace(load_config, model_loader_extra_config={}))
-        self._is_strict = options.get("strict", True)
-        self._options = {name: value for name, value in options.items() if name != "strict"}
 
     def download_model(self, model_config: Any) -> None:
         """Check that the step and the part of it exist; nothing is downloaded."""
-        self._names()
-
-    def _names(self) -> set[str]:
-        options = self._options
-        checkpoint = open_step(options.get("url"), options.get("step"))
-        names = weight_names(checkpoint, options.get("prefix", ""), options.get("rename"))
-        return {name for each in names.values() for name in each}
+        self._step.names()
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the names and tensors of the step; each process reads all, and its layers take their part of each."""
-        return iterate_weights(**self._options)
+        return self._step.tensors()
 
     def track_weights_loading(self, model: torch.nn.Module, loaded_weights: set[str], *args: Any, **further: Any) -> None:
         """Raise LeafNotFound if a parameter was not loaded. vLLM itself does not check those of linear layers."""
         missing = [name for name, _ in model.named_parameters() if name not in loaded_weights]
-        missing += _missing_parts(self._names(), getattr(model, "packed_modules_mapping", {}))
-        if missing and self._is_strict:
-            raise LeafNotFound(
-                f"the step lacks {len(missing)} weights of the model, such as {', '.join(sorted(missing)[:3])}: check prefix "
-                "and rename, or set strict to false"
-            )
+        missing += _missing_parts(self._step.names(), getattr(model, "packed_modules_mapping", {}))
+        self._step.require(missing)
         super().track_weights_loading(model, loaded_weights, *args, **further)
 
 

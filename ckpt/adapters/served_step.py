@@ -1,0 +1,66 @@
+"""A step as the source of a server's weights: the options of the load format `ckpt`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from ckpt.adapters.weights import iterate_weights, open_step, weight_names
+from ckpt.errors import LeafNotFound
+from ckpt.storage.base.errors import InvalidArgument
+
+_TYPES = {"step": int, "prefix": str, "rename": dict, "strict": bool}
+
+
+@dataclass(frozen=True)
+class ServedStep:
+    """A step, and the part of it that is the model, as `model_loader_extra_config` of a server names them.
+
+    url: default: that in CKPT_DIR.
+    step: default: the newest.
+    prefix, rename: as for `iterate_weights`.
+    strict: whether a missing weight is an error.
+    """
+
+    url: str | None = None
+    step: int | None = None
+    prefix: str = ""
+    rename: Mapping[str, str] | None = None
+    strict: bool = True
+
+    @classmethod
+    def from_options(cls, options: Any) -> Self:
+        """Return what `model_loader_extra_config` names; InvalidArgument for an unknown option or another type."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(options, dict) or (unknown := [name for name in options if name not in known]):
+            given = ", ".join(unknown) if isinstance(options, dict) else repr(options)
+            raise InvalidArgument(f"model_loader_extra_config: ckpt has no option {given}; it has {', '.join(known)}")
+        for name, kind in _TYPES.items():
+            if (value := options.get(name)) is not None and type(value) is not kind:
+                raise InvalidArgument(f"model_loader_extra_config: {name}={value!r} is not of type {kind.__name__}")
+        return cls(**options)
+
+    def with_number(self) -> Self:
+        """Return it with the number of its step, which is that of the newest if none was named."""
+        return dataclasses.replace(self, step=open_step(self.url, self.step).step)
+
+    def names(self) -> set[str]:
+        """Return the names of the weights."""
+        names = weight_names(open_step(self.url, self.step), self.prefix, self.rename)
+        return {name for each in names.values() for name in each}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the names and tensors of the weights, each verified."""
+        return iterate_weights(self.url, self.step, prefix=self.prefix, rename=self.rename)
+
+    def require(self, missing: Sequence[str]) -> None:
+        """Raise LeafNotFound if weights are missing, unless `strict` is false."""
+        if missing and self.strict:
+            raise LeafNotFound(
+                f"the step lacks {len(missing)} weights of the model, such as {', '.join(sorted(missing)[:3])}: check prefix "
+                "and rename, or set strict to false"
+            )

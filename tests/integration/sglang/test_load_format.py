@@ -1,0 +1,263 @@
+"""SGLang loads a step by `--load-format ckpt`, and computes what it computes from an export of transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+
+import ckpt
+
+HERE = Path(__file__).parent
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+
+
+def make_model(seed: int, tied: bool = False, vocabulary: int = 128) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    config = hf.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=vocabulary, max_position_embeddings=64, tie_word_embeddings=tied, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    return hf.LlamaForCausalLM(config)
+
+
+def start(
+    folder: Path, load_format: str, options: dict[str, Any], actions: list[list[Any]] | None = None, **environment: Any
+) -> subprocess.Popen[str]:
+    arguments = [str(folder), load_format, json.dumps(options), json.dumps(actions or [])]
+    cwd = environment.pop("cwd", None)
+    env = {**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": "0|0", "HF_HUB_OFFLINE": "1", **environment}
+    env.pop("CKPT_DIR", None)
+    return subprocess.Popen(
+        [sys.executable, HERE / "load.py", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        cwd=cwd,
+    )
+
+
+def result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, errors = process.communicate(timeout=300)
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    assert process.returncode == 0, out[-3000:] + errors[-6000:]
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def load(folder: Path, load_format: str, options: dict[str, Any], actions: list[list[Any]] | None = None) -> dict[str, Any]:
+    return result(start(folder, load_format, options, actions, MASTER_PORT=str(free_port())))
+
+
+def load_by_two(folder: Path, load_format: str, options: dict[str, Any], folders: list[Path | None]) -> list[dict[str, Any]]:
+    port = str(free_port())
+    ranks = [
+        start(folder, load_format, options, RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port, cwd=cwd)
+        for rank, cwd in enumerate(folders)
+    ]
+    return [result(rank) for rank in ranks]
+
+
+def damage(checkpoint: ckpt.Checkpoint, leaf: str) -> None:
+    row = checkpoint.manifest().find([(leaf, None)])[0][0]
+    with open(Path(checkpoint.store.root) / row.pack, "r+b") as file:
+        file.seek(row.position + row.start)
+        byte = file.read(1)
+        file.seek(row.position + row.start)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def export(model: Any, folder: Path) -> tuple[Path, Path]:
+    """Return a folder with the weights and one without them."""
+    model.save_pretrained(folder / "exported")
+    model.config.save_pretrained(folder / "config")
+    return folder / "exported", folder / "config"
+
+
+def test_the_weights_and_the_logits_are_those_of_an_export(tmp_path: Path) -> None:
+    model = make_model(1)
+    exported, config = export(model, tmp_path)
+    url, state = str(tmp_path / "run"), dict(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt.save({"model": make_model(2), "optimizer": optimizer}, url, 1)
+    ckpt.save({"model": model, "optimizer": optimizer}, url, 2)
+
+    def saved(name: str, state: dict[str, Any]) -> dict[str, Any]:
+        ckpt.save(state, tmp_path / name)
+        return {"url": str(tmp_path / name)}
+
+    damage(ckpt.save(state, tmp_path / "damaged", codec="none"), O_PROJ)
+    refused = {
+        "unknown option": {"url": url, "prefix": "model", "steps": 1},
+        "type of option": {"url": url, "prefix": "model", "step": "1"},
+        "nothing saved": {"url": str(tmp_path / "nothing")},
+        "no such step": {"url": url, "prefix": "model", "step": 9},
+        "no url": {"prefix": "model"},
+        "no prefix": {"url": url},
+        "wrong prefix": {"url": url, "prefix": "modle"},
+        "prefix within the model": {"url": url, "prefix": "model.model"},
+        "missing": saved("missing", {n: t for n, t in state.items() if n != O_PROJ}),
+        "missing part": saved("part", {n: t for n, t in state.items() if "0.mlp.up_proj" not in n}),
+        "shape": saved("shape", {n: t[:5] if n == "model.norm.weight" else t for n, t in state.items()}),
+        "type": saved("type", {**state, "model.norm.weight": np.array(["a", "b"])}),
+        "damaged": {"url": str(tmp_path / "damaged")},
+    }
+    half = {n: t.to(torch.bfloat16) for n, t in state.items()}
+    accepted = {
+        "older": {"url": url, "prefix": "model", "step": 1},
+        "lenient": {"url": str(tmp_path / "missing"), "strict": False},
+        "half": saved("half", half),
+        "rounded": saved("rounded", {n: t.float() for n, t in half.items()}),
+        "renamed": {**saved("other", {f"net.{n}": t for n, t in state.items()}), "rename": {"^net\\.": ""}},
+    }
+    actions = [["load", options] for options in [*refused.values(), *accepted.values()]]
+    found = load(config, "ckpt", {"url": url, "prefix": "model"}, actions)
+    expected = load(exported, "safetensors", {})
+
+    assert (found["loader"], expected["loader"]) == ("StepLoader", "DefaultModelLoader")
+    assert found["digest"] == expected["digest"]
+    assert found["logits"] == expected["logits"]  # bit for bit
+    with torch.no_grad():
+        of_transformers = model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1]
+    torch.testing.assert_close(torch.tensor(found["logits"]), of_transformers, rtol=1e-4, atol=1e-5)
+
+    said = dict(zip([*refused, *accepted], found["answers"], strict=True))
+    assert said["unknown option"] == (
+        "InvalidArgument: model_loader_extra_config: ckpt has no option steps; it has url, step, prefix, rename, strict"
+    )
+    assert said["type of option"] == "InvalidArgument: model_loader_extra_config: step='1' is not of type int"
+    assert said["nothing saved"].startswith("StepNotFound: nothing has been saved to")
+    assert said["no such step"].endswith("has no committed step 9; it has steps 1, 2")
+    assert said["no url"].startswith("InvalidArgument: ")
+    assert "CKPT_DIR" in said["no url"]
+    assert "has the parts model: name that of the model" in said["no prefix"]
+    assert said["wrong prefix"].startswith("LeafNotFound: no array of step 2")
+    assert said["prefix within the model"].startswith("LeafNotFound: the step lacks 15 weights of the model")
+    assert said["missing"] == (
+        f"LeafNotFound: the step lacks 1 weights of the model, such as {O_PROJ}: check prefix "
+        "and rename, or set strict to false"
+    )
+    assert "lacks 1 weights of the model, such as model.layers.0.mlp.up_proj.weight" in said["missing part"]
+    assert said["shape"].startswith(("AssertionError", "ValueError", "RuntimeError"))
+    assert said["type"].startswith("LeafMismatch: leaf model.norm.weight of step")
+    assert said["damaged"].startswith("IntegrityError: leaf model.")
+    assert len(said["older"]) == len(said["lenient"]) == 64
+    assert said["older"] != found["digest"]
+    assert said["half"] == said["rounded"] != found["digest"]
+    assert said["renamed"] == found["digest"]
+
+
+def test_tied_weights_are_loaded(tmp_path: Path) -> None:
+    model = make_model(1, tied=True)
+    exported, config = export(model, tmp_path)
+    ckpt.save({"model": model}, tmp_path / "run", 1)
+    found = load(config, "ckpt", {"url": str(tmp_path / "run"), "prefix": "model"})
+    expected = load(exported, "safetensors", {})
+    assert (found["digest"], found["logits"]) == (expected["digest"], expected["logits"])
+
+
+def test_a_server_does_not_start_from_a_damaged_step(tmp_path: Path) -> None:
+    model = make_model(1)
+    _, config = export(model, tmp_path)
+    damage(ckpt.save(dict(model.state_dict()), tmp_path / "run", codec="none"), O_PROJ)
+    found = load(config, "ckpt", {"url": str(tmp_path / "run")})
+    assert found["error"].startswith("IntegrityError: leaf model.")
+
+
+def test_an_update_takes_the_newest_step_and_keeps_the_old_weights_if_it_fails(tmp_path: Path) -> None:
+    models = {seed: make_model(seed, vocabulary=32768) for seed in (1, 2)}  # large leaves, which have blocks of their own
+    _, config = export(models[1], tmp_path)
+    states = {seed: dict(model.state_dict()) for seed, model in models.items()}
+    url = tmp_path / "run"
+    ckpt.save(states[1], url, 1, codec="none")
+    for name in ("damaged", "missing", "newer"):
+        shutil.copytree(url, tmp_path / name)
+    damage(ckpt.save(states[2], tmp_path / "damaged", 2, codec="none"), "lm_head.weight")
+    ckpt.save({n: t for n, t in states[2].items() if n != O_PROJ}, tmp_path / "missing", 2, codec="none")
+    ckpt.save(states[2], tmp_path / "newer", 2, codec="none")
+
+    actions = [["update", str(config)], ["update", str(tmp_path / "newer")]]
+    for name in ("damaged", "missing", "newer"):
+        actions += [["move", str(url), str(tmp_path / f"before {name}")], ["move", str(tmp_path / name), str(url)]]
+        actions.append(["update", str(config)])
+    actions.append(["load", {"url": str(url), "step": 2}])
+    found = load(config, "ckpt", {"url": str(url)}, actions)
+    first, newest = found["digest"], found["answers"][-1]
+    same, path, damaged, missing, newer = [answer for answer in found["answers"][:-1] if answer is not None]
+    assert first != newest
+
+    assert (same["done"], same["digest"]) == (True, first)
+    assert (path["done"], path["digest"]) == (False, first)
+    assert f"give that of the start, {config}" in path["message"]
+    assert (damaged["done"], damaged["digest"]) == (False, first)
+    assert "Failed to update weights: leaf lm_head.weight of step 2" in damaged["message"]
+    assert (missing["done"], missing["digest"]) == (False, first)
+    assert f"step 2 lacks 1 weights of step 1: {O_PROJ}" in missing["message"]
+    assert (newer["done"], newer["digest"]) == (True, newest)
+
+
+def test_two_tensor_parallel_ranks_load_their_parts_of_one_step(tmp_path: Path) -> None:
+    model = make_model(1)
+    exported, config = export(model, tmp_path)
+    for rank in range(2):
+        ckpt.save({"model": model}, tmp_path / f"rank{rank}" / "run", 1)
+    ckpt.save({"model": make_model(2)}, tmp_path / "rank1" / "run", 2)  # as if the second rank looked later
+
+    options = {"url": "run", "prefix": "model"}
+    found = load_by_two(config, "ckpt", options, [tmp_path / "rank0", tmp_path / "rank1"])
+    expected = load_by_two(exported, "safetensors", {}, [None, None])
+    assert [rank["digest"] for rank in found] == [rank["digest"] for rank in expected]
+    assert found[0]["digest"] != found[1]["digest"]
+    assert found[0]["shapes"]["model.layers.0.self_attn.qkv_proj.weight"] == [96, 64]
+
+
+def test_the_command_line_takes_the_format_and_others_are_unchanged() -> None:
+    from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+    from sglang.srt.model_loader import get_model_loader
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    options = '{"url": "/data/run", "prefix": "model"}'
+    arguments = ["--model-path", "x", "--device", "cpu", "--load-format", "ckpt", "--model-loader-extra-config", options]
+    given = prepare_server_args(arguments)
+    assert (given.load_format, given.model_loader_extra_config) == ("ckpt", options)
+
+    for name in ("auto", "safetensors", "dummy", "pt"):
+        assert LoadConfig(load_format=name).load_format is LoadFormat(name)
+    assert type(get_model_loader(LoadConfig(load_format="safetensors"))) is DefaultModelLoader
+    try:
+        LoadConfig(load_format="ckpt2")
+    except ValueError as error:
+        assert "'ckpt2' is not a valid LoadFormat" in str(error)
+    else:
+        raise AssertionError("an unknown format is taken")
+
+
+def test_without_the_plugin_sglang_does_not_know_the_format() -> None:
+    program = (
+        "from cpu_sglang import declare_operators; declare_operators()\n"
+        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
+        "from sglang.srt.configs.load_config import LoadConfig; LoadConfig(load_format='ckpt')"
+    )
+    env = {**os.environ, "SGLANG_PLUGINS": "another", "PYTHONPATH": str(HERE)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert "ValueError: 'ckpt' is not a valid LoadFormat" in done.stderr
