@@ -48,7 +48,7 @@ from ckpt.training.idle_window import IdleWindow, idle_window_after
 from ckpt.training.loss_monitor import LossMonitor, reason_not_to_save
 from ckpt.training.loss_spikes import spike_detector_from_env
 from ckpt.training.restore_limit import restore_limit_from_env
-from ckpt.training.save_interval import Every, interval_seconds, mtbf_seconds_from_env
+from ckpt.training.save_interval import Every, interval_seconds, mtbf_seconds_from_env, reaches_multiple
 from ckpt.training.save_schedule import SaveSchedule
 
 log = logging.getLogger("ckpt")
@@ -140,6 +140,7 @@ class Checkpointer:
         self._schedule = SaveSchedule(self._interval) if by_time and ranks.size > 1 else None
         if self._schedule is not None:
             self._options = replace(self._options, propose_next_step=self._schedule.propose_next_step)
+        self._last_step: int | None = None
         self._import_reports_left = 2
         self._idle_window: IdleWindow | None = None
         self._has_restored_or_saved = False
@@ -216,7 +217,7 @@ class Checkpointer:
                 self._heartbeat_page.publish_durable(start - 1)
             self._heartbeat_page.publish_restored(start - 1, again=self._has_restored_or_saved)
             self._heartbeat_page.beat(_COMPILE, start - 1)  # the first step may compile, which takes longer than a step
-        self._has_restored_or_saved = True
+        self._has_restored_or_saved, self._last_step = True, start - 1
         return loaded, start
 
     # --- saving ------------------------------------------------------------------------------------------------
@@ -395,7 +396,8 @@ class Checkpointer:
                 self._skip_step(missed, "rank 0 chose this step after this rank had passed it; give every= a number of steps")
             return due
         if isinstance(every, int):
-            return (step + 1) % every == 0
+            step_before, self._last_step = self._last_step, step
+            return reaches_multiple(step, step_before, every)
         elapsed = time.monotonic() - self._last_save_started_at
         return elapsed >= self._interval() and (every != "auto" or self._last_save is None or self._last_save.done())
 

@@ -63,3 +63,15 @@ def interval_seconds(
 ) -> float:
     """Return the seconds between two saves, each of which stops the work for `cost_seconds`."""
     return every.total_seconds() if isinstance(every, timedelta) else daly_interval_seconds(cost_seconds, mean_time_to_failure)
+
+
+def reaches_multiple(step: int, step_before: int | None, every: int) -> bool:
+    """Return whether a step is the first one at or after a multiple of `every` steps.
+
+    step: the number of the step; number 99 is the 100th step.
+    step_before: the step that was reported before it; None if that is unknown. It may be several numbers lower.
+    """
+    done = step + 1
+    if step_before is None or step_before >= step:
+        return done % every == 0
+    return done // every > (step_before + 1) // every

@@ -40,11 +40,14 @@ class SaveSchedule:
     _current_step: int = 0
     _started_at: float = 0.0
     _step_count: int = 0
+    _stride: int = 0  # all numbers of steps that are reported differ by multiples of this
 
     def is_due(self, step: int) -> bool:
         """Return whether to save this step. The caller may leave out steps before `next_due_step`."""
         if self._step_count == 0:
             self._started_at, self._current_step = time.monotonic(), step - 1
+        else:
+            self._stride = math.gcd(self._stride, step - self._current_step)
         self._current_step, self._step_count = (
             step,
             self._step_count + max(1, step - self._current_step),
@@ -77,7 +80,8 @@ class SaveSchedule:
     def propose_next_step(self) -> int:
         """Return the step to save next. Rank 0 calls it when it commits."""
         passed = max(1, self._step_count - 1)
-        return next_step(self._current_step, (time.monotonic() - self._started_at) / passed, self.interval_seconds())
+        named = next_step(self._current_step, (time.monotonic() - self._started_at) / passed, self.interval_seconds())
+        return named + (self._current_step - named) % max(1, self._stride)
 
     def _update_from(self, handle: SaveHandle) -> None:
         self._pending_save = None

@@ -26,6 +26,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--package", default="lightning.pytorch")
     parser.add_argument("--kill-at", type=int, default=-1, help="the number of batches after which the process kills itself")
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--ranks", type=int, default=1)
@@ -246,7 +247,7 @@ def main() -> None:
     if not options.no_callback:
         from ckpt.adapters.lightning import Checkpoints
 
-        callbacks.append(Checkpoints(options.url, every=options.every, keep=3))
+        callbacks.append(Checkpoints(options.url, every=options.every, keep=options.keep))
     trainer = pl.Trainer(
         accelerator="cpu", devices=options.ranks, strategy=strategy(), precision=options.precision,
         max_epochs=options.epochs, max_steps=options.max_steps, callbacks=callbacks, logger=False,

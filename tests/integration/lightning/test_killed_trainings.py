@@ -64,6 +64,12 @@ def test_fsdp2_by_other_numbers_of_processes(tmp_path: Path) -> None:
     assert "have other samples than before. Use the same" in training.run("cut", "--ranks=3", status=1)
 
 
+def test_each_multiple_is_saved_where_a_batch_has_two_optimizer_steps(tmp_path: Path) -> None:
+    training = Training(tmp_path, "--manual", "--every=5", "--epochs=1", "--keep=9")
+    training.run("one")
+    assert [step + 1 for step in ckpt.open(training.url("one")).steps()] == [6, 10, 16, 20, 22]
+
+
 def test_strategy_of_fsdp1_is_refused() -> None:
     strategy = FSDPStrategy()
     with pytest.raises(ckpt.InvalidArgument, match="FSDPStrategy: use ModelParallelStrategy, which is FSDP2"):

@@ -8,6 +8,7 @@ import torch
 
 import ckpt
 from ckpt.training.save_interval import daly_interval_seconds
+from ckpt.training.save_schedule import SaveSchedule
 
 
 def test_keep_last_and_every_combine(tmp_path):
@@ -43,6 +44,23 @@ def test_a_restarted_loop_saves_every_third_step_and_goes_on(tmp_path):
         assert ck.step(30, {"w": np.zeros(1)}, loss=float("nan")) is None
         assert ck.step(31, {"w": np.zeros(1)}, loss=torch.tensor(2.0)) is not None
     assert ckpt.open(tmp_path / "r").steps()[-1] == 31
+
+
+def test_steps_that_grow_by_more_than_one(tmp_path):
+    """The first step at or after each multiple is saved, as with several optimizers of one batch."""
+    with ckpt.Checkpointer(tmp_path / "r", every=5) as ck:
+        _, start = ck.restore({"x": np.zeros(1)})
+        for done in range(start + 3, 31, 3):
+            ck.step(done - 1, {"x": np.zeros(1)})
+            ck.wait()
+    assert [step + 1 for step in ckpt.open(tmp_path / "r").steps()] == [6, 12, 15, 21, 27, 30]
+
+
+def test_schedule_of_a_group_names_a_step_that_is_reported():
+    schedule = SaveSchedule(lambda: 0.0)
+    for step in (3, 6, 12):  # multiples of 3; some are left out
+        schedule.is_due(step)
+    assert schedule.propose_next_step() % 3 == 0
 
 
 def test_a_save_is_due_by_time_by_default_or_never(tmp_path):
