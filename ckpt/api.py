@@ -10,7 +10,6 @@ from typing import Any, Literal, overload
 
 from ckpt.block_io.block_reader import Progress
 from ckpt.block_io.read_plan import BlockRead, plan_reads
-from ckpt.errors import StepNotFound
 from ckpt.format.codec import CodecOption
 from ckpt.format.signature import KeyOption
 from ckpt.groups import as_group
@@ -192,7 +191,7 @@ def load(
         return load_step(repo, check_step(step), request)
     found = load_newest(repo, strict, request)
     if found is None:
-        raise StepNotFound(f"{repo.url} has no committed step to load")
+        raise repo.no_step_error()
     return found[1]
 
 

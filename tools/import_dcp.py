@@ -142,7 +142,10 @@ class _Files:
             leaf = self._read_part(parts[box.offset], where)
             region = leaf.single_region if isinstance(leaf, FileLeaf) else None
             if region is None or region.shape != box.shape or leaf.dtype != dtype:
-                raise CkptError(f"{where}: the stored part at {list(box.offset)} is not the one that {METADATA} describes")
+                raise CkptError(
+                    f"{where}: the stored part at {list(box.offset)} is not the one that {METADATA} describes: "
+                    "copy the folder again"
+                )
             regions.append((box, region))
         try:
             return FileLeaf(dtype, tuple(entry.size), regions)

@@ -170,7 +170,10 @@ def _regions(part: _Part, array: Any, where: str) -> list[tuple[Box, FileRegion]
     size = int(np.prod(part.box.shape, dtype=object)) if part.flat_range is None else part.flat_range[1] - part.flat_range[0]
     shape = part.box.shape if part.flat_range is None else (size,)
     if region is None or region.shape != shape or region.itemsize != itemsize or not _same_type(array.dtype, part.dtype):
-        raise CkptError(f"{where}: the stored part at {list(part.box.offset)} is not the one that the metadata describes")
+        raise CkptError(
+            f"{where}: the stored part at {list(part.box.offset)} is not the one that the metadata describes: "
+            "copy the folder again"
+        )
     if part.flat_range is None:
         return [(part.box, region)]
     found, offset = [], region.offset

@@ -149,7 +149,7 @@ def command(
 def _choose_format(dest: Path, requested: str | None, hf: bool, hf_options: HfOptions) -> str:
     """Return the format that the options or the suffix of `dest` name; raise UsageError where they don't fit together."""
     if hf and requested not in (None, "hf"):
-        raise click.UsageError(f"--hf and --format {requested} exclude each other")
+        raise click.UsageError(f"--hf and --format {requested} exclude each other; leave one out")
     chosen = "hf" if hf else requested or _FORMATS_BY_SUFFIX.get(dest.suffix.lower())
     if chosen is None:
         raise click.UsageError(
@@ -178,7 +178,7 @@ def _newest_checkpoint(repo: Repository) -> Checkpoint:
             continue
         except IntegrityError as error:
             raise IntegrityError(f"{error}; name another step with --step") from error
-    raise StepNotFound(f"{repo.url} has no committed step to restore")
+    raise repo.no_step_error()
 
 
 # --- the destination -------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def _check_hosts(job: JobOptions, launcher: str, hosts: int, state: str | None) 
             f"--spares {job.spares} needs --nnodes 2 or more, because spares are hosts; leave it out on one host"
         )
     if job.least is not None and job.least > hosts:
-        raise InvalidArgument(f"--min {job.least} is more than the {format_count(hosts, 'host')} of --nnodes")
+        raise InvalidArgument(f"--min {job.least} is more than the {format_count(hosts, 'host')} of --nnodes; lower it")
     if launcher == "mpiexec" and hosts > 1:
         raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
     if launcher in ("slurm", "torchrun", "k8s") and hosts > 1 and state is None:

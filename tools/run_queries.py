@@ -351,5 +351,5 @@ def _open_entries(run_dir: Path, state: str | None) -> list[LogEntry]:
 def _require_entries(opened: RunLog, run_dir: Path, state: str | None) -> list[LogEntry]:
     entries = opened.entries()
     if not entries:
-        raise CkptError(f"the run in {state or run_dir} has not begun")
+        raise CkptError(f"the run in {state or run_dir} has not begun: check --run-dir and --state")
     return entries

@@ -66,7 +66,9 @@ class EtcdCredentials:
         Raises InvalidArgument where the files can't be used.
         """
         if bool(self.cert_file) != bool(self.key_file):
-            raise InvalidArgument(f"etcd: {ETCD_VARIABLES['cert_file']} and {ETCD_VARIABLES['key_file']} go together")
+            raise InvalidArgument(
+                f"etcd: {ETCD_VARIABLES['cert_file']} and {ETCD_VARIABLES['key_file']} go together: set both, or neither"
+            )
         try:
             context = ssl.create_default_context(cafile=self.ca_file or None)
             if self.cert_file:

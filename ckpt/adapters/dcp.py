@@ -37,7 +37,7 @@ from ckpt.adapters.dcp_group import PlannedGroup
 from ckpt.adapters.dcp_tree import KeyPath, dcp_entries, is_tensor, nested_tree
 from ckpt.api import check_step
 from ckpt.block_io.read_plan import Target
-from ckpt.errors import LeafNotFound, StepNotFound, UnsupportedLeaf
+from ckpt.errors import LeafNotFound, UnsupportedLeaf
 from ckpt.format.codec import CodecOption
 from ckpt.groups.base import SingleProcessGroup
 from ckpt.loading.alias_check import check_aliasing
@@ -270,7 +270,7 @@ class Reader(StepAddressed, StorageReader):  # type: ignore[misc]
         if step is None:
             newest = self._repo.latest()
             if newest is None:
-                raise StepNotFound(f"{self._repo.url} has no committed step to load")
+                raise self._repo.no_step_error()
             step = newest.step
         checkpoint = self._open(step)
         saved = checkpoint.saved()

@@ -139,7 +139,10 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Save the end of the epoch before, if a save is due."""
         if self._expected_batch not in (None, batch):
-            raise CkptError(f"fit continues with batch {batch} instead of batch {self._expected_batch} of the saved step")
+            raise CkptError(
+                f"fit continues with batch {batch} instead of batch {self._expected_batch} of the saved step: "
+                "give it the data that it had then"
+            )
         self._expected_batch = None
         if self._saves_at_epoch_begin:  # only now, because at the end of an epoch other callbacks change the model
             self._saves_at_epoch_begin = False

@@ -71,7 +71,7 @@ class CkptIO:
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the checkpoint of a path, with its tensors in host memory. Nothing is unpickled."""
         if not _exists(path):
-            raise FileNotFoundError(f"there is no checkpoint at {path}")
+            raise FileNotFoundError(f"there is no checkpoint at {path}: check ckpt_path")
         url = _read_file(path)
         if url is None:
             raise FormatError(f"{path} was not written by CkptIO: load it in a Trainer without this plugin")

@@ -94,7 +94,7 @@ class CheckpointManager:
         """
         number = self.latest_step() if step is None else step
         if number is None:
-            raise FileNotFoundError(f"no step in {self.directory}")
+            raise FileNotFoundError(f"no step in {self.directory}: check the directory, or save a step first")
         self.wait_until_finished()
         if args is None:
             found = ckpt.load(self.directory, step=number)

@@ -72,7 +72,9 @@ def unwrap_optimizer(optimizer: Any) -> tuple[Any, Any]:
         elif isinstance(optimizer, paddle.optimizer.Optimizer):
             break
         if inner is None:
-            raise InvalidArgument(f"ModelState: a {type(optimizer).__name__} is not an optimizer of Paddle")
+            raise InvalidArgument(
+                f"ModelState: a {type(optimizer).__name__} is not an optimizer of Paddle: give one of paddle.optimizer"
+            )
         optimizer = inner
     if getattr(found, "tensor_fusion", False):
         raise InvalidArgument(

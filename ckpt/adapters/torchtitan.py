@@ -196,7 +196,7 @@ def _load_only(repository: Repository, state: dict[str, Any], step: int | None) 
     if step is not None:
         load_step(repository, step, request)
     elif load_newest(repository, False, request) is None:
-        raise StepNotFound(f"{repository.url} has no committed step to load")
+        raise repository.no_step_error()
 
 
 @override(target=CheckpointManager.Config, description="checkpoints in a ckpt repository")  # type: ignore[untyped-decorator]

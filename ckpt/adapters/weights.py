@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ckpt.block_io.staging_arena import round_up
-from ckpt.errors import LeafMismatch, LeafNotFound, StepNotFound
+from ckpt.errors import LeafMismatch, LeafNotFound
 from ckpt.format.manifest import Saved
 from ckpt.format.signature import KeyOption
 from ckpt.loading.leaf_stream import nbytes_of, ordered_leaves, stream_leaves
@@ -81,7 +81,7 @@ def open_step(url: Url | None, step: int | None, key: KeyOption = None) -> Check
     repository = open_repository(resolve_url(url), key)
     found = repository[step] if step is not None else repository.latest()
     if found is None:
-        raise StepNotFound(f"{repository.url} has no committed step to load")
+        raise repository.no_step_error()
     return found
 
 
@@ -109,7 +109,9 @@ def weight_names(checkpoint: Checkpoint, prefix: str, rename: Rename | None) -> 
             continue
         name = new_name(path.removeprefix(start))
         if origin.setdefault(name, path) != path:
-            raise InvalidArgument(f"rename gives {origin[name]} and {path} of {checkpoint.where} one name, {name}")
+            raise InvalidArgument(
+                f"rename gives {origin[name]} and {path} of {checkpoint.where} one name, {name}: change rename"
+            )
         found.setdefault(node["array"], []).append(name)
     if not found:
         raise LeafNotFound(f"no array of {checkpoint.where} is below {prefix!r}{suggest(prefix, checkpoint)}")

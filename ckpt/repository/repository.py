@@ -170,6 +170,10 @@ class Repository:
             raise IntegrityError(f"{self.url}/{commit_name(step)} is the record of step {commit.step}")
         return commit
 
+    def no_step_error(self) -> StepNotFound:
+        """Return the error of a load of the newest step where there is none."""
+        return StepNotFound(f"{self.url} has no committed step to load: check the URL, or save a step first")
+
     def record(self, step: int) -> CommitRecord:
         """Return the commit record stored for a step, without a check of its number; NotFound if it is missing."""
         return self.decode(step, self.store.get_up_to(commit_name(step), json_records.MAX_RECORD_BYTES))

@@ -48,9 +48,11 @@ class _ResumableBatches:
             group = as_group("auto")
             rank, world_size = group.rank, group.size
         if not 0 <= rank < world_size:
-            raise InvalidArgument(f"rank={rank} is no rank of world_size={world_size}")
+            raise InvalidArgument(f"rank={rank}: with world_size={world_size}, give a rank from 0 to {world_size - 1}")
         if global_batch < world_size:
-            raise InvalidArgument(f"global_batch={global_batch} leaves some of {world_size} ranks without a sample")
+            raise InvalidArgument(
+                f"global_batch={global_batch} leaves some of {world_size} ranks without a sample: give a larger one"
+            )
         self._rank, self._world_size, self._global_batch = rank, world_size, global_batch
         self._skipped_batches = skipped_batches_from_env(os.environ)
         self._heartbeat_page = pulses.own_page()
@@ -165,7 +167,7 @@ class Loader(_ResumableBatches):
         self._seed, self._shuffle = seed, shuffle
         self._plan = EpochPlan(len(dataset), global_batch, last, self._skipped_batches)
         if self._plan.size < (global_batch if last == "drop" else 1):
-            raise InvalidArgument(f"{self._plan.size} samples make no batch of {global_batch}")
+            raise InvalidArgument(f"{self._plan.size} samples make no batch of {global_batch}: give a smaller global_batch")
         self._generator = Generator()
         self._loader = DataLoader(
             _ShareDataset(dataset, collate_fn or default_collate),

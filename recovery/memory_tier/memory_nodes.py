@@ -208,7 +208,7 @@ class _ServedNodes:
                 path = self._folder / str(probe.getsockname()[1])
             if not path.exists():  # a folder with this port belongs to a node that could not be served
                 return self._serve_folder(path)
-        raise StoreError(f"no port of {self._address} is free")
+        raise StoreError(f"no port of {self._address} is free: end processes that listen there")
 
     def drop(self, node: str) -> None:
         """End a node and remove its data, without waiting for its calls to end."""

@@ -70,7 +70,7 @@ class SqliteRunLog(RunLog):
         try:
             (has_entries,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'entries'").fetchone()
             if not has_entries:
-                raise CkptError(f"the run in {self.path.parent} has not begun")
+                raise CkptError(f"the run in {self.path.parent} has not begun: check --run-dir")
         except BaseException:
             db.close()  # as long as it is open, the agent that closes last can't remove the write-ahead log
             raise

@@ -69,4 +69,4 @@ class RegisterVerbs:
 
     def _require_writable(self) -> None:
         if self._read_only:
-            raise Unavailable("this node is read-only")
+            raise Unavailable("this node is read-only: start it without --read-only")

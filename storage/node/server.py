@@ -249,7 +249,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def _require_writable(self) -> None:
         if self._options.read_only:
-            raise Unavailable("this node is read-only")
+            raise Unavailable("this node is read-only: start it without --read-only")
         if self.is_draining:
             raise Unavailable("this node is shutting down and accepts nothing new")
 

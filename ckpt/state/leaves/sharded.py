@@ -62,7 +62,7 @@ class Shard:
                 raise InvalidArgument(f"Shard: offset={offset!r}: to a list of arrays give a list of offsets, as [(2, 0)]")
             self.offset = [_as_integers(o, "offset") for o in corners]
             if self._several and len(self.offset) != len(local):
-                raise InvalidArgument(f"Shard: {len(local)} local arrays and {len(self.offset)} offsets")
+                raise InvalidArgument(f"Shard: {len(local)} local arrays and {len(self.offset)} offsets: give one for each")
 
     def locals(self) -> list[Any]:
         """Return the local arrays."""

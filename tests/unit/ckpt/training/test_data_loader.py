@@ -217,7 +217,7 @@ def test_batches_in_the_variable_are_skipped(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"global_batch": 3, "rank": 0, "world_size": 4}, "leaves some of 4 ranks without a sample"),
         ({"rank": 0, "world_size": 4, "size": 21}, "1 sample for 4 ranks; use last='drop' or 'pad'"),
-        ({"rank": 4, "world_size": 4}, "rank=4 is no rank"),
+        ({"rank": 4, "world_size": 4}, "rank=4: with world_size=4, give a rank from 0 to 3"),
         ({"rank": 0, "world_size": None}, "or neither"),
         ({"sampler": None, "drop_last": True}, "drop_last, sampler: leave this out"),
         ({"last": "drop", "size": 3}, "3 samples make no batch of 4"),
