@@ -26,6 +26,7 @@ FRAMEWORK_FILES = {
     "ckpt/state/leaves/dtensor.py": "torch",
     "ckpt/state/leaves/jax.py": "jax",
     "ckpt/state/leaves/jax_objects.py": "jax",
+    "ckpt/adapters/accelerate_data.py": "torch",
     "ckpt/adapters/torch.py": "torch",
     "ckpt/adapters/served_step.py": "torch",
     "ckpt/adapters/sglang_loader.py": "torch",
