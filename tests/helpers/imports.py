@@ -40,3 +40,26 @@ def growth_of_memory(small: Path, big: Path, folder: Path, absent: str = "") -> 
     absent: a module that no import may load. Returns by how many bytes the second import raises the peak of the process.
     """
     return growth_of_command("import_step", [small, folder / "one"], [big, folder / "two"], absent)
+
+
+def assert_same_tensors(found: Any, expected: Any) -> None:
+    """Check that two states with tensors of torch are equal, with their types, and bit for bit."""
+    import torch
+
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert found.requires_grad == expected.requires_grad
+        raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (found, expected)]
+        assert torch.equal(*raw)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_same_tensors(found[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same_tensors(one, other)
+    else:
+        assert found == expected

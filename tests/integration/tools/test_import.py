@@ -1,10 +1,8 @@
-"""ckpt-import: checkpoints of torch, safetensors and DCP become steps with the same bytes; all else is refused with advice."""
+"""ckpt-import: files of torch, and checkpoints of DeepSpeed, become steps with the same bytes; all else is refused."""
 
 from __future__ import annotations
 
 import collections
-import enum
-import json
 import os
 import pickle
 import subprocess
@@ -15,36 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.folders import PROGRAMS
-from helpers.imports import IMPORT, assert_killed_import_leaves_no_step, growth_of_memory, load_imported
-from helpers.torchrun import torchrun
+from helpers.imports import IMPORT, assert_killed_import_leaves_no_step, assert_same_tensors, growth_of_memory, load_imported
 from safetensors.torch import save_file
 
 import ckpt
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools import import_step
-from ckpt.tools.restore import command as restore
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert found.shape == expected.shape
-        assert found.requires_grad == expected.requires_grad
-        raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (found, expected)]
-        assert torch.equal(*raw)
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == expected
-
 
 # --- torch.save ------------------------------------------------------------------------------------------------------
 
@@ -63,7 +37,7 @@ def test_every_kind_of_tensor_of_torch_save(tmp_path: Path) -> None:
     }  # fmt: skip
     torch.save(state, tmp_path / "state.pt")
     loaded = load_imported(tmp_path / "state.pt")
-    assert_same(loaded, state)
+    assert_same_tensors(loaded, state)
     assert loaded["tied"][0] is loaded["tied"][1]
 
 
@@ -120,7 +94,7 @@ def test_names_are_replaced(name: str, tmp_path: Path) -> None:
     load_imported(tmp_path / name, "--strip", "model.", "--rename", r"^encoder\.=body.", "--under", "model")
     other = torch.nn.ModuleDict({"body": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 2)})
     ckpt.load(tmp_path / "imported", like={"model": other})
-    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same_tensors(dict(other.state_dict()), dict(model.state_dict()))
 
 
 def test_wrong_renames_are_refused(tmp_path: Path) -> None:
@@ -136,7 +110,7 @@ def test_wrong_renames_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_the_old_format_is_read(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(5)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert_same(load_imported(tmp_path / "old.pt"), {"a": torch.arange(5)})
+    assert_same_tensors(load_imported(tmp_path / "old.pt"), {"a": torch.arange(5)})
 
 
 class Evil:
@@ -157,159 +131,6 @@ def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert "\n" not in str(error.value)
     assert not (tmp_path / "evil").exists()
     assert not (tmp_path / "imported").exists()
-
-
-# --- safetensors -----------------------------------------------------------------------------------------------------
-
-
-def test_safetensors_of_a_step_come_back(tmp_path: Path) -> None:
-    """`ckpt-restore` writes a file, a folder with shards, and ties; `ckpt-import` reads them."""
-    embed = torch.randn(300, 4).bfloat16()
-    state = {
-        "embed": embed,
-        "norm.weight": torch.ones(3),
-        "head": embed,
-        "empty": torch.zeros(0, 2),
-        "scalar": torch.tensor(1.5),
-    }
-    ckpt.save(state, tmp_path / "run", step=1)
-    assert restore.main([str(tmp_path / "run"), str(tmp_path / "out.safetensors")], standalone_mode=False) == 0
-    loaded = load_imported(tmp_path / "out.safetensors")
-    assert loaded["head"] is loaded["embed"]
-    assert_same(dict(sorted(loaded.items())), dict(sorted(state.items())))
-    arguments = [str(tmp_path / "run"), str(tmp_path / "hf"), "--hf", "--max-shard-size", "1KB"]
-    assert restore.main(arguments, standalone_mode=False) == 0
-    del state["head"]
-    assert_same(dict(sorted(load_imported(tmp_path / "hf", "--under", "model")["model"].items())), dict(sorted(state.items())))
-
-
-def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(50), "b": torch.ones(3)}, tmp_path / "model.safetensors")
-    data = (tmp_path / "model.safetensors").read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-
-    def write(name: str, changes: dict[str, Any]) -> None:
-        text = json.dumps({**header, "a": {**header["a"], **changes}}).encode()
-        (tmp_path / name).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-
-    (tmp_path / "short.safetensors").write_bytes(data[:-20])
-    (tmp_path / "no-header.safetensors").write_bytes(data[:20])
-    (tmp_path / "no-json.safetensors").write_bytes(data[:8] + b"x" * length)
-    (tmp_path / "nothing.safetensors").write_bytes(b"")
-    write("shape.safetensors", {"shape": [51]})
-    write("type.safetensors", {"dtype": "F6_E2M3"})
-    write("offsets.safetensors", {"data_offsets": [-8, 192]})
-    for path in sorted(tmp_path.glob("*-*.safetensors")) + [
-        tmp_path / f"{n}.safetensors" for n in ("short", "nothing", "shape")
-    ]:
-        with pytest.raises(CkptError, match=r"again|fit"):
-            load_imported(path)
-    with pytest.raises(CkptError, match="F6_E2M3"):
-        load_imported(tmp_path / "type.safetensors")
-    with pytest.raises(CkptError, match="fit"):
-        load_imported(tmp_path / "offsets.safetensors")
-    with pytest.raises(CkptError, match="several files"):
-        load_imported(_copies(tmp_path, data))
-    assert not (tmp_path / "imported").exists()
-
-
-def _copies(tmp_path: Path, data: bytes) -> Path:
-    (tmp_path / "two").mkdir()
-    for name in ("a", "b"):
-        (tmp_path / "two" / f"{name}.safetensors").write_bytes(data)
-    return tmp_path / "two"
-
-
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ({"a": "one.safetensors", "b": "two.safetensors"}, "two.safetensors, which is missing"),
-        ({"a": "../one.safetensors"}, "not beside it"),
-        ({"a": "one.safetensors", "z": "one.safetensors"}, "names z"),
-        ([1], "is not an index"),
-    ],
-)
-def test_wrong_indexes_are_refused(weights: Any, words: str, tmp_path: Path) -> None:
-    save_file({"a": torch.ones(5)}, tmp_path / "one.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    with pytest.raises(CkptError, match=words):
-        load_imported(tmp_path / "model.safetensors.index.json")
-
-
-def test_shards_of_torch_save_with_an_index(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    torch.save({"a": torch.arange(5)}, folder / "pytorch_model-1.bin")
-    torch.save({"b": torch.ones(2)}, folder / "pytorch_model-2.bin")
-    index = {"weight_map": {"b": "pytorch_model-2.bin", "a": "pytorch_model-1.bin"}}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    assert_same(load_imported(folder), {"b": torch.ones(2), "a": torch.arange(5)})
-
-
-# --- DCP -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_sharded_folder_of_dcp(tmp_path: Path) -> None:
-    done = torchrun(3, PROGRAMS / "dcp_folder.py", str(tmp_path / "dcp"))
-    assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 3
-    loaded = load_imported(tmp_path / "dcp")
-    expected = {
-        "model": {
-            "rows": torch.arange(7.0 * 6).reshape(7, 6), "columns": torch.arange(8.0 * 5).reshape(8, 5).bfloat16(),
-            "replicated": torch.arange(4), "plain": torch.ones(3),
-        },
-        "groups": [{"lr": 0.5, "moments": torch.full((2, 2), 3.0)}],
-        "step": 7,
-    }  # fmt: skip
-    assert set(loaded["model"]) == set(expected["model"])
-    assert_same({**loaded, "model": {k: loaded["model"][k] for k in expected["model"]}}, expected)
-
-    next((tmp_path / "dcp").glob("__1*.distcp")).unlink()
-    with pytest.raises(CkptError, match="which is missing"):
-        load_imported(tmp_path / "dcp")
-
-
-class MembersByName(pickle.Pickler):
-    """Stores members of enumerations as Python 3.11.0 to 3.11.3 do."""
-
-    def reducer_override(self, value: Any) -> Any:
-        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
-
-
-def test_metadata_of_dcp_that_another_version_of_python_wrote(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save({"w": torch.arange(6.0)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    file = tmp_path / "dcp" / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    with file.open("wb") as target:
-        MembersByName(target).dump(metadata)
-    assert b"getattr" in file.read_bytes()
-    assert_same(load_imported(tmp_path / "dcp"), {"w": torch.arange(6.0)})
-
-
-def test_getattr_in_metadata_of_dcp_reaches_no_function(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    class Reaches:
-        def __reduce__(self) -> Any:
-            return getattr, (dcp.metadata.Metadata, "__init__")
-
-    (tmp_path / "dcp").mkdir()
-    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Reaches()))
-    with pytest.raises(CkptError, match="no enumeration"):
-        load_imported(tmp_path / "dcp")
-
-
-def test_large_tensors_of_dcp(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    state = {"big": torch.randn(3000, 1001), "transposed": torch.randn(100, 200).T, "tail": torch.arange(3)}
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    loaded = load_imported(tmp_path / "dcp")
-    assert_same({name: loaded[name] for name in state}, state)
 
 
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
@@ -375,10 +196,12 @@ def test_only_a_part_is_imported(tmp_path: Path) -> None:
     dcp.save({**state, "extra": Evil}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(CkptError, match="extra has objects that weights_only refuses"):
         load_imported(tmp_path / "dcp")
-    assert_same(load_imported(tmp_path / "dcp", "--only", "model"), {"model": state["model"]})
+    assert_same_tensors(load_imported(tmp_path / "dcp", "--only", "model"), {"model": state["model"]})
     torch.save({k: state[k] for k in ("model", "list")}, tmp_path / "state.pt")
     options = ("--only", "model.a", "--only", "list.1")
-    assert_same(load_imported(tmp_path / "state.pt", *options), {"model": {"a": torch.ones(2)}, "list": [None, torch.ones(1)]})
+    assert_same_tensors(
+        load_imported(tmp_path / "state.pt", *options), {"model": {"a": torch.ones(2)}, "list": [None, torch.ones(1)]}
+    )
     with pytest.raises(CkptError, match="matches --only"):
         load_imported(tmp_path / "state.pt", "--only", "modle.*")
     torch.save({}, tmp_path / "dcp" / "common.pt")
@@ -420,7 +243,7 @@ def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
         torch.save({"a": torch.arange(5)}, tmp_path / "state.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert_same(load_imported(tmp_path / "state.pt"), {"a": torch.arange(5)})
+    assert_same_tensors(load_imported(tmp_path / "state.pt"), {"a": torch.arange(5)})
 
 
 def test_a_source_that_changes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The name of a test is a sentence about behaviour, and nothing of the history of the code."""
+"""The name of a test is a sentence about behaviour, and nothing of the history of the code; its file is short."""
 
 from __future__ import annotations
 
@@ -34,3 +34,8 @@ def test_names_have_no_history() -> None:
 def test_each_file_says_what_it_tests() -> None:
     files = {file for _, file in all_tests()}
     assert [file for file in sorted(files) if not ast.get_docstring(ast.parse((ROOT / file).read_text()))] == []
+
+
+def test_files_have_at_most_400_lines() -> None:
+    files = {file for _, file in all_tests()}
+    assert [file for file in sorted(files) if (ROOT / file).read_text().count("\n") > 400] == []
