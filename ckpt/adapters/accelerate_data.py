@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ckpt.adapters.epoch_random import EpochRandom, RandomSnapshot, WatchedBatchSampler, ignore
+from ckpt.adapters.epoch_random import PERSISTENT_WORKERS, EpochRandom, RandomSnapshot, WatchedBatchSampler, ignore
 from ckpt.support.user_warning import warn_user
 
 
@@ -52,6 +52,8 @@ class LoaderPosition:
         """Note the generators of the save; the next iterator may continue the saved epoch."""
         self._random.now.copy_from(now)
         self._random.now.apply_own()
+        if getattr(getattr(self._loader, "base_dataloader", None), "persistent_workers", False):
+            warn_user(PERSISTENT_WORKERS.format(option="persistent_workers=False"))
         self._running = _Pass(self._loader, 0, 0)
         self._is_resuming = False
 

@@ -26,7 +26,7 @@ from ckpt.repository.repository import Url
 from ckpt.repository.retention import Keep
 from ckpt.state.leaves.keras import own_variables
 from ckpt.state.stateful import RandomState
-from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.training.save_interval import Every
 
 log = logging.getLogger("ckpt")
@@ -79,7 +79,8 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
     it continues. Several calls of `fit` with one callback are resumed in their order.
 
     Raises, from `fit`:
-        InvalidArgument: The callback is used outside of `Model.fit` of Keras 3, or together with BackupAndRestore.
+        InvalidArgument: The callback is used outside of `Model.fit` of Keras 3, or together with BackupAndRestore; or a fit
+            with another callback for this URL has ended in this process, as in a cross-validation with one URL.
         LeafMismatch: The model has other variables than the saved one.
         SaveFailed: A save failed in the background.
         CkptError: The data ends before the saved position, or the metrics are not those of the saved step.
@@ -97,7 +98,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._resume: _Resume | None = None
         self._has_restored = False
         self._random_at_end: Snapshot | None = None
-        self._is_skipped = False
+        self._is_skipped = self._has_ended_fit = False
         self._is_first_epoch = True
         self._first_epoch = 0
         self._random_at_fit = self._random_at_epoch = Snapshot()
@@ -178,6 +179,8 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             if self._loss is None or math.isfinite(self._loss):
                 self._checkpointer.save(self._position.step - 1, _TrainingState(self))
         self._position.fit += 1
+        _urls_of_ended_fits.add(self._checkpointer.repository.url)
+        self._has_ended_fit = True
         checkpointer, self._checkpointer = self._checkpointer, None
         checkpointer.close()
         if self._random_at_end is not None:  # what comes after a fit that is not repeated draws the numbers that it drew then
@@ -217,6 +220,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             self._has_restored = True
             return
         if found["fit"]["fit"] > self._position.fit:  # a later fit was saved, perhaps of a model that was compiled again
+            self._require_first_of_process(checkpointer)
             self._is_skipped, self._model._initial_epoch = True, self.params["epochs"]
             return
         self._has_restored = True
@@ -225,6 +229,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         saved, epochs = resume.position, self.params["epochs"]
         self._steps_saved_at_begin = self._steps_seen = saved.step
         if (saved.ended and saved.epochs == epochs) or saved.epoch >= epochs:
+            self._require_first_of_process(checkpointer)
             log.info("this fit has ended with step %d", saved.step - 1)
             self._model._initial_epoch = epochs
             self._others.note_begin()
@@ -234,6 +239,17 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         else:
             log.info("fit continues after step %d, in epoch %d with batch %d", saved.step - 1, saved.epoch, saved.batch)
             self._model._initial_epoch, self._resume = saved.epoch, resume
+
+    def _require_first_of_process(self, checkpointer: Checkpointer) -> None:
+        """Raise InvalidArgument where a fit would be skipped because another callback has ended one in this process."""
+        url = checkpointer.repository.url
+        if url in _urls_of_ended_fits and not self._has_ended_fit:
+            self._checkpointer = None
+            checkpointer.close()
+            raise InvalidArgument(
+                f"a fit with another Checkpoints({url!r}) has ended in this process, and this fit would be skipped as its "
+                "repetition: give each model a URL of its own, or one Checkpoints to all fits of a model"
+            )
 
     def _filled(self, checkpointer: Checkpointer) -> _Resume:
         model = self._model
@@ -307,6 +323,10 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         for variables, arrays in zip(current, saved, strict=True):
             for name, variable in variables.items():
                 variable.assign(arrays[name])
+
+
+_urls_of_ended_fits: set[str] = set()
+"""The repositories of the fits that have ended in this process."""
 
 
 class _TrainingState:

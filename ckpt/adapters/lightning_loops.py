@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
+from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters.epoch_random import PERSISTENT_WORKERS
 from ckpt.adapters.lightning_data import FetcherPosition, loader_states_ahead, set_random_snapshot
 
 Point = Literal["batch", "epoch"]
@@ -138,6 +140,9 @@ class LoopPoints:
         fit._combined_loader_states_to_load = []
         self._fit_loop_state = {}
         _clear_restart(fit)
+        loaders = [] if fit._combined_loader is None else fit._combined_loader.flattened
+        if self._trainer.current_epoch and any(getattr(loader, "persistent_workers", False) for loader in loaders):
+            packages.warn(PERSISTENT_WORKERS.format(option="persistent_workers=False"))
 
 
 def _clear_restart(loop: Any) -> None:

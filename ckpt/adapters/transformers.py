@@ -89,6 +89,11 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
         position = super()._init_training_state(*args, **kwargs)
         return position if self._ckpt_run is None else self._ckpt_run.position(*position)
 
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        if self._ckpt_run is not None and not self.args.restore_callback_states_from_checkpoint:
+            self._ckpt_run.restore_callbacks()
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if not self._loads(resume_from_checkpoint):  # otherwise the model is loaded with the optimizer
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)

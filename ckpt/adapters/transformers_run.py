@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from ckpt.adapters.deepspeed_state import EngineState
+from ckpt.adapters.epoch_random import PERSISTENT_WORKERS
 from ckpt.adapters.peft import AdapterState, is_peft_model
 from ckpt.adapters.torch import ModelState
 from ckpt.adapters.transformers_data import DataPosition
@@ -30,6 +31,7 @@ from ckpt.loading.group_load import LoadRequest
 from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, open_repository, resolve_url
 from ckpt.storage.base.errors import IntegrityError, InvalidArgument
+from ckpt.support.user_warning import warn_user
 from ckpt.training.save_interval import Every
 
 log = logging.getLogger("ckpt")
@@ -225,6 +227,20 @@ class TrainerRun:
             self._trainer.state.best_model_checkpoint = self._best_text()
         self._is_loaded = True
 
+    def restore_callbacks(self) -> None:
+        """Set what callbacks count, such as the patience of EarlyStoppingCallback, to the values of the chosen step.
+
+        Trainer does it only with `restore_callback_states_from_checkpoint`, which replaces the callbacks. These keep the
+        arguments of the script.
+        """
+        if self._resume_step is None:
+            return
+        for name, saved in self._trainer.state.stateful_callbacks.items():
+            callbacks = [each for each in self._trainer.callback_handler.callbacks if type(each).__name__ == name]
+            for callback, state in zip(callbacks, saved if isinstance(saved, list) else [saved], strict=False):
+                if isinstance(callback, ExportableState):
+                    vars(callback).update(state.get("attributes", {}))
+
     def _require_position(self) -> None:
         """Raise InvalidArgument where this version of transformers can't continue in the saved pass of a stream."""
         passes = self._resume_position[0] if self._resume_position else 0
@@ -238,6 +254,8 @@ class TrainerRun:
     def continue_training(self) -> None:
         """Set the random generators, and the losses that are not logged yet. The Trainer has reset those before."""
         self.data.continue_random()
+        if self._trainer.args.dataloader_num_workers and self._trainer.args.dataloader_persistent_workers:
+            warn_user(PERSISTENT_WORKERS.format(option="dataloader_persistent_workers=False"))
         self._progress.restore_losses()
 
     def note_step(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import ckpt
 from ckpt.adapters.transformers import CheckpointedTrainer, CkptTrainer
@@ -172,7 +172,10 @@ def make_trainer() -> Any:
     class Recording(Recorder, kind):  # type: ignore[misc]
         pass
 
-    return Recording(make_model(), make_arguments(), data_collator=collate, train_dataset=data, callbacks=[Killer()], **more)
+    callbacks: list[Any] = [Killer()]
+    if OPTIONS.get("patience"):
+        callbacks.append(EarlyStoppingCallback(OPTIONS["patience"], early_stopping_threshold=100.0))  # which nothing reaches
+    return Recording(make_model(), make_arguments(), data_collator=collate, train_dataset=data, callbacks=callbacks, **more)
 
 
 def make_sft_trainer(more: dict[str, Any]) -> Any:

@@ -33,6 +33,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sharded", action="store_true", help="ModelParallelStrategy with FSDP2")
     parser.add_argument("--sampler", default="shuffle")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--persistent-workers", action="store_true")
     parser.add_argument("--noise", action="store_true", help="samples with random noise")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--val-interval", type=float, default=1.0)
@@ -206,7 +207,8 @@ def loader() -> Any:
         "own": {"sampler": OwnSampler()},
         "hidden": {"sampler": HiddenSampler()},
     }
-    return DataLoader(data, BATCH, num_workers=options.workers, **kinds.get(options.sampler, {}))
+    workers = {"num_workers": options.workers, "persistent_workers": options.persistent_workers}
+    return DataLoader(data, BATCH, **workers, **kinds.get(options.sampler, {}))
 
 
 def deepspeed_strategy(stage: int) -> Any:

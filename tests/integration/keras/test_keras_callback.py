@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,21 @@ def fit(model: Any, callback: Any, *others: Any, epochs: int = 3, rows: int = le
     return model.fit(X[:rows], Y[:rows], batch_size=4, epochs=epochs, verbose=0, callbacks=[callback, *others], **options)
 
 
+@pytest.fixture
+def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function after which a fit is as one of another process."""
+    return lambda: monkeypatch.setattr("ckpt.adapters.keras._urls_of_ended_fits", set())
+
+
 def weights(model: Any) -> list[bytes]:
     return [value.tobytes() for value in model.get_weights()]
 
 
-def test_a_fit_that_has_ended_is_not_repeated(tmp_path: Path) -> None:
+def test_a_fit_that_has_ended_is_not_repeated(tmp_path: Path, restart: Callable[[], None]) -> None:
     done, count = make_model(), Count()
     made = fit(done, Checkpoints(tmp_path, every=100))
     assert ckpt.open(tmp_path).latest().commit.step == 3 * BATCHES - 1
+    restart()
     again = make_model()
     found = fit(again, Checkpoints(tmp_path, every=100), count)
     assert count.losses == []
@@ -88,8 +96,9 @@ def test_an_interrupted_callback_resumes_when_it_is_used_again(tmp_path: Path) -
     assert second.losses == whole.losses  # what it had recorded up to the saved step is restored, too
 
 
-def test_several_calls_of_fit_are_skipped_or_resumed_in_their_order(tmp_path: Path) -> None:
+def test_several_calls_of_fit_are_skipped_or_resumed_in_their_order(tmp_path: Path, restart: Callable[[], None]) -> None:
     def script(url: Path, stop_after: int | None = None) -> list[list[float]]:
+        restart()
         callback, counts = Checkpoints(url, every=3), [Count(), Count(stop_after)]
         model = make_model()
         fit(model, callback, counts[0], epochs=2)
@@ -107,9 +116,21 @@ def test_several_calls_of_fit_are_skipped_or_resumed_in_their_order(tmp_path: Pa
     assert resumed == [[], whole[1]]
 
 
-def test_an_early_stop_is_an_end(tmp_path: Path) -> None:
+def test_a_cross_validation_with_one_url_is_refused(tmp_path: Path) -> None:
+    """The second fit would be skipped, and its model would be that of the first."""
+    fit(make_model(), Checkpoints(tmp_path, every=100))
+    with pytest.raises(InvalidArgument, match="would be skipped as its repetition: give each model a URL of its own"):
+        fit(make_model(), Checkpoints(tmp_path, every=100), rows=20)
+    for fold in range(2):
+        count = Count()
+        fit(make_model(), Checkpoints(tmp_path / f"fold{fold}", every=100), count, rows=20)
+        assert count.losses
+
+
+def test_an_early_stop_is_an_end(tmp_path: Path, restart: Callable[[], None]) -> None:
     stopping, count = keras.callbacks.EarlyStopping(monitor="loss", min_delta=1e9, patience=1), Count()
     fit(make_model(), Checkpoints(tmp_path, every=100), stopping, epochs=9)
+    restart()
     fit(make_model(), Checkpoints(tmp_path, every=100), count, epochs=9)
     assert count.losses == []
 

@@ -108,6 +108,12 @@ def test_stream_that_draws_with_the_model_is_warned_of(tmp_path: Path) -> None:
     assert "global generator of torch" in training.run("cut")
 
 
+def test_persistent_workers_are_warned_of(tmp_path: Path) -> None:
+    training = Training(tmp_path, "--workers=1", "--persistent-workers")
+    training.run("cut", "--kill-at=17", status=-signal.SIGKILL)
+    assert "use persistent_workers=False" in training.run("cut")
+
+
 def test_hyperparameter_that_is_code_is_named(tmp_path: Path) -> None:
     training = Training(tmp_path, "--epochs=1")
     printed = training.run("one")

@@ -51,6 +51,22 @@ def test_stream_and_workers(tmp_path: Path) -> None:
     check_continuation(tmp_path / "workers", 10, random_data=False, args={"dataloader_num_workers": 1, "save_steps": 4})
 
 
+def test_persistent_workers_are_warned_of(tmp_path: Path) -> None:
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "save_steps": 4}
+    run(tmp_path, "killed", kill_at=10, args=workers)
+    assert "use dataloader_persistent_workers=False" in finish(tmp_path, "again", resume=True, args=workers)
+
+
+def test_patience_of_an_early_stop(tmp_path: Path) -> None:
+    """The counter of EarlyStoppingCallback continues, so that the resumed run stops where the other one does."""
+    arguments = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+    }  # fmt: skip
+    check_continuation(tmp_path, 5, evaluate=True, patience=2, args=arguments)
+    assert lines(tmp_path / "quiet", "quiet", suffix="end.jsonl")[0][0] == 6
+
+
 @pytest.mark.essential
 def test_adapters_of_peft(tmp_path: Path) -> None:
     """Only the adapters are saved, and the base model comes from the script."""
