@@ -261,7 +261,7 @@ def require_equal_samples(ranks_by_texts: Mapping[tuple[str, str], Sequence[int]
         more = f" and {len(differing) - _MAX_NAMED} more leaves" if len(differing) > _MAX_NAMED else ""
         raise StepRefused(
             f"{', '.join(differing[:_MAX_NAMED])}{more}; arrays of one name must be equal on all ranks: use ckpt.PerRank "
-            "for values of each rank, ckpt.Shard for parts, the module for its buffers; verify_replicas=False compares nothing"
+            "for own values, ckpt.Shard for parts; for buffers put the module itself in. verify_replicas=False compares nothing"
         )
 
 
