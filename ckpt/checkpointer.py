@@ -360,6 +360,8 @@ class Checkpointer:
         except BaseException:
             self._scrubber.note_save_ended(None)
             raise
+        finally:
+            self._attached.forget_memory()
         handle.when_done(lambda: self._scrubber.note_save_ended(None if handle.failed() else handle.checkpoint().commit))
         if self._heartbeat_page is not None:
             handle.when_done(partial(self._publish_commit, self._heartbeat_page, handle))

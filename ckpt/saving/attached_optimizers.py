@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ckpt.state.leaves.base import ArrayLeaf
@@ -17,7 +19,12 @@ class AttachedOptimizers:
         self._before_step = before_step
         self._optimizers: list[Any] = []
         self._hooks: list[Any] = []
-        self._memory: frozenset[int] = frozenset()
+        self._tensors: list[Any] = []
+        """The parameters and moments."""
+        self._tensor_at: dict[int, Any] = {}
+        """One of them, by its address."""
+        self._ranges: dict[int, list[_Range]] | None = None
+        """By the address of a storage: its bytes that belong to them, as separate ranges in order; None until needed."""
 
     def add(self, optimizer: Any) -> None:
         """Attach an optimizer, or the one inside of wrappers; raise CkptError where there is no torch optimizer."""
@@ -31,19 +38,51 @@ class AttachedOptimizers:
             hook.remove()
 
     def find_memory(self) -> None:
-        """Find the addresses of all parameters and moments, which may differ from those of the previous save."""
-        found: set[int] = set()
+        """Find the memory of all parameters and moments, for one save: that of the next one may differ."""
+        found: list[Any] = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                found.update(map(_data_address, group["params"]))
+                found += map(_local, group["params"])
             for state in optimizer.state.values():
-                found.update(_data_address(v) for v in state.values() if hasattr(v, "data_ptr"))
-        found.discard(0)
-        self._memory = frozenset(found)
+                found += [local for local in map(_local, state.values()) if hasattr(local, "data_ptr")]
+        by_address = {tensor.data_ptr(): tensor for tensor in found}
+        if by_address.pop(0, None) is not None:
+            found = [tensor for tensor in found if tensor.data_ptr()]  # without those that have no memory
+        self._tensors, self._tensor_at, self._ranges = found, by_address, None
+
+    def forget_memory(self) -> None:
+        """Keep no tensor alive until the next save: the optimizer may free it."""
+        self._tensors, self._tensor_at, self._ranges = [], {}, None
 
     def has(self, leaf: ArrayLeaf) -> bool:
-        """Return whether a leaf is a parameter or a moment of an attached optimizer."""
-        return leaf.kind == "torch" and leaf.value.data_ptr() in self._memory
+        """Return whether all bytes of a leaf belong to parameters or moments of the attached optimizers.
+
+        A leaf may be a view of a part of them. It may also be larger, as a buffer that has the gradients, too: other code
+        changes that one.
+        """
+        if leaf.kind != "torch":
+            return False
+        value = leaf.value
+        first = self._tensor_at.get(value.data_ptr())
+        if first is value:
+            return True
+        if first is None:
+            if value.untyped_storage().nbytes() == leaf.nbytes:  # it is not a view
+                return False
+        elif first.is_contiguous() and value.is_contiguous():
+            if leaf.nbytes <= first.nbytes:
+                return True
+        elif (first.dtype, first.shape, first.stride()) == (value.dtype, value.shape, value.stride()):
+            return True
+        return self._has_view(value)
+
+    def _has_view(self, value: Any) -> bool:
+        if self._ranges is None:
+            self._ranges = _ranges_by_storage(self._tensors)
+        ranges = self._ranges.get(value.untyped_storage().data_ptr(), [])
+        begin, end = _range_of(value)
+        at = bisect_right(ranges, (begin, sys.maxsize)) - 1
+        return at >= 0 and end <= ranges[at][1]
 
 
 def _register_step_hook(optimizer: Any, before_step: Callable[..., None]) -> tuple[Any, Any]:
@@ -57,6 +96,50 @@ def _register_step_hook(optimizer: Any, before_step: Callable[..., None]) -> tup
     raise CkptError(f"{type(optimizer).__name__} has no register_step_pre_hook: lazy staging needs a torch optimizer")
 
 
-def _data_address(tensor: Any) -> int:
-    """Return the address of a tensor's memory, or of the local shard of a DTensor."""
-    return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
+def _local(tensor: Any) -> Any:
+    """Return the local shard of a DTensor, or the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+_Range = tuple[int, int]
+"""The first byte in a storage, and the one after the last."""
+
+
+def _ranges_by_storage(tensors: Iterable[Any]) -> dict[int, list[_Range]]:
+    """Return the bytes that the tensors have in each storage. One with gaps is left out: other code may use the gaps."""
+    found: dict[int, list[_Range]] = {}
+    for tensor in tensors:
+        if tensor.is_contiguous() or _has_no_gaps(tensor):
+            found.setdefault(tensor.untyped_storage().data_ptr(), []).append(_range_of(tensor))
+    return {storage: _united(ranges) for storage, ranges in found.items()}
+
+
+def _range_of(tensor: Any) -> _Range:
+    """Return the smallest range that has all elements of a tensor."""
+    size = tensor.dtype.itemsize
+    begin = tensor.storage_offset() * size
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    last = sum([(n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)])
+    return begin, begin + (last + 1) * size
+
+
+def _has_no_gaps(tensor: Any) -> bool:
+    """Return whether the elements of a tensor follow each other in memory, in any order of its axes."""
+    expected = 1
+    for step, length in sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _united(ranges: list[_Range]) -> list[_Range]:
+    """Return the ranges in ascending order; those that overlap or follow each other without a gap become one."""
+    found: list[_Range] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found

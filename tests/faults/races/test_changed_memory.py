@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,10 @@ def train(model: Any, optimizer: Any) -> None:
 
 def copy_of(model: Any) -> dict[str, Any]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def copy_of_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() for name, value in state.items()}
 
 
 def assert_equal(got: Any, want: Any) -> None:
@@ -150,6 +156,65 @@ def test_attached_memory_that_is_not_contiguous_is_copied_before_save_returns(tm
         weight.data.zero_()
         handle.result()
     assert torch.equal(ckpt.load(tmp_path)["w"], torch.ones(8, 4))
+
+
+def test_views_of_attached_memory_are_copied_later_and_the_next_step_waits(tmp_path: Path) -> None:
+    """As with the flat partitions of an optimizer that updates all parameters as one tensor."""
+    flat = torch.nn.Parameter(torch.arange(40_000, dtype=torch.float32))
+    optimizer = torch.optim.AdamW([flat], lr=0.1)
+    saved = {"second": flat.detach()[10_000:20_000].view(100, 100), "last": flat.detach()[30_000:]}
+    want = copy_of_tensors(saved)
+    with ckpt.Checkpointer(tmp_path, in_flight=2) as saver:
+        saver.attach(optimizer)
+        for step in range(3):
+            want = copy_of_tensors(saved)
+            with failing(SLOW):
+                handle = saver.save(step, saved)
+                assert not handle.staged.is_set()
+                flat.grad = torch.ones_like(flat)
+                optimizer.step()
+                assert handle.staged.is_set()
+            handle.result()
+            assert_equal(ckpt.load(tmp_path, step=step), want)
+            assert not torch.equal(saved["last"], want["last"])
+
+
+def test_a_save_keeps_no_memory_of_an_optimizer_alive(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    with ckpt.Checkpointer(tmp_path) as saver:
+        saver.attach(optimizer)
+        handle = saver.save(0, {"model": model, "optimizer": optimizer})
+        handle.result()
+        del handle
+        moment = weakref.ref(optimizer.state[model[0].weight]["exp_avg"])
+        optimizer.state.clear()
+        gc.collect()
+        assert moment() is None
+
+
+def test_a_change_of_a_view_of_attached_memory_fails_the_save(tmp_path: Path) -> None:
+    flat = torch.nn.Parameter(torch.zeros(40_000))
+    saver = ckpt.Checkpointer(tmp_path)
+    saver.attach(torch.optim.SGD([flat], lr=0.1))
+    with failing(SLOW):
+        handle = saver.save(0, {"view": flat.detach()[20_000:]})
+        flat.data[20_000:].add_(1)
+        with pytest.raises(ckpt.StateChanged) as error:
+            handle.result()
+    one_line(error, "view", "step 0", "step()")
+    saver.close()
+
+
+def test_memory_that_only_begins_with_a_parameter_is_copied_before_save_returns(tmp_path: Path) -> None:
+    """A buffer may have the parameters first and then the gradients, which the next backward changes."""
+    buffer = torch.zeros(40_000)
+    weight = torch.nn.Parameter(buffer[:20_000])
+    with failing(SLOW), ckpt.Checkpointer(tmp_path) as saver:
+        saver.attach(torch.optim.SGD([weight], lr=0.1))
+        handle = saver.save(0, {"buffer": buffer})
+        buffer.numpy()[20_100:39_000] = 1
+        handle.result()
+    assert torch.equal(ckpt.load(tmp_path)["buffer"], torch.zeros(40_000))
 
 
 @given(st.integers(1, 2000), st.integers(1, 5), st.data())
