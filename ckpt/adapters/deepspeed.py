@@ -16,17 +16,19 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckpt.adapters.deepspeed_state import EngineState
+from ckpt.adapters.deepspeed_state import EngineState, only_step_changes_weights
 from ckpt.api import load
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import LeafNotFound, StepNotFound
 from ckpt.repository.repository import Url
 from ckpt.repository.retention import Keep
 from ckpt.saving.handle import SaveHandle
-from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.errors import CkptError, InvalidArgument
+from ckpt.support.validation import check_switch
 from ckpt.tiers.tier_spec import Tier
 
 __all__ = ["AttachedEngine", "EngineState", "attach"]
@@ -37,7 +39,13 @@ _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 
 
 def attach(
-    engine: Any, url: Url | None = None, *, keep: int | Keep | None = None, tiers: Sequence[Tier] = (), **options: Any
+    engine: Any,
+    url: Url | None = None,
+    *,
+    defer: bool = True,
+    keep: int | Keep | None = None,
+    tiers: Sequence[Tier] = (),
+    **options: Any,
 ) -> AttachedEngine:
     """Let `save_checkpoint` and `load_checkpoint` of a DeepSpeed engine use a repository, and return the object that does it.
 
@@ -45,6 +53,8 @@ def attach(
 
     engine: what `deepspeed.initialize` returns. All ranks call this.
     url: the repository. None means the `save_dir` and `load_dir` that the script gives; otherwise these are not used.
+    defer: whether a save may copy the weights and moments during the next forward and backward; `engine.step` then waits for
+        the copy. Use False if a program changes them by other means during a save: see `ckpt.Checkpointer.attach`.
     keep, tiers, options: as for `ckpt.Checkpointer`.
 
     A save is step `engine.global_steps`. It runs in the background; the next save and the end of the program wait for it. Each
@@ -59,14 +69,16 @@ def attach(
         LeafMismatch: At a load, the step has other parameters than the engine. Nothing has changed then.
         CkptError: As for `ckpt.Checkpointer`.
     """
-    return AttachedEngine(engine, url, keep=keep, tiers=tiers, **options)
+    check_switch("defer", defer)
+    return AttachedEngine(engine, url, defer, keep=keep, tiers=tiers, **options)
 
 
 class AttachedEngine:
     """The saves and loads of a DeepSpeed engine; `attach` makes it."""
 
-    def __init__(self, engine: Any, url: Url | None, **options: Any) -> None:
+    def __init__(self, engine: Any, url: Url | None, defer: bool, **options: Any) -> None:
         EngineState(engine)  # refuses an engine that can't be saved
+        self._defers = defer and only_step_changes_weights(engine)
         self._engine, self._url, self._options = engine, url, options
         self._savers: dict[str, Checkpointer] = {}
         self._load_checkpoint = engine.load_checkpoint
@@ -104,6 +116,8 @@ class AttachedEngine:
         """Load a step into the engine, by default the newest, and return its name and the client_state."""
         if custom_load_fn is not None:
             raise InvalidArgument("custom_load_fn gets a file of DeepSpeed, which ckpt does not have: take it out")
+        if self.last_save is not None:
+            self.last_save.require_staged()  # it may still read what the load writes
         if _is_deepspeed_folder(load_dir, tag):
             found: tuple[str | None, dict[str, Any] | None] = self._load_checkpoint(
                 load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
@@ -134,7 +148,10 @@ class AttachedEngine:
         url: Url = os.fspath(folder) if self._url is None else self._url
         key = str(url)
         if key not in self._savers:
-            self._savers[key] = Checkpointer(url, every=None, **self._options)
+            saver = self._savers[key] = Checkpointer(url, every=None, **self._options)
+            if self._defers:
+                with suppress(CkptError):  # an optimizer of a user, which has no hooks
+                    saver.attach(self._engine.optimizer)
         return self._savers[key]
 
     def _read(self, saver: Checkpointer, step: int, pattern: str) -> dict[str, Any]:

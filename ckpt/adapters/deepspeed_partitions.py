@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +27,10 @@ class Range(NamedTuple):
 
     def shard(self, flat: torch.Tensor) -> Shard:
         """Return these elements of a flat tensor of this rank, as a part of the whole parameter."""
-        return Shard(flat.detach().narrow(0, self.start, self.size), self.shape, flat=self.first)
+        part = flat.detach().narrow(0, self.start, self.size)
+        if self.size == math.prod(self.shape):  # a save then makes one leaf instead of two
+            return Shard(part.view(self.shape), self.shape, (0,) * len(self.shape))
+        return Shard(part, self.shape, flat=self.first)
 
 
 @dataclass(frozen=True)

@@ -292,6 +292,18 @@ def require_supported(engine: Any) -> None:
         )
 
 
+def only_step_changes_weights(engine: Any) -> bool:
+    """Return whether only `step` of the inner optimizer changes master weights and moments, and no other code of DeepSpeed.
+
+    With Muon, DeepSpeed changes a moment in the backward. ZenFlow and SuperOffload step in other processes.
+    """
+    optimizer = engine.optimizer
+    if optimizer is None or optimizer is engine.basic_optimizer:
+        return optimizer is not None
+    known = type(optimizer).__name__ in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
+    return known and not getattr(optimizer, "zenflow", False) and "muon" not in type(optimizer.optimizer).__name__.lower()
+
+
 def _torch_extra_state() -> Any:
     import torch
 

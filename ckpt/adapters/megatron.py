@@ -13,7 +13,8 @@ import os
 import re
 from typing import Any
 
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.serialization import StrictHandling
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
@@ -72,7 +73,7 @@ def save(
         sharded_state_dict[_CONTENT_METADATA] = content_metadata
     clear_padding(sharded_state_dict)
     sharded, common = save_preprocess(sharded_state_dict, False)
-    _, of_all_ranks = determine_global_metadata(sharded)
+    of_all_ranks = _of_all_ranks(sharded)
     if validate_access_integrity:
         prepare = preprocess_common_before_consistancy_check
         validate_sharding_integrity(of_all_ranks, common_state_dict=common if prepare is None else prepare(common))
@@ -80,9 +81,16 @@ def save(
     state = saved_state(sharded, common, of_all_ranks)
     handle = api.save(state, url, step, blocking=False, overwrite=step is not None, keep=options.get("keep"))
     if async_sharded_save:
-        return request_of(handle)
+        return request_of(handle, url)
     handle.result()
     return None
+
+
+def _of_all_ranks(sharded: Any) -> Any:
+    """Return the ShardedTensors and ShardedObjects of each rank, without data."""
+    if dist.get_world_size() == 1:  # nothing to exchange
+        return [[entry.without_data() for entry in nested_values(sharded)]]
+    return determine_global_metadata(sharded)[1]
 
 
 def load(

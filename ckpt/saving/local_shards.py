@@ -36,6 +36,8 @@ def local_shards(flat: FlatState, group: Group) -> list[LocalShard]:
         shards = leaf.shards()
         if shards is None or (not shards and 0 in leaf.shape):  # every rank has all of an array without elements
             found.append(make(LocalShard, (name, leaf, None, leaf.shape)))
+        elif group.size == 1 and len(shards) == 1 and shards[0].leaf.shape == leaf.shape:  # within the array, so all of it
+            found.append(make(LocalShard, (name, shards[0].leaf, None, leaf.shape)))
         elif not shards and group.size == 1:
             raise UnsupportedLeaf(
                 f"leaf {name}: a {type(leaf.value).__name__} of shape {list(leaf.shape)} of which this process holds no part, "

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from helpers.failing_store import failing
 from helpers.torchrun import run_checks
 
 import ckpt
@@ -138,6 +139,40 @@ def load_stages() -> None:
             (group["weight_decay"], group["lr"]) for group in groups.values()
         ]
         assert np.isfinite(train_step(engine, 3))
+
+
+def train_during_saves() -> None:
+    """The next step begins when a save returns, and the save has the state from before, whatever of it is copied later."""
+    for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "bf16"), (1, "bf16-fp32-grads")):
+        url = ROOT / f"during-{stage}-{precision}"
+        engine = trained_engine(stage, precision, hidden=130_000)  # small leaves are copied before the save returns
+        attached = attach(engine, url)
+        for step in (3, 4):
+            expected = whole_state(engine)
+            with failing("save.stage=sleep:0.1@*"):
+                engine.save_checkpoint("unused")
+                assert not attached.last_save.staged.is_set()
+                train_step(engine, step)
+                assert attached.last_save.staged.is_set()
+            attached.last_save.result()
+            stored = stored_state(url)
+            del stored["model.head.weight"]
+            require_same(stored, expected)
+            dist.barrier()
+        with failing("save.stage=sleep:0.1@*"):  # a load waits, too
+            expected = whole_state(engine)
+            engine.save_checkpoint("unused")
+            engine.load_checkpoint("unused", tag="global_step4")
+        attached.close()
+        stored = stored_state(url)
+        del stored["model.head.weight"]
+        require_same(stored, expected)
+
+        attached = attach(engine, ROOT / f"at-once-{stage}-{precision}", defer=False)
+        with failing("save.stage=sleep:0.1@*"):
+            engine.save_checkpoint("unused")
+            assert attached.last_save.staged.is_set()
+        attached.close()
 
 
 def refuse_other_models() -> None:

@@ -124,6 +124,9 @@ class ShardedLeaf(ArrayLeaf):
             found += (part.box, known)
         return tuple(found) if self._shards else None
 
+    def address(self) -> int | None:
+        return self._shards[0].leaf.address() if len(self._shards) == 1 else None
+
     def attributes(self) -> dict[str, Any]:
         return self._attributes
 

@@ -28,3 +28,7 @@ def test_every_stage_loads_what_another_stage_saved(saved: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_another_number_of_ranks(saved: Path, ranks: int) -> None:
     check(ranks, saved, "load_stages")
+
+
+def test_the_next_step_waits_for_a_save(tmp_path: Path) -> None:
+    check(2, tmp_path, "train_during_saves")

@@ -111,6 +111,20 @@ def test_queue_does_not_wait_for_the_commit(tmp_path: Path, monkeypatch: pytest.
     assert ended == [[1], []]
 
 
+def test_the_queue_keeps_the_writer_lease_between_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    queue = megatron.AsyncCallsQueue()
+    for step in (1, 2):
+        queue.schedule_async_request(
+            megatron.save({"w": sharded(torch.ones(5))}, tmp_path / f"iter_{step}", async_sharded_save=True)
+        )
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    megatron.save({"w": sharded(torch.ones(5))}, tmp_path / "iter_3")
+    first, second, third = [ckpt.open(tmp_path / "ckpt").commit(step).generation for step in (1, 2, 3)]
+    assert first == second < third
+
+
 def test_failed_asynchronous_save_is_raised_by_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     queue, ended = megatron.AsyncCallsQueue(), []
