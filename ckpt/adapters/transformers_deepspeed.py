@@ -8,8 +8,10 @@ from typing import Any
 
 from transformers import trainer as trainer_module
 
-from ckpt.adapters.deepspeed_state import EngineState
+from ckpt.adapters.deepspeed_state import EngineState, only_step_changes_weights
 from ckpt.adapters.peft import is_peft_model
+
+__all__ = ["engine_state", "only_step_changes_weights", "skipped_engine_loads"]
 
 _NAME = "deepspeed_load_checkpoint"
 

@@ -22,7 +22,7 @@ from ckpt.adapters.epoch_random import PERSISTENT_WORKERS
 from ckpt.adapters.peft import AdapterState, is_peft_model
 from ckpt.adapters.torch import ModelState
 from ckpt.adapters.transformers_data import DataPosition
-from ckpt.adapters.transformers_deepspeed import skipped_engine_loads, trainer_engine_state
+from ckpt.adapters.transformers_deepspeed import only_step_changes_weights, skipped_engine_loads, trainer_engine_state
 from ckpt.api import load_newest, load_step
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import StepNotFound
@@ -189,7 +189,8 @@ class TrainerRun:
         if scaler is not None:
             state["scaler"] = scaler
         if not self._saver_is_attached:
-            self._saver.attach(trainer.optimizer)
+            if not trainer.is_deepspeed_enabled or only_step_changes_weights(trainer.model_wrapped):
+                self._saver.attach(trainer.optimizer)
             self._saver_is_attached = True
         return state
 
