@@ -19,7 +19,7 @@ from helpers.torchrun import run_checks
 import ckpt
 from ckpt.adapters.deepspeed import EngineState, attach
 from ckpt.adapters.torch import ModelState
-from programs.deepspeed_training import Model, make_engine, parameter_groups, train_step
+from programs.deepspeed_training import Model, config, make_engine, parameter_groups, train_step
 
 ROOT = Path()  # set by `run_checks`
 
@@ -173,6 +173,24 @@ def train_during_saves() -> None:
             engine.save_checkpoint("unused")
             assert attached.last_save.staged.is_set()
         attached.close()
+
+
+def copy_at_once_with_muon() -> None:
+    """DeepSpeed changes the moment of Muon in the backward, so that it can't be copied later."""
+    import deepspeed
+
+    if not hasattr(deepspeed.runtime.engine, "MUON_OPTIMIZER"):
+        return
+    made = Model(hidden=130_000)
+    options = config(1, "bf16", 1, dist.get_world_size(), reduce_scatter=False)
+    options["optimizer"] = {"type": "Muon", "params": {"lr": 1e-2}}
+    trained = [p for p in made.parameters() if p.requires_grad]
+    engine, _, _, _ = deepspeed.initialize(model=made, model_parameters=trained, config=options)
+    attached = attach(engine, ROOT / "muon")
+    with failing("save.stage=sleep:0.1@*"):
+        engine.save_checkpoint("unused")
+        assert attached.last_save.staged.is_set()
+    attached.close()
 
 
 def refuse_other_models() -> None:

@@ -31,4 +31,4 @@ def test_another_number_of_ranks(saved: Path, ranks: int) -> None:
 
 
 def test_the_next_step_waits_for_a_save(tmp_path: Path) -> None:
-    check(2, tmp_path, "train_during_saves")
+    check(2, tmp_path, "train_during_saves", "copy_at_once_with_muon")
