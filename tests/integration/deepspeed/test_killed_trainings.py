@@ -44,7 +44,7 @@ def test_losses_after_a_kill(tmp_path: Path, kill_at: int, options: list[str]) -
     training.run("whole")
     training.run("cut", f"--kill-at={kill_at}", killed=True)
     printed = training.run("cut")
-    resumed = re.findall(r"resumed from .*/cut/global_step(\d+) \{'step': (\d+), 'note': 'of rank 0'\}", printed)
+    resumed = re.findall(r"resumed from .*?/cut/global_step(\d+) \{'step': (\d+), 'note': 'of rank 0'\}", printed)
     assert len(resumed) == 2  # the newest save may have been cut, too
     assert resumed[0] == resumed[1]
     assert 3 <= int(resumed[0][0]) == int(resumed[0][1]) + 1 <= kill_at
