@@ -11,7 +11,7 @@ from transformers import trainer as trainer_module
 from ckpt.adapters.deepspeed_state import EngineState, only_step_changes_weights
 from ckpt.adapters.peft import is_peft_model
 
-__all__ = ["engine_state", "only_step_changes_weights", "skipped_engine_loads"]
+__all__ = ["only_step_changes_weights", "skipped_engine_loads", "trainer_engine_state"]
 
 _NAME = "deepspeed_load_checkpoint"
 
