@@ -8,8 +8,10 @@ Batches of a dataset with an index are not loaded for that if the DataLoader has
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ckpt.adapters import lightning_packages as packages
@@ -30,7 +32,11 @@ class FetcherPosition:
         self._at_iterator: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
         self._ahead: dict[str, Any] | None = None
-        self._counters: list[_IndexCounter] = []
+        self._counters: dict[int, _IndexCounter] = {}
+        self._later: dict[str, dict[str, Any]] = {}
+        """How often the iterator of a dataloader was made in the epoch, and the random state of the last time."""
+        self._later_saved: dict[str, dict[str, Any]] = {}
+        self._skipped: ExitStack | None = None
 
     def iterator_begins(self, combined_loader: Any) -> None:
         """Record the random state with which the iterators of an epoch are made."""
@@ -62,7 +68,8 @@ class FetcherPosition:
                 "iterator": self._at_iterator,
                 "first_batch": self._at_first_batch,
                 "batches": fetcher.fetched - len(getattr(fetcher, "batches", ())),
-                "indices": [[counter.count, counter.checksum] for counter in self._counters],
+                "indices": self._indices(),
+                "later": self._later,
             }
         return found
 
@@ -84,8 +91,7 @@ class FetcherPosition:
             self._count_indices(loader)
             set_random_snapshot(loader, saved["first_batch"])
             self._discard(fetcher, saved)
-            indices = [[counter.count, counter.checksum] for counter in self._counters]
-            if self._check and indices != saved["indices"]:
+            if self._check and self._indices() != saved["indices"]:
                 raise _other_data_error(f"the first {saved['batches']} batches of the epoch have other samples than before")
         set_random_snapshot(loader, saved["now"])
         self.before_fetch(fetcher)
@@ -93,20 +99,68 @@ class FetcherPosition:
     def _discard(self, fetcher: Any, saved: dict[str, Any]) -> None:
         loader = fetcher.combined_loader
         batches = getattr(fetcher, "iterator_wrapper", fetcher)  # where training_step takes an iterator
-        with _skip_loading(loader if fetcher.length is not None else None):
+        with ExitStack() as stack:
+            self._later_saved = saved.get("later", {})
+            if fetcher.length is not None:
+                self._skipped = stack
+                _skip_loading(_iterators(loader), stack)
             for done in range(saved["batches"]):
                 if "ahead" in saved and done == saved["batches"] - 1:
                     _warn_of_other_draws(saved)
                     set_random_snapshot(loader, saved["ahead"]["random"])
                 if next(batches, None) is None:
                     raise _other_data_error(f"the epoch has {done} batches, and {saved['batches']} of them were done")
+        self._later_saved, self._skipped = {}, None
+
+    # --- the iterators of the dataloaders ----------------------------------------------------------------------
 
     def _count_indices(self, combined_loader: Any) -> None:
-        self._counters = []
-        for iterator in _iterators(combined_loader):
-            if hasattr(iterator, "_sampler_iter"):
-                iterator._sampler_iter = _IndexCounter(iterator._sampler_iter)
-                self._counters.append(iterator._sampler_iter)
+        self._counters, self._later = {}, {}
+        for number, iterator in enumerate(_iterators(combined_loader)):
+            self._count(number, iterator)
+        modes = combined_loader._iterator
+        if len(combined_loader.flattened) > 1 and not are_stateful(combined_loader):
+            begin = partial(self._begin_later, combined_loader)
+            modes.iterables = [_LaterIterable(*each, begin) for each in enumerate(combined_loader.flattened)]
+
+    def _count(self, number: int, iterator: Any) -> None:
+        if hasattr(iterator, "_sampler_iter"):
+            iterator._sampler_iter = self._counters[number] = _IndexCounter(iterator._sampler_iter)
+
+    def _indices(self) -> list[list[int]]:
+        return [[counter.count, counter.checksum] for _, counter in sorted(self._counters.items())]
+
+    def _begin_later(self, combined_loader: Any, number: int, iterable: Any) -> Any:
+        """Make the iterator of a dataloader in the middle of an epoch: it begins again, or follows another one.
+
+        A resumed run repeats the random state of the last time. The batches of earlier times are discarded as a whole.
+        """
+        key = str(number)
+        times = self._later.get(key, {}).get("times", 0) + 1
+        saved = self._later_saved.get(key, {})
+        if saved.get("times") == times:
+            set_random_snapshot(combined_loader, saved["random"])
+        self._later[key] = {"times": times, "random": _random_snapshot(combined_loader)}
+        iterator = iter(iterable)
+        self._count(number, iterator)
+        if self._skipped is not None:
+            _skip_loading([iterator], self._skipped)
+        return iterator
+
+
+@dataclass(frozen=True)
+class _LaterIterable:
+    """A dataloader of which iterators are made in the middle of an epoch."""
+
+    number: int
+    iterable: Any
+    begin: Callable[[int, Any], Any]
+
+    def __iter__(self) -> Any:
+        return self.begin(self.number, self.iterable)
+
+    def __len__(self) -> int:
+        return len(self.iterable)
 
 
 def are_stateful(combined_loader: Any) -> bool:
@@ -177,21 +231,14 @@ class _NoFetcher:
         return None
 
 
-@contextmanager
-def _skip_loading(combined_loader: Any | None) -> Iterator[None]:
+def _skip_loading(iterators: list[Any], until: ExitStack) -> None:
     """Let the DataLoaders without workers draw indices only. Workers have random generators of their own, so they load."""
     from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-    changed = [
-        (iterator, iterator._dataset_fetcher)
-        for iterator in (() if combined_loader is None else _iterators(combined_loader))
-        if isinstance(iterator, _SingleProcessDataLoaderIter) and iterator._dataset_kind == _DatasetKind.Map
-    ]
-    with ExitStack() as stack:
-        for iterator, fetcher in changed:
+    for iterator in iterators:
+        if isinstance(iterator, _SingleProcessDataLoaderIter) and iterator._dataset_kind == _DatasetKind.Map:
+            until.callback(setattr, iterator, "_dataset_fetcher", iterator._dataset_fetcher)
             iterator._dataset_fetcher = _NoFetcher()
-            stack.callback(setattr, iterator, "_dataset_fetcher", fetcher)
-        yield
 
 
 # --- random state ----------------------------------------------------------------------------------------------

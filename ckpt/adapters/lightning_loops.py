@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 from ckpt.adapters import lightning_packages as packages
 from ckpt.adapters.epoch_random import PERSISTENT_WORKERS
+from ckpt.adapters.lightning_averaging import continue_weight_averaging, same_learning_rates
 from ckpt.adapters.lightning_data import FetcherPosition, loader_states_ahead, set_random_snapshot
 
 Point = Literal["batch", "epoch"]
@@ -100,7 +101,8 @@ class LoopPoints:
             self._set_counters()
             if "data" in resume_at:
                 set_random_snapshot(self._trainer.fit_loop._combined_loader, resume_at["data"]["now"])
-        original()
+        with nullcontext() if resume_at is None else same_learning_rates(self._trainer):
+            original()
 
     def _reset_batches(self, original: Callable[[], None]) -> None:
         with warnings.catch_warnings():
@@ -117,6 +119,7 @@ class LoopPoints:
             return
         original(fetcher)
         self._set_counters()
+        continue_weight_averaging(self._trainer)
         self._position.go_to(fetcher, resume_at["data"])
 
     def _batch_ends(self, original: Callable[[Any], None], fetcher: Any) -> None:

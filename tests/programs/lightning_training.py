@@ -33,6 +33,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sharded", action="store_true", help="ModelParallelStrategy with FSDP2")
     parser.add_argument("--sampler", default="shuffle")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--mode", default="max_size_cycle", help="of the combined loaders")
+    parser.add_argument("--averaging", action="store_true", help="a moving average of the weights")
+    parser.add_argument("--swa", action="store_true", help="StochasticWeightAveraging from the second epoch on")
     parser.add_argument("--persistent-workers", action="store_true")
     parser.add_argument("--noise", action="store_true", help="samples with random noise")
     parser.add_argument("--accumulate", type=int, default=1)
@@ -153,7 +156,7 @@ class Model(pl.LightningModule):
             torch.save(whole, options.losses.with_name(f"{options.losses.name}.start.{self.global_rank}"))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
+        x, y = batch if isinstance(batch, list) else [torch.cat(each) for each in zip(*batch.values(), strict=True)]
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
         self.log("train_loss", loss, on_step=True, on_epoch=False)
         if options.manual:
@@ -200,6 +203,10 @@ class Kill(pl.Callback):
 def loader() -> Any:
     if options.sampler == "stateful-stream":
         return StatefulStream()
+    if options.sampler == "combined":
+        short = torch.utils.data.Subset(Data(), range(16))
+        both = {"all": DataLoader(Data(), BATCH, shuffle=True), "some": DataLoader(short, BATCH, shuffle=True)}
+        return importlib.import_module(f"{options.package}.utilities").CombinedLoader(both, options.mode)
     data: Any = Stream() if "stream" in options.sampler else Data()
     kinds: dict[str, dict[str, Any]] = {
         "shuffle": {"shuffle": True},
@@ -246,6 +253,10 @@ def strategy() -> Any:
 def main() -> None:
     pl.seed_everything(1)
     callbacks = [Kill()]
+    if options.averaging:
+        callbacks.append(pl.callbacks.EMAWeightAveraging(decay=0.9))
+    if options.swa:
+        callbacks.append(pl.callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2))
     if not options.no_callback:
         from ckpt.adapters.lightning import Checkpoints
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.lightning_runs import Training
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import FSDPStrategy
 
 import ckpt
 from ckpt.adapters.lightning_state import require_supported_strategy
 
+needs_average = pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="a newer version of Lightning has it")
 OTHER_PACKAGE = "--package=pytorch_lightning"
 
 
@@ -29,6 +31,10 @@ OTHER_PACKAGE = "--package=pytorch_lightning"
         pytest.param(17, ["--sampler=stream", "--noise"], id="random samples that are fetched ahead"),
         pytest.param(17, ["--sampler=permuted-stream"], id="a stream in an order drawn at its start"),
         pytest.param(17, ["--sampler=stateful-stream", "--noise"], id="a loader with a state and without a length"),
+        pytest.param(17, ["--sampler=combined"], id="a shorter loader that begins again in the epoch"),
+        pytest.param(17, ["--swa"], id="stochastic weight averaging, in its second epoch"),
+        pytest.param(22, ["--swa"], id="stochastic weight averaging, between two epochs"),
+        pytest.param(17, ["--averaging"], id="a moving average of the weights", marks=needs_average),
         pytest.param(17, ["--workers=2", "--noise"], id="random samples of workers"),
         pytest.param(17, ["--accumulate=3"], id="accumulated gradients"),
         pytest.param(17, ["--manual"], id="manual optimization"),
