@@ -48,11 +48,20 @@ def require_supported(trainer: Any, trial: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise InvalidArgument("CkptTrainer does not save FSDP1: set fsdp_version to 2 in fsdp_config")
+    if trainer.is_deepspeed_enabled and _moving_reference(trainer) is not None:
+        raise InvalidArgument(
+            "CkptTrainer does not save the reference model of sync_ref_model below DeepSpeed: use DDP or FSDP2"
+        )
     if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end":
         raise InvalidArgument(
             f"hub_strategy={getattr(args.hub_strategy, 'value', args.hub_strategy)!r} uploads checkpoint folders, which ckpt "
             "does not write: use hub_strategy='end'"
         )
+
+
+def _moving_reference(trainer: Any) -> Any:
+    """Return the reference model of a trainer of TRL if it follows the model (`sync_ref_model`), or None."""
+    return getattr(trainer, "ref_model", None) if getattr(trainer.args, "sync_ref_model", False) else None
 
 
 class TrainerRun:
@@ -185,6 +194,8 @@ class TrainerRun:
             "trainer": self._progress, "train": _model_state(trainer, trainer.optimizer),
             "scheduler": trainer.lr_scheduler, "data": self.data,
         }  # fmt: skip
+        if _moving_reference(trainer) is not None:
+            state["reference"] = ModelState(_moving_reference(trainer))
         scaler = getattr(trainer.accelerator, "scaler", None)
         if scaler is not None:
             state["scaler"] = scaler

@@ -166,6 +166,8 @@ def make_trainer() -> Any:
         more["eval_dataset"] = Tokens(6)
     if OPTIONS.get("url"):
         more["ckpt"] = OPTIONS["url"]
+    if OPTIONS.get("dpo"):
+        return make_dpo_trainer()
     if OPTIONS.get("sft"):
         return make_sft_trainer(more)
 
@@ -188,6 +190,25 @@ def make_sft_trainer(more: dict[str, Any]) -> Any:
     rows = datasets.Dataset.from_list([Tokens(22)[i] for i in range(22)])
     args = make_arguments(SFTConfig, max_length=8, remove_unused_columns=True)
     return Recording(make_model(), args, train_dataset=rows, processing_class=make_tokenizer(), callbacks=[Killer()], **more)
+
+
+def make_dpo_trainer() -> Any:
+    """Return a trainer whose reference model follows the model every two updates."""
+    import datasets
+    from trl import DPOConfig, DPOTrainer
+
+    class Recording(Recorder, CheckpointedTrainer, DPOTrainer):  # type: ignore[misc]
+        pass
+
+    parts = {"prompt": slice(3), "chosen": slice(3, 5), "rejected": slice(5, 8)}
+    words = {name: Tokens(22).rows[:, part].tolist() for name, part in parts.items()}
+    rows = datasets.Dataset.from_dict({name: [" ".join(map(str, row)) for row in each] for name, each in words.items()})
+    args = make_arguments(
+        DPOConfig, max_length=8, remove_unused_columns=True, sync_ref_model=True, ref_model_sync_steps=2,
+        ref_model_mixup_alpha=0.6,
+    )  # fmt: skip
+    model, reference = make_model(), make_model()
+    return Recording(model, reference, args=args, train_dataset=rows, processing_class=make_tokenizer(), callbacks=[Killer()])
 
 
 def make_tokenizer() -> Any:

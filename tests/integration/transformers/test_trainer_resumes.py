@@ -67,6 +67,11 @@ def test_patience_of_an_early_stop(tmp_path: Path) -> None:
     assert lines(tmp_path / "quiet", "quiet", suffix="end.jsonl")[0][0] == 6
 
 
+def test_reference_model_that_follows_the_model(tmp_path: Path) -> None:
+    """DPOTrainer of TRL with sync_ref_model: the reference model is neither the first model nor the present one."""
+    check_continuation(tmp_path, 10, dpo=True, args={"save_steps": 4})
+
+
 @pytest.mark.essential
 def test_adapters_of_peft(tmp_path: Path) -> None:
     """Only the adapters are saved, and the base model comes from the script."""
