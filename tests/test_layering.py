@@ -30,6 +30,7 @@ FRAMEWORK_FILES = {
     "ckpt/adapters/torch.py": "torch",
     "ckpt/adapters/served_step.py": "torch",
     "ckpt/adapters/sglang_loader.py": "torch",
+    "ckpt/adapters/megatron.py": "torch",
     "ckpt/adapters/megatron_state.py": "torch",
     "ckpt/adapters/megatron_values.py": "torch",
     "ckpt/adapters/torchtitan_state.py": "torch",

@@ -13,7 +13,8 @@ from typing import Any
 from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-LOAD_FORMAT = "ckpt"
+from ckpt.adapters.load_format import LOAD_FORMAT
+
 _CHECK = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
 
 

@@ -16,10 +16,9 @@ import vllm
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from ckpt.adapters.load_format import LOAD_FORMAT
 from ckpt.adapters.served_step import ServedStep
 from ckpt.storage.base.errors import InvalidArgument
-
-LOAD_FORMAT = "ckpt"
 
 
 def register() -> None:

@@ -1,0 +1,5 @@
+"""The name of the load format by which vLLM and SGLang read their weights from a step; it needs neither of them."""
+
+from __future__ import annotations
+
+LOAD_FORMAT = "ckpt"
