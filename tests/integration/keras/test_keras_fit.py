@@ -42,6 +42,12 @@ class TestTensorflowSubclassed(_FitContract):
     arguments = ("tensorflow", "subclassed")
 
 
+class TestTensorflowCompiled(_FitContract):
+    """By XLA, which Keras chooses by itself on a GPU; on jax, all the others are compiled."""
+
+    arguments = ("tensorflow", "compiled")
+
+
 class TestTorchTwoOptimizers(_FitContract):
     arguments = ("torch", "two_optimizers")
 

@@ -130,7 +130,7 @@ def main() -> None:
     model = kinds[KIND]() if KIND in kinds else keras.Sequential(layers_of_model())
     model.compile(
         optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"],
-        steps_per_execution=2 if KIND == "several_steps" else 1,
+        steps_per_execution=2 if KIND == "several_steps" else 1, jit_compile=True if KIND == "compiled" else "auto",
     )  # fmt: skip
     callbacks = [
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
