@@ -10,10 +10,11 @@ import logging
 import math
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import mindspore as ms
+import numpy as np
 from mindspore.train import Callback, Model
 
 from ckpt import pulse
@@ -51,6 +52,8 @@ class _Position:
     epochs: int = 0
     """The argument `epoch` of the training."""
     ended: bool = False
+    outputs: Any = None
+    """What the network returned in the last step. The end of an epoch needs it. A saved step has arrays in place of tensors."""
 
 
 class Checkpoints(Callback):  # type: ignore[misc]
@@ -182,6 +185,8 @@ class Checkpoints(Callback):  # type: ignore[misc]
         if not self._has_restored:
             initial_epoch = self._restore(self._checkpointer, initial_epoch)
             cb_params.cur_step_num = self._position.step
+            if self._position.outputs is not None:
+                cb_params.net_outputs = self._position.outputs = _tensors_of(self._position.outputs)
         self._note_iterator()
         return self._model._train_process(epoch, train_dataset, list_callback, cb_params, initial_epoch, *others, **named)
 
@@ -199,6 +204,7 @@ class Checkpoints(Callback):  # type: ignore[misc]
 
     def _note(self, arguments: Any) -> None:
         self._position.step, self._position.epoch = int(arguments.cur_step_num), int(arguments.cur_epoch_num) - 1
+        self._position.outputs = arguments.net_outputs
 
     def _entries(self) -> dict[str, Any]:
         """Return the state of the model: an entry for each of its parts."""
@@ -210,8 +216,9 @@ class Checkpoints(Callback):  # type: ignore[misc]
         return {**found, **({"step": others} if others else {})}
 
     def _state(self) -> dict[str, Any]:
+        position = replace(self._position, outputs=_arrays_of(self._position.outputs))
         return {
-            "position": asdict(self._position), **self._entries(), "batches": self._batches,
+            "position": asdict(position), **self._entries(), "batches": self._batches,
             "callbacks": self._others.changed(), "random": RandomSnapshot(),
         }  # fmt: skip
 
@@ -279,6 +286,21 @@ def _refuse_sink(*_: Any, **__: Any) -> None:
         "Checkpoints: with dataset_sink_mode=True MindSpore calls no callback between the batches: call train or fit with "
         "dataset_sink_mode=False"
     )
+
+
+def _arrays_of(outputs: Any) -> Any:
+    """Return the outputs of a step with an array in place of each tensor; None if there is anything else."""
+    if isinstance(outputs, (tuple, list)):
+        found = tuple(_arrays_of(each) for each in outputs)
+        return None if any(each is None for each in found) else found
+    return outputs.asnumpy() if isinstance(outputs, ms.Tensor) else outputs if isinstance(outputs, (int, float)) else None
+
+
+def _tensors_of(outputs: Any) -> Any:
+    """Return the outputs of a step from what `_arrays_of` has made of them."""
+    if isinstance(outputs, (tuple, list)):
+        return tuple(map(_tensors_of, outputs))
+    return ms.Tensor(outputs) if isinstance(outputs, np.ndarray) else outputs
 
 
 def _loss_of(outputs: Any) -> float | None:

@@ -15,7 +15,7 @@ import pytest
 from helpers.folders import PROGRAMS
 from helpers.refusal import refused
 from mindspore import nn
-from mindspore.train import Callback, Model
+from mindspore.train import Callback, History, Model
 
 import ckpt
 from ckpt.adapters.mindspore import Checkpoints
@@ -120,6 +120,31 @@ def test_an_interrupted_training_resumes_with_a_new_callback_and_with_the_same_o
     with pytest.raises(KeyboardInterrupt):
         assert train(saving, 4, model(), stop_after=4) == []
     assert train(saving, 4, model()) == expected[8:]
+
+
+class EvaluationStop(Callback):
+    """Ends the training by an exception when an evaluation begins."""
+
+    def on_eval_begin(self, run_context: Any) -> None:
+        if run_context.original_args().cur_epoch_num == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_training_resumes_between_the_last_batch_of_an_epoch_and_its_evaluation(tmp_path: Path, every: int) -> None:
+    def fit(*callbacks: Any) -> tuple[dict[str, Any], list[Any]]:
+        ms.set_seed(2)
+        net = nn.Dense(4, 2)
+        made = Model(net, nn.MSELoss(), nn.Adam(net.trainable_params(), 0.1), metrics={"mae": nn.MAE()})
+        history, watch = History(), Losses()
+        made.fit(3, data(), data(), callbacks=[history, watch, *callbacks])
+        return history.history, watch.found
+
+    counted, expected = fit()
+    with pytest.raises(KeyboardInterrupt):
+        fit(Checkpoints(tmp_path, every=every), EvaluationStop())
+    assert ckpt.open(tmp_path).steps()[-1] == 7
+    assert fit(Checkpoints(tmp_path, every=every)) == (counted, expected[8:])
 
 
 def test_two_trainings_with_one_callback_are_resumed_in_their_order(tmp_path: Path) -> None:
