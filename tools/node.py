@@ -67,7 +67,7 @@ def _service_spec(
     _check_access(service.listen, host, access)
     announcement_spec = parse_announcement(announcement, host)
 
-    from ckpt.storage.node.node_security import read_authority, read_certificate
+    from ckpt.storage.node.security_options import read_authority, read_certificate
     from ckpt.storage.node.server import NodeOptions
 
     options = NodeOptions(

@@ -19,7 +19,7 @@ from ckpt.tools.run_options import HostRunOptions, JobOptions, SecurityOptions, 
 from ckpt.tools.simulate import command as simulate
 
 if TYPE_CHECKING:
-    from ckpt.storage.node.node_security import NodeSecurity
+    from ckpt.storage.node.security_options import NodeSecurity
 
 
 @click.command("ckpt-run", context_settings=run_queries.HELP_SETTINGS | {"ignore_unknown_options": False})
@@ -95,7 +95,7 @@ def _adapted_directory(adapt: str, job: JobOptions, host: HostRunOptions, hosts:
 def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:
     """Set environment variables of this process, which the ranks inherit."""
     from ckpt.storage.node.credentials import INSECURE_VARIABLE, TOKEN_VARIABLE
-    from ckpt.storage.node.node_security import VARIABLES
+    from ckpt.storage.node.security_options import VARIABLES
     from ckpt.training.loss_spikes import FACTOR_VARIABLE
 
     if job.spike is not None:
@@ -176,7 +176,7 @@ def _node_security(address: str, options: SecurityOptions) -> NodeSecurity | Non
     Returns None, and prints the reason, if anyone on the network could use it.
     """
     from ckpt.storage.node.credentials import is_loopback
-    from ckpt.storage.node.node_security import security_from_environment
+    from ckpt.storage.node.security_options import security_from_environment
 
     security = replace(security_from_environment(), insecure=options.insecure)
     if lacks := security.missing_options(address):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt.block_io.block_verification import verify_blocks
+from ckpt.block_io.step_verification import verify_blocks
 from ckpt.format import json_records
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.manifest import Manifest, Row

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import click
 
-from ckpt.block_io.block_verification import find_bad_blocks
+from ckpt.block_io.step_verification import find_bad_blocks
 from ckpt.format.manifest import Row
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository

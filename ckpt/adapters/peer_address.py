@@ -18,7 +18,7 @@ from ckpt.storage.base.errors import InvalidArgument, Refused, Unavailable, Untr
 from ckpt.storage.base.store import Store
 from ckpt.storage.node.client import NodeStore
 from ckpt.storage.node.credentials import NodeCredentials, is_insecure_allowed, is_loopback
-from ckpt.storage.node.node_security import VARIABLES, read_authority
+from ckpt.storage.node.security_options import VARIABLES, read_authority
 
 _POLL_SECONDS = 0.02
 _CALL_SECONDS = 30.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt.recovery.policy.hang_limits import HangLimits
-from ckpt.storage.node.node_security import NodeSecurity
+from ckpt.storage.node.security_options import NodeSecurity
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ckpt.recovery.ranks import launch, processes
 from ckpt.recovery.ranks.fork_client import ForkServers
 from ckpt.recovery.ranks.launch import LaunchSpec, RankProcess
 from ckpt.recovery.ranks.orphan_guard import OrphanGuard
-from ckpt.recovery.ranks.rank_environment import allowed_environment
+from ckpt.recovery.ranks.allowed_variables import allowed_environment
 from ckpt.recovery.ranks.rank_monitor import RankMonitor
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
 from ckpt.recovery.run_log.base import LogEntry

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Literal
 from ckpt.recovery.ranks import processes
 from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.node.node_security import NodeSecurity
+from ckpt.storage.node.security_options import NodeSecurity
 
 if TYPE_CHECKING:
     from ckpt.storage.member.device import Device

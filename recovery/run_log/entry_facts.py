@@ -62,7 +62,7 @@ class StartFacts:
     port: int
     memory: _MemoryNodeLists = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """Checked by rank_environment.py."""
+    """Checked by allowed_variables.py."""
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

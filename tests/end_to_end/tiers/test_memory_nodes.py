@@ -29,7 +29,7 @@ from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, choose_memories
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.storage.node.node_security import NodeSecurity
+from ckpt.storage.node.security_options import NodeSecurity
 
 
 @with_make_soak

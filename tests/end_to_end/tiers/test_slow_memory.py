@@ -15,7 +15,7 @@ from helpers.processes import until
 import ckpt
 from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes
 from ckpt.repository.repository import open_repository
-from ckpt.storage.node.node_security import NodeSecurity
+from ckpt.storage.node.security_options import NodeSecurity
 from ckpt.tiers import previous_memory, tier_spec
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from ckpt.recovery.policy.loss_rollback import rollback_environment
-from ckpt.recovery.ranks.rank_environment import ALLOWED_VARIABLES, allowed_environment
+from ckpt.recovery.ranks.allowed_variables import ALLOWED_VARIABLES, allowed_environment
 from ckpt.recovery.run_log.run_spec import RunSpec
 from ckpt.recovery.run_log.run_state import RunState
 
