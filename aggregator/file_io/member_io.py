@@ -13,8 +13,8 @@ from ckpt.aggregator.cluster.open_member import OpenMember
 from ckpt.aggregator.file_io.scratch_pool import ScratchPool
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
-from ckpt.aggregator.records.file_record import FileLayout
 from ckpt.aggregator.records.current_members import Membership
+from ckpt.aggregator.records.file_record import FileLayout
 from ckpt.storage.base.errors import StoreError
 
 log = logging.getLogger("ckpt")

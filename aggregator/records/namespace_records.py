@@ -8,8 +8,8 @@ from functools import partial
 
 from ckpt.aggregator.cluster.config import NamespaceConfig
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import PathRecord
 from ckpt.aggregator.records.current_members import Membership
+from ckpt.aggregator.records.file_record import PathRecord
 from ckpt.aggregator.records.paths import check_path
 from ckpt.aggregator.records.paxos import ReplicatedRegisters
 from ckpt.aggregator.records.register_update import Decide, Superseded

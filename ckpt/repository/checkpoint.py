@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from ckpt.block_io.block_reader import Progress, is_bad_sector, read_leaves
-from ckpt.block_io.step_verification import verify_blocks
 from ckpt.block_io.read_plan import Target
 from ckpt.block_io.replicated_store import from_nearest
+from ckpt.block_io.step_verification import verify_blocks
 from ckpt.errors import LeafNotFound
 from ckpt.format import manifest as manifests
 from ckpt.format.digest import is_cryptographic

@@ -15,10 +15,11 @@ from ckpt.recovery.agent.host_options import HostOptions
 from ckpt.recovery.agent.log_console import LogConsole
 from ckpt.recovery.policy.coordinated_stop import StopRequest
 from ckpt.recovery.ranks import launch, processes
-from ckpt.recovery.ranks.fork_client import ForkServers
-from ckpt.recovery.ranks.launch import LaunchSpec, RankProcess
-from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 from ckpt.recovery.ranks.allowed_variables import allowed_environment
+from ckpt.recovery.ranks.fork_client import ForkServers
+from ckpt.recovery.ranks.launch import RankProcess
+from ckpt.recovery.ranks.orphan_guard import OrphanGuard
+from ckpt.recovery.ranks.rank_environment import LaunchSpec
 from ckpt.recovery.ranks.rank_monitor import RankMonitor
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
 from ckpt.recovery.run_log.base import LogEntry

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ckpt.recovery.ranks import mpi, processes
 from ckpt.recovery.ranks.fork_client import ForkedRank, ForkServers, NotForkable, ScriptNotFound, split_python_command
+from ckpt.recovery.ranks.rank_environment import LaunchSpec, build_rank_environment
 from ckpt.storage.base.errors import CkptError, Unavailable
-from ckpt.training import heartbeat_page as pulses
 from ckpt.training import import_report
 from ckpt.training.heartbeat_page import HeartbeatPage
 
@@ -60,25 +60,6 @@ class RankProcess:
         return self.heartbeat_page.read().pid if self.is_shared else self.process.pid
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchSpec:
-    """The ranks of this host in one attempt, and the facts that their environment contains."""
-
-    run: str
-    attempt: int
-    first_rank: int
-    rank_count: int
-    """The number of ranks on this host. The first of them has local rank 0."""
-    world_size: int
-    host_index: int
-    """The index of this host among the hosts of the attempt."""
-    address: str
-    port: int
-    """The port at `address` on which rank 0 may listen for the other ranks."""
-    extra_environment: Mapping[str, str]
-    """Further environment variables."""
-
-
 _TRANSIENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
 """Errors that may disappear with time."""
 
@@ -87,40 +68,6 @@ _STUCK_SECONDS = 60.0
 
 AGENT_VARIABLE = "CKPT_AGENT"
 """The environment variable that marks the ranks of an agent and all processes that they start."""
-
-
-def build_rank_environment(spec: LaunchSpec, number: int, page: Path) -> Mapping[str, str]:
-    """Return the environment variables of a rank.
-
-    As with torchrun, OMP_NUM_THREADS is 1 if it is not set and there are several ranks.
-    """
-    local = number - spec.first_rank
-    variables = {
-        "RANK": str(number),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(spec.world_size),
-        "LOCAL_WORLD_SIZE": str(spec.rank_count),
-        "GROUP_RANK": str(spec.host_index),
-        "GROUP_WORLD_SIZE": str(spec.world_size // spec.rank_count),
-        "ROLE_RANK": str(number),
-        "ROLE_WORLD_SIZE": str(spec.world_size),
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": spec.address,
-        "MASTER_PORT": str(spec.port),
-        "TORCHELASTIC_RUN_ID": spec.run,
-        "TORCHELASTIC_RESTART_COUNT": str(spec.attempt),
-        "CKPT_RUN": spec.run,
-        "CKPT_ATTEMPT": str(spec.attempt),
-        pulses.PAGE_VARIABLE: str(page),
-        "PYTHONUNBUFFERED": "1",
-        # This agent may run under torchrun, whose store has another port, and whose error file is not for the ranks.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCHELASTIC_ERROR_FILE": "",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
-    if spec.rank_count > 1 and "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = "1"
-    return {**variables, **spec.extra_environment}
 
 
 def start(

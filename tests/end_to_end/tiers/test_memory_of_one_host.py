@@ -18,9 +18,10 @@ from helpers.runs import RANKS, Run, assert_result, have_ended, kill_ranks, memo
 from helpers.runs import start as start
 
 import ckpt
-from ckpt.recovery.ranks.launch import LaunchSpec, free_port
+from ckpt.recovery.ranks.launch import free_port
 from ckpt.recovery.ranks.launch import start as start_ranks
 from ckpt.recovery.ranks.launch import stop as stop_ranks
+from ckpt.recovery.ranks.rank_environment import LaunchSpec
 
 
 def test_the_next_attempt_reuses_the_pages_when_memory_is_full(tmp_path: Path) -> None:
