@@ -11,7 +11,7 @@ import torch
 
 from ckpt.adapters.weights import iterate_weights, open_step, weight_names
 from ckpt.errors import LeafNotFound
-from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.errors import CkptError, InvalidArgument
 
 _TYPES = {"step": int, "prefix": str, "rename": dict, "strict": bool}
 
@@ -44,9 +44,27 @@ class ServedStep:
                 raise InvalidArgument(f"model_loader_extra_config: {name}={value!r} is not of type {kind.__name__}")
         return cls(**options)
 
-    def with_number(self) -> Self:
-        """Return it with the number of its step, which is that of the newest if none was named."""
-        return dataclasses.replace(self, step=open_step(self.url, self.step).step)
+    def with_number(self, group: Any) -> Self:
+        """Return it with the number of its step: that of the newest if none was named, as the first rank of `group` finds it.
+
+        group: a group of ranks of vLLM or SGLang, all of which call this; None for a process alone.
+
+        Raises what opening the step raises; on the other ranks CkptError.
+        """
+        found: int | str | None = None
+        cause: Exception | None = None
+        if group is None or group.rank_in_group == 0:
+            try:
+                found = open_step(self.url, self.step).step
+            except Exception as error:  # the other ranks wait for an answer
+                found, cause = f"{type(error).__name__}: {error}", error
+        if group is not None:
+            found = group.broadcast_object(found)
+        if cause is not None:
+            raise cause
+        if not isinstance(found, int):
+            raise CkptError(f"the first rank can't open the step ({found}): see its log")
+        return dataclasses.replace(self, step=found)
 
     def names(self) -> set[str]:
         """Return the names of the weights."""

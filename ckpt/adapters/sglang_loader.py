@@ -94,19 +94,8 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
         group = self.load_config.load_group
         if group is _DEFAULT_LOAD_GROUP:
             group = get_parallel().world_group if torch.distributed.is_initialized() else None
-        found: _Loaded | Exception | None = None
-        if group is None or group.rank_in_group == 0:
-            try:
-                step = options.with_number()
-                found = _Loaded(options, step, frozenset(step.names()))
-            except Exception as error:
-                found = error
-        if group is not None:
-            found = group.broadcast_object(found)
-        if isinstance(found, Exception):
-            raise found
-        assert found is not None
-        return found
+        step = options.with_number(group)
+        return _Loaded(options, step, frozenset(step.names()))
 
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: torch.device) -> None:
         """Load the weights. Raise LeafNotFound at the start if one is missing, which SGLang itself does not notice."""

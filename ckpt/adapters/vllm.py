@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -35,15 +36,19 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
     def __init__(self, load_config: Any) -> None:
         if not hasattr(DefaultModelLoader, "track_weights_loading"):  # then nothing would look for missing weights
             raise InvalidArgument(f"the load format ckpt needs a newer vLLM than {vllm.__version__}: pip install -U vllm")
-        self._step = ServedStep.from_options(load_config.model_loader_extra_config or {})
+        self._options = self._step = ServedStep.from_options(load_config.model_loader_extra_config or {})
         super().__init__(dataclasses.replace(load_config, model_loader_extra_config={}))
 
     def download_model(self, model_config: Any) -> None:
         """Check that the step and the part of it exist; nothing is downloaded."""
-        self._step.names()
+        self._options.names()
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the names and tensors of the step; each process reads all, and its layers take their part of each."""
+        """Return the names and tensors of the step; each process reads all, and its layers take their part of each.
+
+        All ranks load the step that the first one finds, also if another one is saved meanwhile.
+        """
+        self._step = self._options.with_number(get_world_group() if torch.distributed.is_initialized() else None)
         return self._step.tensors()
 
     def track_weights_loading(self, model: torch.nn.Module, loaded_weights: set[str], *args: Any, **further: Any) -> None:

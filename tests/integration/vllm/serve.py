@@ -3,7 +3,8 @@
     python serve.py FOLDER LOAD_FORMAT OPTIONS [MORE_OPTIONS]
 
 FOLDER has a config.json. OPTIONS is the JSON of `model_loader_extra_config`. MORE_OPTIONS is a JSON list of further ones, each
-of which is loaded into a new model. The last line of the output is a JSON object.
+of which is loaded into a new model. WORLD_SIZE, as torchrun sets it, makes this one of several tensor-parallel ranks. The last
+line of the output is a JSON object.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from vllm.config import set_current_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+
 
 def digest(model: torch.nn.Module) -> str:
     found = hashlib.sha256()
@@ -37,7 +40,8 @@ def main() -> None:
     folder, load_format, options = sys.argv[1:4]
     llm = LLM(
         folder, load_format=load_format, model_loader_extra_config=json.loads(options), skip_tokenizer_init=True,
-        dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=2, seed=0,
+        dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=2, seed=0, tensor_parallel_size=RANKS,
+        distributed_executor_backend="external_launcher" if RANKS > 1 else None,
     )  # fmt: skip
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=5)
     (output,) = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}], greedy, use_tqdm=False)

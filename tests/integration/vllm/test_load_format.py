@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +36,30 @@ def serve(folder: Path, load_format: str, options: dict[str, Any], more: list[di
     done = subprocess.run([sys.executable, HERE / "serve.py", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def serve_by_two(folder: Path, load_format: str, options: dict[str, Any], folders: list[Path]) -> list[dict[str, Any]]:
+    """Return what two tensor-parallel ranks print, each of which runs in a folder of its own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    command = [sys.executable, str(HERE / "serve.py"), str(folder), load_format, json.dumps(options)]
+    ranks = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd,
+            env=os.environ | {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            },
+        )
+        for rank, cwd in enumerate(folders)
+    ]  # fmt: skip
+    found = []
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=300)
+        assert rank.returncode == 0, output[-6000:]
+        found.append(json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{"))))
     return found
 
 
@@ -95,6 +121,22 @@ def test_the_weights_and_the_tokens_are_those_of_an_export(tmp_path: Path, kind:
         )
         assert len(older) == 64
         assert older != found["digest"]
+
+
+def test_two_tensor_parallel_ranks_load_their_parts_of_one_step(tmp_path: Path) -> None:
+    model = make_model("llama", 1)
+    model.save_pretrained(tmp_path / "exported")
+    model.config.save_pretrained(tmp_path / "config")
+    folders = [tmp_path / "rank0", tmp_path / "rank1"]
+    for folder in folders:
+        ckpt.save({"model": model}, folder / "run", 1)
+    ckpt.save({"model": make_model("llama", 2)}, folders[1] / "run", 2)  # as if the second rank looked later
+
+    found = serve_by_two(tmp_path / "config", "ckpt", {"url": "run", "prefix": "model"}, folders)
+    expected = serve_by_two(tmp_path / "exported", "safetensors", {}, folders)
+    assert [rank["digest"] for rank in found] == [rank["digest"] for rank in expected]
+    assert found[0]["digest"] != found[1]["digest"]
+    assert found[0]["tokens"] == expected[0]["tokens"]
 
 
 def test_the_command_line_takes_the_format() -> None:
