@@ -18,6 +18,7 @@ from helpers.forked_python import ForkedPython
 from helpers.namespace_files import NEW, OLD
 from helpers.nodes import NodeProcess, directories, nodes_config, quick
 from helpers.processes import SOAK
+from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair as repairs
@@ -96,7 +97,7 @@ def test_a_killed_client_leaves_the_old_or_the_new_files(
     grace, surveys.GRACE_SECONDS = surveys.GRACE_SECONDS, -60.0
     try:
         repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace))
-        assert surveys.scrub_namespace(namespace, verify=True).is_whole
+        require_whole(namespace, verify=True)
     finally:
         surveys.GRACE_SECONDS = grace
     assert {path: namespace.get(path) for path in namespace.list()} == {"a": NEW, "c": NEW}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from helpers.nodes import LocalNode, NodeProcess, nodes_config
 from helpers.stopped_client import StoppedClient
+from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import rebalance
-from ckpt.aggregator.maintenance import scrub as surveys
 from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.record_collection import collect_tombstones
 from ckpt.storage.testing import random_bytes
@@ -67,7 +67,7 @@ def test_a_write_completes_after_the_only_member_with_its_record_is_forgotten(
     assert outcome.startswith("acknowledged"), outcome
     remaining, _ = open_namespace(url_of([nodes[0], nodes[1], nodes[3]]))
     assert remaining.get(path) == random_bytes(nbytes, 2)
-    assert surveys.scrub_namespace(remaining, verify=True).is_whole
+    require_whole(remaining, verify=True)
 
 
 @pytest.mark.parametrize("collects", [False, True], ids=["nothing", "another file"])

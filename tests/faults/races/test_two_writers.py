@@ -12,7 +12,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from helpers.two_writers import HOLDER_PROGRAM, is_zombie, take_over
 import ckpt
 from ckpt.format import json_records
 from ckpt.groups.process_identity import is_alive, is_dead, this_process
+from ckpt.loading import group_load
 from ckpt.repository.group_lease import GroupLease
 from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import WriterLease, acquire_lease
@@ -358,6 +361,28 @@ with ckpt.Checkpointer(sys.argv[1], keep=1) as saver:
     finish(writer)
     assert len(set(seen)) > 2
     assert_same(ckpt.load(tmp_path), state_of(299))
+
+
+def test_a_load_finds_a_step_where_a_writer_deletes_each_step_that_was_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer commits the next step, and deletes the one before, between a listing and each look at what was listed."""
+    ckpt.save(state_of(0), tmp_path, 0)
+    saved = [0]
+
+    def after_the_next_save(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if len(saved) < 5:
+                saved.append(saved[-1] + 1)
+                ckpt.save(state_of(saved[-1]), tmp_path, saved[-1], keep=1)
+            return original(*arguments)
+
+        return call
+
+    for name in ("open_agreed_checkpoint", "_has_committed"):
+        monkeypatch.setattr(group_load, name, after_the_next_save(getattr(group_load, name)))
+    assert_same(ckpt.load(tmp_path, strict=True), state_of(4))
+    assert saved == [0, 1, 2, 3, 4]
 
 
 def test_a_reused_process_number_does_not_keep_the_lease(tmp_path: Path) -> None:

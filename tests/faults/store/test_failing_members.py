@@ -12,6 +12,7 @@ from typing import NoReturn
 import pytest
 from helpers.namespace_files import NEW, fragment_counts
 from helpers.nodes import LocalNode, NodeProcess, directories, nodes_config, quick
+from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.writer import FileWriter
@@ -157,7 +158,7 @@ def test_a_member_that_answers_before_the_commit_gets_all_fragments(tmp_path: Pa
         writer.append(memoryview(data))
         writer.commit()
     assert fragment_counts(namespace, "a") == {6}
-    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    require_whole(namespace, verify=True)
     assert namespace.get("a") == data + data
     namespace.close()
 

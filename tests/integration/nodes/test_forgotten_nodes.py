@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from helpers.nodes import LocalNode, nodes_config
+from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance
-from ckpt.aggregator.maintenance import scrub as surveys
 from ckpt.storage.testing import random_bytes
 
 
@@ -53,6 +53,6 @@ def test_no_acknowledged_file_is_only_on_a_forgotten_live_node(tmp_path: Path, r
     rest = Namespace(nodes_config([nodes[i] for i in (0, 1, 3)], **table))
     for number in acknowledged:
         assert rest.get(f"f{number}") == random_bytes(50_000, number)
-    assert surveys.scrub_namespace(rest, verify=True).is_whole
+    require_whole(rest, verify=True)
     for each in (writer, admin, rest, *(nodes[i] for i in (0, 1, 3))):
         each.close()

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from helpers.nodes import NodeProcess
+from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import open_namespace
 from ckpt.aggregator.maintenance import scrub as surveys
@@ -81,7 +82,7 @@ def test_one_node_at_a_time_repairs_the_namespace(tmp_path: Path) -> None:
             deadline = time.monotonic() + 60
             while not surveys.scrub_namespace(namespace).is_whole and time.monotonic() < deadline:
                 time.sleep(0.2)
-            assert surveys.scrub_namespace(namespace, verify=True).is_whole
+            require_whole(namespace, verify=True)
             at_work = [c for c in repair_nodes if any(": repaired " in line for line in c.log)]
             assert len(at_work) == 1 + victim, "two nodes repair at the same time"
             if not victim:

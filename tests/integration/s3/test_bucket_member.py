@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.registers import Flaky, check_eras, check_final, replicated_registers, words
+from helpers.whole_namespaces import require_whole
 
 import ckpt
 from ckpt.aggregator.cluster.config import config_from_table
@@ -234,7 +235,7 @@ def test_a_damaged_object_in_the_bucket_is_repaired(tmp_path: Path, bucket: str,
     found = surveys.scrub_namespace(namespace, verify=True)
     assert [f.path for f in found.damaged_files] == ["f"]
     assert repairs.repair_namespace(namespace, found).files == 1
-    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    require_whole(namespace, verify=True)
     keys = [o["Key"] for o in s3_client.list_objects_v2(Bucket=bucket.removeprefix("s3://"))["Contents"]]
     assert sum(key.startswith("member/quarantine/") for key in keys) == 1
 
@@ -255,7 +256,7 @@ def test_a_lost_bucket_loses_no_file_and_is_refilled(tmp_path: Path, bucket: str
     assert found.damaged_files
     assert not found.lost_files
     repairs.repair_namespace(again, found)
-    assert surveys.scrub_namespace(again, verify=True).is_whole
+    require_whole(again, verify=True)
     assert again.open_members["bucket"].registers.read(["/d/none"]) == [Record()]
 
 
@@ -273,7 +274,7 @@ def test_a_bucket_replaces_a_disk(tmp_path: Path, bucket: str) -> None:
     )
     for path, data in CONTENT.items():
         assert rest.get(path) == data
-    assert surveys.scrub_namespace(rest, verify=True).is_whole
+    require_whole(rest, verify=True)
 
 
 def test_checkpoints_are_loaded_from_a_namespace_with_a_bucket(

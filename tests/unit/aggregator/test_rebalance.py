@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from helpers.damaged_namespaces import assert_whole, content, filled_namespace
 from helpers.nodes import LocalNode, directories
+from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance
-from ckpt.aggregator.maintenance import scrub as surveys
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import random_bytes
@@ -47,7 +47,7 @@ def test_a_read_only_member_is_removed_but_not_drained(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match="n0 is read-only, so that it can't delete"):
             rebalance.drain_member(namespace, "n0")
         assert not rebalance.remove_member(namespace, "n0").failed
-        assert surveys.scrub_namespace(namespace, verify=True).is_whole
+        require_whole(namespace, verify=True)
     for node in nodes:
         node.close()
 
@@ -68,5 +68,5 @@ def test_rebalancing_moves_only_the_parts_of_new_members(tmp_path: Path) -> None
     for i in range(40):
         assert grown.get(f"f{i}") == random_bytes(40_000, i)
     assert not rebalance.rebalance_fragments(grown).files
-    assert surveys.scrub_namespace(grown, verify=True).is_whole
+    require_whole(grown, verify=True)
     grown.close()

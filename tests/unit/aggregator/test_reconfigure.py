@@ -16,6 +16,7 @@ from helpers.nodes import NodeProcess, directories
 from helpers.processes import SOAK
 from helpers.registers import Flaky
 from helpers.replica_sets import CONTENT, assert_all_files_exist, locations_of, make_three_member_namespace, record_members
+from helpers.whole_namespaces import require_whole
 
 import ckpt
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -176,7 +177,7 @@ def test_one_of_two_members_is_removed_as_destroyed(tmp_path: Path) -> None:
     assert not done.failed
     assert record_members(namespace) == {"disk0", "disk2"}
     assert_all_files_exist(namespace)
-    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    require_whole(namespace, verify=True)
     with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2; start the others"):
         rebalance.remove_member(namespace, "disk0")
 
@@ -285,7 +286,7 @@ def test_too_few_members_for_the_redundancy_cause_one_warning(tmp_path: Path, ca
             f"{client.url} has 3 members: after the loss of 2 the records can't be read, though 3x keeps the bytes; "
             "use 4 members or more"
         ]
-        assert surveys.scrub_namespace(client, verify=True).is_whole
+        require_whole(client, verify=True)
     grown = Namespace(directories(tmp_path, 4, redundancy="3x"))
     caplog.clear()
     grown.put("b", b"2")
@@ -302,7 +303,7 @@ def test_a_repair_enlarges_replica_sets_that_are_too_small(tmp_path: Path) -> No
     assert found.insufficient_redundancy == parse_redundancy("3x")
     assert not found.is_whole
     assert not repairs.repair_namespace(namespace, found).failed
-    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    require_whole(namespace, verify=True)
     assert record_members(namespace) == {"disk0", "disk1", "disk2", "disk3"}
 
 

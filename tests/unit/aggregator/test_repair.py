@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.damaged_namespaces import assert_whole, content, damage_fragment, filled_namespace, large_file
 from helpers.nodes import LocalNode, directories, nodes_config, quick
+from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair as repairs
@@ -20,7 +21,7 @@ from ckpt.storage.testing import random_bytes
 def test_lost_disks_are_rebuilt_in_turn(tmp_path: Path, redundancy: str, lost: int) -> None:
     """Empty folders replace lost ones, one after the other."""
     namespace = filled_namespace(tmp_path, redundancy)
-    assert surveys.scrub_namespace(namespace, verify=True).is_whole
+    require_whole(namespace, verify=True)
     namespace.close()
     for i in range(3):
         for j in range(lost):

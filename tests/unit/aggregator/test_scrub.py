@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.damaged_namespaces import assert_whole, content, filled_namespace, large_file
 from helpers.nodes import directories
+from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair as repairs
@@ -28,7 +29,7 @@ def test_a_scrub_that_verifies_finds_rot(tmp_path: Path) -> None:
     raw = bytearray(victim.read_bytes())
     raw[len(raw) // 2] ^= 1
     victim.write_bytes(raw)
-    assert surveys.scrub_namespace(namespace).is_whole, "inventories do not show rot"
+    require_whole(namespace)  # inventories do not show rot
     found = surveys.scrub_namespace(namespace, verify=True)
     assert [(f.path, f.state, f.damaged_objects) for f in found.damaged_files] == [
         ("d/f4", "endangered", ((holder.member, holder.name),))
@@ -97,7 +98,7 @@ def test_objects_of_a_dead_writer_are_deleted_after_the_grace_period(tmp_path: P
     writer = namespace.create("torn")
     writer.append(memoryview(random_bytes(1 << 20)))
     writer._commit_objects()
-    assert surveys.scrub_namespace(namespace).is_whole
+    require_whole(namespace)
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
     found = surveys.scrub_namespace(namespace)
     assert sum(map(len, found.orphans.values())) == 2
@@ -143,7 +144,7 @@ def test_deleted_files_do_not_return_with_an_absent_member(tmp_path: Path, monke
         found = surveys.scrub_namespace(back)
         assert not any(p in back.list() for p in ("d/f3", "d/f4"))
         repairs.repair_namespace(back, found)
-    assert surveys.scrub_namespace(back).is_whole
+    require_whole(back)
     assert back.stat("d/f3") is None
     object_count = sum(len([p for p in (tmp_path / f"disk{i}" / "objects").rglob("*") if p.is_file()]) for i in range(4))
     file = back.stat("d/f2")
@@ -197,5 +198,5 @@ def test_a_file_that_changes_after_the_scrub_keeps_its_new_content(tmp_path: Pat
     repairs.repair_namespace(namespace, found)
     assert namespace.get("d/f4") == random_bytes(100_000, 9)
     monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
-    assert surveys.scrub_namespace(namespace, verify=True).is_whole, "and no other object is left"
+    require_whole(namespace, verify=True)  # and no other object is left
     namespace.close()

@@ -14,6 +14,7 @@ from helpers.node_fixtures import DATA, bytes_by_way, files, open_objects, open_
 from helpers.node_fixtures import local_node as local_node
 from helpers.node_fixtures import node as node
 from helpers.nodes import LocalNode, NodeProcess, nodes_config, quick
+from helpers.whole_namespaces import require_whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +89,7 @@ def test_rot_is_found_by_readers_that_use_descriptors(tmp_path: Path) -> None:
         found = surveys.scrub_namespace(namespace, verify=True)
         assert [health.path for health in found.damaged_files] == ["a"]
         assert not repairs.repair_namespace(namespace, found).failed
-        assert surveys.scrub_namespace(namespace, verify=True).is_whole
+        require_whole(namespace, verify=True)
     finally:
         namespace.close()
         for node in nodes:
