@@ -54,7 +54,8 @@ class JaxGroup(Group):
         try:
             data: bytes = self._client.blocking_key_value_get_bytes(_gather_key(number, rank), left)
         except RuntimeError as error:
-            missing = [r for r in range(self.size) if not self._has_key(_gather_key(number, r))]
+            others = (r for r in range(self.size) if r != self.rank)
+            missing = [r for r in others if not self._has_key(_gather_key(number, r))]
             if not missing or "DEADLINE_EXCEEDED" not in str(error):
                 raise GroupError(
                     f"{self!r}: the data of rank {rank} in a gather could not be read: {first_line(error)}; "

@@ -210,7 +210,10 @@ def in_jax(folder: Path, port: str) -> list[Group]:
 
     impatient = ours.JaxGroup(timeout=0.5)
     if rank == 0:
-        fails(lambda: impatient.all_gather(b""), "jax.distributed, rank 0 of 2", "rank 1 did not join a gather within 0.5 s")
+        words = "jax.distributed, rank 0 of 2", "rank 1 did not join a gather within 0.5 s"
+        fails(lambda: impatient.all_gather(b""), *words)
+        impatient._has_key = lambda key: False  # type: ignore[method-assign]  # as on a busy host, which answers late
+        fails(lambda: impatient.all_gather(b""), *words)
         (folder / "over").touch()
     else:
         wait_for(folder / "over")
