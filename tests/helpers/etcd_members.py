@@ -8,7 +8,7 @@ import pytest
 
 from ckpt.aggregator.cluster import config
 from ckpt.aggregator.cluster.etcd import AnnouncedNode
-from helpers.etcd_server import EtcdProcess, free_port, needs_etcd, running_etcd  # noqa: F401  a fixture
+from helpers.etcd_server import EtcdProcess, needs_etcd, running_etcd  # noqa: F401  a fixture
 
 FACTS = AnnouncedNode("127.0.0.1:7070", "r1/h1", 2.0, "disk-1")
 

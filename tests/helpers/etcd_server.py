@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +12,9 @@ import pytest
 from ckpt.aggregator.cluster import etcd
 from ckpt.aggregator.cluster.etcd_client import EtcdClient
 from ckpt.storage.base.errors import Refused, StoreError
-from helpers.processes import until
+from helpers.processes import free_port, until
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="the program etcd is missing (Debian: etcd-server)")
-
-
-def free_port() -> int:
-    """Return a port on loopback that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 class EtcdProcess:

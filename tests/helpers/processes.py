@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,13 @@ SOAK = os.environ.get("CKPT_SOAK") == "1"
 def python_path() -> str:
     """Return PYTHONPATH with the tests before what it has."""
     return os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+
+
+def free_port() -> int:
+    """Return a port on loopback that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
 
 
 def python(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:

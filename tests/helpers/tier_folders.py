@@ -107,13 +107,6 @@ class FullStore(FailingStore):
         return super().create(name, size_hint)
 
 
-def flip_bit(path: Path, at: int = 10_000) -> None:
-    """Change one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[at % len(data)] ^= 1
-    path.write_bytes(data)
-
-
 def saved_everywhere(tier_folders: TierFolders) -> None:
     """Save steps 3 and 7 to all tiers."""
     ck = tier_folders.open(every=1)

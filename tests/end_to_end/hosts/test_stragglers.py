@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.etcd_server import free_port
 from helpers.folders import PROGRAMS
 from helpers.host_runs import Job, assert_result, starts
 from helpers.host_runs import job as job
+from helpers.processes import free_port
 
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
 

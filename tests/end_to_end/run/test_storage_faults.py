@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from helpers.faulty_runs import Starter, assert_ends_well, nodes, nonempty_files, url_of
 from helpers.faulty_runs import start as start
+from helpers.flipped_bits import flip_bit
 from helpers.folders import fast_folder
 from helpers.host_runs import job as job
 from helpers.processes import until
 from helpers.repositories import snapshot
 from helpers.runs import RANKS, memory_folder_of
-from helpers.tier_folders import flip_bit
 
 import ckpt
 from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES, Budget, Failure, decide

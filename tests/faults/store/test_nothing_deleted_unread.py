@@ -11,8 +11,9 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from helpers.failing_store import FailingStore
+from helpers.flipped_bits import flip_bit
 from helpers.states import assert_same, state_of
-from helpers.tier_folders import TierFolders, close_as_if_failed, flip_bit, tier_folders, train
+from helpers.tier_folders import TierFolders, close_as_if_failed, tier_folders, train
 
 import ckpt
 from ckpt.block_io.replicated_store import bad_files

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.flipped_bits import flip_bit
 
 import ckpt
 from ckpt.block_io import replicated_store
@@ -38,11 +39,7 @@ def damage_frozen_block(root: Path, step: int) -> str:
     """Change one byte of the block of the frozen leaf to which a step refers; return the name of its pack."""
     row = next(row for row in ckpt.open(root)[step].manifest().rows if row.leaf == "frozen")
     assert row.pack is not None
-    with (root / row.pack).open("r+b") as file:
-        file.seek(row.position + row.stored // 2)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_bit(root / row.pack, row.position + row.stored // 2)
     return row.pack
 
 

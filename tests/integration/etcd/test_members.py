@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from helpers.etcd_members import FACTS, configure_namespace
-from helpers.etcd_server import EtcdProcess, free_port, needs_etcd, running_etcd  # noqa: F401  a fixture
+from helpers.etcd_server import EtcdProcess, needs_etcd, running_etcd  # noqa: F401  a fixture
 from helpers.nodes import NodeProcess
 from helpers.processes import until
 

@@ -12,14 +12,13 @@ nevertheless, after the two calls at the top.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 from typing import Any
 
-import torch
 from cpu_sglang import declare_operators, use_native_rotary
+from helpers.model_digest import digest
 
 declare_operators()
 use_native_rotary()
@@ -37,14 +36,6 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 PORT = int(os.environ.get("MASTER_PORT", "29771"))
-
-
-def digest(model: torch.nn.Module) -> str:
-    found = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        found.update(name.encode())
-        found.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def make_runner(folder: str, load_format: str, options: str) -> ModelRunner:

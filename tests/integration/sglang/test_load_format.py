@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
+from helpers.flipped_bits import flip_bit_of_leaf
+from helpers.processes import free_port, python_path
 
 import ckpt
 
@@ -35,7 +36,13 @@ def start(
 ) -> subprocess.Popen[str]:
     arguments = [str(folder), load_format, json.dumps(options), json.dumps(actions or [])]
     cwd = environment.pop("cwd", None)
-    env = {**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": "0|0", "HF_HUB_OFFLINE": "1", **environment}
+    env = {
+        **os.environ,
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": python_path(),
+        **environment,
+    }
     env.pop("CKPT_DIR", None)
     return subprocess.Popen(
         [sys.executable, HERE / "load.py", *arguments],
@@ -55,13 +62,6 @@ def result(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def load(folder: Path, load_format: str, options: dict[str, Any], actions: list[list[Any]] | None = None) -> dict[str, Any]:
     return result(start(folder, load_format, options, actions, MASTER_PORT=str(free_port())))
 
@@ -73,15 +73,6 @@ def load_by_two(folder: Path, load_format: str, options: dict[str, Any], folders
         for rank, cwd in enumerate(folders)
     ]
     return [result(rank) for rank in ranks]
-
-
-def damage(checkpoint: ckpt.Checkpoint, leaf: str) -> None:
-    row = checkpoint.manifest().find([(leaf, None)])[0][0]
-    with open(Path(checkpoint.store.root) / row.pack, "r+b") as file:
-        file.seek(row.position + row.start)
-        byte = file.read(1)
-        file.seek(row.position + row.start)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 def export(model: Any, folder: Path) -> tuple[Path, Path]:
@@ -103,7 +94,7 @@ def test_the_weights_and_the_logits_are_those_of_an_export(tmp_path: Path) -> No
         ckpt.save(state, tmp_path / name)
         return {"url": str(tmp_path / name)}
 
-    damage(ckpt.save(state, tmp_path / "damaged", codec="none"), O_PROJ)
+    flip_bit_of_leaf(ckpt.save(state, tmp_path / "damaged", codec="none"), O_PROJ)
     refused = {
         "unknown option": {"url": url, "prefix": "model", "steps": 1},
         "type of option": {"url": url, "prefix": "model", "step": "1"},
@@ -176,7 +167,7 @@ def test_tied_weights_are_loaded(tmp_path: Path) -> None:
 def test_a_server_does_not_start_from_a_damaged_step(tmp_path: Path) -> None:
     model = make_model(1)
     _, config = export(model, tmp_path)
-    damage(ckpt.save(dict(model.state_dict()), tmp_path / "run", codec="none"), O_PROJ)
+    flip_bit_of_leaf(ckpt.save(dict(model.state_dict()), tmp_path / "run", codec="none"), O_PROJ)
     found = load(config, "ckpt", {"url": str(tmp_path / "run")})
     assert found["error"].startswith("IntegrityError: leaf model.")
 
@@ -189,7 +180,7 @@ def test_an_update_takes_the_newest_step_and_keeps_the_old_weights_if_it_fails(t
     ckpt.save(states[1], url, 1, codec="none")
     for name in ("damaged", "missing", "newer"):
         shutil.copytree(url, tmp_path / name)
-    damage(ckpt.save(states[2], tmp_path / "damaged", 2, codec="none"), "lm_head.weight")
+    flip_bit_of_leaf(ckpt.save(states[2], tmp_path / "damaged", 2, codec="none"), "lm_head.weight")
     ckpt.save({n: t for n, t in states[2].items() if n != O_PROJ}, tmp_path / "missing", 2, codec="none")
     ckpt.save(states[2], tmp_path / "newer", 2, codec="none")
 

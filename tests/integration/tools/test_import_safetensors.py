@@ -81,7 +81,7 @@ def _copies(tmp_path: Path, data: bytes) -> Path:
     ("weights", "words"),
     [
         ({"a": "one.safetensors", "b": "two.safetensors"}, "two.safetensors, which is missing"),
-        ({"a": "../one.safetensors"}, "not beside it"),
+        ({"a": "../one.safetensors"}, "not in its folder"),
         ({"a": "one.safetensors", "z": "one.safetensors"}, "names z"),
         ([1], "is not an index"),
     ],

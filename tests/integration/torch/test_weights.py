@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.flipped_bits import flip_bit_of_leaf
 
 import ckpt
 from ckpt.adapters import weights
@@ -135,12 +136,7 @@ def test_an_empty_repository_is_named(tmp_path: Path) -> None:
 def test_a_damaged_byte_is_found(tmp_path: Path) -> None:
     """The tensors that are yielded before it are intact."""
     checkpoint = ckpt.save(model(), tmp_path, codec="none")
-    row = checkpoint.manifest().find([("layers.1.weight", None)])[0][0]
-    with open(tmp_path / row.pack, "r+b") as file:
-        file.seek(row.position + row.raw // 2)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_bit_of_leaf(checkpoint, "layers.1.weight")
     found: dict[str, torch.Tensor] = {}
     with pytest.raises(ckpt.IntegrityError, match=r"leaf layers\.1\.weight of step 0"):
         for name, tensor in iterate_weights(tmp_path, max_bytes=1):

@@ -9,7 +9,6 @@ line of the output is a JSON object.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -20,20 +19,13 @@ os.environ.update(
 )  # fmt: skip
 
 import torch
+from helpers.model_digest import digest
 from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def digest(model: torch.nn.Module) -> str:
-    found = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        found.update(name.encode())
-        found.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def main() -> None:

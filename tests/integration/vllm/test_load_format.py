@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from helpers.flipped_bits import flip_bit_of_leaf
+from helpers.processes import free_port, python_path
 
 import ckpt
 
@@ -33,7 +34,8 @@ def make_model(kind: str, seed: int) -> torch.nn.Module:
 
 def serve(folder: Path, load_format: str, options: dict[str, Any], more: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     arguments = [str(folder), load_format, json.dumps(options), json.dumps(more or [])]
-    done = subprocess.run([sys.executable, HERE / "serve.py", *arguments], capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run([sys.executable, HERE / "serve.py", *arguments], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -41,14 +43,13 @@ def serve(folder: Path, load_format: str, options: dict[str, Any], more: list[di
 
 def serve_by_two(folder: Path, load_format: str, options: dict[str, Any], folders: list[Path]) -> list[dict[str, Any]]:
     """Return what two tensor-parallel ranks print, each of which runs in a folder of its own."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, str(HERE / "serve.py"), str(folder), load_format, json.dumps(options)]
     ranks = [
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd,
             env=os.environ | {
+                "PYTHONPATH": python_path(),
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             },
@@ -61,15 +62,6 @@ def serve_by_two(folder: Path, load_format: str, options: dict[str, Any], folder
         assert rank.returncode == 0, output[-6000:]
         found.append(json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{"))))
     return found
-
-
-def damage(checkpoint: ckpt.Checkpoint, leaf: str) -> None:
-    row = checkpoint.manifest().find([(leaf, None)])[0][0]
-    with open(Path(checkpoint.store.root) / row.pack, "r+b") as file:
-        file.seek(row.position + row.start)
-        byte = file.read(1)
-        file.seek(row.position + row.start)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
@@ -89,7 +81,7 @@ def test_the_weights_and_the_tokens_are_those_of_an_export(tmp_path: Path, kind:
         ckpt.save({n: t for n, t in state.items() if "0.mlp.up_proj" not in n}, tmp_path / "part")
         ckpt.save({n: t[:5] if n == "model.norm.weight" else t for n, t in state.items()}, tmp_path / "shape")
         ckpt.save({**state, "model.layers.0.mlp.other.weight": torch.ones(3)}, tmp_path / "key")
-        damage(ckpt.save(state, tmp_path / "damaged", codec="none"), "model.layers.1.self_attn.o_proj.weight")
+        flip_bit_of_leaf(ckpt.save(state, tmp_path / "damaged", codec="none"), "model.layers.1.self_attn.o_proj.weight")
         more = [
             {"url": str(tmp_path / name)} for name in ("missing", "part", "shape", "key", "damaged", "nothing")
         ] + [{"url": url}, {"url": url, "prefix": "model", "steps": 1}, {"url": url, "prefix": "model", "step": 1}]  # fmt: skip

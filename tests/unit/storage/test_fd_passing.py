@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.flipped_bits import flip_bit
 from helpers.node_fixtures import DATA, bytes_by_way, files, open_objects, open_objects_now
 from helpers.node_fixtures import local_node as local_node
 from helpers.node_fixtures import node as node
@@ -79,11 +80,7 @@ def test_rot_is_found_by_readers_that_use_descriptors(tmp_path: Path) -> None:
     try:
         namespace.put("a", DATA)
         victim = next(path for node in nodes for path in files(node.folder))
-        with open(victim, "r+b") as file:
-            file.seek(100_000)
-            byte = file.read(1)
-            file.seek(100_000)
-            file.write(bytes([byte[0] ^ 1]))
+        flip_bit(victim, 100_000)
         for _ in range(2):
             assert namespace.get("a") == DATA
         found = surveys.scrub_namespace(namespace, verify=True)

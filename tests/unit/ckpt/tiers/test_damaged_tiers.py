@@ -6,9 +6,10 @@ import shutil
 import warnings
 
 import pytest
+from helpers.flipped_bits import flip_bit
 from helpers.repositories import assert_all_load
 from helpers.states import assert_same, state_of
-from helpers.tier_folders import TierFolders, close_as_if_failed, flip_bit, saved_everywhere, train
+from helpers.tier_folders import TierFolders, close_as_if_failed, saved_everywhere, train
 from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
