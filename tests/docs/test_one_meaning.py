@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CODE = ("ckpt", "storage", "aggregator", "recovery", "tools")
 
 ONE_FOR_EACH_FRAMEWORK = frozenset(["Checkpoints", "CkptManager", "ModelState", "StepLoader"])

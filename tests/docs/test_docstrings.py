@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGES = runpy.run_path(str(ROOT / ".ci/site/pages.py"))["API"]
 ADAPTERS: list[str] = PAGES["adapters"][2]
 

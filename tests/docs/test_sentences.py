@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CODE = ("ckpt", "storage", "aggregator", "recovery", "tools")
 FOLDERS = (*CODE, "tests", "examples", "benchmarks", ".ci")
 

@@ -14,7 +14,7 @@ import pytest
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.storage.base.errors import InvalidArgument
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/reference"
 SOURCES = [file for folder in ("ckpt", "storage", "aggregator", "recovery", "tools") for file in (ROOT / folder).rglob("*.py")]
 
