@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
@@ -256,8 +257,8 @@ class TrainerRun:
     def _require_position(self) -> None:
         """Raise InvalidArgument where this version of transformers can't continue in the saved pass of a stream."""
         passes = self._resume_position[0] if self._resume_position else 0
-        trainer = self._trainer
-        if passes and not has_length(trainer.train_dataset) and not hasattr(trainer, "_init_training_state"):
+        # CkptTrainer itself has this method in each version, so only the class of transformers shows whether it is called.
+        if passes and not has_length(self._trainer.train_dataset) and not hasattr(Trainer, "_init_training_state"):
             raise InvalidArgument(
                 f"step {self._resume_step} is in pass {passes + 1} of data without a length, where this version of "
                 "transformers cannot continue: install a newer one"
