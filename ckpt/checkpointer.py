@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt.api import check_step, load_newest, load_step
-from ckpt.block_io import staging_arena as arenas
 from ckpt.errors import FormatError
 from ckpt.format.codec import CodecOption
 from ckpt.format.signature import KeyOption, as_keys
@@ -34,7 +33,7 @@ from ckpt.saving.nan_check import NanOption
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.skipped_step import skip_step
-from ckpt.saving.staging_memory import staging_bytes
+from ckpt.saving.staging_memory import prepare_staging
 from ckpt.saving.writer_session import Session
 from ckpt.state.name_mapping import Rename
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, InvalidName, Refused, UnknownScheme
@@ -44,6 +43,7 @@ from ckpt.tiers.manager import TierManager
 from ckpt.tiers.tier_spec import Tier, checked_tiers
 from ckpt.training import heartbeat_marks, import_report
 from ckpt.training import heartbeat_page as pulses
+from ckpt.training.cuda_timer import is_recording_graph
 from ckpt.training.idle_window import IdleWindow, idle_window_after
 from ckpt.training.loss_monitor import LossMonitor, reason_not_to_save
 from ckpt.training.loss_spikes import spike_detector_from_env
@@ -381,9 +381,7 @@ class Checkpointer:
         """Map the staging memory at the first step that is not saved, because the state is complete from then on."""
         self._staging_prepared = True
         with heartbeat_marks.phase("save"):  # it calls the state's own code, as a save does, and so may take as long
-            nbytes = staging_bytes(state, self._options, self._require_open().group)
-            if nbytes:
-                arenas.pool.prepare(nbytes)
+            prepare_staging(state, self._options, self._require_open().group)
 
     def _is_due(self, step: int) -> bool:
         return self._is_due_nearest(step) or (self._tiers is not None and self._tiers.is_due(step))
@@ -429,8 +427,14 @@ class Checkpointer:
         for optimizer in optimizers:
             self._attached.add(optimizer)
 
-    def _before_step(self, *_: Any) -> None:
-        if self._session is not None and self._creator_process.is_current:
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if is_recording_graph():
+            self._attached.remove(optimizer)
+            log.warning(
+                "an attached optimizer's step is recorded in a CUDA graph, which runs without calling ckpt: each save copies "
+                "its parameters and moments before it returns"
+            )
+        elif self._session is not None and self._creator_process.is_current:
             (self._tiers or self._session).wait_staged()
 
     # --- the end -----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ LAYERS = tuple(rooms.FOLDERS)  # each may import itself and those before it
 HEAVY = {"torch", "jax", "mpi4py", "obstore", "h5py", "zarr", "pyarrow", "numcodecs"}
 FRAMEWORK_FILES = {
     "ckpt/state/leaves/torch.py": "torch",
+    "ckpt/state/leaves/torch_streams.py": "torch",
     "ckpt/state/leaves/dtensor.py": "torch",
     "ckpt/state/leaves/jax.py": "jax",
     "ckpt/state/leaves/jax_objects.py": "jax",

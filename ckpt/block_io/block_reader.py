@@ -28,7 +28,7 @@ from ckpt.format.limits import BLOCK_BYTES, MAX_BLOCK_BYTES
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.boxes import Box, contiguous_start
 from ckpt.state.dtypes import numpy_dtype
-from ckpt.state.leaves.base import Bytes
+from ckpt.state.leaves.base import Bytes, LeafPiece, write_all
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import Reader, Store
@@ -210,6 +210,7 @@ class BlockReader:
 
     def _copy_pieces(self, pieces: Iterable[RowPiece], data: Bytes, begin: int = 0) -> None:
         """Copy pieces to their targets. data: bytes of the raw block from `begin` on."""
+        to_write = []
         for piece in pieces:
             if (destination := piece.destination()) is not None:
                 first, last, memory = destination
@@ -217,10 +218,12 @@ class BlockReader:
                 continue
             row, leaf, box, at = piece
             if box is row.box:
-                leaf.write(at, data[row.start - begin : row.start - begin + row.nbytes])
+                part = data[row.start - begin : row.start - begin + row.nbytes]
             else:
                 first, last = piece.raw_range()
-                leaf.write(at, _elements_of_box(data[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize))
+                part = _elements_of_box(data[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize)
+            to_write.append(LeafPiece(leaf, at, part))
+        write_all(to_write)
 
     def _stream_block(self, row: Row, destinations: list[Destination], source: BlockSource) -> None:
         """Copy a whole raw block from `source` to its destinations and verify it by its digest."""

@@ -32,6 +32,10 @@ class AttachedOptimizers:
         self._hooks.append(hook)
         self._optimizers.append(inner)
 
+    def remove(self, optimizer: Any) -> None:
+        """Defer nothing of an optimizer any more. Its hook stays."""
+        self._optimizers = [other for other in self._optimizers if other is not optimizer]
+
     def detach(self) -> None:
         """Remove the hooks of all optimizers."""
         for hook in self._hooks:

@@ -50,6 +50,12 @@ def flatten_state(state: Any, group: Group) -> FlatState:
         return flatten(state, group.rank if group.size > 1 else None)
 
 
+def cuda_device_of(flat: FlatState) -> Any:
+    """Return the first CUDA device that has a leaf of a state, or None."""
+    devices = (leaf.cuda_device() for leaf in flat.leaves.values() if leaf.flat is None)
+    return next((device for device in devices if device is not None), None)
+
+
 def plan_save(
     step: int, algorithm: str, flat: FlatState, codec: CodecOption, changing: Collection[str], group: Group
 ) -> SavePlan:
@@ -64,9 +70,8 @@ def plan_save(
     return SavePlan(step, algorithm, flat, [shard.leaf for shard in shards], specs, blocks, columns, has_shards)
 
 
-def planned_bytes(state: Any, options: Options, group: Group) -> int:
+def planned_bytes(flat: FlatState, options: Options, group: Group) -> int:
     """Return the bytes that this rank writes of a state if no block is deduplicated and no codec is used."""
-    flat = flatten_state(state, group)
     with collector_paused():
         blocks = plan_blocks(leaf_specs(flat, local_shards(flat, group), options.codec, group)).blocks
     return sum(round_up(block.nbytes) for block in blocks)

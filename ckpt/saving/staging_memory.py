@@ -11,7 +11,7 @@ from ckpt.errors import MORE_MEMORY_ADVICE, StagingFailed
 from ckpt.format.limits import BLOCK_BYTES
 from ckpt.groups.base import Group
 from ckpt.saving.options import Options
-from ckpt.saving.save_plan import SavePlan, planned_bytes
+from ckpt.saving.save_plan import SavePlan, cuda_device_of, flatten_state, planned_bytes
 from ckpt.storage.base.errors import first_line
 
 _MIN_ARENA_BYTES = 32 << 20
@@ -31,9 +31,12 @@ def background_arena_bytes(total: int, memory: int | None) -> int:
     return min(total, memory or int(available_memory() * 0.8))
 
 
-def staging_bytes(state: Any, options: Options, group: Group) -> int:
-    """Return the arena size of an asynchronous save of `state`, in bytes."""
-    return background_arena_bytes(planned_bytes(state, options, group), options.memory)
+def prepare_staging(state: Any, options: Options, group: Group) -> None:
+    """Map the arena of an asynchronous save of `state` in a background thread, page-locked where leaves are on CUDA."""
+    flat = flatten_state(state, group)
+    nbytes = background_arena_bytes(planned_bytes(flat, options, group), options.memory)
+    if nbytes:
+        arenas.pool.prepare(nbytes, cuda_device_of(flat))
 
 
 class StagingMemory:
@@ -63,8 +66,8 @@ class StagingMemory:
             raise StagingFailed(
                 f"{where}: no {arena_bytes >> 20} MiB for staging ({first_line(error)}): {MORE_MEMORY_ADVICE}"
             ) from error
-        if any(leaf.flat is None and leaf.is_on_cuda() for leaf in plan.flat.leaves.values()):
-            self._arena.pin()
+        if (device := cuda_device_of(plan.flat)) is not None:
+            self._arena.pin(device)
 
     def is_less_than(self, nbytes: int) -> bool:
         """Return whether the arena is too small to stage `nbytes` at once."""

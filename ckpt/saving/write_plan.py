@@ -15,7 +15,7 @@ from ckpt.format.limits import BLOCK_BYTES, SMALL_LEAF_BYTES
 from ckpt.format.manifest_encoding import PlannedColumns
 from ckpt.saving.replica_split import ShardRange, ShardReplica, own_ranges
 from ckpt.state.boxes import Box, Replica, contiguous_start, split_into_boxes, whole_box
-from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.leaves.base import ArrayLeaf, LeafPiece, start_reads
 
 PIECE_ALIGNMENT = 64
 """The alignment of a leaf within a shared block: a cache line, so that any vector code can use it in place."""
@@ -168,6 +168,7 @@ class _OpenBlock:
 def stage_block(block: Block, leaves: Sequence[ArrayLeaf], out: Any) -> None:
     """Copy the raw bytes of a block to `out` (uint8, at least `block.nbytes` long); gaps and the rest become zero."""
     end = 0
+    to_read = []
     for index, box, begin, start, nbytes in block.pieces:
         if end != start:
             out[end:start] = 0
@@ -177,6 +178,8 @@ def stage_block(block: Block, leaves: Sequence[ArrayLeaf], out: Any) -> None:
         if flat is not None:
             part[:] = flat[begin : begin + nbytes]
         else:
-            leaves[index].read(box, part)
+            to_read.append(LeafPiece(leaves[index], box, part))
     if end != len(out):
         out[end:] = 0
+    for transfer in start_reads(to_read):
+        transfer.synchronize()

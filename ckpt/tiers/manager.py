@@ -31,7 +31,7 @@ from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
-from ckpt.saving.save_plan import planned_bytes
+from ckpt.saving.save_plan import flatten_state, planned_bytes
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError, NoSpace, StoreError
@@ -204,7 +204,7 @@ class TierManager:
 
     def _require_room(self, tier: OpenTier, state: Any, options: Options) -> None:
         if self._step_bytes is None:
-            self._step_bytes = planned_bytes(state, options, self._group) * self._group.size
+            self._step_bytes = planned_bytes(flatten_state(state, self._group), options, self._group) * self._group.size
         tier.require_room(self._step_bytes)
 
     def skip_step(self, step: int, error: BaseException) -> None:

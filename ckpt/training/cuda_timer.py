@@ -27,11 +27,17 @@ class TimedWork:
 _pending: deque[TimedWork] = deque()
 
 
+def is_recording_graph() -> bool:
+    """Return whether torch records what this stream gets in a CUDA graph, instead of running it."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing()
+
+
 def begin() -> TimedWork | None:
     """Start timing before the work. Return None if torch uses no CUDA device, or records a graph, which runs nothing."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
-    if cuda is None or not cuda.is_initialized() or cuda.is_current_stream_capturing():
+    if cuda is None or not cuda.is_initialized() or is_recording_graph():
         return None
     span = TimedWork(cuda.current_stream(), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
     span.began.record(span.stream)

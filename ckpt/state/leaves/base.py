@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,21 @@ class StridedElements(NamedTuple):
         return np.asarray(starts + np.arange(self.run_length, dtype=np.int64)).reshape(-1)
 
 
+class LeafPiece(NamedTuple):
+    """A box of a leaf, and host memory for the bytes of its elements, in C order."""
+
+    leaf: ArrayLeaf
+    box: Box
+    data: Bytes
+
+
+class Transfer(Protocol):
+    """Copies from an accelerator that run while the program goes on; a CUDA stream is one."""
+
+    def synchronize(self) -> Any:
+        """Wait until all copies that were begun are done."""
+
+
 class ArrayLeaf(ABC):
     """An array as bytes in C order: a save reads them, a load writes them.
 
@@ -85,6 +100,19 @@ class ArrayLeaf(ABC):
     @abstractmethod
     def read(self, box: Box, out: Bytes) -> None:
         """Copy the elements of `box`, in C order, to `out`, which has the same number of bytes."""
+
+    @classmethod
+    def start_reads(cls, pieces: Sequence[LeafPiece]) -> list[Transfer]:
+        """Begin to `read` each piece; all leaves are of this class. Return the transfers that have to be waited for."""
+        for leaf, box, out in pieces:
+            leaf.read(box, out)
+        return []
+
+    @classmethod
+    def write_all(cls, pieces: Sequence[LeafPiece]) -> None:
+        """`write` each piece; all leaves are of this class."""
+        for leaf, box, data in pieces:
+            leaf.write(box, data)
 
     @abstractmethod
     def write(self, box: Box, data: Bytes) -> None:
@@ -121,9 +149,9 @@ class ArrayLeaf(ABC):
         """Return whether nothing can ever change these bytes, so that a save may read them later."""
         return False
 
-    def is_on_cuda(self) -> bool:
-        """Return whether the bytes are on a CUDA device, from which copies to page-locked memory are much faster."""
-        return False
+    def cuda_device(self) -> Any:
+        """Return the CUDA device that has the bytes, or None. Copies from it to page-locked memory are much faster."""
+        return None
 
     def shards(self) -> list[LeafShard] | None:
         """Return the local shards of a global array; None where this leaf has the whole array in its memory."""
@@ -153,3 +181,21 @@ class ArrayLeaf(ABC):
         The target's `finish` returns this leaf's `value` if it is filled in place, else a new object.
         """
         return self
+
+
+def start_reads(pieces: Iterable[LeafPiece]) -> list[Transfer]:
+    """Begin to read each piece. Return the transfers that have to be waited for."""
+    return [transfer for kind, those in _by_class(pieces) for transfer in kind.start_reads(those)]
+
+
+def write_all(pieces: Iterable[LeafPiece]) -> None:
+    """Set the elements of each piece from its bytes."""
+    for kind, those in _by_class(pieces):
+        kind.write_all(those)
+
+
+def _by_class(pieces: Iterable[LeafPiece]) -> Iterable[tuple[type[ArrayLeaf], list[LeafPiece]]]:
+    found: dict[type[ArrayLeaf], list[LeafPiece]] = {}
+    for piece in pieces:
+        found.setdefault(type(piece.leaf), []).append(piece)
+    return found.items()

@@ -133,8 +133,8 @@ class ShardedLeaf(ArrayLeaf):
     def is_frozen(self) -> bool:
         return all(p.leaf.is_frozen() for p in self._shards)
 
-    def is_on_cuda(self) -> bool:
-        return any(p.leaf.is_on_cuda() for p in self._shards)
+    def cuda_device(self) -> Any:
+        return next((device for p in self._shards if (device := p.leaf.cuda_device()) is not None), None)
 
     def target(self) -> ArrayLeaf:
         parts = [LeafShard(p.leaf.target(), p.box, p.replica) for p in self._shards]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ckpt.state.boxes import Box, contiguous_start
-from ckpt.state.leaves.base import ArrayLeaf, Bytes, MemoryLayout, StridedElements
+from ckpt.state.leaves.base import ArrayLeaf, Bytes, LeafPiece, MemoryLayout, StridedElements, Transfer
 from ckpt.state.leaves.numpy import HostLeaf, flat_bytes
+from ckpt.state.leaves.torch_streams import on_side_stream, started_kernels
 
 # Types that numpy has too; tensors of other types are viewed as integers of the same size.
 _NUMPY_DTYPES = {
@@ -21,6 +21,9 @@ _NUMPY_DTYPES = {
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
 }  # fmt: skip
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_SMALL_BYTES = 256 << 10
+"""Below it, a copy to or from a device costs less than its launch and the copy into a common buffer."""
+_UPLOAD_ALIGNMENT = 16
 _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -168,19 +171,22 @@ class _TensorLeaf(ArrayLeaf):
 class _LazyTarget(_TensorLeaf):
     """The target of a conjugate or negative view: torch writes through the view, so that it then has the given elements."""
 
-    __slots__ = ("_lazy_view", "_start")
+    __slots__ = ("_lazy_view", "_ready", "_start")
 
     def __init__(self, value: torch.Tensor, like: _TensorLeaf) -> None:
         self.value = value
         self.dtype, self.shape, self.itemsize, self.nbytes = like.dtype, like.shape, like.itemsize, like.nbytes
         self.flat = None
         self._lazy_view, self._start = like._lazy_view, like._start
+        self._ready = started_kernels(value)
 
     def read(self, box: Box, out: Bytes) -> None:
         raise AssertionError("a target is not read")
 
     def write(self, box: Box, data: Bytes) -> None:
         source = torch.from_numpy(data).view(self.value.dtype).view(box.shape)
+        if self._ready is not None:
+            self._ready.block_this_thread()  # kernels may still use the old elements
         with torch.no_grad():
             self.value[box.slices()].copy_(source)
 
@@ -223,23 +229,22 @@ class TorchDeviceLeaf(_TensorLeaf):
         self._lazy_view = lazy
         self._plain = plain if shown is None else plain.view(shown)
         self.flat = None
-        self._ready = None
-        if value.device.type == "cuda":
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(value.device))
+        self._ready = started_kernels(value)
 
     def read(self, box: Box, out: Bytes) -> None:
-        host = torch.from_numpy(out)
-        if self._ready is None:
-            host.copy_(self._box_bytes(box))
-            return
-        stream = _side_stream(self._plain.device)
-        stream.wait_event(self._ready)
-        with torch.cuda.stream(stream):
-            host.copy_(self._box_bytes(box), non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
-        done.synchronize()
+        for transfer in self.start_reads([LeafPiece(self, box, out)]):
+            transfer.synchronize()
+
+    @classmethod
+    def start_reads(cls, pieces: Sequence[LeafPiece]) -> list[Transfer]:
+        transfers: list[Transfer] = []
+        for device, those in _by_device(pieces).items():
+            with on_side_stream(device, (leaf._ready for leaf, _, _ in those)) as stream:
+                for leaf, box, out in those:
+                    torch.from_numpy(out).copy_(leaf._box_bytes(box), non_blocking=stream is not None)
+            if stream is not None:
+                transfers.append(stream)
+        return transfers
 
     @classmethod
     def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
@@ -252,7 +257,7 @@ class TorchDeviceLeaf(_TensorLeaf):
         for i, (leaf, _) in enumerate(leaves):
             indices_by_type.setdefault((leaf._plain.device, leaf._plain.dtype), []).append(i)
         for (device, _), those in indices_by_type.items():
-            with _on_side_stream(device, [leaves[i][0]._ready for i in those]):
+            with on_side_stream(device, (leaves[i][0]._ready for i in those)):
                 data = torch.cat([_strided_elements(leaves[i][0]._plain, leaves[i][1]) for i in those]).cpu()
             at = 0
             raw = data.numpy().view(np.uint8)
@@ -263,12 +268,26 @@ class TorchDeviceLeaf(_TensorLeaf):
         return found
 
     def write(self, box: Box, data: Bytes) -> None:
-        source = torch.from_numpy(data).view(self._plain.dtype).view(box.shape)
-        with torch.no_grad():
-            self._plain[box.slices()].copy_(source)
+        self.write_all([LeafPiece(self, box, data)])
 
-    def is_on_cuda(self) -> bool:
-        return self._ready is not None
+    @classmethod
+    def write_all(cls, pieces: Sequence[LeafPiece]) -> None:
+        with torch.no_grad():
+            for device, those in _by_device(pieces).items():
+                for kernels in {leaf._ready for leaf, _, _ in those if leaf._ready is not None}:
+                    kernels.block_this_thread()  # they may still use the old elements
+                small = [piece for piece in those if piece.data.nbytes < _SMALL_BYTES]
+                if device.type != "cuda" or len(small) < 2 or not _upload_together(device, small):
+                    small = []
+                for leaf, box, data in those:
+                    if not small or data.nbytes >= _SMALL_BYTES:
+                        leaf._elements(box).copy_(_typed(torch.from_numpy(data), leaf, box))  # waits until `data` is read
+
+    def cuda_device(self) -> torch.device | None:
+        return None if self._ready is None else self._plain.device
+
+    def _elements(self, box: Box) -> torch.Tensor:
+        return self._plain if box.shape == self.shape else self._plain[box.slices()]
 
     def _box_bytes(self, box: Box) -> torch.Tensor:
         if self._plain.is_contiguous() and (start := contiguous_start(box, self.shape)) is not None:
@@ -278,46 +297,38 @@ class TorchDeviceLeaf(_TensorLeaf):
         return part.view(torch.uint8)
 
 
+def _by_device(pieces: Iterable[LeafPiece]) -> dict[torch.device, list[Any]]:
+    found: dict[torch.device, list[Any]] = {}
+    for piece in pieces:
+        leaf: Any = piece.leaf
+        found.setdefault(leaf._plain.device, []).append(piece)
+    return found
+
+
+def _typed(raw: torch.Tensor, leaf: TorchDeviceLeaf, box: Box) -> torch.Tensor:
+    """Return bytes as the elements of a box of a leaf."""
+    return raw.view(leaf._plain.dtype).view(box.shape)
+
+
+def _upload_together(device: torch.device, pieces: list[Any]) -> bool:
+    """Set small pieces on a CUDA device by one transfer; return False if the device has no memory for it."""
+    starts = [0, *accumulate(-(-piece.data.nbytes // _UPLOAD_ALIGNMENT) * _UPLOAD_ALIGNMENT for piece in pieces)]
+    joined = np.empty(starts[-1], np.uint8)
+    for start, (_, _, data) in zip(starts, pieces, strict=False):
+        joined[start : start + data.nbytes] = data
+    try:
+        raw = torch.from_numpy(joined).to(device)
+    except torch.OutOfMemoryError:
+        return False
+    for start, (leaf, box, data) in zip(starts, pieces, strict=False):
+        leaf._elements(box).copy_(_typed(raw[start : start + data.nbytes], leaf, box))
+    torch.cuda.current_stream(device).synchronize()
+    return True
+
+
 def _strided_elements(plain: torch.Tensor, elements: StridedElements) -> torch.Tensor:
     """Return the selected elements of a tensor, one after the other."""
     runs, run, stride, _, _ = elements
     if plain.is_contiguous():
         return plain.as_strided((runs, run), (stride, 1)).reshape(-1)
     return plain.take(torch.from_numpy(elements.indices()).to(plain.device))
-
-
-@contextmanager
-def _on_side_stream(device: torch.device, ready: Sequence[torch.cuda.Event | None]) -> Iterator[None]:
-    """Run reads of a device's tensors on a separate stream, after these events, while the training step's kernels run."""
-    events = [event for event in ready if event is not None]
-    if not events:
-        yield
-        return
-    stream = _side_stream(device)
-    for event in events:
-        stream.wait_event(event)
-    with torch.cuda.stream(stream):
-        yield
-
-
-_thread_local = threading.local()
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of this thread for a device, so that copies run while the training step's kernels run."""
-    streams = _thread_local.__dict__.setdefault("streams", {})
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)
-    stream: torch.cuda.Stream = streams[device]
-    return stream
-
-
-def pin(memory: np.ndarray[Any, Any]) -> bool:
-    """Page-lock host memory so that copies from CUDA are asynchronous; return whether it succeeded."""
-    status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-    return int(status) == 0
-
-
-def unpin(memory: np.ndarray[Any, Any]) -> None:
-    """Undo `pin`; call it before the memory is freed."""
-    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from ckpt.recovery.coordinator.transitions import draft_next_entries
 from ckpt.recovery.policy.stragglers import PaceMeter, find_stragglers
 from ckpt.recovery.run_log.agent_reports import HostFailure
-from ckpt.training import heartbeat_marks
+from ckpt.training import cuda_timer, heartbeat_marks
 from ckpt.training import heartbeat_page as pulses
 from ckpt.training.heartbeat_page import HeartbeatPage
 from ckpt.training.rank_heartbeat import RankHeartbeat
@@ -128,6 +129,7 @@ def test_marked_computation_on_a_device_is_counted_without_waiting(tmp_path: Pat
     page = HeartbeatPage(tmp_path / "page", new=True)
     monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
     pulses.reset_after_fork()
+    monkeypatch.setattr(cuda_timer, "_pending", deque())  # without the work that other tests have marked
     try:
         x = torch.randn(4096, 4096, device="cuda")
 
