@@ -28,7 +28,7 @@ from ckpt.format.limits import BLOCK_BYTES, MAX_BLOCK_BYTES
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.boxes import Box, contiguous_start
 from ckpt.state.dtypes import numpy_dtype
-from ckpt.state.leaves.base import Bytes, LeafPiece, write_all
+from ckpt.state.leaves.base import Bytes, LeafPiece, is_limited_by_launches, write_pieces
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import Reader, Store
@@ -67,7 +67,12 @@ def read_blocks(store: Store, algorithm: str, read_plan: list[BlockRead], where:
         run_in_threads(streamed, work, STREAM_THREADS)
         streamed_ids = {id(block) for block in streamed}
         read_plan = [block for block in read_plan if id(block) not in streamed_ids]
-    run_in_threads(read_plan, work)
+    run_in_threads(read_plan, work, 1 if _is_limited_by_launches(read_plan) else None)
+
+
+def _is_limited_by_launches(read_plan: list[BlockRead]) -> bool:
+    nbytes, pieces = sum(block.row.raw for block in read_plan), sum(len(block.pieces) for block in read_plan)
+    return pieces > 0 and is_limited_by_launches(read_plan[0].pieces[0].leaf, nbytes, pieces)
 
 
 class BlockReader:
@@ -223,7 +228,7 @@ class BlockReader:
                 first, last = piece.raw_range()
                 part = _elements_of_box(data[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize)
             to_write.append(LeafPiece(leaf, at, part))
-        write_all(to_write)
+        write_pieces(to_write)
 
     def _stream_block(self, row: Row, destinations: list[Destination], source: BlockSource) -> None:
         """Copy a whole raw block from `source` to its destinations and verify it by its digest."""

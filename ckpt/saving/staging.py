@@ -21,12 +21,10 @@ from ckpt.saving.deferred_blocks import DeferredBlocks, changed_error
 from ckpt.saving.save_plan import SavePlan
 from ckpt.saving.staging_memory import StagingMemory
 from ckpt.saving.write_plan import Block, stage_block
+from ckpt.state.leaves.base import is_limited_by_launches
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.support.runtime import processor_count
-
-_LAUNCH_BYTES = 256 << 10
-"""About what a bus moves while Python launches the next copy."""
 
 
 class StagedBlock(NamedTuple):
@@ -92,7 +90,12 @@ class Stager:
 
         numbers: the indexes of the blocks in the plan.
         """
-        threads = 1 if self._launches_many_copies(numbers) else max(1, min(4, processor_count(), len(numbers) // 4))
+        blocks = [self._plan.blocks[i] for i in numbers]
+        threads = max(1, min(4, processor_count(), len(blocks) // 4))
+        if blocks and is_limited_by_launches(
+            self._plan.leaves[blocks[0].pieces[0].leaf], sum(b.nbytes for b in blocks), sum(len(b.pieces) for b in blocks)
+        ):
+            threads = 1
         shared = _SharedIterator(numbers)
         helpers = [
             threading.Thread(target=self._stage, args=(shared,), name="ckpt-stage", daemon=True) for _ in range(threads - 1)
@@ -102,14 +105,6 @@ class Stager:
         self._stage(shared)
         for helper in helpers:
             helper.join()
-
-    def _launches_many_copies(self, numbers: list[int]) -> bool:
-        """Return whether the blocks have many small leaves on an accelerator. Python launches one copy at a time, and threads
-        that wait for each other to launch take twice as long as one."""
-        if not numbers or self._plan.leaves[self._plan.blocks[numbers[0]].pieces[0].leaf].flat is not None:
-            return False
-        blocks = [self._plan.blocks[i] for i in numbers]
-        return sum(block.nbytes for block in blocks) < _LAUNCH_BYTES * sum(len(block.pieces) for block in blocks)
 
     def stage_deferred(self, deferred: DeferredBlocks, eager_staged: threading.Event, when_staged: Callable[[], None]) -> None:
         """Stage the deferred blocks, and report StateChanged if a leaf of them has changed since the save began.

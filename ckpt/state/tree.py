@@ -24,7 +24,6 @@ from ckpt.state.extra_attributes import require_plain_array, require_plain_conta
 from ckpt.state.leaves import as_leaf
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import BytesLeaf, NumpyScalarLeaf
-from ckpt.state.leaves.one_state import one_state
 from ckpt.state.optimizer_names import is_optimizer, names_by_path
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, is_random_generator, state_of
 from ckpt.state.static_values import is_function, keeps_functions, refusal, replacement_advice, static_fields
@@ -85,8 +84,7 @@ def flatten(state: Any, rank: int | None = None) -> FlatState:
     Raises UnsupportedLeaf with the path of a value that cannot be stored, and StagingFailed where memory for a copy is missing.
     """
     try:
-        with one_state():
-            return _Flattener(rank).run(state)
+        return _Flattener(rank).run(state)
     except RecursionError:
         raise UnsupportedLeaf("the state is nested too deeply: use lists instead of chains of objects") from None
 

@@ -109,7 +109,7 @@ class ArrayLeaf(ABC):
         return []
 
     @classmethod
-    def write_all(cls, pieces: Sequence[LeafPiece]) -> None:
+    def write_pieces(cls, pieces: Sequence[LeafPiece]) -> None:
         """`write` each piece; all leaves are of this class."""
         for leaf, box, data in pieces:
             leaf.write(box, data)
@@ -183,15 +183,29 @@ class ArrayLeaf(ABC):
         return self
 
 
+LAUNCH_BYTES = 256 << 10
+"""About what a bus moves while Python launches the next copy from or to an accelerator."""
+
+
+def is_limited_by_launches(first: ArrayLeaf, nbytes: int, pieces: int) -> bool:
+    """Return whether copies of many small leaves take as long as Python needs to launch them.
+
+    Python launches one copy at a time, and threads that wait for each other to launch take longer than one thread.
+
+    first: one of the leaves.
+    """
+    return first.flat is None and nbytes < LAUNCH_BYTES * pieces
+
+
 def start_reads(pieces: Iterable[LeafPiece]) -> list[Transfer]:
     """Begin to read each piece. Return the transfers that have to be waited for."""
     return [transfer for kind, those in _by_class(pieces) for transfer in kind.start_reads(those)]
 
 
-def write_all(pieces: Iterable[LeafPiece]) -> None:
+def write_pieces(pieces: Iterable[LeafPiece]) -> None:
     """Set the elements of each piece from its bytes."""
     for kind, those in _by_class(pieces):
-        kind.write_all(those)
+        kind.write_pieces(those)
 
 
 def _by_class(pieces: Iterable[LeafPiece]) -> Iterable[tuple[type[ArrayLeaf], list[LeafPiece]]]:

@@ -16,17 +16,7 @@ from keras.src.utils.naming import to_snake_case
 
 from ckpt.state import leaves
 from ckpt.state.boxes import Box
-from ckpt.state.leaves.base import (
-    ArrayLeaf,
-    Bytes,
-    LeafPiece,
-    LeafShard,
-    MemoryLayout,
-    StridedElements,
-    Transfer,
-    start_reads,
-    write_all,
-)  # fmt: skip
+from ckpt.state.leaves.base import ArrayLeaf, Bytes, LeafShard, MemoryLayout, StridedElements
 from ckpt.state.named_state import require_saved_names
 from ckpt.state.stateful import Stateful
 
@@ -64,12 +54,6 @@ def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -
     raise TypeError("the array was saved as a variable of keras without a backend: give `like` with arrays")
 
 
-def _inner_pieces(pieces: Sequence[LeafPiece]) -> Iterator[LeafPiece]:
-    for leaf, box, data in pieces:
-        assert isinstance(leaf, _VariableLeaf)
-        yield LeafPiece(leaf._inner, box, data)
-
-
 class _VariableLeaf(ArrayLeaf):
     """A Keras variable, with the leaf of the array that its backend has. A load assigns a new array to it."""
 
@@ -85,14 +69,6 @@ class _VariableLeaf(ArrayLeaf):
 
     def read(self, box: Box, out: Bytes) -> None:
         self._inner.read(box, out)
-
-    @classmethod
-    def start_reads(cls, pieces: Sequence[LeafPiece]) -> list[Transfer]:
-        return start_reads(_inner_pieces(pieces))
-
-    @classmethod
-    def write_all(cls, pieces: Sequence[LeafPiece]) -> None:
-        write_all(_inner_pieces(pieces))
 
     def write(self, box: Box, data: Bytes) -> None:
         self._inner.write(box, data)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ckpt.state.boxes import Box, contiguous_start
-from ckpt.state.leaves.base import ArrayLeaf, Bytes, LeafPiece, MemoryLayout, StridedElements, Transfer
+from ckpt.state.leaves.base import LAUNCH_BYTES, ArrayLeaf, Bytes, LeafPiece, MemoryLayout, StridedElements, Transfer
 from ckpt.state.leaves.numpy import HostLeaf, flat_bytes
 from ckpt.state.leaves.torch_streams import on_side_stream, started_kernels
 
@@ -21,8 +21,6 @@ _NUMPY_DTYPES = {
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
 }  # fmt: skip
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-_SMALL_BYTES = 256 << 10
-"""Below it, a copy to or from a device costs less than its launch and the copy into a common buffer."""
 _UPLOAD_ALIGNMENT = 16
 _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -268,19 +266,19 @@ class TorchDeviceLeaf(_TensorLeaf):
         return found
 
     def write(self, box: Box, data: Bytes) -> None:
-        self.write_all([LeafPiece(self, box, data)])
+        self.write_pieces([LeafPiece(self, box, data)])
 
     @classmethod
-    def write_all(cls, pieces: Sequence[LeafPiece]) -> None:
+    def write_pieces(cls, pieces: Sequence[LeafPiece]) -> None:
         with torch.no_grad():
             for device, those in _by_device(pieces).items():
                 for kernels in {leaf._ready for leaf, _, _ in those if leaf._ready is not None}:
                     kernels.block_this_thread()  # they may still use the old elements
-                small = [piece for piece in those if piece.data.nbytes < _SMALL_BYTES]
+                small = [piece for piece in those if piece.data.nbytes < LAUNCH_BYTES]
                 if device.type != "cuda" or len(small) < 2 or not _upload_together(device, small):
                     small = []
                 for leaf, box, data in those:
-                    if not small or data.nbytes >= _SMALL_BYTES:
+                    if not small or data.nbytes >= LAUNCH_BYTES:
                         leaf._elements(box).copy_(_typed(torch.from_numpy(data), leaf, box))  # waits until `data` is read
 
     def cuda_device(self) -> torch.device | None:
