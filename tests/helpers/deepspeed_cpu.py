@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
+
+from packaging.version import Version
+
+
+def converts_groups_of_stage_3() -> bool:
+    """Return whether ds_to_universal of this DeepSpeed can convert stage 3 with two groups of parameters (its change 7585)."""
+    return Version(version("deepspeed")) >= Version("0.18.0")
+
+
+def zero_options(stage: int) -> dict[str, Any]:
+    """Return the options of zero_optimization with which a stage computes the same on the CPU in each run.
+
+    DeepSpeed gathers all parameters that stay whole after a step. Before 0.19.8 it then waits for the last gather only, which
+    is right for NCCL. With gloo, the others may not have ended, and the model computes with memory that has no value yet
+    (its change 8539). Without such parameters, it gathers each layer when it is used, and waits for it.
+    """
+    waits = Version(version("deepspeed")) >= Version("0.19.8")
+    return {"stage": stage} if stage < 3 or waits else {"stage": stage, "stage3_param_persistence_threshold": 0}
 
 
 def use_gloo() -> None:
@@ -15,6 +34,6 @@ def use_gloo() -> None:
 def zero_config(stage: int, **more: Any) -> dict[str, Any]:
     """Return a configuration with the optimizer that torch or the script has."""
     return {
-        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero_options(stage), "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9, **more,
     }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from helpers.deepspeed_cpu import use_gloo
+from helpers.deepspeed_cpu import use_gloo, zero_options
 
 from ckpt.adapters.deepspeed import attach
 
@@ -54,7 +54,7 @@ def config(stage: int, precision: str, accumulate: int, world: int, **zero: Any)
         "train_micro_batch_size_per_gpu": SAMPLES // world, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "weight_decay": 0.05}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 40}},
-        "zero_optimization": {"stage": stage, **zero}, "steps_per_print": 10**9, "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {**zero_options(stage), **zero}, "steps_per_print": 10**9, "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
     if precision == "fp16":
         found["fp16"] = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 5, "hysteresis": 1}

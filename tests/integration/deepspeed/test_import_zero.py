@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.deepspeed_cpu import converts_groups_of_stage_3
 from helpers.imports import growth_of_memory, load_imported
 from helpers.torchrun import check_on_torch_ranks
 
 from ckpt.storage.base.errors import CkptError
 
-FOLDERS = ("stage1", "stage2", "stage3", "bf16", "round-robin", "universal3")
+needs_universal = pytest.mark.skipif(
+    not converts_groups_of_stage_3(), reason="this version of DeepSpeed cannot convert stage 3 with two groups of parameters"
+)
+FOLDERS = ("stage1", "stage2", "stage3", "bf16", "round-robin", pytest.param("universal3", marks=needs_universal))
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +28,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     check_on_torch_ranks("deepspeed_checks.py", 2, folder, "save_own_folders")
     own = folder / "own"
+    if not converts_groups_of_stage_3():
+        return folder
     convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers=1", "--num_merge_workers=1"]
     folders = ["--input_folder", own / "stage3" / "global_step3", "--output_folder", own / "universal3"]
     subprocess.run([*convert, *folders], check=True, capture_output=True, timeout=120)
@@ -53,7 +59,7 @@ def test_all_arrays_are_those_that_deepspeed_gathers(saved: Path, name: str) -> 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_an_engine_continues_from_an_imported_step(saved: Path, ranks: int) -> None:
-    for name in ("stage1", "stage3", "universal3"):
+    for name in ("stage1", "stage3", *["universal3"] * converts_groups_of_stage_3()):
         shutil.rmtree(saved / f"imported-{name}", ignore_errors=True)
         load_imported(saved / "own" / name, "--step", 3, to=saved / f"imported-{name}")
     check_on_torch_ranks("deepspeed_checks.py", ranks, saved, "load_imported")
@@ -115,6 +121,7 @@ def test_a_folder_that_is_not_whole_is_refused(saved: Path, tmp_path: Path, chan
     assert not (tmp_path / "url").exists()
 
 
+@needs_universal
 @pytest.mark.parametrize(
     ("change", "message"),
     [
