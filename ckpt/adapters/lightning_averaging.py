@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging of Lightning, whose learning rates Lightning restores only at the start of an epoch."""
+"""StochasticWeightAveraging of Lightning: its learning rates in the middle of an epoch, and its state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _NAME = "StochasticWeightAveraging"
+_SCHEDULER, _FUNCTION = "scheduler_state", "anneal_func"
 
 
 def continue_weight_averaging(trainer: Any) -> None:
@@ -27,3 +28,29 @@ def same_learning_rates(trainer: Any) -> Iterator[None]:
     yield
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
+
+
+def without_annealing_functions(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint dict in which no state of the scheduler SWALR has its function, as older versions of torch store it.
+
+    The callback makes that scheduler again, with the function of its own arguments.
+    """
+    found = dict(checkpoint)
+    if isinstance(found.get("lr_schedulers"), list):
+        found["lr_schedulers"] = [_without_function(state) for state in found["lr_schedulers"]]
+    if isinstance(found.get("callbacks"), dict):
+        found["callbacks"] = {
+            name: {**state, _SCHEDULER: _without_function(state[_SCHEDULER])} if _is_of_scheduler(state) else state
+            for name, state in found["callbacks"].items()
+        }
+    return found
+
+
+def _is_of_scheduler(state: Any) -> bool:
+    return isinstance(state, dict) and _SCHEDULER in state
+
+
+def _without_function(state: Any) -> Any:
+    if not isinstance(state, dict) or not callable(state.get(_FUNCTION)):
+        return state
+    return {key: value for key, value in state.items() if key != _FUNCTION}

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ckpt.adapters.deepspeed_state import EngineState
+from ckpt.adapters.lightning_averaging import without_annealing_functions
 from ckpt.adapters.lightning_deepspeed import require_supported_options, strategy_engine_state, uses_deepspeed
 from ckpt.adapters.torch import ModelState
 from ckpt.errors import UnsupportedLeaf
@@ -123,6 +124,7 @@ def storable(checkpoint: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
         return True
 
     found = {key: value for key, value in checkpoint.items() if key not in _HYPER_PARAMETER_TYPES}
+    found = without_annealing_functions(found)
     for key in _HYPER_PARAMETERS:
         if isinstance(found.get(key), dict):
             found[key] = {name: value for name, value in found[key].items() if keeps(f"{key}.{name}", value)}

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.lightning_runs import Training
-from lightning.pytorch import callbacks
+from lightning.pytorch import callbacks, strategies
 from lightning.pytorch.strategies import FSDPStrategy
 
 import ckpt
 from ckpt.adapters.lightning_state import require_supported_strategy
 
 needs_average = pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="a newer version of Lightning has it")
+needs_fsdp2 = pytest.mark.skipif(not hasattr(strategies, "ModelParallelStrategy"), reason="Lightning has FSDP2 from 2.4 on")
 OTHER_PACKAGE = "--package=pytorch_lightning"
 
 
@@ -48,10 +49,12 @@ def test_losses_of_two_processes_after_a_kill(tmp_path: Path) -> None:
     Training(tmp_path, "--ranks=2", "--every=2", "--epochs=5").killed_and_resumed(9, ranks=2)
 
 
+@needs_fsdp2
 def test_losses_of_two_processes_with_fsdp2_after_a_kill(tmp_path: Path) -> None:
     Training(tmp_path, "--sharded", "--ranks=2", "--every=2", "--epochs=5").killed_and_resumed(9, ranks=2)
 
 
+@needs_fsdp2
 def test_fsdp2_by_other_numbers_of_processes(tmp_path: Path) -> None:
     """Each loads the same model and moments. In the middle of an epoch, another number has other samples, and is refused."""
     training = Training(tmp_path, "--sharded", "--every=2")
