@@ -21,7 +21,9 @@ class Model(BoringModel):
     extra: Any = None
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.step(batch))
+        self.log(
+            "val_loss", torch.tensor(-float(self.current_epoch))
+        )  # each epoch is better, so Lightning keeps its checkpoint
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.extra is not None:
