@@ -53,6 +53,8 @@ class CkptIO:
         _is_used.append(True)
         self._url, self._options = url, options
         self._left_out: set[str] = set()
+        self._folders: set[str] = set()
+        """The local folders of the files that this plugin has written."""
 
     def __reduce__(self) -> Any:
         return _make, (self._url, self._options)
@@ -61,13 +63,19 @@ class CkptIO:
         """Save a checkpoint as a step, and then write the file at `path`. Lightning calls this on rank 0."""
         if storage_options is not None:
             raise InvalidArgument("CkptIO takes no storage_options: give options to CkptIO itself")
-        url = _own_repository(path) or f"{str(self._url or resolve_url(None)).rstrip('/')}/{_repository_name(path)}"
+        self._delete_replaced()
+        url = _own_repository(path) or self._repository_url(path)
         options: dict[str, Any] = {"every": None, "keep": 1, "group": None, "scrub": None, **self._options}
         with Checkpointer(url, **options) as checkpointer:
             newest = checkpointer.repository.latest()
             step = 0 if newest is None else newest.step + 1
             checkpointer.save(step, storable(checkpoint, self._left_out), blocking=True)
         _write_file(path, url)
+        if "://" not in os.fspath(path):
+            self._folders.add(os.path.dirname(os.path.abspath(path)))
+
+    def _repository_url(self, path: Any) -> str:
+        return f"{str(self._url or resolve_url(None)).rstrip('/')}/{_repository_name(path)}"
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the checkpoint of a path, with its tensors in host memory. Nothing is unpickled."""
@@ -87,13 +95,19 @@ class CkptIO:
         fs, name = url_to_fs(os.fspath(path))
         fs.rm(name)
         if url is not None:
-            _delete_all(open_repository(url).store)
-            if "://" not in url:
-                with contextlib.suppress(OSError):
-                    os.rmdir(url)
+            _delete_repository(url)
 
     def teardown(self) -> None:
-        """Do nothing, since each checkpoint is committed when its save returns."""
+        """Delete what no file refers to any more. Each checkpoint is committed when its save returns."""
+        self._delete_replaced()
+
+    def _delete_replaced(self) -> None:
+        """Delete the repositories of files that are now links: with save_last="link", Lightning removes such a file itself."""
+        for link in (entry.path for folder in self._folders for entry in os.scandir(folder) if entry.is_symlink()):
+            url = self._repository_url(link)
+            target = _read_file(link) if _exists(link) else None
+            if target is not None and target != url:
+                _delete_repository(url)
 
 
 _is_used: list[bool] = []
@@ -130,6 +144,14 @@ def _own_repository(path: Any) -> str | None:
     """Return the repository that was made for this path; None where the file is a link or a copy of another checkpoint's."""
     url = _read_file(path) if _exists(path) else None
     return url if url is not None and url.endswith(f"/{_repository_name(path)}") else None
+
+
+def _delete_repository(url: str) -> None:
+    """Delete a repository, if it exists."""
+    _delete_all(open_repository(url).store)
+    if "://" not in url:
+        with contextlib.suppress(OSError):
+            os.rmdir(url)
 
 
 def _delete_all(store: Store) -> None:

@@ -19,11 +19,11 @@ from ckpt.errors import FormatError, UnsupportedLeaf
 
 class Model(BoringModel):
     extra: Any = None
+    losses = (4.0, 3.0, 2.0, 1.0, 0.5)
+    """The loss of the validation of each epoch."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log(
-            "val_loss", torch.tensor(-float(self.current_epoch))
-        )  # each epoch is better, so Lightning keeps its checkpoint
+        self.log("val_loss", self.losses[self.current_epoch])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.extra is not None:
@@ -55,6 +55,21 @@ def test_the_best_are_kept_and_the_last_is_resumed(tmp_path: Path, last: Any) ->
     repositories = len(list((tmp_path / "repositories").iterdir()))
     assert repositories == sum(not path.is_symlink() for path in files)  # those of removed checkpoints are deleted
     second.validate(Model(), ckpt_path="best")
+
+
+def test_the_repository_of_a_file_that_lightning_replaces_by_a_link_is_deleted(tmp_path: Path) -> None:
+    """The third epoch is none of the best, so its file is last.ckpt itself. The fourth is one, and last.ckpt becomes a link."""
+    first = trainer(tmp_path, 2, save_last="link")
+    first.fit(Model())
+    model = Model()
+    model.losses = (4.0, 3.0, 5.0, 1.0, 0.5)
+    second = trainer(tmp_path, 4, save_last="link")
+    second.fit(model, ckpt_path="last")
+    last = tmp_path / "files" / "last.ckpt"
+    assert last.is_symlink()
+    assert last.resolve().name == "epoch=3-step=20.ckpt"
+    assert len(list((tmp_path / "repositories").iterdir())) == 2
+    assert CkptIO(tmp_path / "repositories").load_checkpoint(last)["global_step"] == 20
 
 
 @pytest.mark.essential
