@@ -36,7 +36,7 @@ class CkptIO:
 
     At the path that Lightning names there is a small file with the URL of the repository. It is written when the step is
     committed, so Lightning finds no incomplete checkpoint there. `trainer.fit(ckpt_path=…)` and `fabric.load` read it.
-    With `save_last="link"`, Lightning may replace such a file with a link. Its repository then stays, for the next file there.
+    With `save_last="link"`, Lightning may replace such a file with a link. The next save, or the end, deletes its repository.
 
     Raises:
         InvalidArgument: At the start of `fit`, if the Trainer uses DeepSpeedStrategy, which ignores such plugins.
