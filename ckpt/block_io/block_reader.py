@@ -5,7 +5,7 @@ the store: with this advice Linux fills its cache at the rate of the disk, which
 (benchmarks/limits.py measures both). An uncompressed block with one contiguous destination is read directly into it, and hashed
 in chunks while each chunk is in the processor's cache. Reads go through the page cache, so that a second load is a memory copy.
 A block that one process reads once (`BlockRead.bypass_cache`) is read past the page cache into memory on huge pages, and hashed
-and copied from there in chunks.
+and copied from there in chunks; chunks that the cache has are copied from it to where they belong.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -26,8 +27,6 @@ from ckpt.format import codec
 from ckpt.format.digest import CELL_BYTES, checksum, digest, hasher
 from ckpt.format.limits import BLOCK_BYTES, MAX_BLOCK_BYTES
 from ckpt.format.manifest import Manifest, Row
-from ckpt.state.boxes import Box, contiguous_start
-from ckpt.state.dtypes import numpy_dtype
 from ckpt.state.leaves.base import Bytes, LeafPiece, is_limited_by_launches, write_pieces
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.storage.base.huge_pages import map_huge_pages
@@ -127,8 +126,8 @@ class BlockReader:
         raw = self._read_decoded_block(block)
         for piece in block.pieces:
             if piece.row.cells:
-                begin = _cells_begin(piece.row)
-                self._check_cells(piece.row, raw[begin : _cells_end(piece.row)], begin)
+                begin = piece.row.cells_begin
+                self._check_cells(piece.row, raw[begin : piece.row.cells_end], begin)
 
     def _with_nearest_copy(self, block: BlockRead, work: Callable[[BlockRead], T]) -> T:
         def read(store: Store) -> T:
@@ -194,7 +193,7 @@ class BlockReader:
         row = block.row
         end = begin + len(data)
 
-        def received(first: int, last: int) -> Bytes:
+        def received(first: int, last: int, _: Bytes | None) -> Bytes:
             return data[first - begin : last - begin]
 
         if len(data) == row.raw:
@@ -226,7 +225,7 @@ class BlockReader:
                 part = data[row.start - begin : row.start - begin + row.nbytes]
             else:
                 first, last = piece.raw_range()
-                part = _elements_of_box(data[first - begin : last - begin], box, row, numpy_dtype(row.dtype).itemsize)
+                part = piece.elements(data[first - begin : last - begin])
             to_write.append(LeafPiece(leaf, at, part))
         write_pieces(to_write)
 
@@ -246,8 +245,19 @@ class BlockReader:
         )  # fmt: skip
 
     def _uncached_source(self, row: Row) -> BlockSource:
-        """Return a source of an uncompressed block's bytes, which reads past the page cache into this reader's buffer."""
-        return lambda begin, end: self._read(row, row.position + begin, end - begin, True)
+        """Return a source of an uncompressed block's bytes, which reads past the page cache into this reader's buffer.
+
+        Bytes that are in the page cache are copied from there to where they belong.
+        """
+
+        def source(begin: int, end: int, target: Bytes | None) -> Bytes:
+            position = row.position + begin
+            if target is None or not self._is_cached(row, position):
+                return self._read(row, position, end - begin, True)
+            self._read_at(row, position, target.data, end - begin, True)
+            return target
+
+        return source
 
     def _read_into_destination(self, row: Row, destination: Bytes) -> None:
         block_hash = hasher(self._algorithm)
@@ -302,7 +312,7 @@ class BlockReader:
 
     def _check_cells(self, row: Row, data: Bytes, begin: int) -> None:
         """Verify the cells of a raw block from byte `begin` on; the row has bytes in each of them."""
-        first_cell = (begin - _cells_begin(row)) // CELL_BYTES
+        first_cell = (begin - row.cells_begin) // CELL_BYTES
         for i, start in enumerate(range(0, len(data), CELL_BYTES), first_cell):
             if checksum(data[start : start + CELL_BYTES]).to_bytes(8, "little") != row.cells[8 * i : 8 * i + 8]:
                 raise self._damage_error(row, f"cell {i}")
@@ -322,13 +332,24 @@ class BlockReader:
 
     def _read_at(self, row: Row, position: int, buffer: memoryview, min_bytes: int, bypass_cache: bool = False) -> None:
         """Fill `buffer` from `position` on; raise IntegrityError if the file is missing or has less than `min_bytes` there."""
+        with self._damage_named(row, position):
+            count = self._reader_of(row, bypass_cache).read_into(position, buffer)
+        if count < min_bytes:
+            raise IntegrityError(
+                f"leaf {row.leaf} of {self._where}: {self._store.url}/{row.pack or ''} ends at byte {position + count}, "
+                f"{min_bytes - count} bytes early; restore it or load another step"
+            )
+
+    def _is_cached(self, row: Row, position: int) -> bool:
+        with self._damage_named(row, position):
+            return self._reader_of(row, True).is_cached(position)
+
+    @contextmanager
+    def _damage_named(self, row: Row, position: int) -> Iterator[None]:
+        """Raise IntegrityError where a file is missing or the device cannot read it."""
         name = row.pack or ""
         try:
-            if self._reader is None or self._opened != (name, bypass_cache):
-                self._close()
-                self._reader = self._store.open_once(name) if bypass_cache else self._store.open(name)
-                self._opened = name, bypass_cache
-            count = self._reader.read_into(position, buffer)
+            yield
         except NotFound as error:
             raise IntegrityError(
                 f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} is missing; restore it or load another step"
@@ -340,11 +361,15 @@ class BlockReader:
                 f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} cannot be read at byte {position}: the device "
                 "reports an I/O error; check the disk, and load another step"
             ) from error
-        if count < min_bytes:
-            raise IntegrityError(
-                f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} ends at byte {position + count}, "
-                f"{min_bytes - count} bytes early; restore it or load another step"
-            )
+
+    def _reader_of(self, row: Row, bypass_cache: bool) -> Reader:
+        """Return the open file of a block."""
+        name = row.pack or ""
+        if self._reader is None or self._opened != (name, bypass_cache):
+            self._close()
+            self._reader = self._store.open_once(name) if bypass_cache else self._store.open(name)
+            self._opened = name, bypass_cache
+        return self._reader
 
     def _damage_error(self, row: Row, what: str) -> IntegrityError:
         return IntegrityError(
@@ -365,29 +390,6 @@ class BlockReader:
 def is_bad_sector(error: StoreError) -> bool:
     """Return whether the device could not read the bytes (EIO). That is damage, unlike a store that cannot be reached."""
     return getattr(error.__cause__, "errno", None) == errno.EIO
-
-
-def _cells_begin(row: Row) -> int:
-    return row.start // CELL_BYTES * CELL_BYTES
-
-
-def _cells_end(row: Row) -> int:
-    return min(row.raw, -(-(row.start + row.nbytes) // CELL_BYTES) * CELL_BYTES)
-
-
-def _elements_of_box(inner: Bytes, box: Box, row: Row, itemsize: int) -> Bytes:
-    """Return the elements of `box` in C order.
-
-    inner: the bytes of the row from the first to the last element of `box`.
-    """
-    relative = box.relative_to(row.box)
-    if contiguous_start(relative, row.box.shape) is not None:
-        return inner
-    strides = [itemsize] * len(row.box.shape)
-    for axis in range(len(strides) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * row.box.shape[axis + 1]
-    view = np.ndarray(relative.shape, f"V{itemsize}", inner, 0, tuple(strides))
-    return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
 
 
 def _grown(buffer: Bytes, nbytes: int) -> Bytes:

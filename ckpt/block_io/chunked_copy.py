@@ -14,8 +14,9 @@ from ckpt.state.leaves.base import Bytes
 _STREAM_CHUNK_BYTES = 2 * CELL_BYTES
 """Bytes of a chunk read past the page cache: small enough to be in the processor's cache when it is hashed and copied."""
 
-BlockSource = Callable[[int, int], Bytes]
-"""Returns the bytes [begin, end) of a raw block, which are valid until the next call."""
+BlockSource = Callable[[int, int, Bytes | None], Bytes]
+"""Returns the bytes [begin, end) of a raw block, which are valid until the next call. The third argument is the memory where
+they belong, if it is contiguous: the source may read them there, and then returns this object."""
 
 S = TypeVar("S", Destination, PieceCells)
 
@@ -49,9 +50,15 @@ def copy_in_chunks(
         upto = (
             end if rest < _STREAM_CHUNK_BYTES * 3 // 2 else begin + _STREAM_CHUNK_BYTES
         )  # a short last chunk is merged into this one, since a short read would go through the page cache
-        data = source(begin, upto)
+        parts = sweep.advance_to(upto)
+        target = None
+        if len(parts) == 1 and parts[0][0] <= begin and upto <= parts[0][1]:
+            first, _, memory = parts[0]
+            target = memory[begin - first : upto - first]
+        data = source(begin, upto, target)
         check(data, begin)
-        for first, last, memory in sweep.advance_to(upto):
-            low, high = max(first, begin), min(last, upto)
-            memory[low - first : high - first] = data[low - begin : high - begin]
+        if data is not target:
+            for first, last, memory in parts:
+                low, high = max(first, begin), min(last, upto)
+                memory[low - first : high - first] = data[low - begin : high - begin]
         begin = upto

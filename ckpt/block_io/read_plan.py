@@ -9,9 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from ckpt.format.digest import CELL_BYTES
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.boxes import Box, contiguous_start, intersect
+from ckpt.state.dtypes import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.support.runtime import collector_paused
@@ -57,6 +60,17 @@ class RowPiece(NamedTuple):
         itemsize = row.nbytes // max(1, row.box.size)
         first, last = _element_range(self.box.relative_to(row.box), row.box.shape)
         return row.start + first * itemsize, row.start + last * itemsize
+
+    def elements(self, inner: Bytes) -> Bytes:
+        """Return the elements of the part in C order. inner: the bytes of `raw_range()`."""
+        relative, itemsize = self.box.relative_to(self.row.box), numpy_dtype(self.row.dtype).itemsize
+        if contiguous_start(relative, self.row.box.shape) is not None:
+            return inner
+        strides = [itemsize] * len(self.row.box.shape)
+        for axis in range(len(strides) - 2, -1, -1):
+            strides[axis] = strides[axis + 1] * self.row.box.shape[axis + 1]
+        view = np.ndarray(relative.shape, f"V{itemsize}", inner, 0, tuple(strides))
+        return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
 
     def destination(self) -> Destination | None:
         """Return the byte range and the memory of the part; None unless it is contiguous both in the block and in `leaf`."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt.format import manifest_parquet as tables
+from ckpt.format.digest import CELL_BYTES
 from ckpt.format.json_records import require_known_format
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest_parquet import RowGroup, read_table, write_table
@@ -60,6 +61,16 @@ class Row(NamedTuple):
     """xxh3-64 of the stored bytes, None without a codec."""
     cells: bytes
     """xxh3-64 of each 256 KiB cell of the raw block that the piece touches; empty with a codec."""
+
+    @property
+    def cells_begin(self) -> int:
+        """Where the first of these cells begins in the raw block."""
+        return self.start // CELL_BYTES * CELL_BYTES
+
+    @property
+    def cells_end(self) -> int:
+        """Where the last of these cells ends in the raw block."""
+        return min(self.raw, -(-(self.start + self.nbytes) // CELL_BYTES) * CELL_BYTES)
 
 
 class Saved(NamedTuple):

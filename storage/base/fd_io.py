@@ -126,12 +126,14 @@ class DescriptorReader(Reader):
         return done
 
     def _can_bypass_cache(self, position: int, buffer: memoryview) -> bool:
-        if len(buffer) < _MIN_DIRECT_BYTES or (position | len(buffer)) % ALIGNMENT:
+        return len(buffer) >= _MIN_DIRECT_BYTES and not (position | len(buffer)) % ALIGNMENT and not self.is_cached(position)
+
+    def is_cached(self, position: int) -> bool:
+        if position in self._uncached_span:
             return False
-        if position not in self._uncached_span:
-            found = in_page_cache(self._fd, position)
-            self._uncached_span = range(0) if found else range(position, position + _UNCACHED_SPAN_BYTES)
-        return position in self._uncached_span
+        found = in_page_cache(self._fd, position)
+        self._uncached_span = range(0) if found else range(position, position + _UNCACHED_SPAN_BYTES)
+        return found
 
     def _read_direct(self, position: int, buffer: memoryview) -> int:
         """Return the number of bytes read: fewer at the end of the file, or if memory or file system do not allow O_DIRECT."""

@@ -117,6 +117,10 @@ class Reader(ABC):
             StoreError: The read failed.
         """
 
+    def is_cached(self, position: int) -> bool:
+        """Return whether the bytes at `position` are in the page cache, so that a read copies them; False where unknown."""
+        return False
+
     def close(self) -> None:  # noqa: B027  many readers have no resources
         """Release the resources of the reader."""
 
