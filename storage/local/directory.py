@@ -32,7 +32,7 @@ from ckpt.storage.base.store import (
     is_name,
     require_length,
 )
-from ckpt.storage.local.durability import make_directory, make_durable_root, sync_file, sync_folder
+from ckpt.storage.local.durability import make_directory, make_durable_root, sync_file, sync_folder, sync_nearest_folder
 from ckpt.storage.local.writer import O_DIRECT, LocalWriter, is_temporary, temporary_name, try_open_direct
 
 T = TypeVar("T")
@@ -40,6 +40,10 @@ T = TypeVar("T")
 _MAX_ADVICE_BYTES = 1 << 20
 """The bytes of one call of posix_fadvise. Linux reads at most the largest request of the device or its read-ahead for one call,
 and ignores the rest."""
+
+
+_FOLDER_ATTEMPTS = 100
+"""How often a file is created again after its folder was removed."""
 
 
 class LocalStore(Store):
@@ -84,8 +88,7 @@ class LocalStore(Store):
                 os.unlink(temporary)
             raise
         failpoint("local.put")
-        with suppress(NotFound):  # a reader that waited for the object has already deleted it and its folder
-            sync_folder(os.path.dirname(path))
+        sync_nearest_folder(os.path.dirname(path))  # a reader that waited for the object may have deleted it and its folder
 
     @interruptible
     def put_new(self, name: str, data: Buffer) -> None:
@@ -96,7 +99,7 @@ class LocalStore(Store):
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
-        sync_folder(os.path.dirname(path))
+        sync_nearest_folder(os.path.dirname(path))
 
     @interruptible
     def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
@@ -119,13 +122,38 @@ class LocalStore(Store):
         finally:
             with suppress(OSError):
                 os.unlink(temporary)
-        with suppress(NotFound):
-            sync_folder(os.path.dirname(path))
+        sync_nearest_folder(os.path.dirname(path))
 
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
-        self._make_folder(os.path.dirname(path))
-        return LocalWriter(path, size_hint, self._direct, publish=self._publish_temporary)
+        return self._create_file(
+            path, lambda: LocalWriter(path, size_hint, self._direct, publish=self._publish_temporary), LocalWriter.abort
+        )
+
+    def _create_file(self, path: str, create: Callable[[], T], discard: Callable[[T], object]) -> T:
+        """Make the folder of `path`, and a file in it. Make the folder and its parents durable in their parents.
+
+        Another process may remove the folder while it is empty. So the fsync, which is slow, follows when the file is there.
+        Existing folders are made durable, too: another process may have just created them, and may end before its own fsync.
+
+        discard: deletes the file again where a folder can't be made durable.
+        """
+        for _ in range(_FOLDER_ATTEMPTS - 1):
+            with suppress(NotFound):
+                unknown = self._make_folder(os.path.dirname(path))
+                created = create()
+                break
+        else:
+            unknown = self._make_folder(os.path.dirname(path))
+            created = create()
+        try:
+            for folder in unknown:
+                sync_folder(os.path.dirname(folder))
+                self._durable_folders.add(folder)
+        except BaseException:
+            discard(created)
+            raise
+        return created
 
     def _publish_temporary(self, temporary: str, path: str) -> None:
         os.replace(temporary, path)
@@ -135,10 +163,17 @@ class LocalStore(Store):
 
     def _write_temporary(self, name: str, data: Buffer) -> tuple[str, str]:
         path = self._path(name)
-        self._make_folder(os.path.dirname(path))
         temporary = temporary_name(path)
-        with convert_os_errors("writing", path):
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+        def create() -> int:
+            with convert_os_errors("writing", path):
+                return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+        def discard(fd: int) -> None:
+            os.close(fd)
+            os.unlink(temporary)
+
+        fd = self._create_file(path, create, discard)
         try:
             write_all(fd, memoryview(data).cast("B"), 0, path)
             sync_file(fd, path)
@@ -150,25 +185,20 @@ class LocalStore(Store):
             os.close(fd)
         return path, temporary
 
-    def _make_folder(self, path: str) -> None:
-        """Create a folder and its parents, and make each durable in its parent, as fsync(2) requires.
-
-        Existing folders are made durable, too: another process may have just created them, and may end before its own fsync.
-        """
+    def _make_folder(self, path: str) -> list[str]:
+        """Create a folder and its parents. Return those below the root that may not be durable yet, the parents first."""
         unknown = []
         while not (path in self._durable_folders and os.path.isdir(path)):
-            unknown.append(path)
             if path == self.root:
+                make_durable_root(path)
+                self._durable_folders.add(path)
                 break
+            unknown.append(path)
             path = os.path.dirname(path)
         for folder in reversed(unknown):
-            if folder == self.root:
-                make_durable_root(folder)
-            else:
-                with convert_os_errors("making the directory", folder), suppress(FileExistsError):
-                    make_directory(folder)
-                sync_folder(os.path.dirname(folder))
-            self._durable_folders.add(folder)
+            with convert_os_errors("making the directory", folder), suppress(FileExistsError):
+                make_directory(folder)
+        return unknown[::-1]
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -264,7 +294,7 @@ class LocalStore(Store):
                 folders.add(os.path.dirname(path))
         for folder in sorted(folders, key=len, reverse=True):
             if not self._remove_empty_folders(folder):
-                sync_folder(folder)
+                sync_nearest_folder(folder)
 
     def _remove_file(self, path: str) -> None:
         os.unlink(path)

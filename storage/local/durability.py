@@ -10,6 +10,7 @@ import errno
 import os
 from contextlib import suppress
 
+from ckpt.storage.base.errors import NotFound
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import convert_os_errors
 
@@ -29,6 +30,17 @@ def sync_folder(path: str) -> None:
         sync_file(fd, path)
     finally:
         os.close(fd)
+
+
+def sync_nearest_folder(path: str) -> None:
+    """Make the names in a folder durable, or, if another process has removed the folder, its absence."""
+    while True:
+        try:
+            return sync_folder(path)
+        except NotFound:
+            if path == os.path.dirname(path):
+                raise
+            path = os.path.dirname(path)
 
 
 _durable_roots: set[str] = set()
@@ -76,9 +88,12 @@ def _is_same_file_system(folder: str, parent: str) -> bool:
 
 def make_directory(folder: str) -> None:
     """Create a folder as os.mkdir does; raise PermissionError if the file system has no directories."""
-    try:
-        os.mkdir(folder)
-    except FileNotFoundError as error:
-        if os.path.isdir(os.path.dirname(folder)):
-            raise PermissionError(errno.EPERM, "this file system has no directories", folder) from error
-        raise
+    for is_last in (False, False, True):
+        try:
+            os.mkdir(folder)
+            return
+        except FileNotFoundError as error:
+            if not os.path.isdir(os.path.dirname(folder)):
+                raise
+            if is_last:  # before, another process may have removed the parent and made it again
+                raise PermissionError(errno.EPERM, "this file system has no directories", folder) from error

@@ -27,8 +27,8 @@ class MemoryStore(LocalStore):
 
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
-        self._make_folder(os.path.dirname(path))
-        return LocalWriter(path, size_hint, direct=False, reuse=self.reuse_spare if name.endswith(REUSED_SUFFIX) else None)
+        reuse = self.reuse_spare if name.endswith(REUSED_SUFFIX) else None
+        return self._create_file(path, lambda: LocalWriter(path, size_hint, direct=False, reuse=reuse), LocalWriter.abort)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects. Packs become spare files, which replace earlier spare files: so no more than one call's are kept."""

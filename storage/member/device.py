@@ -20,7 +20,7 @@ from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError
 from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
-from ckpt.storage.local.durability import sync_folder
+from ckpt.storage.local.durability import sync_nearest_folder
 from ckpt.storage.local.writer import is_temporary
 from ckpt.storage.registers.sqlite import SqliteRegisters
 
@@ -123,17 +123,20 @@ class DeviceStore(LocalStore):
     def link(self, name: str, to: str) -> None:
         """Give an object a second name, durably; raise NotFound."""
         path, target = self._path(name), self._path(to)
-        self._make_folder(os.path.dirname(target))
-        try:
+
+        def create() -> None:
             with convert_os_errors("linking", path):
                 os.link(path, target)
+
+        try:
+            self._create_file(target, create, lambda _: os.unlink(target))
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) not in _NO_LINK_ERRNOS:
                 raise
             self._copy(name, to)
             return
         self._add_used_bytes(_file_bytes(target))
-        sync_folder(os.path.dirname(target))
+        sync_nearest_folder(os.path.dirname(target))
 
     def _copy(self, name: str, to: str) -> None:
         step = 8 << 20
