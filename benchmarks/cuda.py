@@ -1,4 +1,4 @@
-"""Measures saves and loads of a training state on a CUDA device, beside the limits of the bus and beside torch's own.
+"""Measures saves and loads of a training state on a CUDA device, and compares them with the limits of the bus and with torch.
 
     python benchmarks/cuda.py [--gib 4] [--leaves 0] [--rounds 5] [--data FOLDER] [--only ckpt dcp]
 

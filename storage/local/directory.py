@@ -41,7 +41,6 @@ _MAX_ADVICE_BYTES = 1 << 20
 """The bytes of one call of posix_fadvise. Linux reads at most the largest request of the device or its read-ahead for one call,
 and ignores the rest."""
 
-
 _FOLDER_ATTEMPTS = 100
 """How often a file is created again after its folder was removed."""
 
@@ -138,14 +137,14 @@ class LocalStore(Store):
 
         discard: deletes the file again where a folder can't be made durable.
         """
-        for _ in range(_FOLDER_ATTEMPTS - 1):
-            with suppress(NotFound):
+        for attempts_left in reversed(range(_FOLDER_ATTEMPTS)):
+            try:
                 unknown = self._make_folder(os.path.dirname(path))
                 created = create()
                 break
-        else:
-            unknown = self._make_folder(os.path.dirname(path))
-            created = create()
+            except NotFound:
+                if not attempts_left:
+                    raise
         try:
             for folder in unknown:
                 sync_folder(os.path.dirname(folder))
@@ -171,7 +170,8 @@ class LocalStore(Store):
 
         def discard(fd: int) -> None:
             os.close(fd)
-            os.unlink(temporary)
+            with suppress(OSError):  # the error of the folder is the one to raise
+                os.unlink(temporary)
 
         fd = self._create_file(path, create, discard)
         try:

@@ -275,11 +275,10 @@ class TorchDeviceLeaf(_TensorLeaf):
                 for kernels in {leaf._ready for leaf, _, _ in those if leaf._ready is not None}:
                     kernels.block_this_thread()  # they may still use the old elements
                 small = [piece for piece in those if piece.data.nbytes < LAUNCH_BYTES]
-                if device.type != "cuda" or len(small) < 2 or not _upload_together(device, small):
-                    small = []
+                if device.type == "cuda" and len(small) > 1 and _upload_together(device, small):
+                    those = [piece for piece in those if piece.data.nbytes >= LAUNCH_BYTES]
                 for leaf, box, data in those:
-                    if not small or data.nbytes >= LAUNCH_BYTES:
-                        leaf._elements(box).copy_(_typed(torch.from_numpy(data), leaf, box))  # waits until `data` is read
+                    leaf._elements(box).copy_(_typed(torch.from_numpy(data), leaf, box))  # waits until `data` is read
 
     def cuda_device(self) -> torch.device | None:
         return None if self._ready is None else self._plain.device
