@@ -115,7 +115,11 @@ def _lz4_claim(stored: memoryview) -> int | None:
     return int.from_bytes(stored[:4], "little") if len(stored) >= 4 else None
 
 
-def _zstd_claim(stored: memoryview) -> int | None:
+def _float_planes_claim(stored: memoryview) -> int | None:
+    return int.from_bytes(stored[4:8], "little") if len(stored) >= 8 else None
+
+
+def zstd_content_bytes(stored: memoryview) -> int | None:
     """Return the content size of the first frame; None where the header does not state it. RFC 8878, section 3.1.1.1."""
     if len(stored) < 6 or stored[:4] != _ZSTD_MAGIC:
         return None
@@ -131,6 +135,7 @@ def _zstd_claim(stored: memoryview) -> int | None:
 _CLAIMED_BYTES: dict[str, Callable[[memoryview], int | None]] = {
     "blosc": _blosc_claim,
     "lz4": _lz4_claim,
-    "zstd": _zstd_claim,
+    "zstd": zstd_content_bytes,
     "shuffle": len,
+    "float_planes": _float_planes_claim,
 }

@@ -22,7 +22,7 @@ from ckpt.state.leaves.base import Bytes
 from ckpt.state.name_patterns import matcher
 from ckpt.storage.base.errors import InvalidArgument
 
-_SAFE_CODEC_IDS = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle"}
+_SAFE_CODEC_IDS = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle", "float_planes"}
 """Lossless codecs from bytes to bytes that do not run code from the data (as `pickle` would)."""
 
 Codec = Any
@@ -52,6 +52,8 @@ def codec_of(config: str) -> Codec:
             raise FormatError(
                 f"codec {parsed['id']!r} is not used for checkpoints; use one of {', '.join(sorted(_SAFE_CODEC_IDS))}"
             )
+        if parsed["id"] == "float_planes":
+            import ckpt.format.float_planes  # noqa: F401  # registers it
         return numcodecs.get_codec(parsed)
     except FormatError:
         raise

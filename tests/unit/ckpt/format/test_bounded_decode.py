@@ -17,11 +17,11 @@ from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.node import wire
 
 
-@pytest.mark.parametrize("name", ["lz4", "blosc", "zstd"])
+@pytest.mark.parametrize("name", ["lz4", "blosc", "zstd", "float_planes"])
 def test_a_header_that_claims_more_bytes_is_refused_before_decoding(name: str) -> None:
     config = json.dumps({"id": name})
     stored = bytearray(codec.encode(config, np.zeros(1000, np.uint8), 1))
-    at, size = {"lz4": (0, 4), "blosc": (4, 4), "zstd": (6, 0)}[name]
+    at, size = {"lz4": (0, 4), "blosc": (4, 4), "zstd": (6, 0), "float_planes": (4, 4)}[name]
     if size:
         stored[at : at + size] = (1 << 30).to_bytes(size, "little")
     with pytest.raises(Exception, match="manifest states"):
@@ -36,6 +36,7 @@ def test_a_header_that_claims_more_bytes_is_refused_before_decoding(name: str) -
         {"id": "lzma", "preset": 9}, {"id": "zstd"},
         {"id": "zstd", "level": 19}, {"id": "zstd", "checksum": True}, {"id": "lz4"},
         {"id": "shuffle", "elementsize": 4}, {"id": "blosc"}, {"id": "blosc", "cname": "zstd", "shuffle": 2},
+        {"id": "float_planes"},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("nbytes", [1, 8, 64, 256, 300, 70_000, (1 << 20) + 8])
