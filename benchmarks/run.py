@@ -26,9 +26,9 @@ from typing import Any
 
 import picture
 import report
-import results as records
 from peers import OTHERS, OURS, PEERS
 from results import LazyResult, PeerResult, Results
+from results import read as read_results
 from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
@@ -200,7 +200,7 @@ def main() -> None:
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.draw:
-        show(records.read(args.draw), args.out)
+        show(read_results(args.draw), args.out)
         return
     where = args.data or args.out
     where.mkdir(parents=True, exist_ok=True)

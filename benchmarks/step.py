@@ -19,8 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import ckpt
-from ckpt.training import heartbeat_marks
-from ckpt.training import heartbeat_page as pulses
+from ckpt.training import heartbeat_marks, heartbeat_page
 from ckpt.training.heartbeat_page import HeartbeatPage
 
 EVERY = {"every=10**9": 10**9, "every=1 h": timedelta(hours=1), 'every="auto"': "auto"}
@@ -66,13 +65,13 @@ def measure(every: str, loss: str, pulse: bool, ranks: int, spikes: bool, calls:
         processes = []
         for rank in range(ranks):
             environ = dict(os.environ)
-            for key in ("RANK", "WORLD_SIZE", pulses.PAGE_VARIABLE):
+            for key in ("RANK", "WORLD_SIZE", heartbeat_page.PAGE_VARIABLE):
                 environ.pop(key, None)
             if ranks > 1:
                 environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "CKPT_RUN_ID": name}
             if pulse:
                 HeartbeatPage(folder / f"page-{rank}", new=True).close()
-                environ[pulses.PAGE_VARIABLE] = str(folder / f"page-{rank}")
+                environ[heartbeat_page.PAGE_VARIABLE] = str(folder / f"page-{rank}")
             if spikes:
                 environ["CKPT_SPIKE"] = "10"
             command = [sys.executable, __file__, "--rank", name, every, loss, "--calls", str(calls)]

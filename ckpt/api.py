@@ -27,7 +27,7 @@ from ckpt.loading.target_matching import TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep
-from ckpt.saving import session_registry as sessions
+from ckpt.saving import session_registry
 from ckpt.saving.commit_wait import COMMIT_TIMEOUT_SECONDS
 from ckpt.saving.group_choice import group_that_saves
 from ckpt.saving.handle import SaveHandle
@@ -127,17 +127,17 @@ def save(
     # In a group, `run_save` flattens the state after the ranks have met, so that a rank with a leaf that can't be stored can
     # report it to the others.
     ready = flatten_state(state, ranks) if ranks.size == 1 else state
-    session = sessions.enter(repo, ranks, requested_step=(number,))
+    session = session_registry.enter(repo, ranks, requested_step=(number,))
     try:
         require_same_step_as_rank_0(session, number)
         handle = run_save(session, ready, number, options, blocking)
     except BaseException:
-        sessions.leave(session, keep=True)
+        session_registry.leave(session, keep=True)
         raise
     if blocking:
-        sessions.leave(session, keep=True)
+        session_registry.leave(session, keep=True)
         return handle.result()
-    handle.when_done(lambda: sessions.leave(session, keep=True))
+    handle.when_done(lambda: session_registry.leave(session, keep=True))
     return handle
 
 

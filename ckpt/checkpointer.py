@@ -23,7 +23,7 @@ from ckpt.loading.shared_read import ShareReads
 from ckpt.repository.damage_registry import mark_damaged
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep
-from ckpt.saving import session_registry as sessions
+from ckpt.saving import session_registry
 from ckpt.saving.attached_optimizers import AttachedOptimizers
 from ckpt.saving.background_scrub import BYTES_PER_SECOND, Scrubber
 from ckpt.saving.commit_wait import COMMIT_TIMEOUT_SECONDS
@@ -41,8 +41,7 @@ from ckpt.support.fork_check import CreatorProcess
 from ckpt.support.validation import check_switch, checked_bytes, checked_every, checked_positive
 from ckpt.tiers.manager import TierManager
 from ckpt.tiers.tier_spec import Tier, checked_tiers
-from ckpt.training import heartbeat_marks, import_report
-from ckpt.training import heartbeat_page as pulses
+from ckpt.training import heartbeat_marks, heartbeat_page, import_report
 from ckpt.training.cuda_timer import is_recording_graph
 from ckpt.training.idle_window import IdleWindow, idle_window_after
 from ckpt.training.loss_monitor import LossMonitor, reason_not_to_save
@@ -53,7 +52,7 @@ from ckpt.training.save_schedule import SaveSchedule
 
 log = logging.getLogger("ckpt")
 
-_STEP, _COMPILE, _END = map(pulses.PHASES.index, ("step", "compile", "end"))
+_STEP, _COMPILE, _END = map(heartbeat_page.PHASES.index, ("step", "compile", "end"))
 
 
 class Checkpointer:
@@ -127,7 +126,7 @@ class Checkpointer:
         self._staging_prepared = False
         self._cost_seconds = 0.1  # how long the previous save blocked the loop
         self._mean_time_to_failure_seconds = mtbf_seconds_from_env()
-        self._heartbeat_page = pulses.own_page()
+        self._heartbeat_page = heartbeat_page.own_page()
         if self._heartbeat_page is not None:
             self._heartbeat_page.defer_sigterm()
         self._loss_monitor = (
@@ -145,7 +144,7 @@ class Checkpointer:
         self._idle_window: IdleWindow | None = None
         self._has_restored_or_saved = False
         self._session: Session | None = (
-            self._tiers.nearest if self._tiers else sessions.enter(open_repository(url, keys), ranks)
+            self._tiers.nearest if self._tiers else session_registry.enter(open_repository(url, keys), ranks)
         )
         self._scrubber = self._make_scrubber(checked_bytes("scrub", scrub))
 
@@ -271,7 +270,7 @@ class Checkpointer:
             return None
         return self._save(step, state, False, False, is_loss_finite=loss is not None)
 
-    def _idle_window_after(self, step: int, page: pulses.HeartbeatPage) -> IdleWindow | None:
+    def _idle_window_after(self, step: int, page: heartbeat_page.HeartbeatPage) -> IdleWindow | None:
         """Return the window in which a step needs only a heartbeat, because no save runs or is due; None if unknown."""
         under_way = self._last_save is not None and not self._last_save.done()
         if (
@@ -286,7 +285,7 @@ class Checkpointer:
             return None
         return idle_window_after(step, page, self._every, self._schedule, lambda: self._last_save_started_at + self._interval())
 
-    def _publish_step(self, page: pulses.HeartbeatPage, step: int, state: Any, loss: Any) -> None:
+    def _publish_step(self, page: heartbeat_page.HeartbeatPage, step: int, state: Any, loss: Any) -> None:
         if loss is not None and self._loss_monitor is not None:
             self._loss_monitor.add(step, loss)
         page.acknowledge_stop(step)
@@ -371,7 +370,7 @@ class Checkpointer:
             self._schedule.save_started(step, handle)
         return handle
 
-    def _publish_commit(self, page: pulses.HeartbeatPage, handle: SaveHandle) -> None:
+    def _publish_commit(self, page: heartbeat_page.HeartbeatPage, handle: SaveHandle) -> None:
         if not handle.failed():
             if self._tiers is None:
                 page.publish_durable(handle.step)
@@ -455,7 +454,7 @@ class Checkpointer:
 
     def _progress_callback(self, phase: str) -> Callable[[], None] | None:
         """Return a function that publishes a heartbeat during a long wait; None without a heartbeat page."""
-        return None if self._heartbeat_page is None else partial(self._heartbeat_page.beat, pulses.PHASES.index(phase))
+        return None if self._heartbeat_page is None else partial(self._heartbeat_page.beat, heartbeat_page.PHASES.index(phase))
 
     def _wait_ignoring_errors(self) -> None:
         """Wait until all saves have ended; a later call raises their errors."""
@@ -490,7 +489,7 @@ class Checkpointer:
             session.wait()
             session.raise_failed()
         finally:
-            sessions.leave(session)
+            session_registry.leave(session)
 
     def _require_open(self) -> Session:
         if self._session is None:

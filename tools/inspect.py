@@ -27,8 +27,8 @@ from ckpt.tools.step_health import (
     report_leaves,
     select_manifest,
     state_of_error,
+    step_reports,
     stored_bytes,
-    survey_steps,
     verify_manifest,
 )
 
@@ -106,7 +106,7 @@ def command(
         return _verify_subset(repo, step, share, as_json)
     if step is None:
         return _inspect_all_steps(repo, verifying, as_json)
-    (report,) = survey_steps(repo, [check_step(step)]) or [StepReport(step, "unfinished", None)]
+    (report,) = step_reports(repo, [check_step(step)]) or [StepReport(step, "unfinished", None)]
     if report.state == "unfinished" and step not in repo.step_numbers():
         repo.commit(step)  # raises StepNotFound, which names the existing steps
     return _inspect_one_step(repo, report, only, verifying, as_json)
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def _inspect_all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
-    reports, order = _sort_by_age(survey_steps(repo, repo.step_numbers()))
+    reports, order = _sort_by_age(step_reports(repo, repo.step_numbers()))
     if verifying:
         checked = list(_verify_steps(repo, reports, as_json))
         reports = [report for report, _ in checked]
@@ -300,7 +300,7 @@ def _verify_step(repo: Repository, report: StepReport, leaves: list[str] | None,
 def _verify_subset(repo: Repository, step: int | None, share: float, as_json: bool) -> int:
     """Check the next part of all blocks, or of the blocks of one step; return the exit status."""
     reports = {
-        report.step: report for report in survey_steps(repo, repo.step_numbers() if step is None else [check_step(step)])
+        report.step: report for report in step_reports(repo, repo.step_numbers() if step is None else [check_step(step)])
     }
     if step is not None and (not reports or reports[step].state == "unfinished"):
         repo.commit(step)  # raises StepNotFound, which names the existing steps

@@ -121,14 +121,14 @@ def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
     Exit status: 0 all files are complete, 1 some could not be repaired.
     """
     from ckpt.aggregator.file_io.namespace import open_namespace
-    from ckpt.aggregator.maintenance import repair as repairs
+    from ckpt.aggregator.maintenance.repair import repair_namespace
 
     namespace, _ = open_namespace(url)
     found = _run_scrub(namespace, not quick, grace)
     _print_findings(namespace, found)
     total = sum(f.file.head.nbytes for f in found.damaged_files if f.state != "lost")
     with common.progress(total, "repairing") as advance:
-        done = repairs.repair_namespace(namespace, found, rate, advance)
+        done = repair_namespace(namespace, found, rate, advance)
     is_incomplete = bool(done.failed or found.missing_members)
     result = "not all whole yet" if is_incomplete else "nothing is missing now" if quick else "all whole now"
     emit(

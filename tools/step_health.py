@@ -60,7 +60,7 @@ class LeafReport:
     """Whether a pack with one of its blocks is missing or has another length."""
 
 
-def survey_steps(repo: Repository, steps: Iterable[int]) -> list[StepReport]:
+def step_reports(repo: Repository, steps: Iterable[int]) -> list[StepReport]:
     """Return the state of each step. Records are read before the listing, so that a step that is being saved is unfinished.
 
     A deleted step is left out, if it has only packs to which others of these steps refer.

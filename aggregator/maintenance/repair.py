@@ -18,7 +18,7 @@ from ckpt.aggregator.file_io.layout_replacement import current_record, replace_l
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
 from ckpt.aggregator.maintenance.scrub import FileHealth, ScrubReport, scrub_namespace
-from ckpt.aggregator.records import record_ring as rings
+from ckpt.aggregator.records import record_ring
 from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.file_record import FileLayout, MemberObject, drop_unused_objects, min_fragments
 from ckpt.aggregator.records.record_collection import collect_tombstones
@@ -141,7 +141,7 @@ def _admit_restored_members(namespace: Namespace) -> None:
     namespace.invalidate_ring()
     for member in incomplete:
         log.warning("the registers of %s are complete again", member)
-        registers[member].learn(namespace.ring.register_name, rings.encode_ring(namespace.ring))
+        registers[member].learn(namespace.ring.register_name, record_ring.encode_ring(namespace.ring))
         registers[member].fence(namespace.ring.fence_number)
         registers[member].mark_complete()
 

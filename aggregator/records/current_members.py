@@ -12,7 +12,7 @@ from ckpt.aggregator.cluster.fanout import FanOut, MemberHealth
 from ckpt.aggregator.cluster.member_facts import MemberFacts, failure_domains, require_distinct_devices
 from ckpt.aggregator.cluster.open_member import OpenMember
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, count_shared_domains
-from ckpt.aggregator.records import record_ring as rings
+from ckpt.aggregator.records import record_ring
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.member.device import MemberInfo
 
@@ -34,7 +34,7 @@ class Membership:
         self._member_facts = MemberFacts(self.fan_out)
         self._infos: Mapping[str, MemberInfo] = {}
         self._domains: Mapping[str, tuple[str, ...]] = {}
-        self._ring: rings.RecordRing | None = None
+        self._ring: record_ring.RecordRing | None = None
         self._needs_fence_number = False  # set after a refusal: read the fence numbers of all members with the ring
         self._ring_lock = threading.RLock()
 
@@ -44,7 +44,7 @@ class Membership:
             open_member.info()
 
     @property
-    def ring(self) -> rings.RecordRing:
+    def ring(self) -> record_ring.RecordRing:
         """The current record ring, read when it is first needed. Creates the namespace if it does not exist."""
         ring = self._ring
         if ring is not None:
@@ -55,7 +55,7 @@ class Membership:
                 seconds, tolerated = self.config.credentials.deadline_seconds, self.config.redundancy.tolerated_losses
                 self.update_domains(seconds, wait_for_all=True)
                 self.check_devices(self.open_members)
-                rings.create_first_ring(self._member_registers, self.locations, tolerated, self.fan_out, seconds)
+                record_ring.create_first_ring(self._member_registers, self.locations, tolerated, self.fan_out, seconds)
             found = self._find_ring()  # another client may have created it first
         return found
 
@@ -68,7 +68,7 @@ class Membership:
 
         Raises Unavailable where more members do not answer than may be lost.
         """
-        calls = {name: partial(registers.scan, rings.RING_PREFIX) for name, registers in self._member_registers.items()}
+        calls = {name: partial(registers.scan, record_ring.RING_PREFIX) for name, registers in self._member_registers.items()}
         answers, errors = self.fan_out.ask(calls, seconds)
         if len(errors) > self.config.redundancy.tolerated_losses:
             reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
@@ -77,13 +77,13 @@ class Membership:
             )
         return any(answers.values())  # all members have the first ring before anything is written
 
-    def _find_ring(self) -> rings.RecordRing | None:
+    def _find_ring(self) -> record_ring.RecordRing | None:
         with self._ring_lock:
             if self._ring is None:
                 seconds = self.config.credentials.deadline_seconds
-                found = rings.find_ring(self._member_registers, self.fan_out, seconds, self._open_ring_members)
+                found = record_ring.find_ring(self._member_registers, self.fan_out, seconds, self._open_ring_members)
                 if found is not None and self._needs_fence_number:
-                    fenced = rings.highest_fence_number(found, self._member_registers, self.fan_out, seconds)
+                    fenced = record_ring.highest_fence_number(found, self._member_registers, self.fan_out, seconds)
                     found = replace(found, member_fence_number=max(found.member_fence_number, fenced))
                     self._needs_fence_number = False
                 if found is not None:
@@ -98,7 +98,7 @@ class Membership:
         self._needs_fence_number = True
         self._ring = None
 
-    def _open_ring_members(self, found: rings.RecordRing) -> bool:
+    def _open_ring_members(self, found: record_ring.RecordRing) -> bool:
         """Open the members of a ring that the configuration lacks, and return whether there were any.
 
         Raises Unavailable where the name of such a member is not its address.

@@ -23,7 +23,7 @@ from functools import partial
 
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
-from ckpt.aggregator.records import record_ring as rings
+from ckpt.aggregator.records import record_ring
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.record_ring import RecordRing
@@ -68,7 +68,7 @@ def change_ring(
     _agree_on_ring(
         records,
         old,
-        rings.next_ring(old, members, previous, removed_members, tolerated_losses),
+        record_ring.next_ring(old, members, previous, removed_members, tolerated_losses),
         removed_member if is_destroyed else "",
     )
     return complete_ring_change(records, removed_member if is_destroyed else "", progress)
@@ -115,14 +115,16 @@ def _prepare_members(records: NamespaceRecords, old: RecordRing, names: set[str]
             if isinstance(absent_answer, DamagedRecord):
                 raise Unavailable(f"its records were lost; repair {records.url} first")
             return
-        finals = [r.value for _, r in registers.scan(rings.RING_PREFIX) if isinstance(r, Record) and r.value and is_final(r)]
-        is_foreign = any(rings.decode_ring(value).namespace != old.namespace for value in finals)
+        finals = [
+            r.value for _, r in registers.scan(record_ring.RING_PREFIX) if isinstance(r, Record) and r.value and is_final(r)
+        ]
+        is_foreign = any(record_ring.decode_ring(value).namespace != old.namespace for value in finals)
         if is_foreign or (not finals and registers.scan("/", limit=1)):
             foreign_members.append(name)
             return
         # A member that votes on later rings must have the earlier one.
-        registers.learn(old.register_name, rings.encode_ring(old))
-        registers.join_ring(old.next_fence_number, rings.RING_PREFIX)
+        registers.learn(old.register_name, record_ring.encode_ring(old))
+        registers.join_ring(old.next_fence_number, record_ring.RING_PREFIX)
 
     _, errors = records.fan_out.ask({name: partial(prepare, name) for name in names}, records.commit_timeout_seconds)
     if foreign_members:
@@ -147,13 +149,13 @@ def complete_ring_change(
     failpoint("ring.fenced")
     answers, _ = records.scan("")
     found = {name for scanned in answers.values() for name, _ in scanned}
-    names = sorted(name for name in found if not name.startswith(rings.RING_PREFIX))
+    names = sorted(name for name in found if not name.startswith(record_ring.RING_PREFIX))
     for start in range(0, len(names), BATCH_PATHS):
         batch = names[start : start + BATCH_PATHS]
         records.settle(batch, on_all_members=False)
         progress(len(batch))
         failpoint("ring.settled")
-    moved = rings.next_ring(moving, moving.members, None, moving.removed_members, moving.tolerated_losses)
+    moved = record_ring.next_ring(moving, moving.members, None, moving.removed_members, moving.tolerated_losses)
     _agree_on_ring(records, moving, moved, destroyed)
     failpoint("ring.moved")
     _fence_ring(records, moving.previous, moved.epoch, destroyed)
@@ -165,8 +167,10 @@ def complete_ring_change(
 def _agree_on_ring(records: NamespaceRecords, old: RecordRing, new: RecordRing, destroyed: str) -> None:
     registers = {name: records.open_members[name].registers for name in {**old.all_members, **new.all_members}}
     seconds = records.config.credentials.deadline_seconds
-    registers_of_rings = rings.ring_registers(registers, rings.ring_electors(old, destroyed), records.fan_out, seconds)
-    proposed = rings.encode_ring(new)
+    registers_of_rings = record_ring.ring_registers(
+        registers, record_ring.ring_electors(old, destroyed), records.fan_out, seconds
+    )
+    proposed = record_ring.encode_ring(new)
     value = registers_of_rings.update(
         [new.register_name], lambda _, current: proposed if current is None else None, expect_absent=True
     )[new.register_name]
@@ -176,7 +180,7 @@ def _agree_on_ring(records: NamespaceRecords, old: RecordRing, new: RecordRing, 
             f"the members that keep the records of {records.url} were changed by another client; check, and try again"
         )
     failpoint("ring.decided")
-    informed = rings.publish_ring(registers, new, records.fan_out, seconds)
+    informed = record_ring.publish_ring(registers, new, records.fan_out, seconds)
     if new.previous is None and 2 * sum(s.name in informed for s in new.members) <= len(new.members):
         raise Unavailable(f"most of the new members ({', '.join(new.all_members)}) do not answer any more; start them")
 

@@ -45,7 +45,7 @@ from ckpt.loading.target_matching import TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Url, open_repository
 from ckpt.repository.retention import Keep, as_keep
-from ckpt.saving import session_registry as sessions
+from ckpt.saving import session_registry
 from ckpt.saving.commit_wait import COMMIT_TIMEOUT_SECONDS
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
@@ -150,14 +150,14 @@ class Writer(StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does n
 
     def _enter_session(self, ranks: PlannedGroup) -> Session:
         self._leave_session()
-        self._session = sessions.enter(open_repository(self._url), ranks if ranks.size > 1 else SingleProcessGroup())
+        self._session = session_registry.enter(open_repository(self._url), ranks if ranks.size > 1 else SingleProcessGroup())
         self._session.raise_failed()
         return self._session
 
     def _leave_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            sessions.leave(session)
+            session_registry.leave(session)
 
 
 def _move_values_to_rank_0(plans: list[SavePlan], items_of_rank_0: frozenset[Any]) -> list[SavePlan]:

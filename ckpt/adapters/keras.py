@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from ckpt import pulse
-from ckpt.adapters import keras_fit as fits
+from ckpt.adapters import keras_fit
 from ckpt.adapters.keras_fit import Snapshot
 from ckpt.adapters.other_callbacks import OtherCallbacks
 from ckpt.checkpointer import Checkpointer
@@ -114,11 +114,13 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the newest step, and let the fit begin at its epoch."""
-        fit = fits.locals_of_fit(self._model)
+        fit = keras_fit.locals_of_fit(self._model)
         iterator = fit["epoch_iterator"]
         self._list = fit["callbacks"].callbacks
-        fits.require_alone(self._list)
-        self._others = OtherCallbacks([other for other in self._list if other is not self], ("ProgbarLogger",), fits.NO_STATE)
+        keras_fit.require_alone(self._list)
+        self._others = OtherCallbacks(
+            [other for other in self._list if other is not self], ("ProgbarLogger",), keras_fit.NO_STATE
+        )
         self._first_epoch = int(fit["initial_epoch"])
         self._saves_at_epoch_begin, self._is_first_epoch, self._expected_batch = False, True, None
         if self._checkpointer is not None:  # the fit before was interrupted by an error
@@ -224,7 +226,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             self._is_skipped, self._model._initial_epoch = True, self.params["epochs"]
             return
         self._has_restored = True
-        fits.build_from_data(self._model, iterator)
+        keras_fit.build_from_data(self._model, iterator)
         resume = self._filled(checkpointer)
         saved, epochs = resume.position, self.params["epochs"]
         self._steps_saved_at_begin = self._steps_seen = saved.step
@@ -266,8 +268,8 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         """Yield the batches of an epoch as Keras does; of the resumed epoch, only those that are not done."""
         if self._is_first_epoch:
             self._is_first_epoch = False
-            fits.move_to_end(self._list, self)  # so that a save has what the others count in the same batch
-            fits.warn_of_random_order(iterator)
+            keras_fit.move_to_end(self._list, self)  # so that a save has what the others count in the same batch
+            keras_fit.warn_of_random_order(iterator)
             self._others.note_begin()
             self._random_at_fit = Snapshot.taken()
         resume, self._resume = self._resume, None
@@ -283,17 +285,17 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
                 yield begin, end, data
                 yield from batches
                 return
-            batch, read = fits.read_batches(data, end - begin + 1), end + 1
-        fits.require_position(read, saved.batch)
+            batch, read = keras_fit.read_batches(data, end - begin + 1), end + 1
+        keras_fit.require_position(read, saved.batch)
         self._continue(resume, batch)
 
     def _position_data(self, resume: _Resume, iterator: Any, original: Any) -> Iterator[Any]:
         """Return the batches of the resumed epoch, in the order that they had when the step was saved."""
         self._random_at_fit, self._random_at_epoch = resume.random_at_fit, resume.random_at_epoch
-        if not fits.order_follows_global_generators(iterator):
+        if not keras_fit.order_follows_global_generators(iterator):
             resume.random_at_fit.set()
             for _ in range(resume.position.epoch - self._first_epoch):
-                fits.read_epoch(iterator, original)
+                keras_fit.read_epoch(iterator, original)
         resume.random_at_epoch.set()
         batches: Iterator[Any] = original()
         return batches

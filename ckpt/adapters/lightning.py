@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ckpt import pulse
-from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters import lightning_packages
 from ckpt.adapters.adapt.intervals import interval_from_env
 from ckpt.adapters.lightning_deepspeed import is_between_updates
 from ckpt.adapters.lightning_io import CkptIO as CkptIO
@@ -60,7 +60,7 @@ class Checkpoints:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Checkpoints:
-        made: Checkpoints = object.__new__(packages.with_bases(cls, packages.callback_bases()))
+        made: Checkpoints = object.__new__(lightning_packages.with_bases(cls, lightning_packages.callback_bases()))
         return made
 
     def __init__(
@@ -192,7 +192,7 @@ class Checkpoints:
         repository = self._checkpointer.repository
         if path:
             if repository.latest() is not None:
-                packages.warn(
+                lightning_packages.warn(
                     f"fit loads ckpt_path={path!s}, and not the newest step of {repository.url}: leave ckpt_path out to resume"
                 )
             return None
@@ -205,7 +205,7 @@ class Checkpoints:
                 "use ckpt.load"
             )
         self._steps_seen = self._steps_saved = start
-        packages.info(f"resumed from step {start - 1} of {repository.url}")
+        lightning_packages.info(f"resumed from step {start - 1} of {repository.url}")
         return checkpoint
 
 
@@ -240,13 +240,13 @@ def _may_use_environment(callback: Checkpoints, trainer: Any) -> bool:
     if any(isinstance(other, Checkpoints) and not other._is_from_environment for other in trainer.callbacks):
         return False
     if _trainer_of_environment and _trainer_of_environment[0]() is not trainer:
-        packages.warn(
+        lightning_packages.warn(
             f"this fit is not saved to {DIRECTORY_VARIABLE}, which another Trainer of this process uses: give this one "
             "Checkpoints(url) with a URL of its own"
         )
         return False
     _trainer_of_environment[:] = [weakref.ref(trainer)]
-    packages.info(
+    lightning_packages.info(
         f"saves this fit to {os.environ[DIRECTORY_VARIABLE]} and resumes it, because {DIRECTORY_VARIABLE} is set "
         f"({_SWITCH}=0 turns this off)"
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters import lightning_packages
 from ckpt.adapters.data_random import copied_state, own_generator_states, parts_of_loaders, set_own_generators
 from ckpt.adapters.epoch_random import OTHER_DRAWS, other_draws
 from ckpt.state.stateful import RandomState
@@ -189,7 +189,7 @@ def _warn_of_other_draws(saved: dict[str, Any]) -> None:
     """Warn if the discarded batches had other random numbers than in the saved run."""
     names = other_draws(saved["first_batch"]["global"], RandomState().state_dict(), saved["ahead"]["random"]["global"])
     if names:
-        packages.warn(OTHER_DRAWS % names)
+        lightning_packages.warn(OTHER_DRAWS % names)
 
 
 def _other_data_error(what: str) -> CkptError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters import lightning_packages
 from ckpt.adapters.lightning_deepspeed import uses_deepspeed
 from ckpt.adapters.lightning_state import storable
 from ckpt.api import load
@@ -45,7 +45,7 @@ class CkptIO:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CkptIO:
-        made: CkptIO = object.__new__(packages.with_bases(cls, packages.plugin_bases()))
+        made: CkptIO = object.__new__(lightning_packages.with_bases(cls, lightning_packages.plugin_bases()))
         return made
 
     def __init__(self, url: str | os.PathLike[str] | None = None, **options: Any) -> None:
@@ -127,7 +127,7 @@ class _PluginCheck:
 
 def plugin_checks() -> list[Any]:
     """Return the callbacks that each Trainer needs because of the plugins made so far."""
-    return [packages.with_bases(_PluginCheck, packages.callback_bases("Callback"))()] if _is_used else []
+    return [lightning_packages.with_bases(_PluginCheck, lightning_packages.callback_bases("Callback"))()] if _is_used else []
 
 
 def _make(url: str | os.PathLike[str] | None, options: dict[str, Any]) -> CkptIO:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
-from ckpt.adapters import lightning_packages as packages
+from ckpt.adapters import lightning_packages
 from ckpt.adapters.epoch_random import PERSISTENT_WORKERS
 from ckpt.adapters.lightning_averaging import continue_weight_averaging, same_learning_rates
 from ckpt.adapters.lightning_data import FetcherPosition, loader_states_ahead, set_random_snapshot
@@ -145,7 +145,7 @@ class LoopPoints:
         _clear_restart(fit)
         loaders = [] if fit._combined_loader is None else fit._combined_loader.flattened
         if self._trainer.current_epoch and any(getattr(loader, "persistent_workers", False) for loader in loaders):
-            packages.warn(PERSISTENT_WORKERS.format(option="persistent_workers=False"))
+            lightning_packages.warn(PERSISTENT_WORKERS.format(option="persistent_workers=False"))
 
 
 def _clear_restart(loop: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies import async_utils
 
 from ckpt.repository.repository import open_repository
-from ckpt.saving import session_registry as sessions
+from ckpt.saving import session_registry
 from ckpt.saving.group_choice import group_that_saves
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.writer_session import Session
@@ -46,7 +46,7 @@ class AsyncCallsQueue(async_utils.AsyncCallsQueue):  # type: ignore[misc]
         """Keep the writer session of a save for the next one, which would otherwise acquire the writer lease again."""
         if url not in self._sessions and (group := group_that_saves("auto")).size == 1:  # that of a group is kept anyway
             with suppress(CkptError):  # otherwise the next save raises it
-                self._sessions[url] = sessions.enter(open_repository(url), group)
+                self._sessions[url] = session_registry.enter(open_repository(url), group)
 
     def close(self, *args: Any, **options: Any) -> None:
         """Wait for the saves, and release the repositories."""
@@ -56,7 +56,7 @@ class AsyncCallsQueue(async_utils.AsyncCallsQueue):  # type: ignore[misc]
 
 def _leave_all(kept: dict[str, Session]) -> None:
     while kept:
-        sessions.leave(kept.popitem()[1])
+        session_registry.leave(kept.popitem()[1])
 
 
 def request_of(handle: SaveHandle, url: str) -> Any:

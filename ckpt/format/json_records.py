@@ -15,7 +15,7 @@ from ckpt.format.digest import algorithm_of_hex, digest
 from ckpt.format.signature import NO_KEYS, Keys, Signature
 from ckpt.format.training_lines import Ancestry, TrainingLine, parse_line
 from ckpt.storage.base.checked_decode import Malformed
-from ckpt.storage.base.checked_decode import decode as from_data
+from ckpt.storage.base.checked_decode import decode as decode_data
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.base.store import Store
 
@@ -182,7 +182,7 @@ def _commit_body(commit: CommitRecord) -> dict[str, Any]:
 def parse_body(kind: type[T], body: dict[str, Any], where: str) -> T:
     """Return the content of a record as the dataclass `kind`; raise IntegrityError for a field that is missing or ill-typed."""
     try:
-        return from_data(kind, body)
+        return decode_data(kind, body)
     except Malformed as error:
         raise IntegrityError(f"{_damage_text(where)} ({error})") from error
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.format import manifest_parquet as tables
+from ckpt.format import manifest_parquet
 from ckpt.format.digest import CELL_BYTES
 from ckpt.format.json_records import require_known_format
 from ckpt.format.limits import MAX_BLOCK_BYTES
@@ -98,7 +98,7 @@ BlockLocation = tuple[str, int, int, str | None, int | None]
 
 def decode(data: bytes, where: str) -> Manifest:
     """Open a Parquet manifest; raise IntegrityError where it is not one. where: the file, for messages."""
-    groups, metadata = tables.read_row_groups(data, where)
+    groups, metadata = manifest_parquet.read_row_groups(data, where)
     for name in ("format", "digest"):
         if name not in metadata:
             raise IntegrityError(f"{where} is not a manifest: its metadata lack {name}")
@@ -153,7 +153,7 @@ class Manifest:
         stored, raw, nbytes = (arrow_columns.numpy_array(table.column(n)) for n in ("stored", "raw", "nbytes"))
         share = stored * (nbytes / np.maximum(raw, 1))
         sums = (np.add.reduceat(values, index.leaf_starts[:-1]).tolist() if len(raw) else [] for values in (nbytes, share))
-        first = _rows(self._take(index.first_rows(), tables.COLUMNS))
+        first = _rows(self._take(index.first_rows(), manifest_parquet.COLUMNS))
         return list(map(LeafTotal._make, zip(index.leaf_numbers, first, *sums, strict=True)))
 
     def bytes_of_leaves(self) -> dict[str, float]:
@@ -186,7 +186,7 @@ class Manifest:
         which, numbers = index.rows_of(names)
         if boxes.count(None) < len(boxes):
             which, numbers = self._rows_touching(which, numbers, boxes)
-        table = self._take(numbers, tables.COLUMNS)
+        table = self._take(numbers, manifest_parquet.COLUMNS)
         self._check_boxes(table)
         rows = _rows(table)
         cuts = [0, *np.cumsum(np.bincount(which, minlength=len(queries))).tolist()]
@@ -195,13 +195,13 @@ class Manifest:
     def select(self, leaves: Iterable[str]) -> Manifest:
         """Return the rows of these leaves as a manifest in memory; leaves that the step does not have are ignored."""
         _, rows = self._index().rows_of(list(set(leaves)))
-        table = self._take(np.sort(rows), tables.COLUMNS)
-        return Manifest([tables.row_group_of(table, self.where)], self.digest_algorithm, self.where)
+        table = self._take(np.sort(rows), manifest_parquet.COLUMNS)
+        return Manifest([manifest_parquet.row_group_of(table, self.where)], self.digest_algorithm, self.where)
 
     @property
     def rows(self) -> list[Row]:
         """All rows as Python objects; slow and large for a step of many ranks."""
-        return [row for number in range(len(self.groups)) for row in _rows(self._read(number, tables.COLUMNS))]
+        return [row for number in range(len(self.groups)) for row in _rows(self._read(number, manifest_parquet.COLUMNS))]
 
     def by_leaf(self) -> dict[str, list[Row]]:
         """Return all rows by leaf, in the order in which leaves were saved."""
@@ -232,12 +232,12 @@ class Manifest:
         order, blocks = self._block_order()
         cuts = np.unique(blocks[np.searchsorted(blocks, np.arange(0, len(order), at_once), "right") - 1])
         for a, b in itertools.pairwise([*cuts.tolist(), len(order)]):
-            yield _rows(self._take(order[a:b], tables.COLUMNS))
+            yield _rows(self._take(order[a:b], manifest_parquet.COLUMNS))
 
     def by_block(self) -> list[Row]:
         """Return one row of each block, in the order of the packs."""
         order, blocks = self._block_order()
-        return _rows(self._take(order[blocks], tables.COLUMNS))
+        return _rows(self._take(order[blocks], manifest_parquet.COLUMNS))
 
     def stored_bytes(self) -> int:
         """Return the stored bytes of all blocks, each block counted once."""
@@ -270,7 +270,7 @@ class Manifest:
         """Return columns of a row group. The last few are cached, since a reader queries its arrays one after the other."""
         with self._lock:
             if len(self.groups) == 1:
-                names = tables.COLUMNS  # one read of all columns is faster than two reads of some
+                names = manifest_parquet.COLUMNS  # one read of all columns is faster than two reads of some
             table = self._recent_reads.pop((group, names), None)
             if table is None:
                 table = self.groups[group].read(names)
@@ -285,7 +285,7 @@ class Manifest:
 
         if rows is None or (len(rows) == len(self) and _is_range(rows)):
             read = [self._read(number, names) for number in range(len(self.groups))]
-            return pa.concat_tables(read or [tables.empty_table(names)])
+            return pa.concat_tables(read or [manifest_parquet.empty_table(names)])
         groups = np.searchsorted(self._starts, rows, "right") - 1
         order = None if np.all(groups[1:] >= groups[:-1]) else np.argsort(groups, kind="stable")
         if order is not None:
@@ -296,7 +296,7 @@ class Manifest:
             arrow_columns.take_rows(self._read(number, names).select(names), rows[a:b] - self._starts[number])
             for number, (a, b) in zip(numbers.tolist(), itertools.pairwise(cuts), strict=True)
         ]
-        table = pa.concat_tables(taken or [tables.empty_table(names)])
+        table = pa.concat_tables(taken or [manifest_parquet.empty_table(names)])
         if order is not None:
             back = np.empty_like(order)
             back[order] = np.arange(len(order))
@@ -346,7 +346,7 @@ class Manifest:
     def _check_boxes(self, table: Any) -> None:
         """Raise IntegrityError where a row is not a box of its array."""
         (whole, at), (offset, at_offset), (shape, at_shape) = (
-            arrow_columns.flat_lists(table.column(n)) for n in tables.LIST_COLUMNS
+            arrow_columns.flat_lists(table.column(n)) for n in manifest_parquet.LIST_COLUMNS
         )
         if not (np.array_equal(at, at_offset) and np.array_equal(at, at_shape)):
             raise IntegrityError(f"{self.where}: a piece has another number of axes than its array")
@@ -365,7 +365,7 @@ def _is_range(rows: Integers) -> bool:
 
 def _rows(table: Any) -> list[Row]:
     """Return the rows of a table with all columns, as Python objects."""
-    columns = {name: arrow_columns.python_values(table.column(name)) for name in tables.COLUMNS}
+    columns = {name: arrow_columns.python_values(table.column(name)) for name in manifest_parquet.COLUMNS}
     boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
     ordered = [boxes if name == "box" else columns[name] for name in Row._fields]
     return list(map(Row._make, zip(*ordered, strict=True)))

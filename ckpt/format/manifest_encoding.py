@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt.format import manifest_parquet as tables
+from ckpt.format import manifest_parquet
 from ckpt.format.digest import CELL_BYTES
 from ckpt.format.manifest_parquet import write_table
 from ckpt.state.boxes import Box
@@ -113,4 +113,4 @@ def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
         "checksum": spread(6, lambda values: arrow_columns.number_array(values, "uint64")),
         "cells": arrow_columns.binary_array(planned.cells_of_pieces(shared[7])),
     }
-    return pa.table({name: columns[name] for name in tables.COLUMNS})
+    return pa.table({name: columns[name] for name in manifest_parquet.COLUMNS})

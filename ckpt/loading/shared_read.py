@@ -109,7 +109,7 @@ def read_shared(
             block_read.bypass_cache = share is not False and (
                 window is not None or by_messages or not saves_enough or has_disjoint_needs(blocks[key])
             )
-    own_and_shared = [(by_key.get(key), turn) for key, turn in shared_reads.items()]
+    own_and_shared = [(by_key.get(key), shared_read) for key, shared_read in shared_reads.items()]
     own_reads = [w for k, w in by_key.items() if k not in shared_reads]
     if window is not None:
         with window:
@@ -168,12 +168,12 @@ def _open_window(shared_reads: Mapping[BlockKey, SharedRead], group: Group) -> S
     """Return shared memory for the shared blocks; None if there are none, or the ranks of this host can't share memory."""
     if not shared_reads:
         return None
-    largest = max(turn.needs.raw_bytes for turn in shared_reads.values())
+    largest = max(shared_read.needs.raw_bytes for shared_read in shared_reads.values())
     slots = min(max(2 * group.size * largest, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES) // largest
     if slots < 2:  # blocks larger than this version writes
         return None
     return SharedWindow.create(
-        group, min(slots, len(shared_reads)), largest, sum(len(turn.jobs) for turn in shared_reads.values())
+        group, min(slots, len(shared_reads)), largest, sum(len(shared_read.jobs) for shared_read in shared_reads.values())
     )
 
 
@@ -199,8 +199,8 @@ def _read_through_window(
     """
     own_jobs = [
         _OwnJob(block, block_read, number, job)
-        for block, (block_read, turn) in enumerate(shared_reads) if block_read is not None
-        for number, job in enumerate(turn.jobs, turn.first_job) if job.reader == group.rank
+        for block, (block_read, shared_read) in enumerate(shared_reads) if block_read is not None
+        for number, job in enumerate(shared_read.jobs, shared_read.first_job) if job.reader == group.rank
     ]  # fmt: skip
     threads = READ_THREADS
     if not any(own.block_read.row.codec for own in own_jobs):  # a thread that decodes needs memory for a whole block
@@ -254,10 +254,10 @@ def _place_from_window(
 ) -> None:
     """Copy what this rank needs to its targets, block by block as they are ready."""
     acceptor = source.acceptor()
-    for block, (block_read, turn) in enumerate(shared_reads):
+    for block, (block_read, shared_read) in enumerate(shared_reads):
         if block_read is not None:
             for begin, end in block_read.raw_ranges():
-                for number, job in enumerate(turn.jobs, turn.first_job):
+                for number, job in enumerate(shared_read.jobs, shared_read.first_job):
                     if max(begin, job.begin) < min(end, job.end):
                         window.wait_until_ready(number, job.reader)
                 acceptor.accept(block_read, begin, window.slot(block)[begin:end])
@@ -273,11 +273,11 @@ def _read_by_messages(
         source.read(own_reads)
     except Exception as error:  # continue, because the other ranks wait for messages of this rank
         failed.append(error)
-    rounds = 1 + max(turn.round for _, turn in shared_reads)
+    rounds = 1 + max(shared_read.round for _, shared_read in shared_reads)
     by_round: list[list[tuple[BlockRead, SharedRead]]] = [[] for _ in range(rounds)]
-    for block_read, turn in shared_reads:
+    for block_read, shared_read in shared_reads:
         if block_read is not None:
-            by_round[turn.round].append((block_read, turn))
+            by_round[shared_read.round].append((block_read, shared_read))
     for of_round in by_round:
         _run_round(source, group, of_round, failed)
     if failed:
@@ -316,13 +316,13 @@ def _run_round(
             failed.append(error)
 
     with DaemonThreadPool(READ_THREADS, "ckpt-read") as pool:
-        reads = [(i, job) for i, (_, turn) in enumerate(shared_reads) for job in turn.jobs if job.reader == rank]
+        reads = [(i, job) for i, (_, shared_read) in enumerate(shared_reads) for job in shared_read.jobs if job.reader == rank]
         list(pool.map(lambda it: read(*it), reads))
         send: list[Message] = []
         receive: list[Message] = []
-        for i, (block, turn) in enumerate(shared_reads):  # messages have the same order on both sides
-            send += [(peer, within(i, begin, end).data) for peer, begin, end in turn.sent_by(rank)]
+        for i, (block, shared_read) in enumerate(shared_reads):  # messages have the same order on both sides
+            send += [(peer, within(i, begin, end).data) for peer, begin, end in shared_read.sent_by(rank)]
             for stretch in block.raw_ranges():
-                receive += [(peer, within(i, begin, end).data) for peer, begin, end in turn.received_by(rank, *stretch)]
+                receive += [(peer, within(i, begin, end).data) for peer, begin, end in shared_read.received_by(rank, *stretch)]
         group.exchange(send, receive)
         list(pool.map(accept, range(len(shared_reads))))

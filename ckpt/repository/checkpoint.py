@@ -16,10 +16,10 @@ from ckpt.block_io.read_plan import Target
 from ckpt.block_io.replicated_store import from_nearest
 from ckpt.block_io.step_verification import verify_blocks
 from ckpt.errors import LeafNotFound
-from ckpt.format import manifest as manifests
 from ckpt.format.digest import is_cryptographic
 from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, require_known_format
-from ckpt.format.manifest import Manifest, Saved
+from ckpt.format.manifest import Manifest, Saved, join_manifests
+from ckpt.format.manifest import decode as decode_manifest
 from ckpt.format.signature import NO_KEYS, Keys
 from ckpt.state.boxes import Box
 from ckpt.state.dtypes import numpy_dtype
@@ -88,8 +88,8 @@ class Checkpoint:
         """Return the manifest with all rows, verified against the commit record."""
         if self._manifest is None:
             files = self.commit.manifests
-            parts = [manifests.decode(self.verified(file), f"{self.store.url}/{file.name}") for file in files]
-            self._manifest = manifests.join_manifests(parts)
+            parts = [decode_manifest(self.verified(file), f"{self.store.url}/{file.name}") for file in files]
+            self._manifest = join_manifests(parts)
         return self._manifest
 
     def tree(self) -> Node:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpt.errors import StepRefused
-from ckpt.format import manifest_parquet as tables
+from ckpt.format import manifest_parquet
 from ckpt.format.row_index import RowIndex, index_rows
 from ckpt.groups.base import ranks_text
 from ckpt.saving.box_coverage import Flags, Ints, are_tiled, first_overlap, first_uncovered_box
@@ -69,9 +69,9 @@ def _concatenated(parts: list[pa.Table]) -> pa.Table:
     """Return all rows as one table, with each column in one chunk."""
     import pyarrow as pa
 
-    plain = [part.replace_schema_metadata(None) for part in parts] or [tables.empty_table(tables.COLUMNS)]
+    plain = [part.replace_schema_metadata(None) for part in parts] or [manifest_parquet.empty_table(manifest_parquet.COLUMNS)]
     if len({part.schema for part in plain}) > 1:  # some have dictionary-encoded text, and others do not
-        plain = [tables.as_plain_table(part) for part in plain]
+        plain = [manifest_parquet.as_plain_table(part) for part in plain]
     return pa.concat_tables(plain).combine_chunks()
 
 
@@ -92,7 +92,7 @@ class _Rows:
         self.ranks = ranks if order is None else ranks[order]
         self.dtype, self.dtypes = arrow_columns.dictionary_codes(sort(table.column("dtype")))
         (self.whole, self.at), (self.offset, self.offset_starts), (self.shape, self.shape_starts) = (
-            arrow_columns.flat_lists(sort(table.column(name))) for name in tables.LIST_COLUMNS
+            arrow_columns.flat_lists(sort(table.column(name))) for name in manifest_parquet.LIST_COLUMNS
         )
         self.byte_columns = [sort(table.column(name)) for name in ("digest", "start", "nbytes")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ckpt.block_io import staging_arena as arenas
+from ckpt.block_io import staging_arena
 from ckpt.block_io.staging_arena import Arena, Region, available_memory, round_up
 from ckpt.errors import MORE_MEMORY_ADVICE, StagingFailed
 from ckpt.format.limits import BLOCK_BYTES
@@ -36,7 +36,7 @@ def prepare_staging(state: Any, options: Options, group: Group) -> None:
     flat = flatten_state(state, group)
     nbytes = background_arena_bytes(planned_bytes(flat, options, group), options.memory)
     if nbytes:
-        arenas.pool.prepare(nbytes, cuda_device_of(flat))
+        staging_arena.pool.prepare(nbytes, cuda_device_of(flat))
 
 
 class StagingMemory:
@@ -61,7 +61,7 @@ class StagingMemory:
         # At least twice the largest block: in a smaller ring, a block may never find enough contiguous space.
         arena_bytes = max(nbytes, min(2 * largest, 2 * BLOCK_BYTES))
         try:
-            self._arena = arenas.pool.borrow(arena_bytes)
+            self._arena = staging_arena.pool.borrow(arena_bytes)
         except (MemoryError, OSError) as error:
             raise StagingFailed(
                 f"{where}: no {arena_bytes >> 20} MiB for staging ({first_line(error)}): {MORE_MEMORY_ADVICE}"
@@ -97,4 +97,4 @@ class StagingMemory:
     def close(self) -> None:
         """Return the arena to the pool, when no thread uses it any more."""
         if self._arena is not None:
-            arenas.pool.give_back(self._arena)
+            staging_arena.pool.give_back(self._arena)

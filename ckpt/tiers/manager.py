@@ -26,7 +26,7 @@ from ckpt.repository.repository import Repository, Url
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.repository.tiered_repository import TieredRepository
 from ckpt.repository.writer_lease import SerialCounter
-from ckpt.saving import session_registry as sessions
+from ckpt.saving import session_registry
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.options import Options
@@ -110,7 +110,7 @@ class TierManager:
         if self._open_tiers and self._group.rank == 0:
             repair_marker(repo, tier)
             remove_freed_commits(repo, self._open_tiers[-1].session.repo)
-        self._open_tiers.insert(0, OpenTier(tier, sessions.enter(repo, self._group, series, rendezvous_store)))
+        self._open_tiers.insert(0, OpenTier(tier, session_registry.enter(repo, self._group, series, rendezvous_store)))
 
     def _start_copiers(self) -> None:
         """Start copying to all tiers but the nearest, and measure their sizes, on rank 0."""
@@ -130,7 +130,7 @@ class TierManager:
 
     def _leave_sessions(self) -> None:
         for tier in self._open_tiers:
-            sessions.leave(tier.session)
+            session_registry.leave(tier.session)
 
     @property
     def every(self) -> Every:

@@ -11,7 +11,7 @@ from ckpt.groups.base import SingleProcessGroup
 from ckpt.repository.repository import Repository, Url, commit_name, open_repository
 from ckpt.repository.tiered_repository import TieredRepository
 from ckpt.repository.writer_lease import SerialCounter
-from ckpt.saving import session_registry as sessions
+from ckpt.saving import session_registry
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
 from ckpt.storage.base.store import Store
@@ -104,14 +104,14 @@ def _drain_repository(repo: Repository) -> str:
     series = SerialCounter(repos)
     opened: list[Session] = []
     try:
-        opened.append(sessions.enter(record, SingleProcessGroup(), series))
+        opened.append(session_registry.enter(record, SingleProcessGroup(), series))
         for near in repos[:-1]:
             try:
-                opened.append(sessions.enter(near, SingleProcessGroup(), series))
+                opened.append(session_registry.enter(near, SingleProcessGroup(), series))
             except StoreError as error:  # e.g. a host is lost; the lease of the repository of record is enough
                 log.info("%s can't be written, and is only read: %s", near.url, error)
         done = promote(source, step, opened[0])
     finally:
         for session in opened:
-            sessions.leave(session)
+            session_registry.leave(session)
     return f"step {step} was brought from {repo.url} to {record.url}" if done else f"{record.url} has step {step} already"

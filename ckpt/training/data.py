@@ -25,7 +25,7 @@ import numpy as np
 from ckpt.groups import as_group
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.plural import format_count
-from ckpt.training import heartbeat_page as pulses
+from ckpt.training import heartbeat_page
 from ckpt.training.data_position import (
     Cursor,
     EpochPlan,
@@ -55,7 +55,7 @@ class _ResumableBatches:
             )
         self._rank, self._world_size, self._global_batch = rank, world_size, global_batch
         self._skipped_batches = skipped_batches_from_env(os.environ)
-        self._heartbeat_page = pulses.own_page()
+        self._heartbeat_page = heartbeat_page.own_page()
         self._cursor = Cursor()
         self._last_batch = -1
         self._load_count = 0

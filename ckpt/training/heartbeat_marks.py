@@ -24,16 +24,16 @@ def phase(name: str) -> Iterator[None]:
     Raises:
         ValueError: Under `ckpt-run`, there is no such phase.
     """
-    pulse = own_page()
-    if pulse is None:
+    page = own_page()
+    if page is None:
         yield
         return
-    before = pulse.read().phase
-    pulse.beat(PHASES.index(name))
+    before = page.read().phase
+    page.beat(PHASES.index(name))
     try:
         yield
     finally:
-        pulse.beat(PHASES.index(before))
+        page.beat(PHASES.index(before))
 
 
 @contextlib.contextmanager
@@ -47,8 +47,8 @@ def compute() -> Iterator[None]:
     step add up. If torch uses a CUDA device, the time on its current stream counts, and the device is not waited for. With jax,
     wait for the result inside the block. Without `ckpt-run` this does nothing.
     """
-    pulse = own_page()
-    if pulse is None:
+    page = own_page()
+    if page is None:
         yield
         return
     began, device = time.monotonic_ns(), cuda_timer.begin()
@@ -56,9 +56,9 @@ def compute() -> Iterator[None]:
         yield
     finally:
         if device is None:
-            pulse.add_compute_ns(time.monotonic_ns() - began)
+            page.add_compute_ns(time.monotonic_ns() - began)
         else:
-            pulse.add_compute_ns(cuda_timer.end(device))
+            page.add_compute_ns(cuda_timer.end(device))
 
 
 @contextlib.contextmanager
@@ -72,8 +72,8 @@ def publish_trouble_on(trouble: Trouble, *kinds: type[Exception]) -> Iterator[No
     except Exception as error:
         found = list(_causes(error))
         is_transient = any(getattr(cause, "errno", None) == errno.EIO for cause in found)
-        if any(isinstance(cause, kinds) for cause in found) and not is_transient and (pulse := own_page()) is not None:
-            pulse.publish_trouble(trouble)
+        if any(isinstance(cause, kinds) for cause in found) and not is_transient and (page := own_page()) is not None:
+            page.publish_trouble(trouble)
         raise
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from ckpt.recovery.goodput import ledger
 from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, TimeCategory
-from ckpt.recovery.goodput.ledger import goodput as share
 from ckpt.recovery.policy.decide import Budget, Cause, Decision, Failure, decide
 from ckpt.training.save_interval import daly_interval_seconds
 
@@ -115,7 +115,7 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        return share(self.seconds)
+        return ledger.goodput(self.seconds)
 
 
 def simulate(world: World, policy: Policy, days: float, seed: int = 0) -> Outcome:

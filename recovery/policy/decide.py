@@ -311,14 +311,14 @@ def choose_hosts(
 
 
 def _describe_changes(before: Sequence[str], hosts: Sequence[str], ready: Sequence[str], suspected: Set[str]) -> str:
-    gone = [name for name in before if name not in hosts]
-    come = [name for name in hosts if name not in before]
+    removed = [name for name in before if name not in hosts]
+    added = [name for name in hosts if name not in before]
     parts = []
-    if gone:
-        why = ["suspected" if n in suspected and n in ready else "not needed" if n in ready else "gone" for n in gone]
-        parts.append("without " + ", ".join(f"{name} ({w})" for name, w in zip(gone, why, strict=True)))
-    if come:
-        parts.append(f"with {', '.join(come)} instead" if gone else f"with {', '.join(come)}")
+    if removed:
+        why = ["suspected" if n in suspected and n in ready else "not needed" if n in ready else "gone" for n in removed]
+        parts.append("without " + ", ".join(f"{name} ({w})" for name, w in zip(removed, why, strict=True)))
+    if added:
+        parts.append(f"with {', '.join(added)} instead" if removed else f"with {', '.join(added)}")
     return " ".join(parts)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.training import heartbeat_page as pulses
+from ckpt.training import heartbeat_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def build_rank_environment(spec: LaunchSpec, number: int, page: Path) -> Mapping
         "TORCHELASTIC_RESTART_COUNT": str(spec.attempt),
         "CKPT_RUN": spec.run,
         "CKPT_ATTEMPT": str(spec.attempt),
-        pulses.PAGE_VARIABLE: str(page),
+        heartbeat_page.PAGE_VARIABLE: str(page),
         "PYTHONUNBUFFERED": "1",
         # This agent may run under torchrun, whose store has another port, and whose error file is not for the ranks.
         "TORCHELASTIC_USE_AGENT_STORE": "False",

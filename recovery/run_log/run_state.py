@@ -128,7 +128,7 @@ class RunState:
 def _apply_entry(run_state: RunState, entry: LogEntry) -> RunState:
     """Return the state after one more entry. Raises ValueError if it can't follow the earlier ones."""
     run_state = replace(run_state, number=entry.number)
-    apply = _APPLY_BESIDE.get(entry.kind)
+    apply = _APPLY_IN_ANY_PHASE.get(entry.kind)
     if apply is not None:
         return apply(run_state, entry)
     _require_order(run_state, entry)
@@ -212,7 +212,7 @@ def _apply_decision(run_state: RunState, entry: LogEntry) -> RunState:
     )
 
 
-_APPLY_BESIDE: Mapping[str, Callable[[RunState, LogEntry], RunState]] = {
+_APPLY_IN_ANY_PHASE: Mapping[str, Callable[[RunState, LogEntry], RunState]] = {
     "note": _apply_note,
     "lead": _apply_lead,
     "request": _apply_request,

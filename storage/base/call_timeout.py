@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ckpt.storage.base.errors import InvalidArgument, Unavailable
@@ -80,7 +79,7 @@ def call_in_thread(call: Callable[[], T], what: str) -> T:
     threading.Thread(target=run, name="ckpt-call", daemon=True).start()
     try:
         return future.result(seconds)
-    except Late:
+    except TimeoutError:
         if future.done():
             raise
         raise Unavailable(

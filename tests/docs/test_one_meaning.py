@@ -131,3 +131,32 @@ def test_an_environment_variable_is_named_once() -> None:
         if file not in WITHOUT_CKPT
     )
     assert repeated(found) == {}
+
+
+# --- other names for imports -----------------------------------------------------------------------------------------
+
+
+def renamed_imports() -> Iterator[tuple[str, str, str]]:
+    """Yield the other name, the own name with its module, and the file of each import of this project under another name."""
+    for file in sorted(file for folder in (*CODE, "tests", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                module = getattr(node, "module", None)
+                for alias in node.names:
+                    name = alias.name if module is None else f"{module}.{alias.name}"
+                    if alias.asname and name.startswith(("ckpt.", "helpers.")):
+                        yield alias.asname, name, str(file.relative_to(ROOT))
+
+
+def test_an_import_under_another_name_keeps_a_word_of_its_own() -> None:
+    """So `scrub` is not imported as `surveys`. A word and its plural count as one."""
+    other_words = [
+        found
+        for found in renamed_imports()
+        if not any(own.startswith(word[:4]) for own in _words(found[1].split(".", 1)[1]) for word in _words(found[0]))
+    ]
+    assert other_words == []
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[_.]", name.lower()) if len(word) > 1]

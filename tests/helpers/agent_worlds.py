@@ -55,14 +55,14 @@ class World:
 
     def follow(self) -> None:
         """Make every agent do what the newest entries require."""
-        course, last = self.run_state, self.run_state.last
+        run_state, last = self.run_state, self.run_state.last
         assert last is not None
         for name, report in self.agents.items():
-            is_member = any((m.name, m.incarnation) == (name, report.incarnation) for m in course.members)
+            is_member = any((m.name, m.incarnation) == (name, report.incarnation) for m in run_state.members)
             if last.kind in ("start", "stop") and is_member:
-                if report.attempt != course.attempt:
+                if report.attempt != run_state.attempt:
                     assert report.doing == "idle", "the ranks of the previous attempt have ended"
-                    report = replace(report, attempt=course.attempt, doing="running", wrong=None, heard=True)
+                    report = replace(report, attempt=run_state.attempt, doing="running", wrong=None, heard=True)
                 if last.kind == "stop" and report.wrong is None:
                     report = replace(report, doing="over")
             elif report.doing != "idle":

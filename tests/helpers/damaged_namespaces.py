@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import scrub
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord
 from ckpt.storage.testing import random_bytes
@@ -36,7 +36,7 @@ def large_file(namespace: Namespace, path: str = "d/f4") -> PathRecord:
 
 def assert_whole(namespace: Namespace, redundancy: str) -> None:
     """Check that every file exists with its full redundancy, and that nothing else does."""
-    found = surveys.scrub_namespace(namespace, verify=True)
+    found = scrub.scrub_namespace(namespace, verify=True)
     assert found.is_whole, found
     assert found.files == len(content())
     for path, data in content().items():

@@ -14,7 +14,7 @@ import pytest
 
 from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
 from ckpt.recovery.policy.loss_rollback import RollBack, rollback_environment
-from ckpt.training import heartbeat_page as pulses
+from ckpt.training import heartbeat_page
 from ckpt.training.heartbeat_page import HeartbeatPage
 from ckpt.training.rank_heartbeat import BadLoss, RankHeartbeat
 from helpers.folders import PROGRAMS
@@ -34,7 +34,7 @@ class Job:
                 [sys.executable, PROGRAM, str(folder), *map(str, arguments)], stderr=subprocess.PIPE, text=True,
                 env=os.environ | environ | {
                     "RANK": str(rank), "WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": str(time.monotonic_ns()),
-                    "CKPT_RUN_ID": f"{folder}{id(self)}", pulses.PAGE_VARIABLE: str(folder / f"page-{rank}"),
+                    "CKPT_RUN_ID": f"{folder}{id(self)}", heartbeat_page.PAGE_VARIABLE: str(folder / f"page-{rank}"),
                 },
             )
             for rank in range(size)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import scrub
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.registers.base import Registers
 from ckpt.storage.testing import random_bytes
@@ -45,7 +45,7 @@ def open_client(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
 @pytest.fixture
 def collect_orphans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let orphaned objects be collected at once."""
-    monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
+    monkeypatch.setattr(scrub, "GRACE_SECONDS", -60.0)
 
 
 def replace_registers(namespace: Namespace, member: str, registers: Registers) -> Registers:

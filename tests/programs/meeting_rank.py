@@ -116,7 +116,7 @@ def fails(call: Callable[[], Any], *words: str) -> None:
 def in_mpi(folder: Path) -> list[Group]:
     from mpi4py import MPI
 
-    import ckpt.groups.mpi as ours
+    from ckpt.groups import mpi as mpi_group
 
     world = MPI.COMM_WORLD
     buffer = np.zeros(1, np.uint8)
@@ -126,7 +126,7 @@ def in_mpi(folder: Path) -> list[Group]:
     assert group is detect()
     assert group is as_group(world)
     check(group)
-    ours.MESSAGE_PIECE_BYTES = 70_001
+    mpi_group.MESSAGE_PIECE_BYTES = 70_001
     check(group, 300_000)
     assert not pending.Test()
     pending.Cancel()
@@ -157,9 +157,9 @@ def in_torch(folder: Path) -> list[Group]:
     assert group is detect()
     assert group is as_group(dist.group.WORLD)
     check(group)
-    import ckpt.groups.torch as ours
+    from ckpt.groups import torch as torch_group
 
-    ours.MESSAGE_PIECE_BYTES = 70_001
+    torch_group.MESSAGE_PIECE_BYTES = 70_001
     check(group, 300_000)
     rank = dist.get_rank()
     odd = dist.new_group([1, 3])
@@ -198,17 +198,17 @@ def in_jax(folder: Path, port: str) -> list[Group]:
     group = detect()
     assert not jax._src.xla_bridge.backends_are_initialized(), "the detection of a group must start no backend"
     check(group)
-    import ckpt.groups.jax as ours
+    from ckpt.groups import jax as jax_group
 
     left = group._client.key_value_dir_get_bytes("ckpt/")  # type: ignore[attr-defined]
     last = {int(key.split("/")[1]) for key, _ in left}
     assert len(last) <= 2, "keys of completed gathers must be removed"
 
-    devices = ours.JaxGroup()
+    devices = jax_group.JaxGroup()
     devices._client = None  # as in a release of jax that has its client in another place
     check(devices, 100_000)
 
-    impatient = ours.JaxGroup(timeout=0.5)
+    impatient = jax_group.JaxGroup(timeout=0.5)
     if rank == 0:
         words = "jax.distributed, rank 0 of 2", "rank 1 did not join a gather within 0.5 s"
         fails(lambda: impatient.all_gather(b""), *words)

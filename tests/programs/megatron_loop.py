@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing as torch_dist
 from megatron.core import parallel_state
 
-from ckpt.adapters import megatron as ckpt_dist
+from ckpt.adapters import megatron as megatron_adapter
 from programs.megatron_on_cpu import without_cuda
 
 
@@ -49,7 +49,7 @@ def resume(options: argparse.Namespace, target: Callable[[], Any], set_state: Ca
     target: returns the state dict to be filled. set_state: sets what was loaded, and returns the number that it has.
     """
     newest = max((int(path.name) for path in (options.folder / "ckpt" / "steps").glob("*/")), default=0)
-    return set_state(ckpt_dist.load(target(), folder_of(options, newest))) if newest else 0
+    return set_state(megatron_adapter.load(target(), folder_of(options, newest))) if newest else 0
 
 
 def train(options: argparse.Namespace, start: int, loss_after: Callable[[int], Any], state: Callable[[int], Any]) -> None:
@@ -63,7 +63,7 @@ def train(options: argparse.Namespace, start: int, loss_after: Callable[[int], A
             file.write(f"{step} {loss.item().hex()}\n")
         if step == options.kill_at and dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        ckpt_dist.save(state(step), folder_of(options, step))
+        megatron_adapter.save(state(step), folder_of(options, step))
         if options.torch_dist:
             Path(folder_of(options, step)).mkdir(exist_ok=True, parents=True)
             torch_dist.save(state(step), folder_of(options, step))
@@ -72,7 +72,7 @@ def train(options: argparse.Namespace, start: int, loss_after: Callable[[int], A
 def loaded_in_both_formats(options: argparse.Namespace, load_into: Callable[[Callable[[Any], Any]], Any]) -> list[Any]:
     """Return what `load_into` returns for ckpt and for Megatron's own format; it calls the function with a state dict."""
     folder = folder_of(options, options.compare)
-    return [load_into(lambda state, load=load: load(state, folder)) for load in (ckpt_dist.load, torch_dist.load)]
+    return [load_into(lambda state, load=load: load(state, folder)) for load in (megatron_adapter.load, torch_dist.load)]
 
 
 def equal(ours: Any, theirs: Any) -> bool:

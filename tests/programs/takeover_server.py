@@ -68,10 +68,10 @@ def _stop_at_call(number: int) -> None:
 
 def _work(job: dict[str, Any]) -> str:
     import ckpt
-    import ckpt.groups.process_identity as identities
+    from ckpt.groups import process_identity
 
     if job["role"] == "new":  # as in another container, from which the processes of this one are invisible
-        identities._pid_namespace = lambda: "pid:[another]"
+        process_identity._pid_namespace = lambda: "pid:[another]"
     try:
         with ckpt.Checkpointer(job["url"]) as saver:
             *before, last = job["saves"] or [None]

@@ -29,10 +29,9 @@ from ckpt.recovery.goodput.ledger import (
     total_seconds_by_category,
 )
 from ckpt.recovery.run_log.base import LogEntry
-from ckpt.recovery.run_log.sqlite import RUN_LOG_FILE as RECORD
-from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.recovery.run_log.sqlite import RUN_LOG_FILE, SqliteRunLog
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools import run_queries as commands
+from ckpt.tools import run_queries
 from ckpt.training.rank_heartbeat import RankHeartbeat
 
 
@@ -40,7 +39,7 @@ class Watched(Run):
     """A run whose log is read in this process: fast enough to kill a rank between two steps."""
 
     def record(self) -> list[dict]:  # type: ignore[type-arg]
-        return [asdict(entry) for entry in SqliteRunLog(self.files).entries()] if (self.files / RECORD).exists() else []
+        return [asdict(entry) for entry in SqliteRunLog(self.files).entries()] if (self.files / RUN_LOG_FILE).exists() else []
 
 
 def report(run: Run, *options: str) -> str:
@@ -130,7 +129,9 @@ def test_the_report_is_drawn_as_a_picture(ended_run: tuple[Run, float], tmp_path
     assert "3 failures" in report(run, "--png", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(CkptError, match=f"the folder {tmp_path}/none does not exist; create it, or name another file"):
-        commands.report.main(["--run-dir", str(run.files), "--png", str(tmp_path / "none" / "run.png")], standalone_mode=False)
+        run_queries.report.main(
+            ["--run-dir", str(run.files), "--png", str(tmp_path / "none" / "run.png")], standalone_mode=False
+        )
     json.loads(report(run, "--json"))
 
 

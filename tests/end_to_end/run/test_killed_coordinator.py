@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from helpers.faulty_runs import MARK, RUN, Starter, assert_ends_well
 from helpers.faulty_runs import start as start
-from helpers.host_runs import Job, leader_of, starts
-from helpers.host_runs import assert_result as rows_are_right
+from helpers.host_runs import Job, assert_result, leader_of, starts
 from helpers.host_runs import job as job
 from helpers.processes import SOAK, until
 from helpers.runs import RANKS, memory_folder_of
@@ -159,7 +158,7 @@ def test_a_job_survives_the_loss_of_a_host_and_the_coordinator(job: Callable[...
     assert sorted(starts(log)[-1]) == left
     assert {entry.facts["name"] for entry in log[earlier_entries:] if entry.kind == "lead"} <= set(left)
     assert leader_of(log) in left
-    rows_are_right(run, 4)
+    assert_result(run, 4)
 
 
 @contextmanager

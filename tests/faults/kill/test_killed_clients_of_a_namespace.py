@@ -21,8 +21,7 @@ from helpers.processes import SOAK
 from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.storage.base.errors import StoreError, Unavailable
 from ckpt.storage.testing import random_bytes
 
@@ -94,12 +93,12 @@ def test_a_killed_client_leaves_the_old_or_the_new_files(
         namespace.put(path, NEW)
     namespace.delete(["b"])
     assert {path: namespace.get(path) for path in namespace.list()} == {"a": NEW, "c": NEW}
-    grace, surveys.GRACE_SECONDS = surveys.GRACE_SECONDS, -60.0
+    grace, scrub.GRACE_SECONDS = scrub.GRACE_SECONDS, -60.0
     try:
-        repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace))
+        repair.repair_namespace(namespace, scrub.scrub_namespace(namespace))
         require_whole(namespace, verify=True)
     finally:
-        surveys.GRACE_SECONDS = grace
+        scrub.GRACE_SECONDS = grace
     assert {path: namespace.get(path) for path in namespace.list()} == {"a": NEW, "c": NEW}
     object_count = sum(len([p for p in (tmp_path / f"disk{i}" / "objects").rglob("*") if p.is_file()]) for i in range(5))
     file = namespace.stat("a")
@@ -163,7 +162,7 @@ def check_files_survive_failing_nodes(tmp_path: Path, point: str, number: int, a
         fresh = quick(nodes_config(nodes, redundancy=redundancy, deadline_seconds=5.0))
         for path, data in acknowledged.items():
             assert fresh.get(path) == data
-        assert not repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh, verify=True)).failed
+        assert not repair.repair_namespace(fresh, scrub.scrub_namespace(fresh, verify=True)).failed
         fresh.close()
     finally:
         namespace.close()
@@ -197,17 +196,17 @@ def test_the_next_repair_completes_one_during_which_a_node_failed(tmp_path: Path
         failing.start()
         namespace = quick(nodes_config(nodes, redundancy="3x", deadline_seconds=3.0))
         with suppress(StoreError):  # the repair fails as a whole where it needs the node for more than its fragments
-            repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace))
+            repair.repair_namespace(namespace, scrub.scrub_namespace(namespace))
         for path, data in acknowledged.items():
             assert namespace.get(path) == data
         failing.kill()
         failing._failpoints = ""
         failing.start()
         fresh = quick(nodes_config(nodes, redundancy="3x"))
-        assert not repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh, verify=True)).failed
-        scrub = surveys.scrub_namespace(fresh, verify=True)
-        assert not scrub.damaged_files
-        assert not scrub.missing_members
+        assert not repair.repair_namespace(fresh, scrub.scrub_namespace(fresh, verify=True)).failed
+        found = scrub.scrub_namespace(fresh, verify=True)
+        assert not found.damaged_files
+        assert not found.missing_members
         for path, data in acknowledged.items():
             assert fresh.get(path) == data
         fresh.close()

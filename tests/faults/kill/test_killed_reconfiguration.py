@@ -27,9 +27,7 @@ from helpers.replica_sets import (
 )
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import rebalance
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import rebalance, repair, scrub
 from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
 from ckpt.storage.base.errors import StoreError, Unavailable
 from ckpt.storage.registers.base import RegisterValue
@@ -61,7 +59,7 @@ def test_the_next_change_or_a_repair_completes_a_killed_ring_change(tmp_path: Pa
     assert_all_files_exist(after)
     after.put("d/f1", CONTENT["d/f1"])
     if by == "repair":
-        repairs.repair_namespace(after, surveys.scrub_namespace(after))
+        repair.repair_namespace(after, scrub.scrub_namespace(after))
         assert after.ring.previous is None
         assert (
             record_members(after) == {"disk0", "disk1", "disk2"}
@@ -206,8 +204,8 @@ def test_clients_continue_after_a_lost_node_was_replaced(tmp_path: Path) -> None
         client.put("after", b"by a client that knows of four")
         assert record_members(client) == {n.address for n in nodes} - {nodes[1].address}
         all_but_after = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
-        scrub = surveys.scrub_namespace(all_but_after, verify=True)
-        assert scrub.is_whole, scrub
+        found = scrub.scrub_namespace(all_but_after, verify=True)
+        assert found.is_whole, found
         nodes[2].kill()  # a second node is lost, too
         rest = quick(nodes_config([nodes[i] for i in (0, 2, 3, 4)], redundancy="2x"))
         assert rest.get("after") == b"by a client that knows of four"

@@ -13,8 +13,7 @@ from helpers.network_namespaces import Hosts, hosts_on_a_wire
 
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import repair, scrub
 
 
 @pytest.fixture
@@ -81,8 +80,8 @@ def test_clients_that_reach_different_hosts_agree(hosts: Hosts, tmp_path: Path) 
             assert namespace.get(f"both/{i}") == f"c{client_number} {i}".encode()
     hosts.mend(4, 0)
     hosts.mend(5, 3)
-    repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace))
-    scrub = surveys.scrub_namespace(namespace, verify=True)
-    assert scrub.is_whole, scrub
-    assert scrub.files == 3 * count + 1
+    repair.repair_namespace(namespace, scrub.scrub_namespace(namespace))
+    found = scrub.scrub_namespace(namespace, verify=True)
+    assert found.is_whole, found
+    assert found.files == 3 * count + 1
     namespace.close()

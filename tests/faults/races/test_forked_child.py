@@ -156,9 +156,9 @@ if __name__ == "__main__":
 
 def test_a_child_does_not_write_the_heartbeat_page_of_its_parent(tmp_path: Path) -> None:
     code = f"""{IN_CHILD}
-from ckpt.training import heartbeat_page as pulses
-page = pulses.HeartbeatPage(url + "/page", new=True)
-os.environ[pulses.PAGE_VARIABLE] = url + "/page"
+from ckpt.training import heartbeat_page
+page = heartbeat_page.HeartbeatPage(url + "/page", new=True)
+os.environ[heartbeat_page.PAGE_VARIABLE] = url + "/page"
 saver = ckpt.Checkpointer(url + "/run", every=1000)
 data = ckpt.training.heartbeat_page.own_page()
 for step in range(3):

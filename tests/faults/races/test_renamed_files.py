@@ -13,8 +13,7 @@ from helpers.races import collect_orphans_at_once as collect_orphans_at_once
 from helpers.races import open_client as open_client
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.aggregator.maintenance.rebalance import drain_member
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.storage.base.errors import Changed, NotFound, StoreError, Unavailable
@@ -63,10 +62,10 @@ def test_a_second_rename_after_an_interrupted_one_loses_no_data(
     one.rename("q", "s")
     one.delete(["s"])
     assert one.get("r") == FIRST
-    repairs.repair_namespace(one, surveys.scrub_namespace(one))
+    repair.repair_namespace(one, scrub.scrub_namespace(one))
     assert one.get("r") == FIRST
     one.delete(["r"])
-    repairs.repair_namespace(one, surveys.scrub_namespace(one))
+    repair.repair_namespace(one, scrub.scrub_namespace(one))
     assert not any(member.inventory() for member in one.open_members.values())
 
 
@@ -78,9 +77,9 @@ def test_a_repair_of_a_file_renamed_meanwhile_loses_no_data(open_client: Callabl
     assert file.layout is not None
     holder = file.layout.objects[0]
     one.open_members[holder.member].store.delete([holder.name])
-    found = surveys.scrub_namespace(one)
+    found = scrub.scrub_namespace(one)
     one.rename("x", "y")
-    repairs.repair_namespace(one, found)
+    repair.repair_namespace(one, found)
     assert one.get("y") == FIRST
 
 
@@ -97,9 +96,9 @@ def test_a_repair_after_a_scrub_during_a_rename_loses_no_data(
         return read(names)
 
     monkeypatch.setattr(one, "read_records", rename_first)
-    found = surveys.scrub_namespace(one)
-    monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
-    repairs.repair_namespace(one, found)
+    found = scrub.scrub_namespace(one)
+    monkeypatch.setattr(scrub, "GRACE_SECONDS", -60.0)
+    repair.repair_namespace(one, found)
     assert one.get("a") == FIRST
 
 
@@ -113,7 +112,7 @@ def test_a_scrub_deletes_no_objects_while_it_cannot_read_a_record(
     assert value is not None
     newer = RegisterValue(msgpack.packb([*msgpack.unpackb(value.head), "a new field"]), value.body)
     one.update_record("n", lambda _, current: newer if current == value else None)
-    found = surveys.scrub_namespace(one)
+    found = scrub.scrub_namespace(one)
     assert found.unreadable_paths == ["n", "n", "n", "n"] or set(found.unreadable_paths) == {"n"}
     assert not found.orphans
     assert not found.is_whole
@@ -132,13 +131,13 @@ def test_a_partial_write_on_an_absent_member_is_settled_for_good(
         other.put("x", SECOND)
     registers = replace_registers(one, members[0], Down())
     assert one.get("x") == FIRST
-    repairs.repair_namespace(one, surveys.scrub_namespace(one))
+    repair.repair_namespace(one, scrub.scrub_namespace(one))
     assert one.get("x") == FIRST
     replace_registers(one, members[0], registers)
     fresh = open_client()
     found = fresh.get("x")
     assert found in (FIRST, SECOND)
-    repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh))
+    repair.repair_namespace(fresh, scrub.scrub_namespace(fresh))
     assert fresh.get("x") == found
 
 
@@ -247,7 +246,7 @@ def test_an_append_to_a_file_that_was_moved_meanwhile_is_read_back(
         lost = base.layout.objects[0]
         if how == "repair":
             other.open_members[lost.member].store.delete([lost.name])
-            assert repairs.repair_namespace(other, surveys.scrub_namespace(other)).files == 1
+            assert repair.repair_namespace(other, scrub.scrub_namespace(other)).files == 1
         else:
             other.locations = tuple(s for s in other.locations if s.name != lost.member)
             assert drain_member(other, lost.member).files == 1
@@ -263,8 +262,8 @@ def test_an_append_to_a_file_that_was_moved_meanwhile_is_read_back(
         writer.append(memoryview(b"more"))
         writer.commit()
     assert one.get("x") == FIRST + SECOND + b"more"
-    monkeypatch.setattr(surveys, "GRACE_SECONDS", -60.0)
-    found = surveys.scrub_namespace(open_client(), verify=True)
+    monkeypatch.setattr(scrub, "GRACE_SECONDS", -60.0)
+    found = scrub.scrub_namespace(open_client(), verify=True)
     assert (found.damaged_files, found.orphans) == ([], {})
 
 

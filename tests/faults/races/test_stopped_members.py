@@ -16,8 +16,7 @@ from helpers.races import open_client as open_client
 from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.storage.base.errors import StoreError, Unavailable
 from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.registers.base import Registers
@@ -62,9 +61,9 @@ def test_a_repair_restores_a_record_with_a_damaged_head(open_client: Callable[[]
     db.close()
     reopened = open_client()
     assert list(reopened.list()) == ["x"]
-    found = surveys.scrub_namespace(reopened, verify=True)
+    found = scrub.scrub_namespace(reopened, verify=True)
     assert found.lagging_paths == ["x"]
-    repairs.repair_namespace(reopened, found)
+    repair.repair_namespace(reopened, found)
     require_whole(reopened, verify=True)
 
 
@@ -83,7 +82,7 @@ def test_a_member_with_an_empty_disk_does_not_vote_until_it_has_the_records(
         assert reopened.get(f"x{i}") == FIRST
         with pytest.raises(StoreError, match="exists already"):
             reopened.put(f"x{i}", SECOND, new=True)
-    repairs.repair_namespace(reopened, surveys.scrub_namespace(reopened))
+    repair.repair_namespace(reopened, scrub.scrub_namespace(reopened))
     require_whole(reopened)
     paths_of_member = [f"/x{i}" for i in range(10) if "disk0" in reopened.ring.replica_set(f"/x{i}").members]
     assert all(getattr(r, "value", None) is not None for r in reopened.open_members["disk0"].registers.read(paths_of_member))

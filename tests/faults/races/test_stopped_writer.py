@@ -11,7 +11,7 @@ from helpers.nodes import NodeProcess
 from helpers.stopped_client import StoppedClient
 
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import scrub
 from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.record_collection import collect_tombstones
 from ckpt.storage.base.errors import NotFound
@@ -55,7 +55,7 @@ def content(namespace: Namespace, path: str) -> bytes | None:
 
 def assert_whole(namespace: Namespace) -> None:
     """Check that all records name objects that exist, and that all members answer."""
-    found = surveys.scrub_namespace(namespace, verify=True, grace_seconds=0.0)
+    found = scrub.scrub_namespace(namespace, verify=True, grace_seconds=0.0)
     assert not found.damaged_files, found
     assert not found.missing_members, found
 
@@ -131,7 +131,7 @@ def test_a_writer_without_a_repair_publishes_its_objects_in_a_new_era(url: str, 
     assert outcome.startswith("acknowledged"), outcome
     assert content(namespace, "a") == NEW
     assert_whole(namespace)
-    assert not surveys.scrub_namespace(namespace, grace_seconds=0.0).orphans, "objects with the old names are left"
+    assert not scrub.scrub_namespace(namespace, grace_seconds=0.0).orphans, "objects with the old names are left"
 
 
 def test_a_stopped_writer_does_not_bring_back_a_collected_file(url: str, namespace: Namespace) -> None:

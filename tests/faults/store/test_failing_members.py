@@ -16,8 +16,7 @@ from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.writer import FileWriter
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.storage.base.errors import NoSpace, Unavailable
 from ckpt.storage.testing import random_bytes
@@ -55,8 +54,8 @@ def test_files_are_written_with_fewer_members_while_a_loss_is_tolerated(
             node.close()
             node.start()
         fresh = quick(nodes_config(nodes, redundancy=redundancy))
-        assert {f.path for f in surveys.scrub_namespace(fresh).damaged_files} >= {"c"}
-        assert not repairs.repair_namespace(fresh, surveys.scrub_namespace(fresh)).failed
+        assert {f.path for f in scrub.scrub_namespace(fresh).damaged_files} >= {"c"}
+        assert not repair.repair_namespace(fresh, scrub.scrub_namespace(fresh)).failed
         for path, data in contents.items():
             assert fragment_counts(fresh, path) == {full}
             assert fresh.get(path) == data
@@ -199,7 +198,7 @@ def test_files_are_written_beside_a_member_with_a_full_disk(tmp_path: Path) -> N
             namespace.put(f"f{i}", random_bytes(3_000_000, i))
         for i in range(12):
             assert namespace.get(f"f{i}") == random_bytes(3_000_000, i)
-        assert surveys.scrub_namespace(namespace, verify=True).files == 12
+        assert scrub.scrub_namespace(namespace, verify=True).files == 12
         namespace.close()
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
@@ -216,7 +215,7 @@ def test_a_jumping_clock_changes_neither_order_nor_deletion(tmp_path: Path, monk
         if i % 2:
             namespace.delete(["a"])
             assert namespace.stat("a") is None
-        repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
+        repair.repair_namespace(namespace, scrub.scrub_namespace(namespace, verify=True))
         if not i % 2:
             assert namespace.get("a") == random_bytes(50_000, i)
     namespace.close()

@@ -16,8 +16,7 @@ from helpers.folders import TESTS
 from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.aggregator.records.ring_change import change_ring
 from ckpt.storage.base.errors import StoreError
@@ -40,7 +39,7 @@ def test_the_next_repair_completes_a_killed_one(tmp_path: Path, point: str) -> N
     namespace = Namespace(directories(tmp_path, 4))
     for path, data in content().items():
         assert namespace.get(path) == data
-    assert not repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace)).failed
+    assert not repair.repair_namespace(namespace, scrub.scrub_namespace(namespace)).failed
     assert_whole(namespace, "2x")
     namespace.close()
 
@@ -114,7 +113,7 @@ def test_acknowledged_files_survive_random_fault_schedules(tmp_path: Path, seed:
                     raw[draw.randrange(len(raw))] ^= 0x40
                     victim.write_bytes(raw)
         elif action == "repair":
-            done = repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
+            done = repair.repair_namespace(namespace, scrub.scrub_namespace(namespace, verify=True))
             assert not done.failed, (seed, done.failed)
             damaged.clear()
         elif action == "open":

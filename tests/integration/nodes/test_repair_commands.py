@@ -12,7 +12,7 @@ from helpers.nodes import NodeProcess
 from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import open_namespace
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import scrub
 from ckpt.storage.testing import random_bytes
 
 
@@ -80,7 +80,7 @@ def test_one_node_at_a_time_repairs_the_namespace(tmp_path: Path) -> None:
                 if path.is_file():
                     path.unlink()
             deadline = time.monotonic() + 60
-            while not surveys.scrub_namespace(namespace).is_whole and time.monotonic() < deadline:
+            while not scrub.scrub_namespace(namespace).is_whole and time.monotonic() < deadline:
                 time.sleep(0.2)
             require_whole(namespace, verify=True)
             at_work = [c for c in repair_nodes if any(": repaired " in line for line in c.log)]

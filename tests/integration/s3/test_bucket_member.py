@@ -17,9 +17,7 @@ from helpers.whole_namespaces import require_whole
 import ckpt
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import rebalance
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import rebalance, repair, scrub
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.storage.base.errors import NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.member.bucket import Bucket, _object_key, _register_name
@@ -214,7 +212,7 @@ def test_files_are_read_back_from_a_namespace_with_a_bucket(tmp_path: Path, buck
     assert sorted(other.list()) == sorted(CONTENT)
     for path, data in CONTENT.items():
         assert other.get(path) == data
-    found = surveys.scrub_namespace(other, verify=True)
+    found = scrub.scrub_namespace(other, verify=True)
     assert found.is_whole, found
     objects_in_bucket = set(other.open_members["bucket"].inventory())
     assert objects_in_bucket, "the bucket has no fragment"
@@ -232,9 +230,9 @@ def test_a_damaged_object_in_the_bucket_is_repaired(tmp_path: Path, bucket: str,
     data[1000] ^= 1
     s3_client.put_object(Bucket=bucket.removeprefix("s3://"), Key=key, Body=bytes(data))
     assert namespace.get("f") == CONTENT["d/f4"]
-    found = surveys.scrub_namespace(namespace, verify=True)
+    found = scrub.scrub_namespace(namespace, verify=True)
     assert [f.path for f in found.damaged_files] == ["f"]
-    assert repairs.repair_namespace(namespace, found).files == 1
+    assert repair.repair_namespace(namespace, found).files == 1
     require_whole(namespace, verify=True)
     keys = [o["Key"] for o in s3_client.list_objects_v2(Bucket=bucket.removeprefix("s3://"))["Contents"]]
     assert sum(key.startswith("member/quarantine/") for key in keys) == 1
@@ -252,10 +250,10 @@ def test_a_lost_bucket_loses_no_file_and_is_refilled(tmp_path: Path, bucket: str
     for path, data in CONTENT.items():
         assert again.get(path) == data
     assert isinstance(again.open_members["bucket"].registers.read(["/d/none"])[0], DamagedRecord)
-    found = surveys.scrub_namespace(again)
+    found = scrub.scrub_namespace(again)
     assert found.damaged_files
     assert not found.lost_files
-    repairs.repair_namespace(again, found)
+    repair.repair_namespace(again, found)
     require_whole(again, verify=True)
     assert again.open_members["bucket"].registers.read(["/d/none"]) == [Record()]
 

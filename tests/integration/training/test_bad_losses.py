@@ -23,7 +23,7 @@ import ckpt
 from ckpt.recovery.policy.loss_rollback import roll_back
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.local.writer import O_DIRECT
-from ckpt.training import heartbeat_page as pulses
+from ckpt.training import heartbeat_page
 from ckpt.training.data_position import SKIP_VARIABLE, parse_ranges
 from ckpt.training.heartbeat_page import HeartbeatPage
 from ckpt.training.loss_monitor import LossMonitor
@@ -156,7 +156,7 @@ def test_a_batch_that_spoils_the_weights_is_skipped(tmp_path: Path) -> None:
     for attempt in range(6):
         page = HeartbeatPage(tmp_path / f"page-{attempt}", new=True)
         command = [sys.executable, str(Path(PROGRAM).with_name("spoiled_training.py")), str(tmp_path / "repo"), "20", "13"]
-        environ[pulses.PAGE_VARIABLE] = str(tmp_path / f"page-{attempt}")
+        environ[heartbeat_page.PAGE_VARIABLE] = str(tmp_path / f"page-{attempt}")
         subprocess.run(command, env=os.environ | environ, check=True, timeout=60, stderr=subprocess.DEVNULL)
         beat = page.read()
         page.close()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
-from ckpt.training import heartbeat_page as pulses
+from ckpt.training import heartbeat_page
 from ckpt.training.heartbeat_page import HeartbeatPage
 
 
@@ -57,7 +57,7 @@ def test_a_stop_is_acknowledged_before_the_step_is_published(tmp_path: Path) -> 
 
 def test_a_rank_does_not_wait_forever_for_a_dead_requester(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank continues where the step to stop after is never confirmed."""
-    monkeypatch.setattr(pulses, "_STOP_CONFIRM_SECONDS", 0.2)
+    monkeypatch.setattr(heartbeat_page, "_STOP_CONFIRM_SECONDS", 0.2)
     page = HeartbeatPage(tmp_path / "p", new=True)
     page.request_stop(3)
     assert [page.should_stop(step) for step in (1, 2, 3)] == [False, False, True]

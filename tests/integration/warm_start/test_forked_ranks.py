@@ -177,10 +177,10 @@ def test_a_forked_rank_writes_its_heartbeat_page_and_its_child_does_not(start_fo
     """A forked child of a rank is not the rank; a process that the fork server has forked is."""
     text = """
         import os
-        from ckpt.training import heartbeat_page as pulse
-        pulse.own_page().beat(2, 41)
+        from ckpt.training import heartbeat_page
+        heartbeat_page.own_page().beat(2, 41)
         if os.fork() == 0:
-            os._exit(0 if pulse.own_page() is None else 1)
+            os._exit(0 if heartbeat_page.own_page() is None else 1)
         assert os.wait()[1] == 0
     """
     page = HeartbeatPage(tmp_path / "page", new=True)
@@ -226,8 +226,8 @@ def test_variables_that_libraries_set_stay_set(start_fork_server: Starter, tmp_p
     text = """
         import os
         import sets
-        from ckpt.training import import_report as imports
-        imports.write_report()
+        from ckpt.training import import_report
+        import_report.write_report()
         print(os.environ["A_CACHE"], os.environ["KMP_INIT"], os.environ["RANK"])
     """
     command = [sys.executable, script(tmp_path / "here", text)]

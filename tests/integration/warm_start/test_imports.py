@@ -44,8 +44,8 @@ def test_a_module_that_cannot_be_imported_alone_is_left_out(start_fork_server: S
         os.environ["BACKEND"] = "mine"
         before = sorted({"good", "bad", "needs"} & sys.modules.keys())
         import good, needs, bad
-        from ckpt.training import import_report as imports
-        imports.write_report()
+        from ckpt.training import import_report
+        import_report.write_report()
         print(*before, getattr(bad, "rank", 1), getattr(bad, "backend", "mine"))
         if hasattr(bad, "child"): bad.child.kill()
     """
@@ -89,10 +89,10 @@ def test_modules_that_the_user_may_edit_are_not_pre_imported(start_fork_server: 
     site = write_packages(tmp_path, good="", statistics="raise RuntimeError('the wrong one')\n")
     text = """
         import os, sys
-        from ckpt.training import import_report as imports
+        from ckpt.training import import_report
         print(*sorted({"good", "model", "other", "statistics", "space"} & sys.modules.keys()))
         import good, model, other, statistics, space.deep
-        imports.write_report()
+        import_report.write_report()
         print(model.pid == os.getpid(), statistics.__file__.endswith("here/statistics.py"))
     """
     command = [sys.executable, script(tmp_path / "here", text)]
@@ -114,7 +114,7 @@ def test_a_rank_reports_its_imports(tmp_path: Path) -> None:
     text = """
         import os, shutil, sys
         import ckpt
-        from ckpt.training import import_report as imports
+        from ckpt.training import import_report
         page = os.environ["CKPT_PULSE"]
         os.environ["MINE"] = "1"
         with ckpt.Checkpointer(sys.argv[1], every=3, group=None) as ck:
@@ -125,7 +125,7 @@ def test_a_rank_reports_its_imports(tmp_path: Path) -> None:
                 ck.step(step, {})
                 ck.wait()
                 if step in (1, 3) and os.environ["RANK"] == "0":
-                    shutil.copy(imports.report_path(page), f"{page}.{step}")
+                    shutil.copy(import_report.report_path(page), f"{page}.{step}")
     """
     command = [sys.executable, script(tmp_path, text)]
     for rank in range(2):

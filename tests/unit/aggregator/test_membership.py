@@ -18,9 +18,7 @@ from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import rebalance
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import rebalance, repair, scrub
 from ckpt.aggregator.records.file_record import PathRecord
 from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
 from ckpt.storage.base.errors import CkptError, InvalidArgument, NotFound, StoreError, Unavailable
@@ -50,7 +48,7 @@ def test_reads_of_an_empty_namespace_create_nothing(tmp_path: Path) -> None:
     assert namespace.stat("a") is None
     assert namespace.list() == {}
     for reading in (
-        lambda: surveys.scrub_namespace(namespace),
+        lambda: scrub.scrub_namespace(namespace),
         lambda: rebalance.rebalance_fragments(namespace),
         lambda: rebalance.remove_member(namespace, "disk0"),
     ):
@@ -170,7 +168,7 @@ def test_an_empty_disk_does_not_make_a_file_absent(tmp_path: Path) -> None:
     back = of_disks(tmp_path, 0, 1, 2, 3, 4)
     assert path in back.list()
     assert back.get(path) == b"precious"
-    repairs.repair_namespace(back, surveys.scrub_namespace(back))
+    repair.repair_namespace(back, scrub.scrub_namespace(back))
     assert back.get(path) == b"precious"
 
 
@@ -261,7 +259,7 @@ def test_objects_with_rot_in_different_stripes_are_repaired(tmp_path: Path) -> N
         tmp_path, file, 1, next(i for i, f in enumerate(second) if f is not None and f.object_index != first[0].object_index)
     )
     assert namespace.get("f") == whole
-    done = repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
+    done = repair.repair_namespace(namespace, scrub.scrub_namespace(namespace, verify=True))
     assert not done.failed
     require_whole(namespace, verify=True)
     assert namespace.get("f") == whole
@@ -275,7 +273,7 @@ def test_a_file_that_changes_while_it_is_repaired_keeps_its_objects(
     namespace, file = striped_file(tmp_path, 5)
     damage_fragment(tmp_path, file, 0, 0)
     other = Namespace(directories(tmp_path, 4, redundancy="2x"))
-    real = repairs.rebuild_fragments
+    real = repair.rebuild_fragments
 
     def rebuild_and_change(*arguments: Any, **options: Any) -> Any:
         made = real(*arguments, **options)
@@ -287,12 +285,12 @@ def test_a_file_that_changes_while_it_is_repaired_keeps_its_objects(
                 writer.publish()
         return made
 
-    monkeypatch.setattr(repairs, "rebuild_fragments", rebuild_and_change)
-    repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace, verify=True))
+    monkeypatch.setattr(repair, "rebuild_fragments", rebuild_and_change)
+    repair.repair_namespace(namespace, scrub.scrub_namespace(namespace, verify=True))
     monkeypatch.undo()
-    found = surveys.scrub_namespace(namespace, verify=True)
+    found = scrub.scrub_namespace(namespace, verify=True)
     assert [len(f.lost.objects) for f in found.damaged_files] == [0], "one fragment is bad, and no object is missing"
-    assert not repairs.repair_namespace(namespace, found).failed
+    assert not repair.repair_namespace(namespace, found).failed
     require_whole(namespace, verify=True)
 
 

@@ -20,9 +20,7 @@ from helpers.whole_namespaces import require_whole
 
 import ckpt
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import rebalance
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import rebalance, repair, scrub
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
 from ckpt.storage.base.errors import InvalidArgument, Outdated, StoreError, Unavailable
@@ -299,10 +297,10 @@ def test_a_repair_enlarges_replica_sets_that_are_too_small(tmp_path: Path) -> No
     namespace = Namespace(directories(tmp_path, 4, redundancy="3x"))
     namespace.put("a", random_bytes(100_000))
     change_ring(namespace, locations_of(namespace, 0, 1, 2))  # type: ignore[arg-type]
-    found = surveys.scrub_namespace(namespace, verify=True)
+    found = scrub.scrub_namespace(namespace, verify=True)
     assert found.insufficient_redundancy == parse_redundancy("3x")
     assert not found.is_whole
-    assert not repairs.repair_namespace(namespace, found).failed
+    assert not repair.repair_namespace(namespace, found).failed
     require_whole(namespace, verify=True)
     assert record_members(namespace) == {"disk0", "disk1", "disk2", "disk3"}
 

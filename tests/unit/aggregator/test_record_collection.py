@@ -18,9 +18,7 @@ from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io import namespace as namespaces
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import rebalance
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import rebalance, repair, scrub
 from ckpt.aggregator.records import record_collection
 from ckpt.aggregator.records.record_collection import collect_tombstones
 from ckpt.storage.base.errors import StoreError
@@ -121,7 +119,7 @@ def test_a_repair_collects_tombstones(tmp_path: Path, monkeypatch: pytest.Monkey
     namespace.put("b", b"1")
     namespace.delete(["b"])
     namespace.settle(["/a", "/b"])
-    assert repairs.repair_namespace(namespace, surveys.scrub_namespace(namespace)).collected == 1
+    assert repair.repair_namespace(namespace, scrub.scrub_namespace(namespace)).collected == 1
     assert records(tmp_path) == 3
     require_whole(namespace)
     namespace.close()

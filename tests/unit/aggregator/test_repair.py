@@ -11,8 +11,7 @@ from helpers.nodes import LocalNode, directories, nodes_config, quick
 from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.storage.base.errors import NoSpace
 from ckpt.storage.testing import random_bytes
 
@@ -27,11 +26,11 @@ def test_lost_disks_are_rebuilt_in_turn(tmp_path: Path, redundancy: str, lost: i
         for j in range(lost):
             shutil.rmtree(tmp_path / f"disk{(i + j) % 6}" / "objects", ignore_errors=True)
         namespace = Namespace(directories(tmp_path, 6, redundancy=redundancy))
-        found = surveys.scrub_namespace(namespace)
+        found = scrub.scrub_namespace(namespace)
         assert [f.spare_fragments for f in found.damaged_files] == sorted(f.spare_fragments for f in found.damaged_files), (
             "the most endangered first"
         )
-        done = repairs.repair_namespace(namespace, found)
+        done = repair.repair_namespace(namespace, found)
         assert not done.failed
         assert_whole(namespace, redundancy)
         namespace.close()
@@ -45,13 +44,13 @@ def test_a_repair_with_too_few_members_restores_what_it_can(tmp_path: Path) -> N
     (tmp_path / "disk0").rename(tmp_path / "away")
     (tmp_path / "disk0").write_text("no directory")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
-    found = surveys.scrub_namespace(namespace)
+    found = scrub.scrub_namespace(namespace)
     assert found.damaged_files
     assert {f.spare_fragments for f in found.damaged_files} == {0}
-    done = repairs.repair_namespace(namespace, found)
+    done = repair.repair_namespace(namespace, found)
     assert set(done.failed) == {f.path for f in found.damaged_files}
     assert all("only 5 of 6 fragments exist" in reason for reason in done.failed.values()), done.failed
-    assert {f.spare_fragments for f in surveys.scrub_namespace(namespace, verify=True).damaged_files} == {1}
+    assert {f.spare_fragments for f in scrub.scrub_namespace(namespace, verify=True).damaged_files} == {1}
     namespace.close()
     (tmp_path / "disk0").unlink()
     (tmp_path / "away").rename(tmp_path / "disk0")
@@ -96,14 +95,14 @@ def test_rot_is_repaired_while_a_member_is_absent(tmp_path: Path) -> None:
     (tmp_path / "disk0").write_text("no directory")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
     assert namespace.get("a") == data
-    found = surveys.scrub_namespace(namespace, verify=True)
+    found = scrub.scrub_namespace(namespace, verify=True)
     assert [f.spare_fragments for f in found.damaged_files] == [0]
-    assert set(repairs.repair_namespace(namespace, found).failed) == {"a"}
+    assert set(repair.repair_namespace(namespace, found).failed) == {"a"}
     namespace.close()
     (tmp_path / "disk0").unlink()
     (tmp_path / "away").rename(tmp_path / "disk0")
     namespace = Namespace(directories(tmp_path, 6, redundancy="4+2"))
-    assert not surveys.scrub_namespace(namespace, verify=True).damaged_files
+    assert not scrub.scrub_namespace(namespace, verify=True).damaged_files
     namespace.close()
     for lost in ("disk1", "disk2"):
         shutil.rmtree(tmp_path / lost / "objects")
@@ -122,9 +121,9 @@ def test_a_repair_reads_nothing_for_a_full_member(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(namespace.open_members["disk0"].store, "create", full)
     namespace.put("a", random_bytes(20_000_000, 1))
-    found = surveys.scrub_namespace(namespace)
+    found = scrub.scrub_namespace(namespace)
     monkeypatch.setattr("ckpt.aggregator.file_io.rebuild._SourceObjects.read", lambda *_: pytest.fail("it was read"))
-    done = repairs.repair_namespace(namespace, found)
+    done = repair.repair_namespace(namespace, found)
     assert list(done.failed) == ["a"]
     assert done.nbytes == 0
     namespace.close()

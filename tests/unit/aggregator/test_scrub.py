@@ -14,8 +14,7 @@ from helpers.nodes import directories
 from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.storage.registers.base import DamagedRecord, Record
 from ckpt.storage.testing import random_bytes
 
@@ -30,11 +29,11 @@ def test_a_scrub_that_verifies_finds_rot(tmp_path: Path) -> None:
     raw[len(raw) // 2] ^= 1
     victim.write_bytes(raw)
     require_whole(namespace)  # inventories do not show rot
-    found = surveys.scrub_namespace(namespace, verify=True)
+    found = scrub.scrub_namespace(namespace, verify=True)
     assert [(f.path, f.state, f.damaged_objects) for f in found.damaged_files] == [
         ("d/f4", "endangered", ((holder.member, holder.name),))
     ]
-    assert not repairs.repair_namespace(namespace, found).failed
+    assert not repair.repair_namespace(namespace, found).failed
     assert_whole(namespace, "2x")
     assert not victim.exists()
     (aside,) = (tmp_path / holder.member / "quarantine").iterdir()
@@ -48,11 +47,11 @@ def test_a_lost_file_is_reported_and_keeps_its_record(tmp_path: Path) -> None:
     assert file.layout is not None
     for holder in file.layout.objects:
         (tmp_path / holder.member / "objects" / holder.name).unlink()
-    found = surveys.scrub_namespace(namespace)
+    found = scrub.scrub_namespace(namespace)
     assert [(f.path, f.state) for f in found.lost_files] == [("d/f4", "lost")]
-    done = repairs.repair_namespace(namespace, found)
+    done = repair.repair_namespace(namespace, found)
     assert list(done.failed) == ["d/f4"]
-    assert surveys.scrub_namespace(namespace).lost_files, "its record stays: the members may return"
+    assert scrub.scrub_namespace(namespace).lost_files, "its record stays: the members may return"
     namespace.close()
 
 
@@ -65,7 +64,7 @@ def test_a_scrub_that_could_not_check_all_bytes_is_not_whole(tmp_path: Path) -> 
         for folder in tmp_path.glob("disk*/objects/*"):
             shutil.rmtree(folder, ignore_errors=True)
 
-    found = surveys.scrub_namespace(namespace, True, lose)
+    found = scrub.scrub_namespace(namespace, True, lose)
     assert found.unchecked_bytes > 0
     assert (found.missing_members, found.damaged_files) == ({}, []), "they existed when it began"
     assert not found.is_whole
@@ -77,7 +76,7 @@ def test_files_deleted_during_a_scrub_do_not_count_as_unchecked(tmp_path: Path) 
     def delete(nbytes: int) -> None:
         namespace.delete(list(content()))
 
-    assert surveys.scrub_namespace(namespace, True, delete).unchecked_bytes == 0
+    assert scrub.scrub_namespace(namespace, True, delete).unchecked_bytes == 0
 
 
 def test_probes_of_a_dropped_member_end_without_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +98,10 @@ def test_objects_of_a_dead_writer_are_deleted_after_the_grace_period(tmp_path: P
     writer.append(memoryview(random_bytes(1 << 20)))
     writer._commit_objects()
     require_whole(namespace)
-    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
-    found = surveys.scrub_namespace(namespace)
+    monkeypatch.setattr(scrub, "GRACE_SECONDS", -10.0)
+    found = scrub.scrub_namespace(namespace)
     assert sum(map(len, found.orphans.values())) == 2
-    assert repairs.repair_namespace(namespace, found).orphans == 2
+    assert repair.repair_namespace(namespace, found).orphans == 2
     assert_whole(namespace, "2x")
     namespace.close()
 
@@ -113,15 +112,15 @@ def test_no_object_is_deleted_while_a_record_is_damaged(tmp_path: Path, monkeypa
     writer = namespace.create("torn")
     writer.append(memoryview(random_bytes(1 << 20)))
     writer._commit_objects()
-    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
+    monkeypatch.setattr(scrub, "GRACE_SECONDS", -10.0)
     member = namespace.ring.replica_set("/d/f4").members[0]
     with sqlite3.connect(tmp_path / member / "registers.sqlite") as db:
         db.execute("UPDATE registers SET body = 'rot' WHERE name = '/d/f4'")
     db.close()
-    found = surveys.scrub_namespace(namespace)
+    found = scrub.scrub_namespace(namespace)
     assert found.lagging_paths == ["d/f4"]
     assert found.orphans == {}
-    assert repairs.repair_namespace(namespace, found).orphans == 2
+    assert repair.repair_namespace(namespace, found).orphans == 2
     assert_whole(namespace, "2x")
     namespace.close()
 
@@ -138,12 +137,12 @@ def test_deleted_files_do_not_return_with_an_absent_member(tmp_path: Path, monke
     left.close()
     (tmp_path / "disk1").unlink()
     (tmp_path / "away").rename(tmp_path / "disk1")
-    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
+    monkeypatch.setattr(scrub, "GRACE_SECONDS", -10.0)
     back = Namespace(directories(tmp_path, 4))
     for _ in range(2):
-        found = surveys.scrub_namespace(back)
+        found = scrub.scrub_namespace(back)
         assert not any(p in back.list() for p in ("d/f3", "d/f4"))
-        repairs.repair_namespace(back, found)
+        repair.repair_namespace(back, found)
     require_whole(back)
     assert back.stat("d/f3") is None
     object_count = sum(len([p for p in (tmp_path / f"disk{i}" / "objects").rglob("*") if p.is_file()]) for i in range(4))
@@ -167,10 +166,10 @@ def test_records_of_a_damaged_register_file_are_restored(tmp_path: Path) -> None
     assert isinstance(namespace.open_members["disk2"].registers.read(["/none"])[0], DamagedRecord), (
         "a damaged file must not report that a record is absent"
     )
-    found = surveys.scrub_namespace(namespace)
+    found = scrub.scrub_namespace(namespace)
     assert found.lagging_paths
-    repairs.repair_namespace(namespace, found)
-    assert not surveys.scrub_namespace(namespace).lagging_paths
+    repair.repair_namespace(namespace, found)
+    assert not scrub.scrub_namespace(namespace).lagging_paths
     assert namespace.open_members["disk2"].registers.read(["/none"]) == [Record()]
     assert_whole(namespace, "2x")
     namespace.close()
@@ -179,10 +178,10 @@ def test_records_of_a_damaged_register_file_are_restored(tmp_path: Path) -> None
 def test_a_repair_keeps_to_its_rate(tmp_path: Path) -> None:
     namespace = filled_namespace(tmp_path, "2x", 4)
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))
-    found = surveys.scrub_namespace(namespace)
+    found = scrub.scrub_namespace(namespace)
     assert found.damaged_files
     began = time.monotonic()
-    done = repairs.repair_namespace(namespace, found, bytes_per_second=10e6)
+    done = repair.repair_namespace(namespace, found, bytes_per_second=10e6)
     assert time.monotonic() - began >= 0.9 * done.nbytes / 10e6
     namespace.close()
 
@@ -193,10 +192,10 @@ def test_a_file_that_changes_after_the_scrub_keeps_its_new_content(tmp_path: Pat
     assert file.layout is not None
     holder = file.layout.objects[0]
     (tmp_path / holder.member / "objects" / holder.name).unlink()
-    found = surveys.scrub_namespace(namespace)
+    found = scrub.scrub_namespace(namespace)
     namespace.put("d/f4", random_bytes(100_000, 9))
-    repairs.repair_namespace(namespace, found)
+    repair.repair_namespace(namespace, found)
     assert namespace.get("d/f4") == random_bytes(100_000, 9)
-    monkeypatch.setattr(surveys, "GRACE_SECONDS", -10.0)
+    monkeypatch.setattr(scrub, "GRACE_SECONDS", -10.0)
     require_whole(namespace, verify=True)  # and no other object is left
     namespace.close()

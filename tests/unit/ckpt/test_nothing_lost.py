@@ -292,11 +292,11 @@ SHORT_OF_MEMORY = """
 import resource, sys
 import numpy as np
 import ckpt
-from ckpt.block_io import staging_arena as arena
+from ckpt.block_io import staging_arena
 
 state = {"w": np.ones(32 << 20), "small": np.ones(9)}
 ckpt.save({"x": 1}, sys.argv[1], 0)
-arena.pool.clear()
+staging_arena.pool.clear()
 pages = int(open("/proc/self/statm").read().split()[0])
 limits = resource.getrlimit(resource.RLIMIT_AS)
 for number, blocking in ((1, False), (2, True)):

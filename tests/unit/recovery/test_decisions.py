@@ -100,10 +100,10 @@ def test_steps_that_fail_soon_after_a_restore_are_passed_over() -> None:
     assert {action for action, _ in decisions} == {"restart"}
 
 
-def written(course: RunState, *drafts: Draft) -> RunState:
+def written(run_state: RunState, *drafts: Draft) -> RunState:
     """Return the state of the run after these drafts are appended to its log."""
-    entries = [LogEntry(course.number + 1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
-    return course.apply_entries(entries)
+    entries = [LogEntry(run_state.number + 1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
+    return run_state.apply_entries(entries)
 
 
 def restore_points(failing_steps: Iterable[int], every: int, spoiled: int, oldest: int = 0, broken: bool = False) -> list[int]:
@@ -112,23 +112,23 @@ def restore_points(failing_steps: Iterable[int], every: int, spoiled: int, oldes
     The job saves every `every` steps. In its first attempt step `spoiled` is spoiled, and from then on the job fails at the
     steps `places`. No step before `oldest` is kept. With `broken`, the job fails whichever step it restores.
     """
-    course, restored, gone_on = RunState(), -1, []
+    run_state, restored, continued_from = RunState(), -1, []
     saved: set[int] = set()
     for failing_step in failing_steps:
-        if restored >= spoiled or not gone_on or broken:
+        if restored >= spoiled or not continued_from or broken:
             saved |= {n for n in range(restored + 1, failing_step) if (n + 1) % every == 0}
             last = max((n for n in saved if restored <= n < failing_step), default=-1)
-            gone_on.append(restored)
+            continued_from.append(restored)
             fail = failure("a", last, step=failing_step, restored=restored)
-            decision = decide([*course.failures, fail], course.budget, (), course.before)
+            decision = decide([*run_state.failures, fail], run_state.budget, (), run_state.before)
             facts = {"action": decision.action, "before": decision.before}
-            course = written(course, entry_drafts.draft_failure(0, fail), Draft(0, "decision", decision.reason, facts))
+            run_state = written(run_state, entry_drafts.draft_failure(0, fail), Draft(0, "decision", decision.reason, facts))
             if decision.action == "halt":
-                return [*gone_on, -2]
+                return [*continued_from, -2]
             kept = [n for n in saved if n >= oldest]
-            older = [n for n in kept if course.before is None or n < course.before]
+            older = [n for n in kept if run_state.before is None or n < run_state.before]
             restored = max(older or kept, default=-1)
-    return [*gone_on, restored]
+    return [*continued_from, restored]
 
 
 @pytest.mark.parametrize("failing_steps", [(33,) * 12, (33, 31, 32, 33, 32, 31, 33, 32, 31, 33)])
@@ -140,13 +140,13 @@ def test_all_spoiled_steps_are_passed_over(failing_steps: tuple[int, ...]) -> No
 
 def test_kills_are_not_blamed_on_a_step() -> None:
     """This holds also if they occur at one step, for example while a job restores."""
-    course = replace(RunState(), budget=Budget(best_step=9))
+    run_state = replace(RunState(), budget=Budget(best_step=9))
     kill = replace(failure("a", 9, "signal", step=9), detail="was killed by SIGKILL")
     for _ in range(2):
-        decision = decide([*course.failures, kill], course.budget, (), course.before)
+        decision = decide([*run_state.failures, kill], run_state.budget, (), run_state.before)
         assert (decision.action, decision.before) == ("restart", None)
         facts = {"action": decision.action, "before": decision.before}
-        course = written(course, entry_drafts.draft_failure(0, kill), Draft(0, "decision", decision.reason, facts))
+        run_state = written(run_state, entry_drafts.draft_failure(0, kill), Draft(0, "decision", decision.reason, facts))
 
 
 def test_lost_hosts_use_up_the_restarts_and_pass_over_no_step() -> None:
@@ -162,13 +162,13 @@ def test_lost_hosts_use_up_the_restarts_and_pass_over_no_step() -> None:
 
 def test_a_step_from_before_a_roll_back_is_not_restored_after_a_kill() -> None:
     """A roll-back went to 19, and 24 was computed again: 24 is restored, and not the 29 from before the roll-back."""
-    course = replace(RunState(), before=24, budget=Budget(best_step=29))
+    run_state = replace(RunState(), before=24, budget=Budget(best_step=29))
     kill = replace(failure("a", 24, "signal", step=26, restored=19), detail="was killed by SIGKILL")
-    assert next_restore_limit(24, kill, course.budget) == 25
-    assert "from a step before 25" in decide([kill], course.budget, (), 24).reason
-    after = written(course, entry_drafts.draft_failure(0, kill))
+    assert next_restore_limit(24, kill, run_state.budget) == 25
+    assert "from a step before 25" in decide([kill], run_state.budget, (), 24).reason
+    after = written(run_state, entry_drafts.draft_failure(0, kill))
     assert after.before == 25
-    assert next_restore_limit(after.before, kill, course.budget) == 25, "another coordinator decides the same"
+    assert next_restore_limit(after.before, kill, run_state.budget) == 25, "another coordinator decides the same"
 
 
 def test_memory_that_a_roll_back_may_need_is_kept() -> None:
@@ -188,13 +188,13 @@ def test_a_program_that_fails_at_one_step_is_given_up() -> None:
 
 def test_steps_computed_again_are_trusted_unless_the_job_failed_again() -> None:
     """They are, where the job was ended from outside. Steps from before count again once the job got further than ever."""
-    course = replace(RunState(), before=24, budget=Budget(best_step=29))
+    run_state = replace(RunState(), before=24, budget=Budget(best_step=29))
     for committed, cause, before in [
         (34, "exit", None), (29, "exit", 24), (24, "lost", 25), (19, "lost", 24), (29, "diverged", 30)
     ]:  # fmt: skip
         failed = failure("a", committed, cause, 33, restored=19)
-        assert next_restore_limit(24, failed, course.budget) == before
-        assert written(course, entry_drafts.draft_failure(0, failed)).before == before
+        assert next_restore_limit(24, failed, run_state.budget) == before
+        assert written(run_state, entry_drafts.draft_failure(0, failed)).before == before
 
 
 @pytest.mark.parametrize(("cause", "steps"), [("lost", 1), ("stopped", 1), ("out of memory", 1), ("exit", 100), ("hang", 100)])

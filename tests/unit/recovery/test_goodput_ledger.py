@@ -37,7 +37,7 @@ from ckpt.recovery.run_log.base import Draft, LogEntry
 from ckpt.recovery.run_log.run_spec import RunSpec
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools import run_queries as commands
+from ckpt.tools import run_queries
 from ckpt.training.heartbeat_page import HeartbeatPage
 
 
@@ -86,19 +86,19 @@ def query(command: click.Command, folder: Path, *options: str) -> int:
 
 
 def test_an_end_that_the_user_asked_for_is_no_failure(run_asked_to_end: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert query(commands.report, run_asked_to_end) == 0
+    assert query(run_queries.report, run_asked_to_end) == 0
     printed = capfd.readouterr()
     assert "; 0 failures\n" in printed.out
     assert not printed.err
-    assert query(commands.report, run_asked_to_end, "--prometheus") == 0
+    assert query(run_queries.report, run_asked_to_end, "--prometheus") == 0
     assert "ckpt_run_failures_total" not in capfd.readouterr().out
 
 
 def test_a_report_names_the_hosts_whose_ledger_is_missing(run_asked_to_end: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (run_asked_to_end / ledger_file_name("a")).unlink()
-    assert query(commands.report, run_asked_to_end) == 0
+    assert query(run_queries.report, run_asked_to_end) == 0
     assert "this is only a part of the time: a also coordinated" in capfd.readouterr().err
-    assert query(commands.report, run_asked_to_end, "--json") == 0
+    assert query(run_queries.report, run_asked_to_end, "--json") == 0
     assert json.loads(capfd.readouterr().out)["not_here"] == ["a"]
 
 
@@ -106,18 +106,18 @@ def test_a_report_without_a_ledger_names_the_hosts_that_have_one(
     run_asked_to_end: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run log is elsewhere, and names the hosts that have ledgers."""
-    entries = commands._open_entries(run_asked_to_end, None)
-    monkeypatch.setattr(commands, "_open_entries", lambda *_: entries)
+    entries = run_queries._open_entries(run_asked_to_end, None)
+    monkeypatch.setattr(run_queries, "_open_entries", lambda *_: entries)
     with pytest.raises(CkptError, match="has no ledger of this run; give the --run-dir of a or b"):
-        query(commands.report, run_asked_to_end / "none", "--state", "etcd://127.0.0.1:1/lab")
+        query(run_queries.report, run_asked_to_end / "none", "--state", "etcd://127.0.0.1:1/lab")
 
 
 def test_queries_of_a_run_that_ended_give_the_reason(run_asked_to_end: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its agents were killed, or it has ended: all subcommands report the same."""
     for text in ("its agents are gone", "it was asked to end"):
-        assert query(commands.status, run_asked_to_end) == 1
+        assert query(run_queries.status, run_asked_to_end) == 1
         assert capfd.readouterr().out.startswith(f"it does not run: {text}")
-        for command in (commands.plan, commands.drain):
+        for command in (run_queries.plan, run_queries.drain):
             with pytest.raises(CkptError, match=f"it does not run: {text}"):
                 query(command, run_asked_to_end)
         with contextlib.closing(SqliteRunLog(run_asked_to_end)) as run_log:

@@ -96,9 +96,9 @@ def test_the_run_after_a_killed_one_uses_its_last_reports() -> None:
             [LogEntry(number + 1, 0.0, draft.attempt, draft.kind, draft.text, dict(draft.facts))]
         )
 
-    course = next_run(run.spec.command)
-    assert (course.saved, course.newest) == (14, NewestStep(14, 9, TWO, 5, 2.0))
-    assert not course.other_job
+    run_state = next_run(run.spec.command)
+    assert (run_state.saved, run_state.newest) == (14, NewestStep(14, 9, TWO, 5, 2.0))
+    assert not run_state.other_job
     other = next_run(("other",))
     assert (other.saved, other.newest) == (-1, NewestStep())
     assert other.other_job, "it computes none of these steps: their memory is released once they are in their repository"

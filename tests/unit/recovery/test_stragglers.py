@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from ckpt.recovery.coordinator.transitions import draft_next_entries
 from ckpt.recovery.policy.stragglers import PaceMeter, find_stragglers
 from ckpt.recovery.run_log.agent_reports import HostFailure
-from ckpt.training import cuda_timer, heartbeat_marks
-from ckpt.training import heartbeat_page as pulses
+from ckpt.training import cuda_timer, heartbeat_marks, heartbeat_page
 from ckpt.training.heartbeat_page import HeartbeatPage
 from ckpt.training.rank_heartbeat import RankHeartbeat
 
@@ -106,8 +105,8 @@ def test_time_between_steps_does_not_count_as_pace() -> None:
 
 def test_marked_computation_is_counted_in_the_heartbeat_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = HeartbeatPage(tmp_path / "page", new=True)
-    monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
-    pulses.reset_after_fork()
+    monkeypatch.setenv(heartbeat_page.PAGE_VARIABLE, str(tmp_path / "page"))
+    heartbeat_page.reset_after_fork()
     try:
         for _ in range(2):
             with heartbeat_marks.compute():
@@ -115,7 +114,7 @@ def test_marked_computation_is_counted_in_the_heartbeat_page(tmp_path: Path, mon
         with pytest.raises(ValueError, match="a bad batch"), heartbeat_marks.compute():
             raise ValueError("a bad batch")
     finally:
-        pulses._after_fork()
+        heartbeat_page._after_fork()
     assert page.read().compute_seconds >= 0.02
     page.close()
 
@@ -127,8 +126,8 @@ def test_marked_computation_on_a_device_is_counted_without_waiting(tmp_path: Pat
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     page = HeartbeatPage(tmp_path / "page", new=True)
-    monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
-    pulses.reset_after_fork()
+    monkeypatch.setenv(heartbeat_page.PAGE_VARIABLE, str(tmp_path / "page"))
+    heartbeat_page.reset_after_fork()
     monkeypatch.setattr(cuda_timer, "_pending", deque())  # without the work that other tests have marked
     try:
         x = torch.randn(4096, 4096, device="cuda")
@@ -151,7 +150,7 @@ def test_marked_computation_on_a_device_is_counted_without_waiting(tmp_path: Pat
         with heartbeat_marks.compute():
             pass
     finally:
-        pulses._after_fork()
+        heartbeat_page._after_fork()
     real = began.elapsed_time(ended) / 1e3
     assert 0.5 * real < page.read().compute_seconds < 1.5 * real, before.elapsed_time(began)
     page.close()

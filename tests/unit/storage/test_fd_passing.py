@@ -19,8 +19,7 @@ from helpers.whole_namespaces import require_whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.aggregator.maintenance import repair as repairs
-from ckpt.aggregator.maintenance import scrub as surveys
+from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.storage.base import failpoints
 from ckpt.storage.base.errors import NoSpace, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import set_failpoints
@@ -83,9 +82,9 @@ def test_rot_is_found_by_readers_that_use_descriptors(tmp_path: Path) -> None:
         flip_bit(victim, 100_000)
         for _ in range(2):
             assert namespace.get("a") == DATA
-        found = surveys.scrub_namespace(namespace, verify=True)
+        found = scrub.scrub_namespace(namespace, verify=True)
         assert [health.path for health in found.damaged_files] == ["a"]
-        assert not repairs.repair_namespace(namespace, found).failed
+        assert not repair.repair_namespace(namespace, found).failed
         require_whole(namespace, verify=True)
     finally:
         namespace.close()

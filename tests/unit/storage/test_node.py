@@ -25,7 +25,7 @@ from ckpt.storage.base.errors import (
     Refused,
     Unavailable,
 )
-from ckpt.storage.member import device as devices
+from ckpt.storage.member import device
 from ckpt.storage.member.device import Device
 from ckpt.storage.node import wire
 from ckpt.storage.node.client import NodeStore
@@ -189,7 +189,7 @@ def test_used_bytes_include_objects_of_other_writers(tmp_path: Path, monkeypatch
     assert first.usage()[0] == 0
     first.store.put("a", bytes(100))
     assert first.usage()[0] == 100
-    monkeypatch.setattr(devices, "_RECOUNT_SECONDS", 0.0)
+    monkeypatch.setattr(device, "_RECOUNT_SECONDS", 0.0)
     second.store.put("b", bytes(10))
     assert first.usage()[0] == second.usage()[0] == 110
 

@@ -90,7 +90,7 @@ REFUSALS = (
     Refusal("torch", "torch", _POSITION),
 )
 
-_SAID_AT_IMPORT = {
+_REFUSED_AT_IMPORT = {
     "deepspeed",
     "mindspore",
     "paddle",
@@ -245,7 +245,7 @@ class _Finder:
     def __init__(self) -> None:
         self._actions: dict[str, Callable[[ModuleType], None]] = {"torch.optim.optimizer": _first_optimizer_step}
         self._actions |= {hook.module: functools.partial(_wrap, hook) for hook in HOOKS}
-        self._actions |= {r.module: functools.partial(_refuse, r) for r in REFUSALS if r.module in _SAID_AT_IMPORT}
+        self._actions |= {r.module: functools.partial(_refuse, r) for r in REFUSALS if r.module in _REFUSED_AT_IMPORT}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in _OWN_USES or name.startswith("ckpt.adapters."):

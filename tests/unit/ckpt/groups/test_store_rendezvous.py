@@ -21,8 +21,7 @@ from helpers.repositories import files
 from programs import meeting_rank
 
 from ckpt.errors import GroupError
-from ckpt.groups import EnvGroup, Group
-from ckpt.groups import store_rendezvous as by_meeting
+from ckpt.groups import EnvGroup, Group, store_rendezvous
 from ckpt.groups.hello import own_hello
 from ckpt.groups.process_identity import this_process
 from ckpt.storage.base.errors import NotFound
@@ -189,7 +188,7 @@ def test_a_restarted_rank_joins_in_place_of_its_dead_process(folder: Path, monke
         hello_written = threading.Event()
         patch.setattr(
             "ckpt.groups.store_rendezvous.list_markers",
-            lambda *a, real=by_meeting.list_markers: hello_written.wait() and real(*a),
+            lambda *a, real=store_rendezvous.list_markers: hello_written.wait() and real(*a),
         )
         zero.start()
         until(lambda: [*folder.glob("meet/*/open")])

@@ -63,27 +63,29 @@ def test_a_schedule_gives_each_rank_what_it_needs(data: st.DataObject) -> None:
                 need[position] = runs
     raw = {position: count * CELL for position, count in enumerate(cells)}
     rows = [[(0, at, raw[at], raw[at], *run) for at, runs in need.items() for run in runs] for need in needs]
-    turns = schedule_shared_reads(needs_by_block([np.array(r, np.int64).reshape(-1, 6) for r in rows]), size)
+    schedule = schedule_shared_reads(needs_by_block([np.array(r, np.int64).reshape(-1, 6) for r in rows]), size)
     rounds: dict[tuple[int, int], int] = {}
     for position in raw:
-        turn = turns.get((0, position))
+        shared_read = schedule.get((0, position))
         needed = {rank: need[position] for rank, need in enumerate(needs) if position in need}
         all_runs = [("", *run) for runs in needed.values() for run in runs]
-        if turn is None:
+        if shared_read is None:
             assert union_bytes(all_runs) == sum(b - a for _, a, b in all_runs)
             continue
-        assert union_bytes([("", a, b) for a, b, _ in turn.jobs]) == sum(b - a for a, b, _ in turn.jobs)
-        assert sum(b - a for a, b, _ in turn.jobs) == union_bytes(all_runs)
+        assert union_bytes([("", a, b) for a, b, _ in shared_read.jobs]) == sum(b - a for a, b, _ in shared_read.jobs)
+        assert sum(b - a for a, b, _ in shared_read.jobs) == union_bytes(all_runs)
         for rank, runs in needed.items():
-            received = [message for run in runs for message in turn.received_by(rank, *run)]
+            received = [message for run in runs for message in shared_read.received_by(rank, *run)]
             for peer in needed:
-                assert [m[1:] for m in received if m.rank == peer] == [m[1:] for m in turn.sent_by(peer) if m.rank == rank]
-            read = [(a, b) for a, b, reader in turn.jobs if reader == rank]
+                assert [m[1:] for m in received if m.rank == peer] == [
+                    m[1:] for m in shared_read.sent_by(peer) if m.rank == rank
+                ]
+            read = [(a, b) for a, b, reader in shared_read.jobs if reader == rank]
             assert all(any(first <= a < b <= last for first, last in runs) for a, b in read)
             obtained = [*read, *(m[1:] for m in received)]
             assert sum(b - a for a, b in obtained) == union_bytes([("", *h) for h in obtained]) == sum(b - a for a, b in runs)
             assert union_bytes([("", *r) for r in [*runs, *obtained]]) == sum(b - a for a, b in runs)
-            rounds[turn.round, rank] = rounds.get((turn.round, rank), 0) + sum(b - a for a, b in runs)
+            rounds[shared_read.round, rank] = rounds.get((shared_read.round, rank), 0) + sum(b - a for a, b in runs)
     assert max(rounds.values(), default=0) <= ROUND_BYTES
 
 
@@ -91,8 +93,8 @@ def test_adjacent_ranges_of_a_block_are_one_read() -> None:
     """The edges of shards are within cells: a cell that two ranks need is read together with the adjacent range."""
     edges = [(i * 9 // 4 * CELL, -(-(i + 1) * 9 // 4) * CELL) for i in range(4)]
     rows = [[(0, 0, 9 * CELL, 9 * CELL, a, b)] for a, b in edges]
-    (turn,) = schedule_shared_reads(needs_by_block([np.array(r, np.int64) for r in rows]), 4).values()
-    cells = [(job.begin // CELL, job.end // CELL, job.reader) for job in turn.jobs]
+    (shared_read,) = schedule_shared_reads(needs_by_block([np.array(r, np.int64) for r in rows]), 4).values()
+    cells = [(job.begin // CELL, job.end // CELL, job.reader) for job in shared_read.jobs]
     assert cells == [(0, 3, 0), (3, 5, 1), (5, 7, 2), (7, 9, 3)]
 
 

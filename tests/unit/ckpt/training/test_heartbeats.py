@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt.training import heartbeat_page as pulses
+from ckpt.training import heartbeat_page
 from ckpt.training.heartbeat_page import HeartbeatPage
 
 
@@ -23,11 +23,11 @@ from ckpt.training.heartbeat_page import HeartbeatPage
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatPage]:
     """Yield the heartbeat page of this process."""
     page = HeartbeatPage(tmp_path / "page", new=True)
-    monkeypatch.setenv(pulses.PAGE_VARIABLE, str(tmp_path / "page"))
-    pulses.reset_after_fork()
+    monkeypatch.setenv(heartbeat_page.PAGE_VARIABLE, str(tmp_path / "page"))
+    heartbeat_page.reset_after_fork()
     yield page
     monkeypatch.undo()
-    pulses.reset_after_fork()
+    heartbeat_page.reset_after_fork()
 
 
 def test_damage_is_published_until_a_step_is_restored(tmp_path: Path, page: HeartbeatPage) -> None:
