@@ -36,7 +36,7 @@ from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.save_plan import flatten_state
 from ckpt.saving.skipped_step import require_same_step_as_rank_0
-from ckpt.state.leaves.one_state import one_state
+from ckpt.state.leaves.shared_objects import leaves_of_one_state
 from ckpt.state.name_mapping import Rename, rename_tree
 from ckpt.state.name_patterns import Patterns, entries, matcher, require_match, select
 from ckpt.storage.base.errors import InvalidArgument
@@ -248,7 +248,7 @@ def _plan_load(checkpoint: Checkpoint, request: LoadRequest, bypass_cache: bool)
         where = f"`like`, renamed for {where},"
     if only is not None:
         require_match((name for name, _ in entries(tree)), only, where)
-    with collector_paused(), one_state():
+    with collector_paused(), leaves_of_one_state():
         target_matcher = TargetMatcher(checkpoint.saved(), selector, checkpoint.where, checkpoint.manifest().bytes_of_leaves)
         if like is None:
             finish = target_matcher.rebuild(tree if selector is None else select(tree, selector))

@@ -46,7 +46,7 @@ from ckpt.training.cuda_timer import is_recording_graph
 from ckpt.training.idle_window import IdleWindow, idle_window_after
 from ckpt.training.loss_monitor import LossMonitor, reason_not_to_save
 from ckpt.training.loss_spikes import spike_detector_from_env
-from ckpt.training.restore_limit import restore_limit_from_env
+from ckpt.training.restore_step_limit import restore_step_limit_from_env
 from ckpt.training.save_interval import Every, interval_seconds, mtbf_seconds_from_env, reaches_multiple
 from ckpt.training.save_schedule import SaveSchedule
 
@@ -199,14 +199,14 @@ class Checkpointer:
                 number = check_step(step)
                 start, loaded = number + 1, load_step(repo, number, request)
             else:
-                restore_limit = restore_limit_from_env()
+                restore_step_limit = restore_step_limit_from_env()
                 # Unless `strict`, an IntegrityError means that all steps are damaged, so a restart would not help.
                 with heartbeat_marks.publish_trouble_on("damaged", *([] if strict else [IntegrityError])):
-                    found = load_newest(repo, strict, request, restore_limit)
+                    found = load_newest(repo, strict, request, restore_step_limit)
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
-                if restore_limit is not None and start <= restore_limit:
+                if restore_step_limit is not None and start <= restore_step_limit:
                     # No save may refer to blocks of the later steps, and retention must not count them as good.
-                    later = [n for n in repo.step_numbers() if n >= restore_limit]
+                    later = [n for n in repo.step_numbers() if n >= restore_step_limit]
                     mark_damaged(session.repo, later)
             session.lineage.note_restored(start - 1)  # all tiers share this lineage
             if self._tiers is not None:

@@ -14,7 +14,7 @@ from ckpt.saving.local_shards import leaf_specs, local_shards
 from ckpt.saving.options import Options
 from ckpt.saving.write_plan import Block, LeafSpec, plan_blocks
 from ckpt.state.leaves.base import ArrayLeaf
-from ckpt.state.leaves.one_state import one_state
+from ckpt.state.leaves.shared_objects import leaves_of_one_state
 from ckpt.state.tree import FlatState, flatten
 from ckpt.support.runtime import collector_paused
 
@@ -47,7 +47,7 @@ class SavePlan:
 
 def flatten_state(state: Any, group: Group) -> FlatState:
     """Return the leaves and the tree of a state; raise UnsupportedLeaf."""
-    with collector_paused(), one_state():
+    with collector_paused(), leaves_of_one_state():
         return flatten(state, group.rank if group.size > 1 else None)
 
 

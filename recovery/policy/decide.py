@@ -124,7 +124,7 @@ _SOON_STEPS = 32
 """A failure within this many steps of a restore may be caused by the restored step."""
 
 
-def next_restore_limit(before: int | None, failure: Failure, budget: Budget) -> int | None:
+def next_restore_step_limit(before: int | None, failure: Failure, budget: Budget) -> int | None:
     """Return the step below which to restore after one more failure; None: restore the newest step.
 
     If a roll-back did not go back far enough, the steps committed after it may be as bad as those that they replace. They are
@@ -152,7 +152,7 @@ def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = (), befor
     before: the step below which the last attempt had to restore; None if it was not limited.
     """
     now = budget.after(failures[-1], before is not None)
-    return replace(_decide(failures, now, skip, next_restore_limit(before, failures[-1], budget)), budget=now)
+    return replace(_decide(failures, now, skip, next_restore_step_limit(before, failures[-1], budget)), budget=now)
 
 
 def _decide(failures: Sequence[Failure], now: Budget, skip: Ranges, before: int | None) -> Decision:

@@ -14,7 +14,7 @@ from typing import Literal
 from ckpt.training import loss_spikes
 from ckpt.training.data_position import SKIP_VARIABLE, Ranges, format_ranges, merge_ranges
 from ckpt.training.rank_heartbeat import BadLoss
-from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
+from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 
 MAX_SKIPS = 3
 """How often batches are skipped at one place. After that the program or its learning rate is at fault."""
@@ -43,7 +43,7 @@ def rollback_environment(skip: Ranges, before: int | None, limit: float | None) 
     if skip:
         variables[SKIP_VARIABLE] = format_ranges(skip)
     if before is not None:
-        variables[RESTORE_LIMIT_VARIABLE] = str(before)
+        variables[RESTORE_STEP_LIMIT_VARIABLE] = str(before)
     if limit is not None:
         variables[loss_spikes.LIMIT_VARIABLE] = repr(limit)
     return variables

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 from ckpt.training import loss_spikes
 from ckpt.training.data_position import SKIP_VARIABLE
-from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
+from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 from ckpt.training.save_interval import MTBF_VARIABLE
 
 log = logging.getLogger("ckpt.run")
 
-ALLOWED_VARIABLES = frozenset({SKIP_VARIABLE, RESTORE_LIMIT_VARIABLE, loss_spikes.LIMIT_VARIABLE, MTBF_VARIABLE})
+ALLOWED_VARIABLES = frozenset({SKIP_VARIABLE, RESTORE_STEP_LIMIT_VARIABLE, loss_spikes.LIMIT_VARIABLE, MTBF_VARIABLE})
 """The variables that an entry may set. All are read by ckpt alone."""
 
 _MOST_CHARACTERS = 100_000

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt.recovery.policy.decide import PLANNED_CAUSES, Budget, Failure, next_restore_limit, worth_waiting_seconds
+from ckpt.recovery.policy.decide import PLANNED_CAUSES, Budget, Failure, next_restore_step_limit, worth_waiting_seconds
 from ckpt.recovery.policy.loss_rollback import rollback_environment
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.base import LogEntry
@@ -195,7 +195,7 @@ def _apply_start(run_state: RunState, entry: LogEntry) -> RunState:
 
 def _apply_failure(run_state: RunState, entry: LogEntry) -> RunState:
     failure = failure_of(entry)
-    before = next_restore_limit(run_state.before, failure, run_state.budget)
+    before = next_restore_step_limit(run_state.before, failure, run_state.budget)
     newest = run_state.newest.after(failure, _current_memory(run_state), run_state.before is not None)
     return replace(run_state, failures=(*run_state.failures, failure), before=before, newest=newest)
 

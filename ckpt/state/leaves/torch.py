@@ -184,7 +184,7 @@ class _LazyTarget(_TensorLeaf):
     def write(self, box: Box, data: Bytes) -> None:
         source = torch.from_numpy(data).view(self.value.dtype).view(box.shape)
         if self._ready is not None:
-            self._ready.block_this_thread()  # kernels may still use the old elements
+            self._ready.precede_current_stream()  # kernels may still use the old elements
         with torch.no_grad():
             self.value[box.slices()].copy_(source)
 
@@ -273,7 +273,7 @@ class TorchDeviceLeaf(_TensorLeaf):
         with torch.no_grad():
             for device, those in _by_device(pieces).items():
                 for kernels in {leaf._ready for leaf, _, _ in those if leaf._ready is not None}:
-                    kernels.block_this_thread()  # they may still use the old elements
+                    kernels.precede_current_stream()  # they may still use the old elements
                 small = [piece for piece in those if piece.data.nbytes < LAUNCH_BYTES]
                 if device.type == "cuda" and len(small) > 1 and _upload_together(device, small):
                     those = [piece for piece in those if piece.data.nbytes >= LAUNCH_BYTES]

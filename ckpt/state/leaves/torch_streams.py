@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 
-from ckpt.state.leaves.one_state import shared
+from ckpt.state.leaves.shared_objects import shared_object
 
 _thread_local = threading.local()
 
@@ -27,14 +27,14 @@ class StartedKernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.event = torch.cuda.Event()
-        self.close()
+        self.leaves_are_made()
 
-    def close(self) -> None:
+    def leaves_are_made(self) -> None:
         """Record the event again, after kernels that were started while the leaves were made."""
         self.event.record(torch.cuda.current_stream(self._device))
 
-    def block_this_thread(self) -> None:
-        """Let the current stream of this thread wait for the kernels."""
+    def precede_current_stream(self) -> None:
+        """Let the current stream of this thread wait for the kernels. The thread itself does not wait."""
         if getattr(_thread_local, "waited_for", None) is not self:
             torch.cuda.current_stream(self._device).wait_event(self.event)
             _thread_local.waited_for = self
@@ -43,7 +43,7 @@ class StartedKernels:
 def started_kernels(value: torch.Tensor) -> StartedKernels | None:
     """Return what copies of a tensor have to wait for; None for a tensor that is not on CUDA."""
     device = value.device
-    return shared(device, lambda: StartedKernels(device)) if device.type == "cuda" else None
+    return shared_object(device, lambda: StartedKernels(device)) if device.type == "cuda" else None
 
 
 @contextmanager
@@ -92,8 +92,6 @@ def unpin(memory: np.ndarray[Any, Any], device: torch.device) -> None:
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """Take the error that CUDA remembers for this thread, which the next kernel of the training would raise."""
-    try:
+    """Clear the error that CUDA keeps for this thread; otherwise the next kernel of the training would raise it."""
+    with suppress(RuntimeError):
         torch.empty(1, device=device).zero_()
-    except RuntimeError:
-        pass

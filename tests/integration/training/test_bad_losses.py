@@ -28,7 +28,7 @@ from ckpt.training.data_position import SKIP_VARIABLE, parse_ranges
 from ckpt.training.heartbeat_page import HeartbeatPage
 from ckpt.training.loss_monitor import LossMonitor
 from ckpt.training.rank_heartbeat import BadLoss
-from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
+from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 
 
 def test_no_rank_saves_after_a_bad_loss(job: Callable[..., Job], tmp_path: Path) -> None:
@@ -132,19 +132,19 @@ def test_a_step_after_a_suspect_loss_is_not_restored(tmp_path: Path, monkeypatch
     url = tmp_path / "repo"
     for step in range(6):
         ckpt.save({"x": np.full(3, float(step))}, url, step=step, group=None)
-    monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "4")
+    monkeypatch.setenv(RESTORE_STEP_LIMIT_VARIABLE, "4")
     with ckpt.Checkpointer(url, every=1, keep=2, group=None) as ck:
         state, start = ck.restore({"x": np.zeros(3)})
         assert (state["x"][0], start) == (3.0, 4)
         ck.save(4, {"x": np.full(3, 44.0)}, blocking=True).result()
         assert ckpt.open(url).steps() == [3, 4], "step 5, which may be spoiled, is abandoned and deleted first"
-    monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "1")
+    monkeypatch.setenv(RESTORE_STEP_LIMIT_VARIABLE, "1")
     with ckpt.Checkpointer(url, group=None) as ck:
         assert ck.restore({"x": np.zeros(3)})[1] == 5, "without an older step the newest one is restored"
-    monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "x")
+    monkeypatch.setenv(RESTORE_STEP_LIMIT_VARIABLE, "x")
     with pytest.raises(InvalidArgument, match="is not a step"), ckpt.Checkpointer(url, group=None) as ck:
         ck.restore({"x": np.zeros(3)})
-    monkeypatch.delenv(RESTORE_LIMIT_VARIABLE)
+    monkeypatch.delenv(RESTORE_STEP_LIMIT_VARIABLE)
     assert ckpt.load(url, group=None)["x"][0] == 44.0
 
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import ckpt
 from ckpt.groups.threads import ThreadGroup
 from ckpt.tools import inspect
-from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
+from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 
 RESTORED = 110
 OLD = (100, 110, 120, 130)
@@ -119,12 +119,12 @@ def test_the_save_after_a_roll_back_references_the_restored_step(url: Path) -> N
 
 
 def test_a_roll_back_by_ckpt_run_makes_later_steps_the_newest(url: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RESTORE_LIMIT_VARIABLE, "120")
+    monkeypatch.setenv(RESTORE_STEP_LIMIT_VARIABLE, "120")
     with ckpt.Checkpointer(url, every=None, keep=2) as ck:
         assert ck.restore(state_of(0))[1] == 111
         ck.save(115, state_of(115), blocking=True)
         assert ckpt.open(url).steps() == [110, 115]
-    monkeypatch.delenv(RESTORE_LIMIT_VARIABLE)
+    monkeypatch.delenv(RESTORE_STEP_LIMIT_VARIABLE)
     assert newest(url) == 115
 
 

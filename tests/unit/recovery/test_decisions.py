@@ -10,7 +10,7 @@ from helpers.agent_worlds import agent, failure, world
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.recovery.policy.decide import Budget, Failure, choose_hosts, decide, next_restore_limit, suspected_hosts
+from ckpt.recovery.policy.decide import Budget, Failure, choose_hosts, decide, next_restore_step_limit, suspected_hosts
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import (
     HostFailure,
@@ -164,11 +164,11 @@ def test_a_step_from_before_a_roll_back_is_not_restored_after_a_kill() -> None:
     """A roll-back went to 19, and 24 was computed again: 24 is restored, and not the 29 from before the roll-back."""
     run_state = replace(RunState(), before=24, budget=Budget(best_step=29))
     kill = replace(failure("a", 24, "signal", step=26, restored=19), detail="was killed by SIGKILL")
-    assert next_restore_limit(24, kill, run_state.budget) == 25
+    assert next_restore_step_limit(24, kill, run_state.budget) == 25
     assert "from a step before 25" in decide([kill], run_state.budget, (), 24).reason
     after = written(run_state, entry_drafts.draft_failure(0, kill))
     assert after.before == 25
-    assert next_restore_limit(after.before, kill, run_state.budget) == 25, "another coordinator decides the same"
+    assert next_restore_step_limit(after.before, kill, run_state.budget) == 25, "another coordinator decides the same"
 
 
 def test_memory_that_a_roll_back_may_need_is_kept() -> None:
@@ -193,7 +193,7 @@ def test_steps_computed_again_are_trusted_unless_the_job_failed_again() -> None:
         (34, "exit", None), (29, "exit", 24), (24, "lost", 25), (19, "lost", 24), (29, "diverged", 30)
     ]:  # fmt: skip
         failed = failure("a", committed, cause, 33, restored=19)
-        assert next_restore_limit(24, failed, run_state.budget) == before
+        assert next_restore_step_limit(24, failed, run_state.budget) == before
         assert written(run_state, entry_drafts.draft_failure(0, failed)).before == before
 
 

@@ -13,7 +13,7 @@ from ckpt.recovery.policy.loss_rollback import MAX_SKIPS, roll_back
 from ckpt.training import loss_spikes
 from ckpt.training.data_position import SKIP_VARIABLE, is_in_ranges, parse_ranges
 from ckpt.training.rank_heartbeat import BadLoss
-from ckpt.training.restore_limit import RESTORE_LIMIT_VARIABLE
+from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 
 
 def bad(batch: int, step: int | None = None, kind: Any = "not finite") -> BadLoss:
@@ -32,7 +32,7 @@ def test_a_bad_batch_is_retried_once_then_more_batches_are_skipped() -> None:
             assert decision.before is not None
             assert decision.before < 120 + attempt
             assert parse_ranges(rollback_variables(decision)[SKIP_VARIABLE]) == decision.skip
-            assert rollback_variables(decision)[RESTORE_LIMIT_VARIABLE] == str(decision.before)
+            assert rollback_variables(decision)[RESTORE_STEP_LIMIT_VARIABLE] == str(decision.before)
             width = [last - first for first, last in (*skip, *decision.skip)]
             assert width == sorted(width), "each time at least as many batches"
         skip = decision.skip
@@ -48,7 +48,7 @@ def test_the_reason_and_the_variables_of_a_roll_back() -> None:
     assert found.reason == "the loss of step 51 jumped to 9, above 3; the 2nd time there: batches 50 to 51 are passed over"
     assert rollback_variables(found) == {
         SKIP_VARIABLE: "50-51",
-        RESTORE_LIMIT_VARIABLE: "50",
+        RESTORE_STEP_LIMIT_VARIABLE: "50",
         loss_spikes.LIMIT_VARIABLE: "3.0",
     }
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 
 from ckpt.storage.base.errors import InvalidArgument
 
-RESTORE_LIMIT_VARIABLE = "CKPT_BEFORE"
+RESTORE_STEP_LIMIT_VARIABLE = "CKPT_BEFORE"
 """The environment variable by which `ckpt-run` makes a job restore a step below a number, because later steps may be bad."""
 
 
-def restore_limit_from_env(environ: Mapping[str, str] = os.environ) -> int | None:
+def restore_step_limit_from_env(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the number below which to restore, from the environment; None to restore the newest step."""
-    if not (text := environ.get(RESTORE_LIMIT_VARIABLE)):
+    if not (text := environ.get(RESTORE_STEP_LIMIT_VARIABLE)):
         return None
     if not text.isdecimal():
         raise InvalidArgument(
-            f"{RESTORE_LIMIT_VARIABLE}={text!r} is not a step; unset it, or give the number below which to restore"
+            f"{RESTORE_STEP_LIMIT_VARIABLE}={text!r} is not a step; unset it, or give the number below which to restore"
         )
     return int(text)

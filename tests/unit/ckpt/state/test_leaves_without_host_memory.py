@@ -1,4 +1,4 @@
-"""Leaves of one state share what is made once for all of them; those without host memory are read and written in pieces."""
+"""Leaves without host memory, as those on an accelerator, are read and written in pieces."""
 
 from __future__ import annotations
 
@@ -11,39 +11,9 @@ import ckpt
 from ckpt.state import leaves
 from ckpt.state.leaves.base import LAUNCH_BYTES, is_limited_by_launches
 from ckpt.state.leaves.numpy import NumpyLeaf
-from ckpt.state.leaves.one_state import one_state, shared
 
 torch = pytest.importorskip("torch")
 from ckpt.state.leaves import torch as torch_leaves  # noqa: E402  imports torch
-
-
-class Shared:
-    closed = 0
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-def test_leaves_share_an_object_until_their_state_is_complete() -> None:
-    assert shared("a", Shared) is not shared("a", Shared)
-    with one_state():
-        first = shared("a", Shared)
-        with one_state():  # a state inside of a state, as of an object that is flattened alone
-            inner = shared("a", Shared)
-        assert shared("a", Shared) is first
-        assert shared("b", Shared) is not first
-        assert inner is not first
-        assert (inner.closed, first.closed) == (1, 0)
-    assert first.closed == 1
-    assert shared("a", Shared) is not first
-
-
-def test_nothing_is_shared_after_an_error() -> None:
-    with pytest.raises(KeyError), one_state():
-        first = shared("a", Shared)
-        raise KeyError
-    assert first.closed == 0
-    assert shared("a", Shared) is not first
 
 
 @pytest.fixture
