@@ -392,16 +392,18 @@ def draw(results: list[Figures], file: Path) -> None:
     fig, ax = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     count = [f.rows for f in results]
     curves = [
-        ("merge and encode", [f.merge + f.encode for f in results], "#0b7285", "o"),
-        ("open, and find the boxes of one rank", [f.open + f.find for f in results], "#c92a2a", "s"),
+        ("merge and encode", [f.merge + f.encode for f in results], "#0b7285", "o", 8),
+        ("open, and find the boxes of one rank", [f.open + f.find for f in results], "#c92a2a", "s", -16),
     ]
-    for label, seconds, colour, marker in curves:
+    for label, seconds, colour, marker, points_above in curves:
         ax.loglog(count, seconds, marker=marker, color=colour, label=label)
         for x, y in zip(count, seconds, strict=True):
-            ax.annotate(f"{y:.2g} s", (x, y), (0, 8), textcoords="offset points", ha="center", fontsize=9, color=colour)
+            ax.annotate(
+                f"{y:.2g} s", (x, y), (0, points_above), textcoords="offset points", ha="center", fontsize=9, color=colour
+            )
     low = curves[0][1][0]
     ax.loglog(count, [low * n / count[0] for n in count], linestyle=(0, (4, 3)), color="#c4c9cf", label="linear")
-    ax.set_xticks(count, [f"{f.rows:,} rows\n{f.ranks:,} ranks\n{f.title}" for f in results])
+    ax.set_xticks(count, [f"{f.rows:,} rows\n{f.ranks:,} ranks\n{f.title} parameters" for f in results])
     ax.minorticks_off()
     ax.margins(x=0.12, y=0.15)
     ax.set_ylabel("seconds", color=text)
