@@ -427,14 +427,14 @@ class Checkpointer:
             self._attached.add(optimizer)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if self._session is not None and self._creator_process.is_current:
+            (self._tiers or self._session).wait_staged()
         if is_recording_graph():
             self._attached.remove(optimizer)
             log.warning(
                 "an attached optimizer's step is recorded in a CUDA graph, which runs without calling ckpt: each save copies "
                 "its parameters and moments before it returns"
             )
-        elif self._session is not None and self._creator_process.is_current:
-            (self._tiers or self._session).wait_staged()
 
     # --- the end -----------------------------------------------------------------------------------------------
 

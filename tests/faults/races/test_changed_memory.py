@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
+from ckpt import checkpointer
 from ckpt.saving.change_detection import first_changed_leaf, sample_block
 from ckpt.saving.write_plan import LeafSpec, plan_blocks, stage_block
 from ckpt.state.leaves.numpy import NumpyLeaf
@@ -96,6 +97,23 @@ def test_the_step_of_an_attached_optimizer_waits_for_staging(tmp_path: Path) -> 
                 assert handle.staged.is_set()
             handle.result()
             assert_equal(ckpt.load(tmp_path, step=step)["model"], want)
+
+
+def test_a_step_that_a_graph_records_waits_for_staging_and_later_saves_defer_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replay of the graph calls no hook, so it may change the memory of a save that was begun before the recording."""
+    model, optimizer = model_and_optimizer()
+    monkeypatch.setattr(checkpointer, "is_recording_graph", lambda: True)  # as torch answers on a CUDA device
+    with ckpt.Checkpointer(tmp_path) as saver:
+        saver.attach(optimizer)
+        with failing(SLOW):
+            before = saver.save(0, {"model": model, "optimizer": optimizer})
+            assert not before.staged.is_set()
+            optimizer.step()
+            assert before.staged.is_set()
+            assert "is recorded in a CUDA graph" in caplog.text
+            assert saver.save(1, {"model": model, "optimizer": optimizer}).staged.is_set()
 
 
 def test_an_optimizer_step_waits_for_the_staging_of_every_save(tmp_path: Path) -> None:
