@@ -103,7 +103,7 @@ class CkptIO:
 
     def _delete_replaced(self) -> None:
         """Delete the repositories of files that are now links: with save_last="link", Lightning removes such a file itself."""
-        for link in (entry.path for folder in self._folders for entry in os.scandir(folder) if entry.is_symlink()):
+        for link in (link for folder in self._folders for link in _links(folder)):
             url = self._repository_url(link)
             target = _read_file(link) if _exists(link) else None
             if target is not None and target != url:
@@ -138,6 +138,14 @@ def _repository_name(path: Any) -> str:
     """Return a name for the repository of a path, which differs between paths with the same last part."""
     text = os.path.abspath(path) if "://" not in os.fspath(path) else os.fspath(path)
     return f"{re.sub('[^A-Za-z0-9._-]', '_', os.path.basename(text))}-{zlib.crc32(text.encode()):08x}"
+
+
+def _links(folder: str) -> list[str]:
+    """Return the symbolic links in a folder; none if it has been deleted."""
+    try:
+        return [entry.path for entry in os.scandir(folder) if entry.is_symlink()]
+    except FileNotFoundError:
+        return []
 
 
 def _own_repository(path: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ def test_the_repository_of_a_file_that_lightning_replaces_by_a_link_is_deleted(t
     assert last.resolve().name == "epoch=3-step=20.ckpt"
     assert len(list((tmp_path / "repositories").iterdir())) == 2
     assert CkptIO(tmp_path / "repositories").load_checkpoint(last)["global_step"] == 20
+
+
+def test_a_folder_of_files_may_be_deleted_during_a_training(tmp_path: Path) -> None:
+    plugin = CkptIO(tmp_path / "repositories")
+    for folder in ("first", "second"):
+        plugin.save_checkpoint({"number": 1}, tmp_path / folder / "a.ckpt")
+        shutil.rmtree(tmp_path / folder)
+    plugin.teardown()
 
 
 @pytest.mark.essential
