@@ -245,9 +245,9 @@ class BlockReader:
         )  # fmt: skip
 
     def _uncached_source(self, row: Row) -> BlockSource:
-        """Return a source of an uncompressed block's bytes, which reads past the page cache into this reader's buffer.
+        """Return a source of an uncompressed block's bytes.
 
-        Bytes that are in the page cache are copied from there to where they belong.
+        It reads past the page cache into this reader's buffer. Bytes that the page cache has are copied to `target` at once.
         """
 
         def source(begin: int, end: int, target: Bytes | None) -> Bytes:

@@ -15,8 +15,9 @@ _STREAM_CHUNK_BYTES = 2 * CELL_BYTES
 """Bytes of a chunk read past the page cache: small enough to be in the processor's cache when it is hashed and copied."""
 
 BlockSource = Callable[[int, int, Bytes | None], Bytes]
-"""Returns the bytes [begin, end) of a raw block, which are valid until the next call. The third argument is the memory where
-they belong, if it is contiguous: the source may read them there, and then returns this object."""
+"""A function (begin, end, target) that returns the bytes [begin, end) of a raw block, valid until the next call.
+
+target: the memory for these bytes if they belong to one destination, else None. A source that reads into it returns it."""
 
 S = TypeVar("S", Destination, PieceCells)
 
@@ -24,8 +25,8 @@ S = TypeVar("S", Destination, PieceCells)
 class RangeSweep(Generic[S]):
     """Iterates over ranges of a block from its begin to its end. The first two fields of a range are first byte and end."""
 
-    def __init__(self, stretches: Iterable[S]) -> None:
-        self._waiting: deque[S] = deque(sorted(stretches, key=operator.itemgetter(0)))
+    def __init__(self, byte_ranges: Iterable[S]) -> None:
+        self._waiting: deque[S] = deque(sorted(byte_ranges, key=operator.itemgetter(0)))
         self._reached: list[S] = []
 
     def advance_to(self, end: int) -> list[S]:
@@ -33,7 +34,7 @@ class RangeSweep(Generic[S]):
         while self._waiting and self._waiting[0][0] < end:
             self._reached.append(self._waiting.popleft())
         found = self._reached
-        self._reached = [stretch for stretch in found if stretch[1] > end]
+        self._reached = [byte_range for byte_range in found if byte_range[1] > end]
         return found
 
 

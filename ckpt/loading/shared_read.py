@@ -95,8 +95,8 @@ def read_shared(
     number = {name: i for i, name in enumerate(packs)}
     keys = [(number[w.row.pack or ""], w.row.position) for w in read_plan]
     shareable = zip(keys, read_plan, strict=True) if share is not False else ()
-    stretches = [(*k, w.row.raw, w.row.stored, *s) for k, w in shareable for s in w.raw_ranges()]
-    facts, needs = _gather_needs(group, _rank_read_facts(source.store, share, bypass_cache), np.array(stretches, np.int64))
+    byte_ranges = [(*k, w.row.raw, w.row.stored, *s) for k, w in shareable for s in w.raw_ranges()]
+    facts, needs = _gather_needs(group, _rank_read_facts(source.store, share, bypass_cache), np.array(byte_ranges, np.int64))
     by_key = dict(zip(keys, read_plan, strict=True))
     blocks = needs_by_block(needs)
     saves_enough = is_worth_sharing(blocks)
@@ -322,7 +322,9 @@ def _run_round(
         receive: list[Message] = []
         for i, (block, shared_read) in enumerate(shared_reads):  # messages have the same order on both sides
             send += [(peer, within(i, begin, end).data) for peer, begin, end in shared_read.sent_by(rank)]
-            for stretch in block.raw_ranges():
-                receive += [(peer, within(i, begin, end).data) for peer, begin, end in shared_read.received_by(rank, *stretch)]
+            for byte_range in block.raw_ranges():
+                receive += [
+                    (peer, within(i, begin, end).data) for peer, begin, end in shared_read.received_by(rank, *byte_range)
+                ]
         group.exchange(send, receive)
         list(pool.map(accept, range(len(shared_reads))))

@@ -150,8 +150,8 @@ def schedule_shared_reads(blocks: Mapping[BlockKey, BlockNeeds], size: int) -> d
         if blocks[key].unshared_bytes > _total_read_bytes(ranges):
             ranges_by_block[key] = ranges
             continue
-        for stretch in ranges:
-            bytes_to_read[stretch.ranks[0]] += stretch.read_bytes
+        for byte_range in ranges:
+            bytes_to_read[byte_range.ranks[0]] += byte_range.read_bytes
     round_bytes = [0] * size
     found: dict[BlockKey, SharedRead] = {}
     count = 0
@@ -180,8 +180,8 @@ def schedule_shared_reads(blocks: Mapping[BlockKey, BlockNeeds], size: int) -> d
     return found
 
 
-def _total_read_bytes(stretches: Sequence[NeededRange]) -> int:
-    return sum(stretch.read_bytes for stretch in stretches)
+def _total_read_bytes(byte_ranges: Sequence[NeededRange]) -> int:
+    return sum(byte_range.read_bytes for byte_range in byte_ranges)
 
 
 def is_worth_sharing(blocks: Mapping[BlockKey, BlockNeeds]) -> bool:

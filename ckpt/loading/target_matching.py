@@ -329,7 +329,7 @@ class TargetMatcher:
         differences += [f"`like` lacks {_first_few(unknown)} of {self._where}"] * bool(unknown)
         if differences:
             raise LeafMismatch(
-                f"leaf {path or '(root)'}: {', and '.join(differences)}; build the {type(module).__name__} as it was when "
+                f"leaf {path or '(root)'}: {', and '.join(differences)}; build {type(module).__name__} as it was when "
                 "saved, map its names with rename=, or load the common leaves with only="
             )
 

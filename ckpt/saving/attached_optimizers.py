@@ -33,7 +33,7 @@ class AttachedOptimizers:
         self._optimizers.append(inner)
 
     def remove(self, optimizer: Any) -> None:
-        """Defer nothing of an optimizer any more. Its hook stays."""
+        """Defer no copies of an optimizer's memory from now on. Its hook stays."""
         self._optimizers = [other for other in self._optimizers if other is not optimizer]
 
     def detach(self) -> None:
@@ -61,8 +61,8 @@ class AttachedOptimizers:
     def has(self, leaf: ArrayLeaf) -> bool:
         """Return whether all bytes of a leaf belong to parameters or moments of the attached optimizers.
 
-        A leaf may be a view of a part of them. It may also be larger, as a buffer that has the gradients, too: other code
-        changes that one.
+        A leaf may be a view of a part of them. A larger buffer, such as one that has the gradients too, does not belong to
+        them, because other code changes it.
         """
         if leaf.kind != "torch":
             return False

@@ -42,7 +42,7 @@ _MAX_ADVICE_BYTES = 1 << 20
 and ignores the rest."""
 
 _FOLDER_ATTEMPTS = 100
-"""How often a file is created again after its folder was removed."""
+"""How many times the creation of a file is tried where another process removes its folder each time."""
 
 
 class LocalStore(Store):
@@ -130,23 +130,24 @@ class LocalStore(Store):
         )
 
     def _create_file(self, path: str, create: Callable[[], T], discard: Callable[[T], object]) -> T:
-        """Make the folder of `path`, and a file in it. Make the folder and its parents durable in their parents.
+        """Make the folder of `path`, call `create`, make the folder and its parents durable, and return what `create` returned.
 
-        Another process may remove the folder while it is empty. So the fsync, which is slow, follows when the file is there.
+        Another process may remove the folder while it is empty. So the fsync, which is slow, follows once the file exists.
         Existing folders are made durable, too: another process may have just created them, and may end before its own fsync.
 
-        discard: deletes the file again where a folder can't be made durable.
+        create: creates the file; raises NotFound if the folder is missing.
+        discard: deletes the file again if a folder can't be made durable.
         """
         for attempts_left in reversed(range(_FOLDER_ATTEMPTS)):
             try:
-                unknown = self._make_folder(os.path.dirname(path))
+                unsynced = self._make_folder(os.path.dirname(path))
                 created = create()
                 break
             except NotFound:
                 if not attempts_left:
                     raise
         try:
-            for folder in unknown:
+            for folder in unsynced:
                 sync_folder(os.path.dirname(folder))
                 self._durable_folders.add(folder)
         except BaseException:
@@ -187,18 +188,18 @@ class LocalStore(Store):
 
     def _make_folder(self, path: str) -> list[str]:
         """Create a folder and its parents. Return those below the root that may not be durable yet, the parents first."""
-        unknown = []
+        unsynced = []
         while not (path in self._durable_folders and os.path.isdir(path)):
             if path == self.root:
                 make_durable_root(path)
                 self._durable_folders.add(path)
                 break
-            unknown.append(path)
+            unsynced.append(path)
             path = os.path.dirname(path)
-        for folder in reversed(unknown):
+        for folder in reversed(unsynced):
             with convert_os_errors("making the directory", folder), suppress(FileExistsError):
                 make_directory(folder)
-        return unknown[::-1]
+        return unsynced[::-1]
 
     # --- reading -----------------------------------------------------------------------------------------------
 

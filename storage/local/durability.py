@@ -33,7 +33,7 @@ def sync_folder(path: str) -> None:
 
 
 def sync_nearest_folder(path: str) -> None:
-    """Make the names in a folder durable, or, if another process has removed the folder, its absence."""
+    """Make the names in a folder durable. If another process has removed the folder, make its removal durable."""
     while True:
         try:
             return sync_folder(path)
@@ -95,5 +95,5 @@ def make_directory(folder: str) -> None:
         except FileNotFoundError as error:
             if not os.path.isdir(os.path.dirname(folder)):
                 raise
-            if is_last:  # before, another process may have removed the parent and made it again
+            if is_last:  # the first two failures may come from another process that removes the parent and makes it again
                 raise PermissionError(errno.EPERM, "this file system has no directories", folder) from error

@@ -117,10 +117,10 @@ class CountingStore(LocalStore):
         return made
 
 
-def union_bytes(stretches: list[tuple[str, int, int]]) -> int:
+def union_bytes(byte_ranges: list[tuple[str, int, int]]) -> int:
     """Return the number of bytes in the union of these ranges of files."""
     total, at = 0, ("", 0)
-    for name, begin, end in sorted(stretches):
+    for name, begin, end in sorted(byte_ranges):
         at = max(at, (name, begin))
         total += max(0, end - at[1])
         at = max(at, (name, end))

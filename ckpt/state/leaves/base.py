@@ -103,7 +103,7 @@ class ArrayLeaf(ABC):
 
     @classmethod
     def start_reads(cls, pieces: Sequence[LeafPiece]) -> list[Transfer]:
-        """Begin to `read` each piece; all leaves are of this class. Return the transfers that have to be waited for."""
+        """Begin to `read` each piece. Return the transfers to wait for. All leaves are of this class."""
         for leaf, box, out in pieces:
             leaf.read(box, out)
         return []
@@ -184,21 +184,21 @@ class ArrayLeaf(ABC):
 
 
 LAUNCH_BYTES = 256 << 10
-"""About what a bus moves while Python launches the next copy from or to an accelerator."""
+"""About how many bytes the bus of an accelerator moves while Python launches the next copy."""
 
 
 def is_limited_by_launches(first: ArrayLeaf, nbytes: int, pieces: int) -> bool:
-    """Return whether copies of many small leaves take as long as Python needs to launch them.
+    """Return whether copies of small leaves take as long as Python needs to launch them; then one thread is the fastest.
 
-    Python launches one copy at a time, and threads that wait for each other to launch take longer than one thread.
+    Python launches one copy at a time, so more threads would only wait for each other.
 
-    first: one of the leaves.
+    first: one of the leaves. nbytes, pieces: the size and the number of all copies.
     """
     return first.flat is None and nbytes < LAUNCH_BYTES * pieces
 
 
 def start_reads(pieces: Iterable[LeafPiece]) -> list[Transfer]:
-    """Begin to read each piece. Return the transfers that have to be waited for."""
+    """Begin to read each piece. Return the transfers to wait for."""
     return [transfer for kind, those in _by_class(pieces) for transfer in kind.start_reads(those)]
 
 

@@ -41,7 +41,7 @@ class StartedKernels:
 
 
 def started_kernels(value: torch.Tensor) -> StartedKernels | None:
-    """Return what copies of a tensor have to wait for; None for a tensor that is not on CUDA."""
+    """Return the kernels that copies of a tensor wait for; None for a tensor that is not on CUDA."""
     device = value.device
     return shared_object(device, lambda: StartedKernels(device)) if device.type == "cuda" else None
 
@@ -75,7 +75,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def pin(memory: np.ndarray[Any, Any], device: torch.device) -> bool:
     """Page-lock host memory so that copies from CUDA are asynchronous; return whether it succeeded.
 
-    device: the device that is copied from. A new thread begins with device 0, where a call would allocate a context.
+    device: the device of the copies. In a new thread, device 0 is current, and a call there would allocate a context on it.
     """
     with torch.cuda.device(device):
         if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
