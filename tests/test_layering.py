@@ -22,6 +22,7 @@ import rooms  # noqa: E402
 LAYERS = tuple(rooms.FOLDERS)  # each may import itself and those before it
 HEAVY = {"torch", "jax", "mpi4py", "obstore", "h5py", "zarr", "pyarrow", "numcodecs"}
 FRAMEWORK_FILES = {
+    "ckpt/format/float_planes.py": "numcodecs",
     "ckpt/state/leaves/torch.py": "torch",
     "ckpt/state/leaves/torch_streams.py": "torch",
     "ckpt/state/leaves/dtensor.py": "torch",
