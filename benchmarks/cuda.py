@@ -2,7 +2,7 @@
 
     python benchmarks/cuda.py [--gib 4] [--leaves 0] [--rounds 5] [--data FOLDER] [--only ckpt dcp]
 
-It prints medians with their spread, over rounds in which all take turns:
+In each round, all savers take turns. For each of them it prints the median and the range of these figures:
 
 - stall: the seconds until `save` returns, and the same over the time of one copy of as many bytes to page-locked memory.
 - durable: the seconds until the step is on the disk.
@@ -26,7 +26,8 @@ import torch
 
 import ckpt
 
-Row = dict[str, list[float]]
+Figures = dict[str, list[float]]
+"""The samples of each figure of one saver."""
 
 
 class Checkpointed:
@@ -92,7 +93,7 @@ class TorchSave:
             tensor.copy_(found[name])
 
 
-PEERS = {"ckpt": Checkpointed, "dcp": Dcp, "torch": TorchSave}
+SAVERS = {"ckpt": Checkpointed, "dcp": Dcp, "torch": TorchSave}
 
 
 def make_state(gib: float, leaves: int) -> dict[str, Any]:
@@ -108,7 +109,8 @@ def copy_seconds(state: dict[str, Any], buffer: Any, to_host: bool) -> float:
     device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     began = time.perf_counter()
-    (buffer[:nbytes].copy_(device, non_blocking=True) if to_host else device.copy_(buffer[:nbytes], non_blocking=True))
+    source, target = (device, buffer[:nbytes]) if to_host else (buffer[:nbytes], device)
+    target.copy_(source, non_blocking=True)
     torch.cuda.synchronize()
     return time.perf_counter() - began
 
@@ -128,13 +130,13 @@ class TrainingStep:
         return time.perf_counter() - began
 
 
-def measure(peer: Any, number: int, state: dict[str, Any], buffer: Any, step: TrainingStep, row: Row) -> None:
-    """Add one round of one peer to its row."""
+def measure(saver: Any, number: int, state: dict[str, Any], buffer: Any, step: TrainingStep, figures: Figures) -> None:
+    """Add one round of one saver to its figures."""
     quiet = statistics.median(step.seconds() for _ in range(10))
     down = copy_seconds(state, buffer, to_host=True)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    finish = peer.save(number)
+    finish = saver.save(number)
     stall = time.perf_counter() - began
     during = [step.seconds() for _ in range(10)]
     finish()
@@ -145,28 +147,28 @@ def measure(peer: Any, number: int, state: dict[str, Any], buffer: Any, step: Tr
         tensor.zero_()
     torch.cuda.synchronize()
     loading = time.perf_counter()
-    peer.load()
+    saver.load()
     torch.cuda.synchronize()
     load = time.perf_counter() - loading
     wrong = [name for name, tensor in state.items() if not tensor[:3].equal(expected[name])]
     if wrong:
-        raise SystemExit(f"{peer.title}: {wrong[0]} was loaded with other values")
+        raise SystemExit(f"{saver.title}: {wrong[0]} was loaded with other values")
     found = {
         "stall s": stall, "stall/copy": stall / down, "durable s": durable, "step": statistics.median(during) / quiet,
         "load s": load, "load/copy": load / up,
     }  # fmt: skip
     for name, value in found.items():
-        row.setdefault(name, []).append(value)
+        figures.setdefault(name, []).append(value)
 
 
 def main() -> None:
-    """Measure all peers, and print a table."""
+    """Measure all savers, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=4)
-    parser.add_argument("--leaves", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--only", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--gib", type=float, default=4, help="the size of the state")
+    parser.add_argument("--leaves", type=int, default=0, help="the number of tensors; 0: 48")
+    parser.add_argument("--rounds", type=int, default=5, help="the rounds after the first one, which is printed alone")
+    parser.add_argument("--data", type=Path, help="a folder on the disk to be measured; default: that of temporary files")
+    parser.add_argument("--only", nargs="*", choices=SAVERS, default=list(SAVERS), help="measure only these")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device on this machine")
@@ -181,15 +183,15 @@ def main() -> None:
             flush=True,
         )
         print(f"copy to page-locked memory {nbytes / 1e9 / copy_seconds(state, buffer, to_host=True):.1f} GB/s", flush=True)
-        peers = {key: PEERS[key](folder, state) for key in args.only}
-        first: dict[str, Row] = {key: {} for key in peers}
-        rows: dict[str, Row] = {key: {} for key in peers}
+        savers = {key: SAVERS[key](folder, state) for key in args.only}
+        first: dict[str, Figures] = {key: {} for key in savers}
+        later: dict[str, Figures] = {key: {} for key in savers}
         for number in range(1, args.rounds + 2):
-            for key, peer in peers.items():
-                measure(peer, number, state, buffer, step, first[key] if number == 1 else rows[key])
-        for key, peer in peers.items():
-            print(f"{peer.title:12} first stall {first[key]['stall s'][0]:.3f} s", end="")
-            for name, values in rows[key].items():
+            for key, saver in savers.items():
+                measure(saver, number, state, buffer, step, first[key] if number == 1 else later[key])
+        for key, saver in savers.items():
+            print(f"{saver.title:12} first stall {first[key]['stall s'][0]:.3f} s", end="")
+            for name, values in later[key].items():
                 print(f" | {name} {statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})", end="")
             print(flush=True)
     finally:

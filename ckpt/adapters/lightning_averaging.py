@@ -31,9 +31,9 @@ def same_learning_rates(trainer: Any) -> Iterator[None]:
 
 
 def without_annealing_functions(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint dict in which no state of the scheduler SWALR has its function, as older versions of torch store it.
+    """Return a checkpoint without the function that older versions of torch store in the state of the scheduler SWALR.
 
-    The callback makes that scheduler again, with the function of its own arguments.
+    The callback creates this scheduler again, with the function from its own arguments.
     """
     found = dict(checkpoint)
     if isinstance(found.get("lr_schedulers"), list):

@@ -201,8 +201,8 @@ def load_newest_on_all_ranks(
             return report_fallback(repo, found, damage)
         tried_and_present = {*numbers} - missing
         relisted: list[int] = json.loads(broadcast_from_rank_0(group, listed_steps))
-        if found is None and not {*relisted} <= {*numbers}:  # new ones, even if they are deleted already: the writer goes on
-            numbers = relisted
+        if found is None and not {*relisted} <= {*numbers}:
+            numbers = relisted  # the writer has committed new steps since; even if it has deleted them too, more will follow
             continue
         newer = relisted[: relisted.index(found[0])] if found is not None and found[0] in relisted else relisted
         if not _has_committed(repo, [number for number in newer if number not in tried_and_present], group):

@@ -62,7 +62,7 @@ _MIN_DIRECT_BYTES = 256 << 10
 """Shorter reads go through the page cache, which gains from read-ahead."""
 
 _UNCACHED_SPAN_BYTES = 8 << 20
-"""Bytes after a byte that is not in the page cache which are assumed not to be there either: each check costs a read-ahead."""
+"""If a byte is not in the page cache, so many bytes from it on count as uncached too: each check costs a read-ahead."""
 
 _DIRECT_READ_BYTES = 1 << 20
 """Bytes of one direct read: several of these from several threads overlap better than reads of whole blocks

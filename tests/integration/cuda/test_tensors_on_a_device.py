@@ -75,7 +75,7 @@ def test_a_view_is_saved_as_the_user_sees_it(view: str, tmp_path: Path) -> None:
 
 
 def busy(milliseconds: float) -> None:
-    """Let the current stream wait."""
+    """Keep the current stream busy for about this time, on a device with 1.5 GHz."""
     torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 
@@ -190,7 +190,7 @@ def test_memory_that_cannot_be_locked_leaves_no_error_for_the_next_kernel() -> N
     torch.ones(3, device="cuda").add_(1)
 
 
-def test_saves_keep_neither_device_nor_page_locked_memory(tmp_path: Path) -> None:
+def test_saves_keep_no_memory_of_the_device_and_no_thread(tmp_path: Path) -> None:
     x = torch.ones(8 << 20, device="cuda")
     with ckpt.Checkpointer(tmp_path / "r", every=None, keep=2) as ck:
         ck.save(0, {"x": x}).result()
@@ -247,16 +247,12 @@ def test_no_memory_on_the_device_is_an_error_and_the_next_save_succeeds(tmp_path
     x = torch.ones(64 << 20, device="cuda").view(8 << 10, -1).t()
     with ckpt.Checkpointer(tmp_path / "r", every=None) as ck:
         ck.save(0, {"x": x}).result()
-        free, _ = torch.cuda.mem_get_info()
         torch.cuda.empty_cache()
         try:
             torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1) / torch.cuda.mem_get_info()[1])
-            try:
+            with pytest.raises(ckpt.CkptError, match="could not be copied"):
                 ck.save(1, {"x": x}).result()
-            except ckpt.CkptError as error:
-                assert "could not be copied" in str(error)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         ck.save(2, {"x": x}).result()
     assert ckpt.load(tmp_path / "r", step=2)["x"].eq(1).all()
-    assert free > 0
