@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ckpt.block_io.read_plan import Target
@@ -23,6 +23,7 @@ from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.name_patterns import entries, select, suggest
 from ckpt.state.optimizer_names import add_missing_moments, is_optimizer
 from ckpt.state.optimizer_order import ParametersMismatch, modules_in, reorder_state
+from ckpt.state.rank_tree import own_ranks
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, method, state_of
 from ckpt.state.static_values import is_function, is_plain, static_fields
 from ckpt.state.torch_keys import has_named_parameters, mismatched_keys
@@ -52,6 +53,7 @@ class TargetMatcher:
         """The name of each saved leaf to read, and the array to fill."""
         self.aliases: dict[str, AliasNote] = {}
         """By leaf name, the targets in `like` that were saved as views of shared memory."""
+        self.own_ranks: dict[str, Sequence[int]] = {}  # by leaf name: the ranks that have saved a value of their own
         self._saved = saved
         self._selector = selector
         self._where = where
@@ -208,11 +210,9 @@ class TargetMatcher:
         tag = "namedtuple" if hasattr(like, "_fields") else "tuple"
         if not (isinstance(node, dict) and tag in node):
             raise self._kind_mismatch(like, node, path)
-        names = list(getattr(like, "_fields", range(len(like))))
-        parts = self._items(like, node[tag], names, path)
-        if not any(parts):
-            return None
-        return lambda: tuple_like(like, [v if p is None else p() for v, p in zip(like, parts, strict=True)])
+        parts = self._items(like, node[tag], list(getattr(like, "_fields", range(len(like)))), path)
+        make = lambda: tuple_like(like, [v if p is None else p() for v, p in zip(like, parts, strict=True)])  # noqa: E731
+        return make if any(parts) else None
 
     def _dataclass(self, like: Any, node: Node, path: str) -> Finish | None:
         fields = [f.name for f in dataclasses.fields(like)]
@@ -253,6 +253,8 @@ class TargetMatcher:
             raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
         if "scalar" in node:
             return fill_scalar(target, node)
+        if ranks := own_ranks(node):
+            self.own_ranks[node["array"]] = ranks
         if "alias" in node and (note := read_alias_note(node)) is not None:
             self.aliases[node["array"]] = note
         if target is leaf:

@@ -73,6 +73,7 @@ class Checkpoint:
         self.step = commit.step
         self._manifest: Manifest | None = None
         self._tree: Node = None
+        self._layouts: frozenset[str] = frozenset()
         self._rank = rank
         self._keys = keys
 
@@ -108,12 +109,18 @@ class Checkpoint:
                 with collector_paused():
                     body = json.loads(data)
                     require_known_format(body["format"], f"{self.store.url}/{file.name}")
+                    self._layouts = frozenset(map(str, body.get("layouts", ())))
                     self._tree = body["tree"]
                     if has_rank_nodes(data):
                         self._tree = resolve_for_rank(self._tree, self._rank, max(1, self.commit.world_size))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise IntegrityError(f"{self.store.url}/{file.name} is not a tree: {error!r}") from error
         return self._tree
+
+    def layouts(self) -> frozenset[str]:
+        """Return the layouts of arrays in which a rank may load its own values of arrays (`ArrayLeaf.layout`)."""
+        self.tree()
+        return self._layouts
 
     def require_complete(self) -> None:
         """Raise IntegrityError if a tree, of any rank, names an array that no manifest has."""

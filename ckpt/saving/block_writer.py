@@ -12,6 +12,7 @@ from ckpt.format.codec import CodecTuner
 from ckpt.format.digest import checksum, digest_and_cells
 from ckpt.format.manifest_encoding import StoredBlock
 from ckpt.format.pack import PackFile, PackWriter
+from ckpt.saving.buffer_shares import BufferDigests
 from ckpt.saving.changing_leaves import ChangingLeaves
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import PreviousBlock, PreviousBlockIndex, PreviousBlocks
@@ -32,6 +33,7 @@ class WritingParts:
     packs: PackWriter
     previous: PreviousBlockIndex
     changing: ChangingLeaves
+    buffers: BufferDigests
     nan: NanGuard
     tuner: CodecTuner
     slots: ComputeSlots
@@ -72,6 +74,7 @@ class BlockWriter:
         else:
             with parts.slots.slot():
                 block_digest, cells = digest_and_cells(parts.plan.algorithm, data[: block.nbytes].data)
+        parts.buffers.add_block(block, parts.plan.specs, data)
         if parts.nan.is_active:
             with parts.slots.slot():
                 parts.nan.check(staged.number, data)

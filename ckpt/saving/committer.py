@@ -24,6 +24,7 @@ from ckpt.repository.repository import step_folder
 from ckpt.repository.retention import has_all_files
 from ckpt.repository.writer_lease import Attempt
 from ckpt.saving import commit_wait, failure_reports, rank_part_merge, rank_parts
+from ckpt.saving.buffer_merge import warn_of_large_buffers
 from ckpt.saving.options import Options
 from ckpt.saving.replica_check import PublishedDigests
 from ckpt.saving.writer_session import Session
@@ -110,10 +111,11 @@ class Committer:
         rank_parts.require_packs(self._store, self._step, merged.packs)
         with collector_paused():
             table = manifest.write_table(merged.table, {**extra, "digest": merged.algorithm})
-            tree = encode_tree(merged.tree)
+            tree = encode_tree(merged.tree, merged.buffers.layouts)
             leaves, raw_bytes = rank_part_merge.totals(merged.table)
         checkpoint = self._publish_step(table, tree, merged.packs, leaves, raw_bytes, merged.written_bytes, merged.algorithm)
         self.is_outcome_reported = True
+        warn_of_large_buffers(self._step, self._store.url, merged.buffers.warning)
         with suppress(CkptError, OSError):  # otherwise a sweep of the next generation deletes them
             self._store.delete(merged.part_files)
         return checkpoint

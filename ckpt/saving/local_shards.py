@@ -8,9 +8,11 @@ from typing import NamedTuple
 from ckpt.errors import UnsupportedLeaf
 from ckpt.format.codec import CodecOption, parse_option
 from ckpt.groups.base import Group
+from ckpt.saving.buffer_shares import NO_SHARES, BufferShares
 from ckpt.saving.write_plan import LeafKind, LeafSpec
 from ckpt.state.boxes import Replica
 from ckpt.state.leaves.base import ArrayLeaf, LeafShard
+from ckpt.state.rank_tree import own_name
 from ckpt.state.tree import FlatState
 
 
@@ -49,10 +51,12 @@ def local_shards(flat: FlatState, group: Group) -> list[LocalShard]:
 
 
 def leaf_specs(
-    flat: FlatState, shards: list[LocalShard], codec_option: CodecOption, group: Group, changing: Collection[str] = frozenset()
-) -> list[LeafSpec]:
+    flat: FlatState, shards: list[LocalShard], codec_option: CodecOption, group: Group, shares: BufferShares = NO_SHARES,
+    changing: Collection[str] = frozenset(),
+) -> list[LeafSpec]:  # fmt: skip
     """Return what a write plan needs to know of each local shard.
 
+    shares: which buffers this rank stores for itself.
     changing: the names of leaves that are known to change from save to save.
 
     Raises UnsupportedLeaf if a shard has more replicas than the group has ranks.
@@ -60,18 +64,21 @@ def leaf_specs(
     codec_of = parse_option(codec_option)
     # An array whose type does not describe its shards counts as replicated on every rank, as in data parallelism.
     everywhere = Replica(group.rank, group.size, tuple(range(group.size))) if group.size > 1 else None
-    # The buffers of a module may differ by rank (BatchNorm statistics under DDP) and belong together: rank 0 stores all of its
-    # own.
+    # The buffers of a module may differ by rank (BatchNorm statistics) and belong together: rank 0 stores all of its own.
     of_rank_0 = everywhere._replace(is_stored_whole=True) if everywhere is not None else None
     own, buffers, frozen = flat.per_rank, flat.buffers, flat.frozen
     make = tuple.__new__  # as in local_shards
     found = []
     for name, x, part, shape in shards:
         kind: LeafKind = "buffer" if name in buffers else "frozen" if name in frozen else ""
-        if name in changing:
+        is_own = name in shares.own
+        stored_name = own_name(name, group.rank) if is_own else name
+        if stored_name in changing:
             kind = "changes"
         codec = codec_of(name)
-        if part is not None:
+        if is_own:
+            spec = make(LeafSpec, (stored_name, x.dtype, shape, x.itemsize, x.nbytes, codec, None, (), None, kind))
+        elif part is not None:
             if part.replica.total > group.size > 1:  # the shares of the missing replicas would not be written
                 raise UnsupportedLeaf(
                     f"leaf {name}: its shard is replica {part.replica.number} of {part.replica.total}, but only {group.size} "

@@ -5,7 +5,7 @@ No Python object is made for a row, so a million rows of ten thousand ranks are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,11 +25,16 @@ if TYPE_CHECKING:
 _REPLICA_HINT = "give each rank another box, or declare the boxes as replicas: ckpt.Shard(…, replica=(i, n))"
 
 
-def merge_rows(parts: Sequence[tuple[int, pa.Table]], descriptions: Mapping[str, LeafDescription] | None = None) -> pa.Table:
+def merge_rows(
+    parts: Sequence[tuple[int, pa.Table]],
+    descriptions: Mapping[str, LeafDescription] | None = None,
+    left_out: Collection[str] = (),
+) -> pa.Table:
     """Return the manifest of a step from the rows of each rank. The result does not depend on the order of `parts`.
 
     parts: the number and the rows of each rank.
     descriptions: dtype and shape of leaves of which a rank may have stored nothing.
+    left_out: leaves that the step does not list.
 
     The rows of a leaf are adjacent, in the order of the ranks. The leaves are in the order of the lowest rank that has them.
     Rows of boxes without elements are left out, as are rows of a box that a lower rank has stored with the same bytes.
@@ -43,7 +48,7 @@ def merge_rows(parts: Sequence[tuple[int, pa.Table]], descriptions: Mapping[str,
     table = _concatenated([table for _, table in parts])
     ranks = np.repeat([rank for rank, _ in parts], [len(table) for _, table in parts])
     index = index_rows([table.column("leaf")])
-    keep = _Rows(table, ranks, index).select_rows(descriptions or {})
+    keep = _Rows(table, ranks, index).select_rows(descriptions or {}, left_out)
     if index.row_order is not None:
         keep = index.row_order[keep]
     if len(keep) < len(table) or index.row_order is not None:
@@ -96,7 +101,7 @@ class _Rows:
         )
         self.byte_columns = [sort(table.column(name)) for name in ("digest", "start", "nbytes")]
 
-    def select_rows(self, descriptions: Mapping[str, LeafDescription]) -> Ints:
+    def select_rows(self, descriptions: Mapping[str, LeafDescription], left_out: Collection[str]) -> Ints:
         """Return the indices of the rows for the manifest; raise StepRefused if they do not cover the leaves exactly."""
         self._check_dtypes_and_shapes()
         self._check_descriptions(descriptions)
@@ -109,6 +114,8 @@ class _Rows:
             suspects = suspects[~self._is_tiled(suspects, keep)]
             if len(suspects):
                 raise self._diagnose(int(suspects[0]), keep)
+        if left_out:
+            keep = keep & ~np.array([name in left_out for name in self.names], bool)[self.leaf]
         return np.flatnonzero(keep)
 
     # --- dtypes, shapes and bounds ------------------------------------------------------------------------------

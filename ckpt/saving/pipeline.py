@@ -89,6 +89,6 @@ def _prepare_run(
     algorithm = choose_algorithm(options.digest, bool(session.repo.keys))
     plan = plan_save(handle.step, algorithm, flat, options.codec, changing.changing, session.group)
     verify = options.verify_replicas if session.group.size > 1 else False
-    digests = compute_digests(flat, plan.specs, plan.leaves, verify)
+    digests = compute_digests(flat, plan.specs, plan.leaves, verify, plan.buffers, session.group.rank)
     committer = Committer(session, attempt, handle.step, options, flat, digests)
-    return SaveRun(session, handle, attempt, plan, options, committer, changing), committer
+    return SaveRun(session, handle, attempt, plan, options, committer, changing, digests.buffers), committer

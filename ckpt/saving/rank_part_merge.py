@@ -16,6 +16,7 @@ from ckpt.format import json_records
 from ckpt.format.digest import digest
 from ckpt.groups.base import ranks_text
 from ckpt.repository.repository import Repository
+from ckpt.saving.buffer_merge import MergedBuffers, merge_buffers
 from ckpt.saving.rank_part_files import ListedPart, signed_bytes
 from ckpt.saving.replica_check import (
     ReplicaDigests,
@@ -24,7 +25,7 @@ from ckpt.saving.replica_check import (
     require_equal_replicas,
     require_equal_samples,
 )
-from ckpt.state.rank_tree import keep_stored_arrays, merge_trees
+from ckpt.state.rank_tree import add_own_ranks, keep_stored_arrays, merge_trees
 from ckpt.state.tree import Node
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.base.failpoints import failpoint
@@ -50,6 +51,7 @@ class MergedStep:
     algorithm: str
     part_files: list[str]
     """The files of the parts, which nobody needs after the commit."""
+    buffers: MergedBuffers
 
 
 def merge_parts(repo: Repository, step: int, listed: Sequence[ListedPart]) -> MergedStep:
@@ -82,6 +84,7 @@ def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
     verify: dict[str, list[int]] = {}
     copies: list[tuple[int, ReplicaDigests]] = []
     samples: dict[tuple[str, str], list[int]] = {}
+    buffer_texts: list[tuple[int, str]] = []
     for part, table in zip(listed, tables, strict=True):
         metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
         if metadata["tree"] in trees:
@@ -97,6 +100,7 @@ def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
         verify.setdefault(metadata.get("verify", "false"), []).append(part.rank)
         copies.append((part.rank, json.loads(metadata.get("copies", "[]"))))
         samples.setdefault((metadata["held"], metadata.get("samples", "")), []).append(part.rank)
+        buffer_texts.append((part.rank, metadata.get("buffers", "")))
     ranks = [part.rank for part in listed]
     _require_same_value("digests by", algorithms)
     _require_same_value("counts its group as", sizes)
@@ -108,11 +112,11 @@ def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
     ):  # checked before the boxes: a missing replica may leave a gap in any leaf
         raise StepRefused(cause)
     require_equal_samples(samples)
-    table = merge_rows(
-        [(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)], descriptions
-    )
-    tree = keep_stored_arrays(merge_trees(list(trees.values())), _leaf_names(table))
-    return MergedStep(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed])
+    buffers = merge_buffers(buffer_texts)
+    rows = [(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)]
+    table = merge_rows(rows, descriptions, buffers.left_out)
+    tree = add_own_ranks(keep_stored_arrays(merge_trees(list(trees.values())), _leaf_names(table)), buffers.ranks)
+    return MergedStep(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed], buffers)
 
 
 def _read_parts(repo: Repository, listed: Sequence[ListedPart]) -> list[Any]:

@@ -11,27 +11,22 @@ from __future__ import annotations
 import base64
 import functools
 import json
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ckpt.errors import StepRefused
-from ckpt.format.bounded_decode import inflate
 from ckpt.format.digest import checksum, digest
 from ckpt.groups.base import ranks_text
-from ckpt.saving.replica_samples import Samples, pack_samples, samples_of, unpack_samples
+from ckpt.saving.buffer_merge import PublishedBuffers
+from ckpt.saving.buffer_shares import BufferDigests, BufferShares
+from ckpt.saving.packed_names import pack_names, unpack_names
+from ckpt.saving.replica_samples import Samples, pack_samples, samples_of, samples_of_leaves, unpack_samples
 from ckpt.saving.write_plan import LeafSpec
 from ckpt.state.boxes import Box, whole_box
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.state.tree import FlatState
-
-_MAX_TEXT_BYTES = 256 << 20
-"""The most bytes of a decoded description of one rank."""
-
-_LEAVES_PER_CALL = 500
-"""Leaves that are encoded in one call, which keeps the GIL from training steps for about a millisecond."""
 
 # --- dtype and shape -------------------------------------------------------------------------------------------
 
@@ -51,7 +46,7 @@ def describe_leaves(flat: FlatState) -> str:
     The result is a compressed text, equal on ranks with equal leaves. So the committer decodes only a few of ten thousand
     texts.
     """
-    return _compressed_text([(name, leaf.dtype, leaf.shape) for name, leaf in _possibly_unstored(flat)])
+    return pack_names([(name, leaf.dtype, leaf.shape) for name, leaf in _possibly_unstored(flat)])
 
 
 def describe_sharers(flat: FlatState) -> str:
@@ -65,19 +60,13 @@ def describe_sharers(flat: FlatState) -> str:
         if 0 not in leaf.shape:
             for sharer in _sharer_names(leaf):
                 names.setdefault(sharer, []).append(name)
-    return json.dumps({sharer: _compressed_text(those) for sharer, those in names.items()})
+    return json.dumps({sharer: pack_names(those) for sharer, those in names.items()})
 
 
 def _possibly_unstored(flat: FlatState) -> Iterator[tuple[str, ArrayLeaf]]:
     for name, leaf in flat.leaves.items():
         if name not in flat.per_rank and not _is_stored(leaf):
             yield name, leaf
-
-
-def _compressed_text(items: Sequence[object]) -> str:
-    some = (items[i : i + _LEAVES_PER_CALL] for i in range(0, len(items), _LEAVES_PER_CALL))
-    text = ",".join(json.dumps(part)[1:-1] for part in some)
-    return base64.b64encode(zlib.compress(f"[{text}]".encode(), 1)).decode()
 
 
 def _is_stored(leaf: ArrayLeaf) -> bool:
@@ -101,12 +90,6 @@ def _rank_set_name(ranks: tuple[int, ...]) -> str:
     return f"{checksum(repr(ranks).encode()):016x}"
 
 
-def _parse_text(text: str) -> list[Any]:
-    """Return the items of a text that `_compressed_text` made."""
-    found: list[Any] = json.loads(inflate(base64.b64decode(text), _MAX_TEXT_BYTES)) if text else []
-    return found
-
-
 def agreed_descriptions(rank_by_text: Mapping[str, int]) -> dict[str, LeafDescription]:
     """Return the description of each leaf, by name; raise StepRefused if those of two ranks differ.
 
@@ -114,7 +97,7 @@ def agreed_descriptions(rank_by_text: Mapping[str, int]) -> dict[str, LeafDescri
     """
     descriptions: dict[str, LeafDescription] = {}
     for text, rank in rank_by_text.items():
-        for name, dtype, shape in _parse_text(text):
+        for name, dtype, shape in unpack_names(text):
             require_same_description(
                 name, descriptions.setdefault(name, description := LeafDescription(rank, dtype, tuple(shape))), description
             )
@@ -169,7 +152,7 @@ def _partly_missing_leaves(by_text: Mapping[str, Sequence[int]]) -> Iterator[tup
     members = {rank for tellers in by_text.values() for rank in tellers}
     ranks_by_leaf: dict[str, set[int]] = {}
     for text, ranks in by_text.items():
-        for name in _parse_text(text):
+        for name in unpack_names(text):
             ranks_by_leaf.setdefault(name, set()).update(ranks)
     for name, those in ranks_by_leaf.items():
         if those != members:
@@ -189,6 +172,11 @@ class PublishedDigests(NamedTuple):
     """The option `verify_replicas`: all bytes (True), none (False), or a sample (None)."""
     replica_digests: ReplicaDigests
     samples: Samples
+    shares: BufferShares
+    buffer_samples: Samples
+    """The digests of samples of large buffers."""
+    buffers: BufferDigests
+    """Filled by the writer threads."""
 
     def metadata(self, flat: FlatState) -> dict[str, str]:
         """Return the metadata of the rank's part of the step. Ranks with equal bytes have equal texts."""
@@ -196,16 +184,28 @@ class PublishedDigests(NamedTuple):
             "verify": json.dumps(self.verify),
             "copies": json.dumps(self.replica_digests),
             "samples": base64.b64encode(pack_samples(self.samples, (name for name, _ in _possibly_unstored(flat)))).decode(),
+            "buffers": self._published_buffers(flat).encode(),
         }
+
+    def _published_buffers(self, flat: FlatState) -> PublishedBuffers:
+        digests, shares = self.buffers.by_name(), self.shares
+        layouts = sorted({leaf.layout() for leaf in flat.leaves.values()} - {""}) if shares.first or shares.own else []
+        first, own = ({name: digests[name] for name in sorted(names)} for names in (shares.first, shares.own))
+        return PublishedBuffers(first, own, self.buffer_samples, layouts)
 
 
 def compute_digests(
-    flat: FlatState, specs: Sequence[LeafSpec], leaves: Sequence[ArrayLeaf], verify: bool | None
+    flat: FlatState,
+    specs: Sequence[LeafSpec],
+    leaves: Sequence[ArrayLeaf],
+    verify: bool | None,
+    shares: BufferShares,
+    rank: int,
 ) -> PublishedDigests:
-    """Read the leaves, and return the digests that `verify` selects."""
-    return PublishedDigests(
-        verify, digest_replicas(specs, leaves) if verify else [], samples_of(flat) if verify is None else {}
-    )
+    """Read the leaves, and return the digests that `verify` selects. Writer threads add those of stored buffers."""
+    samples, of_buffers = (samples_of(flat), samples_of_leaves(shares.large)) if verify is None else ({}, {})
+    copies = digest_replicas(specs, leaves) if verify else []
+    return PublishedDigests(verify, copies, samples, shares, dict(sorted(of_buffers.items())), BufferDigests(shares, rank))
 
 
 def digest_replicas(specs: Sequence[LeafSpec], leaves: Sequence[ArrayLeaf]) -> ReplicaDigests:
@@ -252,7 +252,7 @@ def require_equal_samples(ranks_by_texts: Mapping[tuple[str, str], Sequence[int]
         return
     found: dict[str, dict[bytes, list[int]]] = {}
     for (described, text), ranks in ranks_by_texts.items():
-        for name, sample in unpack_samples(base64.b64decode(text), [name for name, _, _ in _parse_text(described)]).items():
+        for name, sample in unpack_samples(base64.b64decode(text), [name for name, _, _ in unpack_names(described)]).items():
             found.setdefault(name, {}).setdefault(sample, []).extend(ranks)
     differing = [
         f"leaf {name} holds other bytes on {_differing_ranks_text(by.values())}" for name, by in found.items() if len(by) > 1

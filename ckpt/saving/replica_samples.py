@@ -35,24 +35,29 @@ Samples = dict[str, bytes]
 def samples_of(flat: FlatState) -> Samples:
     """Return the digests of the leaves of which every other rank should have an equal replica under the same name.
 
-    It skips shards, leaves that belong to one rank, leaves that one rank stores as a whole, and arrays whose framework
-    describes their replicas (a DTensor).
+    It skips shards, leaves that belong to one rank, buffers of modules, and arrays whose framework describes their replicas (a
+    DTensor).
     """
-    digest: Any = xxhash.xxh3_64_digest
     skipped = flat.per_rank | flat.buffers
+    return samples_of_leaves({name: leaf for name, leaf in flat.leaves.items() if name not in skipped})
+
+
+def samples_of_leaves(leaves: Mapping[str, ArrayLeaf]) -> Samples:
+    """Return the digests of leaves with all elements of an array; other leaves have none."""
+    digest: Any = xxhash.xxh3_64_digest
     found: Samples = {}
     rest: dict[str, ArrayLeaf] = {}
-    for name, leaf in flat.leaves.items():
+    for name, leaf in leaves.items():
         nbytes = leaf.nbytes
         if (data := leaf.flat) is None or leaf.itemsize == 0:
             rest[name] = leaf
-        elif name in skipped or not nbytes:
+        elif not nbytes:
             continue
         elif nbytes <= FULL_DIGEST_BYTES:
             found[name] = digest(data)
         else:
             found[name] = digest(sampled_elements(nbytes, leaf.itemsize).take_from(data))
-    found.update(_digests_of_nonflat_leaves({name: leaf for name, leaf in rest.items() if name not in skipped}))
+    found.update(_digests_of_nonflat_leaves(rest))
     return found
 
 

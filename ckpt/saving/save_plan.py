@@ -10,6 +10,7 @@ from ckpt.block_io.staging_arena import round_up
 from ckpt.format.codec import CodecOption
 from ckpt.format.manifest_encoding import PlannedColumns
 from ckpt.groups.base import Group
+from ckpt.saving.buffer_shares import BufferShares, buffer_shares
 from ckpt.saving.local_shards import leaf_specs, local_shards
 from ckpt.saving.options import Options
 from ckpt.saving.write_plan import Block, LeafSpec, plan_blocks
@@ -32,6 +33,7 @@ class SavePlan:
     blocks: list[Block]
     columns: PlannedColumns
     """The columns of the manifest that do not depend on what is written."""
+    buffers: BufferShares
     has_shards: bool
     """Whether a row of the manifest may describe a part of an array."""
 
@@ -65,14 +67,16 @@ def plan_save(
     changing: the names of the leaves that must not share a block with unchanging leaves.
     """
     shards = local_shards(flat, group)
-    specs = leaf_specs(flat, shards, codec, group, changing)
+    buffers = buffer_shares(flat, shards, group)
+    specs = leaf_specs(flat, shards, codec, group, buffers, changing)
     blocks, columns = plan_blocks(specs)
     has_shards = any(shard.part is not None for shard in shards)
-    return SavePlan(step, algorithm, flat, [shard.leaf for shard in shards], specs, blocks, columns, has_shards)
+    return SavePlan(step, algorithm, flat, [shard.leaf for shard in shards], specs, blocks, columns, buffers, has_shards)
 
 
 def planned_bytes(flat: FlatState, options: Options, group: Group) -> int:
     """Return the bytes that this rank writes of a state if no block is deduplicated and no codec is used."""
     with collector_paused():
-        blocks = plan_blocks(leaf_specs(flat, local_shards(flat, group), options.codec, group)).blocks
+        shards = local_shards(flat, group)
+        blocks = plan_blocks(leaf_specs(flat, shards, options.codec, group, buffer_shares(flat, shards, group))).blocks
     return sum(round_up(block.nbytes) for block in blocks)

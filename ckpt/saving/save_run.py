@@ -14,6 +14,7 @@ from ckpt.repository.repository import step_folder
 from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.attempt_failure import AttemptFailure
 from ckpt.saving.block_writer import BlockWriter, WritingParts, WrittenBlocks, join_written
+from ckpt.saving.buffer_shares import BufferDigests
 from ckpt.saving.changing_leaves import ChangingLeaves
 from ckpt.saving.committer import Committer
 from ckpt.saving.compute_slots import ComputeSlots
@@ -54,7 +55,7 @@ class SaveRun:
 
     def __init__(
         self, session: Session, handle: SaveHandle, attempt: Attempt, plan: SavePlan, options: Options, committer: Committer,
-        changing: ChangingLeaves,
+        changing: ChangingLeaves, buffers: BufferDigests,
     ) -> None:  # fmt: skip
         self._session = session
         self._handle = handle
@@ -63,6 +64,7 @@ class SaveRun:
         self._options = options
         self._committer = committer
         self._changing = changing
+        self._buffers = buffers
         self._store = session.repo.store
         self._where = f"saving step {plan.step} to {self._store.url}"
         self._started_at = time.monotonic()
@@ -200,7 +202,15 @@ class SaveRun:
         nan = NanGuard(self._plan, self._options.nan, self._store.url)
         with PackWriter(self._store, lambda n: f"{prefix}-{n}.pack", self._plan.total_bytes) as packs:
             parts = WritingParts(
-                self._plan, packs, index, self._changing, nan, codec.codec_tuner(self._store.url), slots, self._append_began
+                self._plan,
+                packs,
+                index,
+                self._changing,
+                self._buffers,
+                nan,
+                codec.codec_tuner(self._store.url),
+                slots,
+                self._append_began,
             )
             own, *others = [BlockWriter(parts) for _ in range(self._writer_count)]
             threads = [

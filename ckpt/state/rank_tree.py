@@ -7,7 +7,7 @@ pipeline may have different leaves. Where values differ, each rank's is stored: 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt.errors import StepRefused
@@ -123,6 +123,39 @@ def resolve_for_rank(node: Node, rank: int, world_size: int) -> Node:
     return found
 
 
+def own_name(name: str, rank: int) -> str:
+    """Return the name of the value that a rank has of an array of which each rank may have its own."""
+    return f"{name}@{rank}"
+
+
+def own_ranks(node: Node) -> Sequence[int]:
+    """Return the ranks that have a value of their own of the array of a node (`own_name`)."""
+    ranks = node.get("own", ())
+    return [rank for rank in ranks if type(rank) is int] if isinstance(ranks, list) else ()
+
+
+def add_own_ranks(node: Node, ranks: Mapping[str, Sequence[int]]) -> Node:
+    """Return a tree in which nodes of arrays list the ranks with a value of their own. ranks: these ranks by array."""
+    if not ranks:
+        return node
+    if isinstance(node, list):
+        return [add_own_ranks(item, ranks) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "array" in node:
+        return {**node, "own": list(ranks[node["array"]])} if node["array"] in ranks else node
+    found = {}
+    for tag, value in node.items():
+        if tag == "dict":
+            value = [[key, add_own_ranks(item, ranks)] for key, item in value]
+        elif tag == "ranks":
+            value = {rank: add_own_ranks(item, ranks) for rank, item in value.items()}
+        elif tag in _TAGS_WITH_NODES:
+            value = add_own_ranks(value, ranks)
+        found[tag] = value
+    return found
+
+
 def array_names(tree: Node) -> Iterator[str]:
     """Yield the name of each array of a tree, for all ranks.
 
@@ -136,6 +169,7 @@ def array_names(tree: Node) -> Iterator[str]:
         elif isinstance(node, dict):
             if isinstance(node.get("array"), str):
                 yield node["array"]
+                yield from (own_name(node["array"], rank) for rank in own_ranks(node))
             pending += node.values()
 
 

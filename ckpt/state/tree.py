@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,9 +89,10 @@ def flatten(state: Any, rank: int | None = None) -> FlatState:
         raise UnsupportedLeaf("the state is nested too deeply: use lists instead of chains of objects") from None
 
 
-def encode_tree(node: Node) -> bytes:
-    """Return the content of the tree file."""
-    return json.dumps({"format": 1, "tree": node}, separators=(",", ":")).encode()
+def encode_tree(node: Node, layouts: Sequence[str] = ()) -> bytes:
+    """Return the content of the tree file. layouts: those in which ranks may load their own values of arrays."""
+    body = {"format": 1, "tree": node, **({"layouts": list(layouts)} if layouts else {})}
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def join_path(path: str, key: Any) -> str:
@@ -194,11 +195,9 @@ class _Flattener:
         if self._current_per_rank is not None:
             return self.node(value, path)
         self._current_per_rank = self._per_rank
-        outer, self._name_of_identity, self._name_at_address = (
-            (self._name_of_identity, self._name_at_address),
-            {},
-            {},
-        )  # no ties to the arrays outside: on other ranks the value may contain other arrays
+        outer = self._name_of_identity, self._name_at_address
+        # No ties to the arrays outside: on other ranks the value may contain other arrays.
+        self._name_of_identity, self._name_at_address = {}, {}
         try:
             return {"ranks": {str(self._rank or 0): self.node(value, path)}}
         finally:

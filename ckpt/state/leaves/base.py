@@ -157,6 +157,13 @@ class ArrayLeaf(ABC):
         """Return the local shards of a global array; None where this leaf has the whole array in its memory."""
         return None
 
+    def layout(self) -> str:
+        """Return how the ranks have divided the array among them, "" where each has all of it.
+
+        Two leaves with one layout are divided in the same way.
+        """
+        return ""
+
     def full_copy(self) -> ArrayLeaf | None:
         """Return the leaf with all elements of the array if other ranks should have an equal copy of it, else None."""
         return self if self.shards() is None else None

@@ -20,6 +20,7 @@ from ckpt.state.leaves.sharded import ShardedLeaf, require_in_bounds
 from ckpt.state.leaves.torch import as_leaf as leaf_of
 from ckpt.state.leaves.torch import torch_attributes
 from ckpt.state.mesh_boxes import MeshSplit, replica_on_mesh, shard_boxes
+from ckpt.storage.base.checksums import checksum
 
 
 def as_leaf(value: Any) -> ArrayLeaf:
@@ -57,6 +58,20 @@ def _of_sharded_tensor(value: Any) -> ArrayLeaf:
         )
     plain = parts[0].leaf if parts else leaf_of(torch.empty(0, dtype=value.dtype))
     return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts)
+
+
+def layout_of(value: Any) -> str:
+    """Return the mesh and the placements of a DTensor as a text; "" if each rank has all of it."""
+    return _layout(value.device_mesh, tuple(value.placements))
+
+
+@lru_cache(maxsize=1024)
+def _layout(mesh: Any, placements: tuple[Any, ...]) -> str:
+    splits = [_mesh_split(placement) for placement in placements]
+    if not any(splits):
+        return ""
+    mesh_digest = checksum(repr((tuple(mesh.mesh.shape), mesh.mesh.reshape(-1).tolist())).encode())
+    return f"mesh {mesh_digest:016x} {splits}"
 
 
 def replica_ranks(value: Any, holders: Collection[int]) -> tuple[int, ...] | None:

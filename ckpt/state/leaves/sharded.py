@@ -104,6 +104,17 @@ class ShardedLeaf(ArrayLeaf):
     def shards(self) -> list[LeafShard]:
         return self._shards
 
+    def layout(self) -> str:
+        inner = getattr(self.value, "tensor", None) if isinstance(self.value, Shard) else self.value
+        if hasattr(inner, "device_mesh"):
+            from ckpt.state.leaves.dtensor import layout_of
+
+            return layout_of(inner)
+        if len(self._shards) == 1 and self._shards[0].box == whole_box(self.shape):
+            return ""
+        kind = "flat" if isinstance(self.value, Shard) and self.value.flat is not None else "boxes"
+        return f"{kind} of {max((part.replica.total for part in self._shards), default=1)} copies"
+
     def full_copy(self) -> ArrayLeaf | None:
         if len(self._shards) != 1 or not isinstance(self.value, Shard):  # an array of a framework describes its own copies
             return None
