@@ -14,7 +14,9 @@ import click
 import ckpt
 from ckpt.api import check_step
 from ckpt.format.training_lines import StepOrder, order_steps
+from ckpt.groups.base import ranks_text
 from ckpt.repository.repository import Repository
+from ckpt.state.rank_tree import own_name
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common, verify_subset
@@ -206,12 +208,13 @@ def _inspect_one_step(repo: Repository, report: StepReport, only: tuple[str, ...
         except ckpt.IntegrityError as error:
             report = _with_error(report, error)
     if verifying and chosen is not None:
-        report, _ = _verify_step(repo, report, [a.leaf for a in chosen.arrays] if only else None, as_json)
+        own = [own_name(a.leaf, rank) for a in chosen.arrays for rank in chosen.own_ranks.get(a.name, ())]
+        report, _ = _verify_step(repo, report, [*(a.leaf for a in chosen.arrays), *own] if only else None, as_json)
     if as_json:
         result = {"url": repo.url, **_step_json(repo, report, None, verifying)}
         if chosen is not None:
             result["leaves"] = [_leaf_json(leaf) for leaf in leaves]
-            result |= {"plain_values": len(chosen.values), "tied": chosen.tied}
+            result |= {"plain_values": len(chosen.values), "tied": chosen.tied, "own_ranks": chosen.own_ranks}
         common.emit_json(result)
     elif not (verifying and chosen is not None):
         _show_step(repo, report, chosen, leaves)
@@ -223,6 +226,7 @@ def _show_step(repo: Repository, report: StepReport, chosen: Contents | None, le
         _show_leaves(leaves)
         for second, first in chosen.tied.items():
             emit(f"{printable(second)} is tied to {printable(first)}")
+        _show_own_ranks(chosen.own_ranks)
         stored = sum(leaf.stored_bytes for leaf in leaves)
         emit(
             f"{format_count(len(leaves), 'leaf')}, {format_size(chosen.nbytes)} stored in {format_size(stored)}, "
@@ -234,6 +238,16 @@ def _show_step(repo: Repository, report: StepReport, chosen: Contents | None, le
         about += f"; saved {_format_time(commit.created)} UTC by {who}"
     emit(about)
     _show_problems(report)
+
+
+def _show_own_ranks(own_ranks: dict[str, list[int]], most: int = 3) -> None:
+    """Print which ranks have saved other values than those listed."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, ranks in own_ranks.items():
+        by_ranks.setdefault(tuple(ranks), []).append(printable(name))
+    for ranks, names in by_ranks.items():
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        emit(f"{ranks_text(ranks)} also saved other values of {', '.join(names[:most])}{more}; the values of rank 0 are listed")
 
 
 def _show_leaves(leaves: list[LeafReport]) -> None:

@@ -22,6 +22,7 @@ from ckpt.state.boxes import Box
 from ckpt.state.dtypes import dtype_name, numpy_dtype
 from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.name_patterns import entries, matcher, require_match, suggest
+from ckpt.state.rank_tree import own_name, own_ranks
 from ckpt.state.tree import Node
 from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.tools.export_names import SAME_NAMES, ExportNames
@@ -107,6 +108,8 @@ class Contents:
     """Further names of arrays: second name → `Array.name`."""
     values: dict[str, Any]
     """Plain values by name, as JSON; other types are nodes of docs/reference/format.md, such as {"bytes": …}."""
+    own_ranks: dict[str, list[int]]
+    """By name in the output: the ranks that have saved another value of an array than the one listed."""
     nodes: dict[str, Node]
     """The nodes of the chosen arrays (with their further names) and values, by name in the output."""
 
@@ -172,7 +175,7 @@ def read_contents(checkpoint: Checkpoint, only: Iterable[str] = (), names: Expor
             continue
         leaf = node["array"]
         first = leaf not in seen
-        seen.add(leaf)
+        seen |= {leaf, *(own_name(leaf, rank) for rank in own_ranks(node))}
         if chosen:
             reader.add_array(leaf, leaf if first else _unused_name(path, reader.tied_or_saved), node)
     for leaf in saved:  # arrays that `entries` does not list, such as those in a set
@@ -180,7 +183,9 @@ def read_contents(checkpoint: Checkpoint, only: Iterable[str] = (), names: Expor
             reader.add_array(leaf, leaf, None)
     if names.strip and not reader.nodes:
         raise LeafNotFound(f"no chosen leaf of {checkpoint.where} begins with {names.strip!r}{suggest(names.strip, saved)}")
-    return Contents(checkpoint, tree, only, names, list(reader.arrays.values()), reader.tied, reader.values, reader.nodes)
+    return Contents(
+        checkpoint, tree, only, names, list(reader.arrays.values()), reader.tied, reader.values, reader.own_ranks, reader.nodes
+    )
 
 
 class _ContentsReader:
@@ -194,6 +199,7 @@ class _ContentsReader:
         self.arrays: dict[str, Array] = {}  # by name of the leaf
         self.tied: dict[str, str] = {}
         self.values: dict[str, Any] = {}
+        self.own_ranks: dict[str, list[int]] = {}
         self.nodes: dict[str, Node] = {}
         self.tied_or_saved = collections.ChainMap[str, Any]({}, self._saved)
 
@@ -208,6 +214,8 @@ class _ContentsReader:
             self.arrays[leaf] = Array(name, leaf, self._saved[leaf].dtype, self._saved[leaf].shape)
         if node is not None:
             self.nodes[name] = node
+            if ranks := own_ranks(node):
+                self.own_ranks[name] = [*ranks]
 
     def add_value(self, path: str, node: Node) -> None:
         name = _unused_name(self._new_name(path), self.values)

@@ -26,7 +26,7 @@ SAMPLES = 8
 class Model(torch.nn.Module):
     """Layers with dropout, a tied weight, a frozen parameter, a buffer, and sizes that no number of ranks divides."""
 
-    def __init__(self, hidden: int = 13, more: bool = False, fewer: bool = False) -> None:
+    def __init__(self, hidden: int = 13, more: bool = False, fewer: bool = False, batch_norm: bool = False) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(17, hidden)
         self.first = torch.nn.Linear(hidden, 31)
@@ -38,11 +38,14 @@ class Model(torch.nn.Module):
         self.head.weight = self.embed.weight
         if more:
             self.more = torch.nn.Linear(3, 3)
+        self.batch_norm = torch.nn.BatchNorm1d(hidden) if batch_norm else None
         self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
 
     def forward(self, tokens: Any) -> Any:
         self.seen += 1
         x = self.embed(tokens[:, :-1])
+        if self.batch_norm is not None:
+            x = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
         inner = self.drop(torch.relu(self.first(x)))
         x = self.norm(x + (inner[..., : x.shape[-1]] if self.second is None else self.second(inner)) * self.scale)
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -96,6 +99,15 @@ def train_step(engine: Any, micro_step: int) -> float:
     return float(loss.detach())
 
 
+def validation_loss(engine: Any) -> float:
+    """Return the loss on a fixed batch, for which a BatchNorm uses the statistics of this rank."""
+    engine.eval()
+    with torch.no_grad():
+        loss = float(engine(tokens_of(10**6, 0, engine.world_size)))
+    engine.train()
+    return loss
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
@@ -105,9 +117,10 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--kill-at", type=int)
+    parser.add_argument("--batch-norm", action="store_true")
     options = parser.parse_args()
 
-    engine = make_engine(options.stage, options.precision, accumulate=options.accumulate)
+    engine = make_engine(options.stage, options.precision, accumulate=options.accumulate, batch_norm=options.batch_norm)
     attach(engine, options.url)
     torch.manual_seed(100 + engine.global_rank)
     path, client_state = engine.load_checkpoint("unused")
@@ -116,6 +129,7 @@ def main() -> None:
     with Path(f"{options.log}.{engine.global_rank}").open("a") as log:
         for step in range(start, STEPS):
             losses = [train_step(engine, step * options.accumulate + i) for i in range(options.accumulate)]
+            losses.append(validation_loss(engine))
             log.write(f"{step} {' '.join(map(float.hex, losses))} {engine.get_lr()[0].hex()} {engine.skipped_steps}\n")
             log.flush()
             if step == options.kill_at and engine.global_rank == 0:

@@ -62,8 +62,8 @@ def experts() -> None:
 
 
 def batch_norm() -> None:
-    """Check that the statistics of a BatchNorm under DDP are refused by name without the module, and come from rank 0 with
-    it."""
+    """Check that the statistics of a BatchNorm under DDP are refused by name without the module. With it, each rank loads its
+    own, and one process those of rank 0."""
     rank, url = dist.get_rank(), ROOT / "batch_norm"
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH)))
@@ -82,12 +82,15 @@ def batch_norm() -> None:
     loaded = ckpt.load(url, group=None)["model"]
     assert torch.equal(loaded["module.1.running_mean"], mean[0])
     assert not torch.equal(mean[0], mean[1])
+    model.module[1].reset_running_stats()
+    ckpt.load(url, like={"model": model})
+    assert torch.equal(model.module[1].running_mean, mean[rank])
     ckpt.save(model.state_dict(), url, 3, verify_replicas=False)
 
 
 def pipeline() -> None:
-    """Check stages of a pipeline, two ranks each: buffers come from the first rank of a stage, and its parameters must be
-    equal."""
+    """Check stages of a pipeline, two ranks each: each rank loads its own buffers, one process those of the first rank of a
+    stage, and the parameters of a stage must be equal."""
     rank, url = dist.get_rank(), ROOT / "pipeline"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = rank // 2
@@ -99,6 +102,10 @@ def pipeline() -> None:
     loaded = ckpt.load(url, group=None)["model"]
     for name, base in ("running_mean", 0), ("running_var", 10):
         assert [loaded[f"stage{s}.{name}"].unique().tolist() for s in range(2)] == [[base], [base + 2.0]]
+    norm.reset_running_stats()
+    ckpt.load(url, like=ModelState(model, group=mesh["dp"]))
+    assert norm.running_mean.unique().tolist() == [rank]
+    assert norm.running_var.unique().tolist() == [10 + rank]
     with torch.no_grad():
         norm.weight.fill_(rank if stage else 1.0)
     other = ROOT / "pipeline-drifted"

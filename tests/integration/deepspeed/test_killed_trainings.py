@@ -37,6 +37,7 @@ class Training:
         pytest.param(10, ["--stage=1", "--precision=bf16-fp32-grads"], id="stage 1, the BF16_Optimizer"),
         pytest.param(14, ["--stage=2", "--precision=fp16"], id="stage 2, fp16 with skipped steps"),
         pytest.param(10, ["--stage=3", "--precision=bf16", "--accumulate=2"], id="stage 3, accumulated gradients"),
+        pytest.param(10, ["--stage=2", "--precision=bf16", "--batch-norm"], id="statistics of a BatchNorm of each rank"),
     ],
 )
 def test_losses_after_a_kill(tmp_path: Path, kill_at: int, options: list[str]) -> None:
@@ -53,4 +54,6 @@ def test_losses_after_a_kill(tmp_path: Path, kill_at: int, options: list[str]) -
         assert training.losses("cut", rank) == whole
         assert len(whole) == 24
     assert ("fp16" in options[1]) == (training.losses("whole", 0)["23"].split()[-1] != "0")  # steps that were skipped
+    if "--batch-norm" in options:  # each rank validates with its own statistics
+        assert training.losses("whole", 0)["23"].split()[2] != training.losses("whole", 1)["23"].split()[2]
     assert ckpt.open(tmp_path / "cut").latest().step == 24
