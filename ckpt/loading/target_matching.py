@@ -380,9 +380,7 @@ class TargetMatcher:
         return any(self._is_selected(name) for name, _ in entries(node, path))
 
     def _kind_mismatch(self, like: Any, node: Node, path: str) -> LeafMismatch:
-        saved = type(node).__name__
-        if isinstance(node, dict):
-            saved = str(next(iter(node)))
+        saved = str(next(iter(node))) if isinstance(node, dict) else type(node).__name__
         return LeafMismatch(
             f"leaf {path or '(root)'}: {self._where} has {_with_article(saved)}, `like` has {_type_with_article(like)}; "
             "give `like` the structure that was saved, or load without it"

@@ -60,13 +60,13 @@ def _of_sharded_tensor(value: Any) -> ArrayLeaf:
     return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts)
 
 
-def layout_of(value: Any) -> str:
+def division_of_dtensor(value: Any) -> str:
     """Return the mesh and the placements of a DTensor as a text; "" if each rank has all of it."""
-    return _layout(value.device_mesh, tuple(value.placements))
+    return _division(value.device_mesh, tuple(value.placements))
 
 
 @lru_cache(maxsize=1024)
-def _layout(mesh: Any, placements: tuple[Any, ...]) -> str:
+def _division(mesh: Any, placements: tuple[Any, ...]) -> str:
     splits = [_mesh_split(placement) for placement in placements]
     if not any(splits):
         return ""

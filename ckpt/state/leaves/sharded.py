@@ -107,9 +107,9 @@ class ShardedLeaf(ArrayLeaf):
     def layout(self) -> str:
         inner = getattr(self.value, "tensor", None) if isinstance(self.value, Shard) else self.value
         if hasattr(inner, "device_mesh"):
-            from ckpt.state.leaves.dtensor import layout_of
+            from ckpt.state.leaves.dtensor import division_of_dtensor
 
-            return layout_of(inner)
+            return division_of_dtensor(inner)
         if len(self._shards) == 1 and self._shards[0].box == whole_box(self.shape):
             return ""
         kind = "flat" if isinstance(self.value, Shard) and self.value.flat is not None else "boxes"

@@ -98,6 +98,33 @@ def test_a_partial_load_gets_the_own_buffers(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_load_under_other_names_gets_the_own_buffers(tmp_path: Path) -> None:
+    save(tmp_path)
+
+    def load(group: Any) -> list[Any]:
+        made = model(9)
+        ckpt.load(tmp_path, like={"renamed": made}, rename={"^renamed": "model"}, group=group)
+        return statistics(made)
+
+    assert on_ranks(load) == [[1], [2], [3], [4]]
+
+
+def test_large_buffers_that_differ_are_refused_if_all_bytes_are_compared(tmp_path: Path) -> None:
+    def make(rank: int) -> Any:
+        made = model(rank)
+        made.register_buffer("table", torch.zeros(OWN_BUFFER_BYTES // 4 + 9))
+        made.table[5000] = rank  # no sample has it
+        return made
+
+    def refused(group: Any) -> None:
+        with pytest.raises(ckpt.StepRefused, match="leaf model.table differs"):
+            ckpt.save({"model": make(group.rank)}, tmp_path, 1, group=group, verify_replicas=True)
+
+    on_ranks(refused)
+    save(tmp_path, 2, verify_replicas=True)
+    assert [statistics(made) for made in loaded(tmp_path)] == [[1], [2], [3], [4]]
+
+
 def test_buffers_that_are_equal_are_listed_once(tmp_path: Path) -> None:
     """Later saves refer to the blocks of buffers that the step does not list, after older steps are deleted."""
     for step in range(4):
