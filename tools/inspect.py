@@ -243,8 +243,8 @@ def _show_step(repo: Repository, report: StepReport, chosen: Contents | None, le
 def _show_own_ranks(own_ranks: dict[str, list[int]], most: int = 3) -> None:
     """Print which ranks have saved other values than those listed."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
-    for name, ranks in own_ranks.items():
-        by_ranks.setdefault(tuple(ranks), []).append(printable(name))
+    for name, own in own_ranks.items():
+        by_ranks.setdefault(tuple(own), []).append(printable(name))
     for ranks, names in by_ranks.items():
         more = f" and {len(names) - most} more" if len(names) > most else ""
         emit(f"{ranks_text(ranks)} also saved other values of {', '.join(names[:most])}{more}; the values of rank 0 are listed")

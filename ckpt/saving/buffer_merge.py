@@ -54,7 +54,8 @@ def decode_buffers(text: str) -> PublishedBuffers:
     if not text:
         return PublishedBuffers({}, {}, {}, ())
     *packed, layouts = json.loads(text)
-    return PublishedBuffers(*(_unpack(*part) for part in packed), layouts)
+    first, own, large = (_unpack(*part) for part in packed)
+    return PublishedBuffers(first, own, large, layouts)
 
 
 def _unpack(packed_names: str, digests: str) -> dict[str, bytes]:
