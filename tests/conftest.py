@@ -18,6 +18,7 @@ def pytest_configure() -> None:
     that a test starts inherit that: an interrupt would never reach them."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # else each of thousands of processes has a thread per processor
         os.environ.setdefault(name, "1")
+    os.environ["CKPT_CACHE_DIR"] = ""  # what was learned of a disk before must not change how a test reads it
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):

@@ -13,11 +13,18 @@ from ckpt.storage.base.store import Buffer, Entry, Reader, Version, Writer, chec
 class NamespaceStore(ConditionalStore):
     """The store of all files below the path of a ckpt:// URL."""
 
+    is_remote = True
+
     _unused_version: Version = "outdated"
 
     def __init__(self, url: str) -> None:
         self._namespace, self._root = open_namespace(url)
         self.url = f"{self._namespace.url}/{self._root}".rstrip("/")
+
+    @property
+    def device(self) -> str:
+        """The namespace."""
+        return self._namespace.url
 
     def put(self, name: str, data: Buffer) -> None:
         self._namespace.put(self._path(name), data)

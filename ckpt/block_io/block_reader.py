@@ -10,32 +10,26 @@ and copied from there in chunks; chunks that the cache has are copied from it to
 
 from __future__ import annotations
 
-import errno
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self, TypeVar
 
 import numpy as np
 
-from ckpt.block_io.chunked_copy import BlockSource, RangeSweep, copy_in_chunks
+from ckpt.block_io.chunked_copy import CHUNK_BYTES, BlockSource, RangeSweep, copy_in_chunks
+from ckpt.block_io.pack_reader import PackReader, grown
 from ckpt.block_io.read_plan import BlockRead, CellRun, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
-from ckpt.block_io.read_threads import STREAM_THREADS, run_in_threads
 from ckpt.block_io.replicated_store import copies_of, from_nearest
-from ckpt.block_io.staging_arena import round_up
+from ckpt.block_io.tuned_reads import ReadKind, read_kind, run_reads
 from ckpt.format import codec
 from ckpt.format.digest import CELL_BYTES, checksum, digest, hasher
-from ckpt.format.limits import BLOCK_BYTES, MAX_BLOCK_BYTES
+from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.leaves.base import Bytes, LeafPiece, is_limited_by_launches, write_pieces
-from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
-from ckpt.storage.base.huge_pages import map_huge_pages
-from ckpt.storage.base.store import Reader, Store
+from ckpt.storage.base.errors import CkptError, IntegrityError
+from ckpt.storage.base.store import Store
 
 _CHUNK_BYTES = 1 << 20
-
-_PREFETCH_BYTES = 16 << 20
-"""How many bytes ahead of its reads each thread prefetches."""
+"""Bytes that are read through the page cache and hashed at once."""
 
 T = TypeVar("T")
 
@@ -55,18 +49,15 @@ def read_blocks(store: Store, algorithm: str, read_plan: list[BlockRead], where:
 
     read_plan: in the order of packs and positions. where: the step, for messages.
     """
+    by_kind: dict[ReadKind | None, list[BlockRead]] = {"streamed": [], "buffered": [], None: []}
+    for block in read_plan:
+        by_kind[read_kind(store, block)].append(block)
+    for kind, blocks in by_kind.items():
 
-    def work(job: Iterable[BlockRead]) -> None:
-        BlockReader(store, algorithm, where, progress).run(job)
+        def work(job: Iterable[BlockRead], kind: ReadKind | None = kind) -> None:
+            BlockReader(store, algorithm, where, progress, kind).run(job)
 
-    streamed: list[BlockRead] = []
-    if any(block.bypass_cache for block in read_plan) and copies_of(store)[0].past_cache:
-        streamed = [block for block in read_plan if block.can_stream()]
-    if streamed:
-        run_in_threads(streamed, work, STREAM_THREADS)
-        streamed_ids = {id(block) for block in streamed}
-        read_plan = [block for block in read_plan if id(block) not in streamed_ids]
-    run_in_threads(read_plan, work, 1 if _is_limited_by_launches(read_plan) else None)
+        run_reads(store, kind, blocks, work, in_one_thread=_is_limited_by_launches(blocks))
 
 
 def _is_limited_by_launches(read_plan: list[BlockRead]) -> bool:
@@ -77,50 +68,38 @@ def _is_limited_by_launches(read_plan: list[BlockRead]) -> bool:
 class BlockReader:
     """The reader of one thread, with its open file and buffers. It reads the nearest good copy of each block."""
 
-    def __init__(self, store: Store, algorithm: str, where: str, progress: Progress | None) -> None:
+    def __init__(
+        self, store: Store, algorithm: str, where: str, progress: Progress | None, kind: ReadKind | None = None
+    ) -> None:
+        """kind: how a tuner counts the reads of all blocks; None if no tuner controls them."""
         self._all_copies = store
-        self._store = copies_of(store)[0]
+        self._bytes = PackReader(copies_of(store)[0], where, kind)
+        self._is_tuned = kind is not None
         self._missing: set[tuple[str, str]] = set()
         self._algorithm = algorithm
         self._where = where
         self._progress = progress
-        self._stored_buffer = np.empty(0, np.uint8)
         self._raw_buffer = np.empty(0, np.uint8)
-        self._opened: tuple[str, bool] | None = None
-        self._reader: Reader | None = None
+
+    def __enter__(self) -> Self:
+        self._bytes.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bytes.end()
 
     def run(self, reads: Iterable[BlockRead]) -> None:
         """Read and verify each block and copy its pieces to their targets."""
-        try:
-            for block in self._prefetched(reads):
-                self._with_nearest_copy(block, self._read_block)
-        finally:
-            self._close()
-
-    def _prefetched(self, reads: Iterable[BlockRead]) -> Iterator[BlockRead]:
-        """Yield the blocks, each after the next ones were announced to the store for its page cache."""
-        waiting: deque[tuple[BlockRead, int]] = deque()
-        nbytes = 0
-        for block in reads:
-            if not self._bypasses_cache(block):
-                for begin, end in block.stored_ranges():
-                    self._store.prefetch(block.row.pack or "", end - begin, block.row.position + begin)
-            waiting.append((block, block.read_bytes()))
-            nbytes += block.read_bytes()
-            while nbytes > _PREFETCH_BYTES and len(waiting) > 1:
-                first, size = waiting.popleft()
-                nbytes -= size
-                yield first
-        yield from (block for block, _ in waiting)
+        with self:
+            for block in reads if self._is_tuned else self._bytes.prefetched(reads):
+                self._read_nearest_copy(block, block.stored_ranges(), self._read_block)
 
     def verify(self, reads: Iterable[BlockRead]) -> None:
         """Read each block and check it and its cells; raise IntegrityError for the first bad one."""
-        try:
+        with self:
             for block in reads:
-                self._with_nearest_copy(block, self._verify_block)
+                self._read_nearest_copy(block, [(0, block.row.stored)], self._verify_block)
                 self._report_progress(block.row.stored)
-        finally:
-            self._close()
 
     def _verify_block(self, block: BlockRead) -> None:
         raw = self._read_decoded_block(block)
@@ -129,14 +108,17 @@ class BlockReader:
                 begin = piece.row.cells_begin
                 self._check_cells(piece.row, raw[begin : piece.row.cells_end], begin)
 
-    def _with_nearest_copy(self, block: BlockRead, work: Callable[[BlockRead], T]) -> T:
-        def read(store: Store) -> T:
-            if store is not self._store:
-                self._close()
-                self._store = store
-            return work(block)
+    def _read_nearest_copy(
+        self, block: BlockRead, ranges: Sequence[tuple[int, int]], read: Callable[[BlockRead], object]
+    ) -> None:
+        """Call `read`, with the nearest store that has a good copy. ranges: the bytes of the stored block that it reads."""
 
-        return from_nearest(self._all_copies, read, block.row.pack or "", block.row.position, self._missing)
+        def read_from(store: Store) -> None:
+            if store is not self._bytes.store:
+                self._bytes.use(store)
+            self._bytes.in_chosen_mode(block, ranges, read)
+
+        from_nearest(self._all_copies, read_from, block.row.pack or "", block.row.position, self._missing)
 
     # --- one block ---------------------------------------------------------------------------------------------
 
@@ -148,18 +130,19 @@ class BlockReader:
             return
         row = block.row
         destinations = block.destinations() if row.codec is None else None
-        if destinations and self._bypasses_cache(block):
-            self._stream_block(row, destinations, self._uncached_source(row))
+        if destinations and (chunk_bytes := self._bytes.chunk_bytes):
+            self._stream_block(row, destinations, self._bytes.source(block), chunk_bytes)
         elif destinations and len(destinations) == 1 and len(destinations[0][2]) == row.raw:
-            self._read_into_destination(row, destinations[0][2])
+            self._read_into_destination(block, destinations[0][2])
         else:
             self._copy_pieces(block.pieces, self._read_decoded_block(block))
         self._report_progress(row.stored)
 
     def _read_run(self, block: BlockRead, run: CellRun) -> None:
         pieces = [piece for _, _, piece in run.pieces]
-        if self._bypasses_cache(block) and (destinations := destinations_of(pieces)):
-            self._stream_cells(run, run.begin, run.end, destinations, self._uncached_source(block.row))
+        if (chunk_bytes := self._bytes.chunk_bytes) and (destinations := destinations_of(pieces)):
+            source = self._bytes.source(block)
+            self._stream_cells(run, run.begin, run.end, destinations, source, chunk_bytes)
         else:
             self._copy_pieces(pieces, self._read_cells(block, run.begin, run.end), run.begin)
 
@@ -172,18 +155,21 @@ class BlockReader:
         is_all = end - begin == row.raw
 
         def read(block: BlockRead) -> None:
-            if row.codec is not None or not self._bypasses_cache(block):
+            chunk_bytes = self._bytes.chunk_bytes
+            if row.codec is not None or chunk_bytes is None:
                 out[:] = self._read_decoded_block(block) if is_all else self._read_cells(block, begin, end)
             elif is_all:
-                self._stream_block(row, [(0, end, out)], self._uncached_source(row))
+                self._stream_block(row, [(0, end, out)], self._bytes.source(block), chunk_bytes)
             else:
-                self._stream_cells(block.run_at(begin), begin, end, [(begin, end, out)], self._uncached_source(row))
+                source = self._bytes.source(block)
+                self._stream_cells(block.run_at(begin), begin, end, [(begin, end, out)], source, chunk_bytes)
 
+        ranges = [(0, row.stored)] if is_all else [(begin, end)]
         try:
-            self._with_nearest_copy(block, read)
+            self._read_nearest_copy(block, ranges, read)
             self._report_progress(row.stored if is_all else end - begin)
         finally:
-            self._close()
+            self._bytes.close_file()
 
     def accept(self, block: BlockRead, begin: int, data: Bytes) -> None:
         """Verify bytes of the raw block, some of which other ranks have read, and copy its pieces to their targets.
@@ -229,42 +215,33 @@ class BlockReader:
             to_write.append(LeafPiece(leaf, at, part))
         write_pieces(to_write)
 
-    def _stream_block(self, row: Row, destinations: list[Destination], source: BlockSource) -> None:
+    def _stream_block(
+        self, row: Row, destinations: list[Destination], source: BlockSource, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         """Copy a whole raw block from `source` to its destinations and verify it by its digest."""
         block_hash = hasher(self._algorithm)
-        copy_in_chunks(0, row.raw, destinations, source, lambda data, begin: block_hash.update(data))
+        copy_in_chunks(0, row.raw, destinations, source, lambda data, begin: block_hash.update(data), chunk_bytes)
         if block_hash.digest() != row.digest:
             raise self._damage_error(row, "digest")
 
-    def _stream_cells(self, run: CellRun, begin: int, end: int, destinations: list[Destination], source: BlockSource) -> None:
+    def _stream_cells(
+        self, run: CellRun, begin: int, end: int, destinations: list[Destination], source: BlockSource,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:  # fmt: skip
         """Copy the cells [begin, end) of a run from `source` to the destinations and verify each by its checksum."""
         sweep = RangeSweep(run.pieces)
         copy_in_chunks(
             begin, end, destinations, source,
-            lambda data, begin: self._check_run(sweep.advance_to(begin + len(data)), data, begin),
+            lambda data, begin: self._check_run(sweep.advance_to(begin + len(data)), data, begin), chunk_bytes,
         )  # fmt: skip
 
-    def _uncached_source(self, row: Row) -> BlockSource:
-        """Return a source of an uncompressed block's bytes.
-
-        It reads past the page cache into this reader's buffer. Bytes that the page cache has are copied to `target` at once.
-        """
-
-        def source(begin: int, end: int, target: Bytes | None) -> Bytes:
-            position = row.position + begin
-            if target is None or not self._is_cached(row, position):
-                return self._read(row, position, end - begin, True)
-            self._read_at(row, position, target.data, end - begin, True)
-            return target
-
-        return source
-
-    def _read_into_destination(self, row: Row, destination: Bytes) -> None:
+    def _read_into_destination(self, block: BlockRead, destination: Bytes) -> None:
+        row = block.row
         block_hash = hasher(self._algorithm)
         view = destination.data
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
-            self._read_at(row, row.position + start, chunk, len(chunk))
+            self._bytes.read_into(block, start, chunk, len(chunk))
             block_hash.update(chunk)
         if block_hash.digest() != row.digest:
             raise self._damage_error(row, "digest")
@@ -277,11 +254,11 @@ class BlockReader:
                 f"leaf {row.leaf} of {self._where}: the manifest states a block of {max(row.raw, row.stored)} bytes, and "
                 f"blocks have at most {MAX_BLOCK_BYTES}; restore the manifest or load another step"
             )
-        raw = stored = self._read(row, row.position, row.stored, self._bypasses_cache(block))
+        raw = stored = self._bytes.read(block, 0, row.stored)
         if row.codec is not None:
             if checksum(stored) != row.checksum:
                 raise self._damage_error(row, "checksum")
-            self._raw_buffer = _grown(self._raw_buffer, row.raw)
+            self._raw_buffer = grown(self._raw_buffer, row.raw)
             raw = self._raw_buffer[: row.raw]
             try:
                 codec.decode(row.codec, stored.data, raw)
@@ -297,7 +274,7 @@ class BlockReader:
 
     def _read_cells(self, block: BlockRead, begin: int, end: int) -> Bytes:
         """Return cells of an uncompressed block, verified, in this reader's buffer; each must contain a part of a piece."""
-        cells = self._read(block.row, block.row.position + begin, end - begin, self._bypasses_cache(block))
+        cells = self._bytes.read(block, begin, end)
         self._check_run(block.run_at(begin).pieces, cells, begin)
         return cells
 
@@ -317,80 +294,12 @@ class BlockReader:
             if checksum(data[start : start + CELL_BYTES]).to_bytes(8, "little") != row.cells[8 * i : 8 * i + 8]:
                 raise self._damage_error(row, f"cell {i}")
 
-    def _bypasses_cache(self, block: BlockRead) -> bool:
-        return block.bypass_cache and self._store.past_cache
-
-    # --- bytes -------------------------------------------------------------------------------------------------
-
-    def _read(self, row: Row, position: int, nbytes: int, bypass_cache: bool) -> Bytes:
-        """Return `nbytes` bytes from `position` on, in this reader's buffer."""
-        self._stored_buffer = _grown(self._stored_buffer, round_up(nbytes))
-        self._read_at(
-            row, position, self._stored_buffer[: round_up(nbytes) if bypass_cache else nbytes].data, nbytes, bypass_cache
-        )
-        return self._stored_buffer[:nbytes]
-
-    def _read_at(self, row: Row, position: int, buffer: memoryview, min_bytes: int, bypass_cache: bool = False) -> None:
-        """Fill `buffer` from `position` on; raise IntegrityError if the file is missing or has less than `min_bytes` there."""
-        with self._damage_named(row, position):
-            count = self._reader_of(row, bypass_cache).read_into(position, buffer)
-        if count < min_bytes:
-            raise IntegrityError(
-                f"leaf {row.leaf} of {self._where}: {self._store.url}/{row.pack or ''} ends at byte {position + count}, "
-                f"{min_bytes - count} bytes early; restore it or load another step"
-            )
-
-    def _is_cached(self, row: Row, position: int) -> bool:
-        with self._damage_named(row, position):
-            return self._reader_of(row, True).is_cached(position)
-
-    @contextmanager
-    def _damage_named(self, row: Row, position: int) -> Iterator[None]:
-        """Raise IntegrityError where a file is missing or the device cannot read it."""
-        name = row.pack or ""
-        try:
-            yield
-        except NotFound as error:
-            raise IntegrityError(
-                f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} is missing; restore it or load another step"
-            ) from error
-        except StoreError as error:
-            if not is_bad_sector(error):
-                raise
-            raise IntegrityError(
-                f"leaf {row.leaf} of {self._where}: {self._store.url}/{name} cannot be read at byte {position}: the device "
-                "reports an I/O error; check the disk, and load another step"
-            ) from error
-
-    def _reader_of(self, row: Row, bypass_cache: bool) -> Reader:
-        """Return the open file of a block."""
-        name = row.pack or ""
-        if self._reader is None or self._opened != (name, bypass_cache):
-            self._close()
-            self._reader = self._store.open_once(name) if bypass_cache else self._store.open(name)
-            self._opened = name, bypass_cache
-        return self._reader
-
     def _damage_error(self, row: Row, what: str) -> IntegrityError:
         return IntegrityError(
-            f"leaf {row.leaf} of {self._where}: {self._store.url}/{row.pack}, block at byte {row.position}, does not "
+            f"leaf {row.leaf} of {self._where}: {self._bytes.store.url}/{row.pack}, block at byte {row.position}, does not "
             f"match its {what}; restore the file or load another step"
         )
 
     def _report_progress(self, nbytes: int) -> None:
         if self._progress is not None:
             self._progress(nbytes)
-
-    def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-
-
-def is_bad_sector(error: StoreError) -> bool:
-    """Return whether the device could not read the bytes (EIO). That is damage, unlike a store that cannot be reached."""
-    return getattr(error.__cause__, "errno", None) == errno.EIO
-
-
-def _grown(buffer: Bytes, nbytes: int) -> Bytes:
-    return buffer if len(buffer) >= nbytes else np.frombuffer(map_huge_pages(max(nbytes, BLOCK_BYTES)), np.uint8)

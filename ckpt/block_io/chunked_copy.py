@@ -11,8 +11,8 @@ from ckpt.block_io.read_plan import Destination, PieceCells
 from ckpt.format.digest import CELL_BYTES
 from ckpt.state.leaves.base import Bytes
 
-_STREAM_CHUNK_BYTES = 2 * CELL_BYTES
-"""Bytes of a chunk read past the page cache: small enough to be in the processor's cache when it is hashed and copied."""
+CHUNK_BYTES = 2 * CELL_BYTES
+"""Bytes of a chunk that is in memory already: small enough to be in the processor's cache when it is hashed and copied."""
 
 BlockSource = Callable[[int, int, Bytes | None], Bytes]
 """A function (begin, end, target) that returns the bytes [begin, end) of a raw block, valid until the next call.
@@ -39,17 +39,19 @@ class RangeSweep(Generic[S]):
 
 
 def copy_in_chunks(
-    begin: int, end: int, destinations: list[Destination], source: BlockSource, check: Callable[[Bytes, int], object]
-) -> None:
-    """Copy bytes [begin, end) of a raw block to destinations, in chunks that stay in the processor's cache.
+    begin: int, end: int, destinations: list[Destination], source: BlockSource, check: Callable[[Bytes, int], object],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> None:  # fmt: skip
+    """Copy bytes [begin, end) of a raw block to destinations, in chunks.
 
     check: called with each chunk, in order, and its first byte.
+    chunk_bytes: a multiple of CELL_BYTES.
     """
     sweep = RangeSweep(destinations)
     while begin < end:
         rest = end - begin
         upto = (
-            end if rest < _STREAM_CHUNK_BYTES * 3 // 2 else begin + _STREAM_CHUNK_BYTES
+            end if rest < chunk_bytes * 3 // 2 else begin + chunk_bytes
         )  # a short last chunk is merged into this one, since a short read would go through the page cache
         parts = sweep.advance_to(upto)
         target = None

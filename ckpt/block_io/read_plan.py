@@ -177,7 +177,7 @@ class BlockRead:
 
     def can_stream(self) -> bool:
         """Return whether the block can be copied to its destinations in chunks, because nothing needs all of it at once."""
-        return self.bypass_cache and self.row.codec is None and self.destinations() is not None
+        return self.row.codec is None and self.destinations() is not None
 
     def raw_ranges(self) -> list[tuple[int, int]]:
         """Return the ranges of the raw block to read, each as first byte and end."""

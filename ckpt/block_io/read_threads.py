@@ -1,9 +1,10 @@
-"""The threads that read the blocks of a read plan, each a contiguous part of about equal bytes."""
+"""The threads that read the blocks of a read plan: each a contiguous part of about equal bytes, or all from one queue."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.support.runtime import processor_count
@@ -11,10 +12,6 @@ from ckpt.support.runtime import processor_count
 READ_THREADS = 3
 """The most threads that read blocks. Reads through the page cache copy, so they use no more threads than there are cores; past
 it, threads mostly wait."""
-
-STREAM_THREADS = 16
-"""The most threads that read past the page cache in chunks, counted over all ranks of a host if they share reads. Each waits
-for one small read and needs little memory."""
 
 
 def run_in_threads(reads: list[BlockRead], work: Callable[[Iterable[BlockRead]], None], max_threads: int | None = None) -> None:
@@ -31,24 +28,55 @@ def run_in_threads(reads: list[BlockRead], work: Callable[[Iterable[BlockRead]],
     for block in reads:
         parts[min(threads - 1, done * threads // total)].append(block)
         done += block.row.stored
+    _run_threads([partial(_work_on_part, work, part) for part in parts])
+
+
+def run_from_queue(reads: Sequence[BlockRead], work: Callable[[Iterable[BlockRead]], None], max_threads: int) -> None:
+    """Run `work` in threads that take the next block from one queue; the first error stops all threads and is raised.
+
+    So the blocks are read in about the order of the plan, and all threads end at about the same time.
+    """
+    threads = min(max_threads, len(reads))
+    if threads <= 1:
+        work(reads)
+        return
+    queue, lock = iter(reads), threading.Lock()
+
+    def taken(stop: threading.Event) -> Iterator[BlockRead]:
+        while not stop.is_set():
+            with lock:
+                block = next(queue, None)
+            if block is None:
+                return
+            yield block
+
+    _run_threads([lambda stop: work(taken(stop))] * threads)
+
+
+def _run_threads(jobs: Sequence[Callable[[threading.Event], None]]) -> None:
+    """Run each job in a thread, one of them in this. A job ends early when its argument is set; the first error is raised."""
     stop = threading.Event()
     errors: list[BaseException] = []
 
-    def run(part: list[BlockRead]) -> None:
+    def run(job: Callable[[threading.Event], None]) -> None:
         try:
-            work(_until_stopped(part, stop))
+            job(stop)
         except BaseException as error:
             errors.append(error)
             stop.set()
 
-    workers = [threading.Thread(target=run, args=(p,), name="ckpt-read") for p in parts[1:]]
+    workers = [threading.Thread(target=run, args=(job,), name="ckpt-read") for job in jobs[1:]]
     for worker in workers:
         worker.start()
-    run(parts[0])
+    run(jobs[0])
     for worker in workers:
         worker.join()
     if errors:
         raise errors[0]
+
+
+def _work_on_part(work: Callable[[Iterable[BlockRead]], None], part: list[BlockRead], stop: threading.Event) -> None:
+    work(_until_stopped(part, stop))
 
 
 def _until_stopped(part: list[BlockRead], stop: threading.Event) -> Iterator[BlockRead]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ckpt.block_io.block_reader import BlockReader, Progress
 from ckpt.block_io.read_plan import BlockRead, RowPiece
-from ckpt.block_io.read_threads import run_in_threads
+from ckpt.block_io.tuned_reads import run_reads
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
@@ -26,7 +26,11 @@ def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progre
                     block = blocks[row.pack, row.position] = BlockRead(row, bypass_cache=True)
                 block.pieces.append(RowPiece(row, _NO_DESTINATION, row.box, row.box))
         order = list(blocks.values())
-        run_in_threads(order, lambda job: BlockReader(store, manifest.digest_algorithm, where, progress).verify(job))
+
+        def work(job: Iterable[BlockRead]) -> None:
+            BlockReader(store, manifest.digest_algorithm, where, progress, "buffered").verify(job)
+
+        run_reads(store, "buffered", order, work)
         done += sum(block.row.stored for block in order)
     return done
 
@@ -38,14 +42,14 @@ def find_bad_blocks(
     bad: list[tuple[Row, IntegrityError]] = []
 
     def work(job: Iterable[BlockRead]) -> None:
-        worker = BlockReader(store, algorithm, where, progress)
+        worker = BlockReader(store, algorithm, where, progress, "buffered")
         for block in job:
             try:
                 worker.verify([block])
             except IntegrityError as error:
                 bad.append((block.row, error))
 
-    run_in_threads([BlockRead(row, bypass_cache=True) for row in rows], work)
+    run_reads(store, "buffered", [BlockRead(row, bypass_cache=True) for row in rows], work)
     return bad
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckpt.block_io.block_reader import BlockReader
 from ckpt.block_io.read_plan import BlockRead, Target, plan_reads
+from ckpt.block_io.tuned_reads import ReadKind, most_threads
 from ckpt.format.manifest import Manifest, Row, Saved
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.state.dtypes import numpy_dtype
@@ -23,7 +24,7 @@ from ckpt.state.leaves.base import ArrayLeaf
 _BATCH_BYTES = 16 << 20
 _JOB_BYTES = 16 << 20
 _THREADS = 4
-"""More threads than this are no faster from a disk, and fewer do not hide the latency of an object store."""
+"""The threads that read through the page cache. A tuner decides how many read a store that is remote."""
 
 MakeLeaf = Callable[[Saved], ArrayLeaf]
 """Returns the leaf of a new array of a dtype and shape."""
@@ -117,7 +118,8 @@ class _Reader:
         self._checkpoint = checkpoint
         self._manifest = manifest
         self._make = make
-        self._threads = ThreadPoolExecutor(_THREADS, "ckpt-read")
+        self._kind: ReadKind | None = "buffered" if checkpoint.store.is_remote else None
+        self._threads = ThreadPoolExecutor(most_threads(checkpoint.store, self._kind) or _THREADS, "ckpt-read")
         self._of_thread = threading.local()
 
     def start(self, batch: _Batch, saved: Mapping[str, Saved]) -> None:
@@ -125,13 +127,15 @@ class _Reader:
         batch.leaves = [self._make(saved[name]) for name in batch.names]
         targets = [Target(name, leaf, None) for name, leaf in zip(batch.names, batch.leaves, strict=True)]
         blocks = plan_reads(self._manifest, targets, self._checkpoint.where)
-        batch.jobs = [self._threads.submit(self._read, job) for job in _jobs(blocks)]
+        job_bytes = 1 if self._kind else _JOB_BYTES  # a remote block is a job of its own: each waits for a round trip
+        batch.jobs = [self._threads.submit(self._read, job) for job in _jobs(blocks, job_bytes)]
 
     def _read(self, blocks: list[BlockRead]) -> None:
         reader = getattr(self._of_thread, "reader", None)
         if reader is None:
             checkpoint = self._checkpoint
-            reader = BlockReader(checkpoint.store, checkpoint.manifest().digest_algorithm, checkpoint.where, None)
+            algorithm = checkpoint.manifest().digest_algorithm
+            reader = BlockReader(checkpoint.store, algorithm, checkpoint.where, None, self._kind)
             self._of_thread.reader = reader
         reader.run(blocks)
 
@@ -140,13 +144,13 @@ class _Reader:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _jobs(blocks: Sequence[BlockRead]) -> Iterator[list[BlockRead]]:
+def _jobs(blocks: Sequence[BlockRead], job_bytes: int) -> Iterator[list[BlockRead]]:
     job: list[BlockRead] = []
     nbytes = 0
     for block in blocks:
         job.append(block)
         nbytes += block.read_bytes()
-        if nbytes >= _JOB_BYTES:
+        if nbytes >= job_bytes:
             yield job
             job, nbytes = [], 0
     if job:

@@ -18,8 +18,9 @@ import numpy as np
 
 from ckpt.block_io.block_reader import BlockReader, Progress, read_blocks
 from ckpt.block_io.read_plan import BlockRead
-from ckpt.block_io.read_threads import READ_THREADS, STREAM_THREADS
+from ckpt.block_io.read_threads import READ_THREADS
 from ckpt.block_io.replicated_store import copies_of
+from ckpt.block_io.tuned_reads import ReadKind, most_threads, read_kind
 from ckpt.groups.base import Group, Message, ranks_text
 from ckpt.loading.shared_read_schedule import (
     NEED_COLUMNS,
@@ -61,9 +62,9 @@ class BlockSource:
         """Read blocks without another rank."""
         read_blocks(self.store, self.algorithm, read_plan, self.where, self.progress)
 
-    def reader(self) -> BlockReader:
-        """Return the reader with which one thread reads from the store."""
-        return BlockReader(self.store, self.algorithm, self.where, self.progress)
+    def reader(self, kind: ReadKind | None = None) -> BlockReader:
+        """Return the reader with which one thread reads from the store. kind: see `BlockReader`."""
+        return BlockReader(self.store, self.algorithm, self.where, self.progress, kind)
 
     def acceptor(self) -> BlockReader:
         """Return the reader with which one thread takes over bytes that were read already."""
@@ -202,9 +203,8 @@ def _read_through_window(
         for block, (block_read, shared_read) in enumerate(shared_reads) if block_read is not None
         for number, job in enumerate(shared_read.jobs, shared_read.first_job) if job.reader == group.rank
     ]  # fmt: skip
-    threads = READ_THREADS
-    if not any(own.block_read.row.codec for own in own_jobs):  # a thread that decodes needs memory for a whole block
-        threads = max(threads, STREAM_THREADS // group.size)
+    kind = read_kind(source.store, *(own.block_read for own in own_jobs))
+    threads = max(READ_THREADS, most_threads(source.store, kind) // group.size)
     remaining_jobs, lock = iter(own_jobs), threading.Lock()
     errors: list[BaseException] = []
 
@@ -217,7 +217,7 @@ def _read_through_window(
 
     def read_and_place(pool: DaemonThreadPool) -> None:
         for _ in range(min(threads, len(own_jobs))):
-            pool.submit(guarded, lambda: _fill_window(window, source, remaining_jobs, lock))
+            pool.submit(guarded, lambda: _fill_window(window, source.reader(kind), remaining_jobs, lock))
         _place_from_window(window, source, shared_reads)
 
     try:
@@ -233,20 +233,20 @@ def _read_through_window(
         errors.clear()
 
 
-def _fill_window(window: SharedWindow, source: BlockSource, jobs: Iterator[_OwnJob], lock: threading.Lock) -> None:
+def _fill_window(window: SharedWindow, reader: BlockReader, jobs: Iterator[_OwnJob], lock: threading.Lock) -> None:
     """Read jobs into the window until there are no more.
 
     lock: guards `jobs`, from which several threads take.
     """
-    reader = source.reader()
-    while True:
-        with lock:  # jobs start in the order in which slots become free, so one thread waits for all
-            own = next(jobs, None)
-            if own is None:
-                return
-            slot = window.wait_for_free_slot(own.block)
-        reader.fetch(own.block_read, own.job.begin, own.job.end, slot[own.job.begin : own.job.end])
-        window.mark_ready(own.number)
+    with reader:
+        while True:
+            with lock:  # jobs start in the order in which slots become free, so one thread waits for all
+                own = next(jobs, None)
+                if own is None:
+                    return
+                slot = window.wait_for_free_slot(own.block)
+            reader.fetch(own.block_read, own.job.begin, own.job.end, slot[own.job.begin : own.job.end])
+            window.mark_ready(own.number)
 
 
 def _place_from_window(
@@ -303,7 +303,7 @@ def _run_round(
     def read(i: int, job: ReadJob) -> None:
         try:
             if not hasattr(own, "worker"):
-                own.worker = source.reader()
+                own.worker = source.reader(kind)
             own.worker.fetch(shared_reads[i][0], job.begin, job.end, within(i, job.begin, job.end))
         except Exception as error:
             failed.append(error)
@@ -315,8 +315,9 @@ def _run_round(
         except Exception as error:
             failed.append(error)
 
-    with DaemonThreadPool(READ_THREADS, "ckpt-read") as pool:
-        reads = [(i, job) for i, (_, shared_read) in enumerate(shared_reads) for job in shared_read.jobs if job.reader == rank]
+    reads = [(i, job) for i, (_, shared_read) in enumerate(shared_reads) for job in shared_read.jobs if job.reader == rank]
+    kind = read_kind(source.store, *(shared_reads[i][0] for i, _ in reads))
+    with DaemonThreadPool(max(READ_THREADS, min(most_threads(source.store, kind), len(reads))), "ckpt-read") as pool:
         list(pool.map(lambda it: read(*it), reads))
         send: list[Message] = []
         receive: list[Message] = []

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.block_io.block_reader import Progress, is_bad_sector, read_leaves
+from ckpt.block_io.block_reader import Progress, read_leaves
+from ckpt.block_io.pack_reader import is_bad_sector
 from ckpt.block_io.read_plan import Target
 from ckpt.block_io.replicated_store import from_nearest
 from ckpt.block_io.step_verification import verify_blocks

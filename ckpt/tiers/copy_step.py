@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 
 from ckpt.block_io.block_check import is_good_block
-from ckpt.block_io.block_reader import is_bad_sector
+from ckpt.block_io.pack_reader import is_bad_sector
 from ckpt.block_io.replicated_store import bad_files, clear_bad, from_nearest
 from ckpt.errors import Fenced
 from ckpt.format.json_records import CommitRecord, FileRecord

@@ -64,10 +64,6 @@ _MIN_DIRECT_BYTES = 256 << 10
 _UNCACHED_SPAN_BYTES = 8 << 20
 """If a byte is not in the page cache, so many bytes from it on count as uncached too: each check costs a read-ahead."""
 
-_DIRECT_READ_BYTES = 1 << 20
-"""Bytes of one direct read: several of these from several threads overlap better than reads of whole blocks
-(benchmarks/limits.py measures both)."""
-
 
 def in_page_cache(fd: int, position: int) -> bool:
     """Return whether the byte at `position` is in the page cache; False where the system cannot tell.
@@ -140,12 +136,7 @@ class DescriptorReader(Reader):
         assert self._direct_fd is not None
         done = 0
         try:
-            while done < len(buffer):
-                part = buffer[done : done + _DIRECT_READ_BYTES]
-                count = os.preadv(self._direct_fd, [part], position + done)
-                done += count
-                if count < len(part):
-                    break
+            done = os.preadv(self._direct_fd, [buffer], position)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

@@ -143,9 +143,17 @@ class Store(ABC):
     past_cache = False
     """Whether readers of `open_once` bypass the page cache, for reads whose position, memory and length are whole pages."""
 
+    is_remote = False
+    """Whether each request costs a round trip over a network, so that a reader needs many at a time."""
+
     fences = False
     """Whether a confirmed `publish` can no longer take effect after a successor has called `sweep_temporaries` and `revoke`. If
     False, a writer that is stopped between `confirm` and the write can still replace what its successor wrote."""
+
+    @property
+    def device(self) -> str:
+        """The name of the device that answers, under which ckpt keeps how it is read best; "" if its reads are not tuned."""
+        return ""
 
     @property
     def parallel_appends(self) -> int:

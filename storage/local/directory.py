@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -59,6 +60,21 @@ class LocalStore(Store):
         self._direct = self.past_cache = direct and bool(O_DIRECT)
         self._durable_folders: set[str] = set()
         self._parallel_appends: int | None = None
+        self._device: str | None = None
+
+    @property
+    def device(self) -> str:
+        """This host and the number of the block device, if reads can bypass the page cache."""
+        if not self._direct:
+            return ""
+        if self._device is None:
+            self._device = self._find_device()
+        return self._device
+
+    @interruptible
+    def _find_device(self) -> str:
+        number = os.stat(self._nearest_folder()).st_dev
+        return f"disk {os.major(number)}:{os.minor(number)} of {socket.gethostname()}"
 
     @property
     def parallel_appends(self) -> int:
@@ -69,10 +85,14 @@ class LocalStore(Store):
 
     @interruptible
     def _find_parallel_appends(self) -> int:
+        return 4 if os.major(os.stat(self._nearest_folder()).st_dev) else super().parallel_appends
+
+    def _nearest_folder(self) -> str:
+        """Return the root, or the nearest of its parents that exists."""
         folder = self.root
         while folder and not os.path.isdir(folder):
             folder = os.path.dirname(folder)
-        return 4 if os.major(os.stat(folder).st_dev) else super().parallel_appends
+        return folder
 
     # --- writing -----------------------------------------------------------------------------------------------
 

@@ -56,8 +56,14 @@ class FsspecStore(Store):
         )  # fsspec's default find walks the folders and ignores errors
         self._has_native_rename = type(self._fs).mv is not AbstractFileSystem.mv
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        self.is_remote = bool(self._fs.async_impl)
         parallel = bool(self._fs.async_impl or protocols & _PARALLEL_PROTOCOLS)
         self._call_guard: AbstractContextManager[Any] = nullcontext() if parallel else _call_lock
+
+    @property
+    def device(self) -> str:
+        """The server or bucket of the URL, if its reads can run in parallel."""
+        return "/".join(self.url.split("/")[:3]) if self.is_remote else ""
 
     # --- writing -----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from ckpt.storage.base.conditional_store import RESERVATION_BYTES, ConditionalStore
 from ckpt.storage.base.errors import AlreadyExists, NotFound, Refused, StoreError, UnknownScheme
 from ckpt.storage.base.store import Buffer, Entry, Reader, Version, Writer, check_name, is_name, require_length
@@ -54,11 +56,20 @@ class ObjectStore(ConditionalStore):
     boto3 provides them otherwise, if it is installed: profiles, SSO, instance roles.
     """
 
+    is_remote = True
+
     _unused_version: Version = {"e_tag": f'"{"0" * 32}"', "version": "1"}
 
     def __init__(self, url: str) -> None:
         self.url = url if url.endswith("://") else url.rstrip("/")
         self._store = _connect(self.url)
+
+    @property
+    def device(self) -> str:
+        """The bucket, and the endpoint if it is set."""
+        bucket = "/".join(self.url.split("/")[:3])
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        return f"{bucket} at {endpoint}" if endpoint else bucket
 
     # --- writing -----------------------------------------------------------------------------------------------
 
@@ -242,7 +253,7 @@ class _ObjectReader(Reader):
         if not len(buffer):
             return 0
         try:
-            data = memoryview(self._store._read_range(self._name, position, len(buffer)))
+            data = np.frombuffer(self._store._read_range(self._name, position, len(buffer)), np.uint8)
         except NotFound:
             raise
         except StoreError:
@@ -250,7 +261,8 @@ class _ObjectReader(Reader):
             if position >= self._store._object_bytes(self._name):
                 return 0
             raise
-        buffer[: len(data)] = data  # a range is short only at the end of the object
+        # A range is short only at the end of the object. numpy lets other threads run while it copies.
+        np.frombuffer(buffer, np.uint8)[: len(data)] = data
         return len(data)
 
 

@@ -1,0 +1,195 @@
+"""Read the stored bytes of blocks, with one open file and one buffer; a tuner limits and measures the requests."""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+import numpy as np
+
+from ckpt.block_io.chunked_copy import BlockSource
+from ckpt.block_io.read_plan import BlockRead
+from ckpt.block_io.staging_arena import round_up
+from ckpt.block_io.tuned_reads import ReadKind, TunedReads, tuned_reads
+from ckpt.format.limits import BLOCK_BYTES
+from ckpt.format.manifest import Row
+from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
+from ckpt.storage.base.huge_pages import map_huge_pages
+from ckpt.storage.base.store import Reader, Store
+
+T = TypeVar("T")
+
+_PREFETCH_BYTES = 16 << 20
+"""How many bytes ahead of its reads each thread prefetches."""
+
+
+class PackReader:
+    """Reads packs of one store for one thread. `use` changes the store."""
+
+    def __init__(self, store: Store, where: str, kind: ReadKind | None) -> None:
+        """kind: how a tuner counts the reads; None if no tuner controls them. where: the step, for messages."""
+        self.store = store
+        self._where = where
+        self._kind = kind
+        self._tuned: TunedReads | None = None
+        self._worker = ExitStack()
+        self._reads_through_cache = False
+        """Whether the tuner has chosen to read the present block through the page cache."""
+        self._buffer = np.empty(0, np.uint8)
+        self._opened: tuple[str, bool] | None = None
+        self._reader: Reader | None = None
+
+    def begin(self) -> None:
+        """Count this thread as one that reads from the device of the store, until `end`."""
+        self.use(self.store)
+
+    def end(self) -> None:
+        self._worker.close()
+        self.close_file()
+
+    def use(self, store: Store) -> None:
+        """Read from another store from now on."""
+        self.close_file()
+        self._worker.close()
+        self.store = store
+        self._tuned = tuned_reads(store, self._kind) if self._kind else None
+        if self._tuned is not None:
+            self._worker.enter_context(self._tuned.tuner.worker())
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        """How many bytes of a block to take from `source` at once; None if a block is read as a whole."""
+        return self._tuned.request_bytes if self._tuned is not None else None
+
+    def prefetched(self, reads: Iterable[BlockRead]) -> Iterator[BlockRead]:
+        """Yield the blocks, each after the next ones were announced to the store for its page cache."""
+        waiting: deque[tuple[BlockRead, int]] = deque()
+        nbytes = 0
+        for block in reads:
+            if not self._bypasses_cache(block):
+                for begin, end in block.stored_ranges():
+                    self.store.prefetch(block.row.pack or "", end - begin, block.row.position + begin)
+            waiting.append((block, block.read_bytes()))
+            nbytes += block.read_bytes()
+            while nbytes > _PREFETCH_BYTES and len(waiting) > 1:
+                first, size = waiting.popleft()
+                nbytes -= size
+                yield first
+        yield from (block for block, _ in waiting)
+
+    def in_chosen_mode(self, block: BlockRead, ranges: Sequence[tuple[int, int]], read: Callable[[BlockRead], T]) -> T:
+        """Call `read` in the mode that the device has now. ranges: the bytes of the stored block that it reads."""
+        tuned, row = self._tuned, block.row
+        if tuned is None or tuned.mode != "cached" or not ranges or self._is_cached(row, row.position + ranges[0][0]):
+            return read(block)
+        with tuned.tuner.request("cached") as request:
+            for begin, end in ranges:
+                self.store.prefetch(row.pack or "", end - begin, row.position + begin)
+            self._reads_through_cache = True
+            try:
+                result = read(block)
+            finally:
+                self._reads_through_cache = False
+            request.nbytes = sum(end - begin for begin, end in ranges)
+            return result
+
+    def source(self, block: BlockRead) -> BlockSource:
+        """Return a source of an uncompressed block's bytes, which reads them where they belong, or into this reader's buffer.
+
+        A read past the page cache goes into the buffer, since the memory of a leaf is rarely aligned.
+        """
+        row, bypass = block.row, self._bypasses_cache(block)
+
+        def source(begin: int, end: int, target: Bytes | None) -> Bytes:
+            if target is None or (bypass and not self._is_cached(row, row.position + begin)):
+                return self.read(block, begin, end)
+            self.read_into(block, begin, target.data, end - begin)
+            return target
+
+        return source
+
+    def read(self, block: BlockRead, begin: int, end: int) -> Bytes:
+        """Return bytes [begin, end) of a stored block, in this reader's buffer."""
+        nbytes = end - begin
+        self._buffer = grown(self._buffer, round_up(nbytes))
+        # Only whole pages can bypass the page cache.
+        buffer = self._buffer[: round_up(nbytes) if self._bypasses_cache(block) else nbytes]
+        self.read_into(block, begin, buffer.data, nbytes)
+        return self._buffer[:nbytes]
+
+    def read_into(self, block: BlockRead, begin: int, buffer: memoryview, min_bytes: int) -> None:
+        """Fill `buffer` with bytes of a stored block; raise IntegrityError if the file is missing or has less than `min_bytes`.
+
+        Bytes that are in the page cache do not count as read from the device.
+        """
+        row, bypass = block.row, self._bypasses_cache(block)
+        position = row.position + begin
+        is_counted = self._tuned is not None and not self._reads_through_cache
+        if is_counted and bypass:
+            is_counted = not self._is_cached(row, position)
+        with self._damage_named(row, position):
+            reader = self._reader_of(row, bypass)
+            if is_counted:
+                assert self._tuned is not None
+                with self._tuned.tuner.request("remote" if self._tuned.is_remote else "direct") as request:
+                    count = request.nbytes = reader.read_into(position, buffer)
+            else:
+                count = reader.read_into(position, buffer)
+        if count < min_bytes:
+            raise IntegrityError(
+                f"leaf {row.leaf} of {self._where}: {self.store.url}/{row.pack or ''} ends at byte {position + count}, "
+                f"{min_bytes - count} bytes early; restore it or load another step"
+            )
+
+    def _bypasses_cache(self, block: BlockRead) -> bool:
+        return block.bypass_cache and self.store.past_cache and not self._reads_through_cache
+
+    def _is_cached(self, row: Row, position: int) -> bool:
+        with self._damage_named(row, position):
+            return self._reader_of(row, True).is_cached(position)
+
+    @contextmanager
+    def _damage_named(self, row: Row, position: int) -> Iterator[None]:
+        """Raise IntegrityError where a file is missing or the device cannot read it."""
+        name = row.pack or ""
+        try:
+            yield
+        except NotFound as error:
+            raise IntegrityError(
+                f"leaf {row.leaf} of {self._where}: {self.store.url}/{name} is missing; restore it or load another step"
+            ) from error
+        except StoreError as error:
+            if not is_bad_sector(error):
+                raise
+            raise IntegrityError(
+                f"leaf {row.leaf} of {self._where}: {self.store.url}/{name} cannot be read at byte {position}: the device "
+                "reports an I/O error; check the disk, and load another step"
+            ) from error
+
+    def _reader_of(self, row: Row, bypass_cache: bool) -> Reader:
+        """Return the open file of a block."""
+        name = row.pack or ""
+        if self._reader is None or self._opened != (name, bypass_cache):
+            self.close_file()
+            self._reader = self.store.open_once(name) if bypass_cache else self.store.open(name)
+            self._opened = name, bypass_cache
+        return self._reader
+
+    def close_file(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+def is_bad_sector(error: StoreError) -> bool:
+    """Return whether the device could not read the bytes (EIO). That is damage, unlike a store that cannot be reached."""
+    return getattr(error.__cause__, "errno", None) == errno.EIO
+
+
+def grown(buffer: Bytes, nbytes: int) -> Bytes:
+    """Return a buffer of at least `nbytes` bytes: the same one, or a new one on huge pages."""
+    return buffer if len(buffer) >= nbytes else np.frombuffer(map_huge_pages(max(nbytes, BLOCK_BYTES)), np.uint8)

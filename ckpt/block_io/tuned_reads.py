@@ -1,0 +1,96 @@
+"""Which reads of a store a tuner controls, and with how many threads: those whose best way depends on the device behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt.block_io.read_plan import BlockRead
+from ckpt.block_io.read_threads import run_from_queue, run_in_threads
+from ckpt.block_io.replicated_store import copies_of
+from ckpt.format.limits import BLOCK_BYTES
+from ckpt.storage.base.store import Store
+from ckpt.storage.tuning.choice import Mode
+from ckpt.storage.tuning.learned import read_tuner, remember
+from ckpt.storage.tuning.spaces import DISK, NETWORK, of_whole_blocks
+from ckpt.storage.tuning.tuner import Tuner
+
+ReadKind = Literal["streamed", "buffered"]
+"""`streamed`: blocks that are copied to their targets in chunks. `buffered`: blocks that a thread has in memory as a whole."""
+
+_MAX_BUFFERED_REQUESTS = 16
+"""The most threads with memory for a whole block, as stored and as decoded: 256 MiB in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TunedReads:
+    """How blocks of one kind are read from one device: by threads with one queue, as a tuner decides."""
+
+    tuner: Tuner
+    device: str
+    is_remote: bool
+    max_threads: int
+    """One for each request that any choice has in flight. Threads that wait for the tuner cost little."""
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of the next block."""
+        return self.tuner.choice.mode
+
+    @property
+    def request_bytes(self) -> int:
+        """The length of the next request."""
+        return self.tuner.choice.request_bytes
+
+    def remember(self) -> None:
+        """Keep what was learned for the next process."""
+        remember(self.device)
+
+
+def tuned_reads(store: Store, kind: ReadKind) -> TunedReads | None:
+    """Return how to read blocks of a store that bypass its page cache or come over a network; None if reads of it are not
+    tuned."""
+    device = store.device
+    if not device:
+        return None
+    space = NETWORK if store.is_remote else DISK
+    if kind == "buffered":
+        device, space = f"{device}, whole blocks", of_whole_blocks(space, BLOCK_BYTES, _MAX_BUFFERED_REQUESTS)
+    return TunedReads(read_tuner(device, space), device, store.is_remote, space.requests[-1])
+
+
+def read_kind(store: Store, *blocks: BlockRead) -> ReadKind | None:
+    """Return how a tuner counts the reads of blocks from the nearest copy of a store; None if no tuner controls them."""
+    nearest = copies_of(store)[0]
+    if not (nearest.is_remote or (nearest.past_cache and all(block.bypass_cache for block in blocks))):
+        return None
+    return "streamed" if all(block.can_stream() for block in blocks) else "buffered"
+
+
+def most_threads(store: Store, kind: ReadKind | None) -> int:
+    """Return the most threads that may read blocks from any copy of a store; 0 if no tuner controls these reads."""
+    tuned = [tuned_reads(copy, kind) for copy in copies_of(store)] if kind else []
+    return max((reads.max_threads for reads in tuned if reads is not None), default=0)
+
+
+def run_reads(
+    store: Store, kind: ReadKind | None, blocks: list[BlockRead], work: Callable[[Iterable[BlockRead]], None],
+    *, in_one_thread: bool = False,
+) -> None:  # fmt: skip
+    """Run `work` on blocks in as many threads as pay for a store; the first error stops all threads and is raised.
+
+    in_one_thread: whether one thread is faster if the store is on this host.
+    """
+    if not blocks:
+        return
+    threads = most_threads(store, kind)
+    if in_one_thread and not copies_of(store)[0].is_remote:
+        run_in_threads(blocks, work, 1)
+    elif threads:
+        run_from_queue(blocks, work, threads)
+        for copy in copies_of(store):
+            if kind and (tuned := tuned_reads(copy, kind)):
+                tuned.remember()
+    else:
+        run_in_threads(blocks, work)

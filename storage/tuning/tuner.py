@@ -1,0 +1,138 @@
+"""Threads that read one device at the same time, limited and measured as a search decides.
+
+A measurement counts only if there were enough threads all the time to keep the chosen number of requests in flight, and only
+while no request of another choice is under way. So the end of a load and a small load measure nothing, as
+they say nothing of the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ckpt.storage.tuning.choice import Choice, Mode
+from ckpt.storage.tuning.search import Measurement, Search, observe
+
+MIN_MEASURED_BYTES = 16 << 20
+"""A shorter measurement measures the scheduler more than the device."""
+
+MAX_MEASURED_SECONDS = 0.2
+"""A slow device ends a measurement after this time, with as many requests as are in flight at most."""
+
+
+class Request:
+    """One request to the device. The reader sets `nbytes` to what arrived."""
+
+    __slots__ = ("begin", "choice", "nbytes")
+
+    def __init__(self, choice: Choice, begin: float) -> None:
+        self.choice = choice
+        self.begin = begin
+        self.nbytes = 0
+
+
+class Tuner:
+    """Shares the requests to one device among threads. It may be used by several loads at once."""
+
+    def __init__(self, search: Search, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: returns seconds."""
+        self._changed = threading.Condition()
+        self._search = search
+        self._clock = clock
+        self._workers = 0
+        self._in_flight: set[Request] = set()
+        self._open: _OpenMeasurement | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """The choice to use for the next request."""
+        return self._search.current
+
+    @property
+    def search(self) -> Search:
+        """What was found until now."""
+        return self._search
+
+    @contextmanager
+    def worker(self) -> Iterator[None]:
+        """Count this thread as one that has requests to make."""
+        with self._changed:
+            self._workers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._workers -= 1
+
+    @contextmanager
+    def request(self, mode: Mode) -> Iterator[Request]:
+        """Wait until the device may get one more request, and count it as in flight until the context ends.
+
+        mode: how this request reads. A block that was begun in one mode may end in it after the choice has changed.
+        """
+        with self._changed:
+            while len(self._in_flight) >= self._search.current.requests:
+                self._changed.wait()
+            request = Request(replace(self._search.current, mode=mode), self._clock())
+            self._in_flight.add(request)
+        try:
+            yield request
+        finally:
+            with self._changed:
+                self._in_flight.discard(request)
+                self._count(request)
+                self._changed.notify()
+
+    def _count(self, request: Request) -> None:
+        """Count a request that has ended, and let the search decide if it was the last one of a measurement."""
+        current, now = self._search.current, self._clock()
+        others = request.choice != current or any(other.choice != current for other in self._in_flight)
+        if others or self._workers < current.requests:
+            self._open = None
+        elif self._open is None:
+            self._open = _OpenMeasurement(now, self._ages(now))
+        else:
+            self._open.add(request, now)
+            if self._open.is_complete(current, now):
+                self._search = observe(self._search, self._open.close(current, now, self._ages(now)))
+                self._open = _OpenMeasurement(now, self._ages(now)) if self._search.current == current else None
+                self._changed.notify_all()
+
+    def _ages(self, now: float) -> list[float]:
+        """Return for how many seconds each request has been in flight."""
+        return [now - request.begin for request in self._in_flight]
+
+
+class _OpenMeasurement:
+    """A measurement that is not complete yet.
+
+    Requests that were sent together arrive together, so the bytes that arrive between two moments say little. What the
+    requests in flight have done at the begin and at the end is estimated from their ages and the mean time of a request.
+    """
+
+    def __init__(self, begin: float, ages: list[float]) -> None:
+        self._begin = begin
+        self._ages_at_begin = ages
+        self._requests = 0
+        self._nbytes = 0
+        self._request_seconds = 0.0
+
+    def add(self, request: Request, now: float) -> None:
+        self._requests += 1
+        self._nbytes += request.nbytes
+        self._request_seconds += now - request.begin
+
+    def is_complete(self, choice: Choice, now: float) -> bool:
+        if self._requests < choice.requests or now <= self._begin or not self._request_seconds:
+            return False
+        return self._nbytes >= max(MIN_MEASURED_BYTES, choice.bytes_in_flight) or now - self._begin >= MAX_MEASURED_SECONDS
+
+    def close(self, choice: Choice, now: float, ages: list[float]) -> Measurement:
+        mean_seconds = self._request_seconds / self._requests
+        done_before = sum(min(1.0, age / mean_seconds) for age in self._ages_at_begin)
+        done_of_next = sum(min(1.0, age / mean_seconds) for age in ages)
+        requests = max(1.0, self._requests - done_before + done_of_next)
+        return Measurement(choice, int(self._nbytes / self._requests * requests), now - self._begin)

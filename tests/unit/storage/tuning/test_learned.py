@@ -1,0 +1,97 @@
+"""What was learned of devices: kept for the next process, bounded, and safe to lose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckpt.storage.tuning import learned
+from ckpt.storage.tuning.choice import Choice
+from ckpt.storage.tuning.spaces import DISK
+
+BEST = Choice("cached", 4, 1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("CKPT_CACHE_DIR", str(tmp_path / "cache"))
+    learned.forget_tuners()
+    yield tmp_path / "cache" / "devices.json"
+    learned.forget_tuners()
+
+
+def settle(device: str, best: Choice = BEST) -> None:
+    tuner = learned.read_tuner(device, DISK)
+    tuner._search = replace(tuner.search, best=best, is_settled=True)
+    learned.remember(device)
+
+
+def test_the_next_process_begins_with_what_was_learned(cache: Path) -> None:
+    settle("disk 8:0 of here")
+    learned.forget_tuners()
+    search = learned.read_tuner("disk 8:0 of here", DISK).search
+    assert search.best == BEST
+    assert search.is_settled
+    assert learned.read_tuner("disk 8:1 of here", DISK).choice == DISK.first
+
+
+def test_a_search_that_is_not_settled_is_not_written(cache: Path) -> None:
+    learned.read_tuner("disk", DISK)
+    learned.remember("disk")
+    assert not cache.exists()
+
+
+def test_an_unchanged_choice_is_not_written_again(cache: Path) -> None:
+    settle("disk")
+    cache.unlink()
+    learned.remember("disk")
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[" * 100_000, b"\xff\xfe", b"[]", b'{"version": 2, "devices": {}}', b'{"version": 1}',
+        b'{"version": 1, "devices": []}', b'{"version": 1, "devices": {"disk": 5}}',
+        b'{"version": 1, "devices": {"disk": {"mode": "rewind", "requests": 4, "request_bytes": 1048576}}}',
+        b'{"version": 1, "devices": {"disk": {"mode": ["direct"], "requests": 4, "request_bytes": 1048576}}}',
+        b'{"version": 1, "devices": {"disk": {"mode": "direct", "requests": 1e9, "request_bytes": 1048576}}}',
+        b'{"version": 1, "devices": {"disk": {"mode": "direct", "requests": 3, "request_bytes": 1}}}',
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_counts_as_empty_and_is_replaced(cache: Path, content: bytes) -> None:
+    cache.parent.mkdir()
+    cache.write_bytes(content)
+    assert learned.read_tuner("disk", DISK).choice == DISK.first
+    settle("disk")
+    learned.forget_tuners()
+    assert learned.read_tuner("disk", DISK).choice == BEST
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(cache: Path) -> None:
+    cache.parent.write_bytes(b"a file")
+    settle("disk")
+    assert learned.read_tuner("disk", DISK).choice == BEST
+
+
+def test_the_file_keeps_the_devices_that_were_learned_last(cache: Path) -> None:
+    cache.parent.mkdir()
+    entry = {"mode": "direct", "requests": 4, "request_bytes": 1 << 20}
+    devices = {f"old {i}": {**entry, "learned_at": i} for i in range(150)}
+    cache.write_text(json.dumps({"version": 1, "devices": devices}))
+    settle("new")
+    kept = json.loads(cache.read_text())["devices"]
+    assert len(kept) == 100
+    assert {"new", "old 149"} <= set(kept)
+    assert "old 0" not in kept
+
+
+def test_an_empty_variable_turns_the_file_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_CACHE_DIR", "")
+    settle("disk")
+    assert learned.cache_folder() is None
+    assert not cache.exists()
