@@ -1,4 +1,4 @@
-"""Measures lazy staging: an attached Checkpointer copies the state during the next forward and backward.
+"""Measures deferred blocks: an attached Checkpointer copies the state during the next forward and backward.
 
 The training loop waits in `save`, and in the next step() of the optimizer for the end of the copy.
 """

@@ -405,7 +405,7 @@ class Checkpointer:
         every: timedelta | Literal["auto"] = self._every if isinstance(self._every, timedelta) else "auto"
         return interval_seconds(every, self._cost_seconds, self._mean_time_to_failure_seconds)
 
-    # --- lazy staging ------------------------------------------------------------------------------------------
+    # --- deferred copies ---------------------------------------------------------------------------------------
 
     def attach(self, *optimizers: Any) -> None:
         """Let saves copy the parameters and moments of these optimizers while the next forward and backward run.

@@ -98,12 +98,12 @@ class EngineState:
         return ModuleEntries([f"model.{name}" for name, _ in _buffers(self._engine.module)], frozen)
 
     def _model(self) -> dict[str, Any]:
-        ranges = {p: (partition, place) for partition in self._partitions for p, place in partition.ranges.items()}
+        ranges = {p: (partition, elements) for partition in self._partitions for p, elements in partition.ranges.items()}
         found: dict[str, Any] = {}
         for name, parameter in _parameters(self._engine.module):
             if parameter in ranges:
-                partition, place = ranges[parameter]
-                found[name] = place.shard(partition.weights)
+                partition, elements = ranges[parameter]
+                found[name] = elements.shard(partition.weights)
             elif not (self._without_frozen and not parameter.requires_grad):
                 found[name] = parameter_value(parameter)
         found.update(_buffers(self._engine.module))
@@ -121,8 +121,8 @@ class EngineState:
             groups[label] = group_options(partition.options)
             group_of.update(dict.fromkeys(members, label))
             for key, value in self._flat_state(partition).items():
-                for parameter, place in partition.ranges.items():
-                    state.setdefault(names[parameter], {})[key] = _of_parameter(key, value, partition, place)
+                for parameter, elements in partition.ranges.items():
+                    state.setdefault(names[parameter], {})[key] = _of_parameter(key, value, partition, elements)
         return {"state": state, "group_of": group_of, "groups": groups}
 
     def _flat_state(self, partition: Partition) -> dict[str, Any]:
@@ -188,25 +188,25 @@ class EngineState:
         self._new = {}
         for number, partition in enumerate(self._partitions):
             flat = self._new[number] = {}
-            for parameter, place in partition.ranges.items():
+            for parameter, elements in partition.ranges.items():
                 name = names[parameter]
                 if name in saved_group_of:
                     group_of[name] = saved_group_of[name]
                 for key, value in (saved_states.get(name) or {}).items():
-                    state.setdefault(name, {})[key] = self._target(partition, flat, place, name, key, value)
+                    state.setdefault(name, {})[key] = self._target(partition, flat, elements, name, key, value)
         groups = saved.get("groups") or {}
         used = {label: _without_values(groups[label]) for label in dict.fromkeys(group_of.values()) if label in groups}
         return {"state": state, "group_of": group_of, "groups": used}
 
-    def _target(self, partition: Partition, flat: dict[str, Any], place: Range, name: str, key: str, value: Any) -> Any:
+    def _target(self, partition: Partition, flat: dict[str, Any], elements: Range, name: str, key: str, value: Any) -> Any:
         """Return the target of one saved value; those of one partition are parts of one new tensor, which `flat` gets."""
         import torch
 
         if not isinstance(value, Saved):
             return None
-        if key == _STEP or value.shape != place.shape:
+        if key == _STEP or value.shape != elements.shape:
             if value.shape not in ((), (1,)):
-                raise ValueError(f"{key} of {name} has shape {list(value.shape)}, and the parameter {list(place.shape)}")
+                raise ValueError(f"{key} of {name} has shape {list(value.shape)}, and the parameter {list(elements.shape)}")
             return empty_leaf("torch", value.dtype, value.shape, {}).value
         if key not in flat:
             existing = self._flat_state(partition).get(key)
@@ -215,7 +215,7 @@ class EngineState:
                 flat[key] = existing
             else:
                 flat[key] = torch.zeros_like(partition.weights, dtype=dtype, requires_grad=False)
-        return place.shard(flat[key])
+        return elements.shard(flat[key])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the filled state of `state_dict_like`. All ranks call this together."""
@@ -322,14 +322,14 @@ def _buffers(module: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
-def _of_parameter(key: str, value: Any, partition: Partition, place: Range) -> Any:
+def _of_parameter(key: str, value: Any, partition: Partition, elements: Range) -> Any:
     """Return the part of a value of the optimizer's state that belongs to one parameter."""
     import torch
 
     if not isinstance(value, torch.Tensor):
         return value
     if key != _STEP and value.shape == partition.weights.shape:
-        return place.shard(value)
+        return elements.shard(value)
     if value.numel() != 1:
         raise InvalidArgument(
             f"{key} of the optimizer has shape {list(value.shape)}, which is not that of its weights: ckpt can't divide it by "

@@ -233,8 +233,12 @@ class ModelState:
         if not isinstance(saved, Saved):
             return None  # a plain value, which the load replaces by the saved one
         tensor = without_replica_ranks(existing)
-        place = self._experts.place(name)
-        shape = saved.shape if place is None or parameter is None else place.local_shape(saved.shape, parameter.shape)
+        expert_tensor = self._experts.tensor(name)
+        shape = (
+            saved.shape
+            if expert_tensor is None or parameter is None
+            else expert_tensor.local_shape(saved.shape, parameter.shape)
+        )
         if isinstance(tensor, torch.Tensor) and Saved(str(tensor.dtype)[6:], tuple(tensor.shape)) == (saved.dtype, shape):
             return existing
         made = None if parameter is None else moment_like(key, saved.dtype, shape, parameter)
@@ -262,17 +266,17 @@ class ModelState:
         """
         import torch
 
-        place = self._experts.place(name)
-        if place is None or not isinstance(value, torch.Tensor):
+        expert_tensor = self._experts.tensor(name)
+        if expert_tensor is None or not isinstance(value, torch.Tensor):
             return self._with_replica_ranks(value, is_stored_whole)
-        if place.is_divided(value.shape, None if parameter is None else parameter.shape):
+        if expert_tensor.is_divided(value.shape, None if parameter is None else parameter.shape):
             if hasattr(value, "device_mesh"):
                 raise InvalidArgument(f"ModelState: {name} is a DTensor, which describes its parts; leave it out of experts=")
-            shape, offset = place.global_shape(value.shape), place.offset(value.shape)
-            return ReplicatedShard(value, [value], shape, [offset], place.copies, is_stored_whole)
-        if place.parts > 1:  # such as the step count, which all ranks have
+            shape, offset = expert_tensor.global_shape(value.shape), expert_tensor.offset(value.shape)
+            return ReplicatedShard(value, [value], shape, [offset], expert_tensor.copies, is_stored_whole)
+        if expert_tensor.parts > 1:  # such as the step count, which all ranks have
             return self._with_replica_ranks(value, is_stored_whole)
-        return self._with_replica_ranks(value, is_stored_whole, place.copies)
+        return self._with_replica_ranks(value, is_stored_whole, expert_tensor.copies)
 
     def _with_replica_ranks(self, value: Any, is_stored_whole: bool, holders: Sequence[int] | None = None) -> Any:
         """Return a tensor with the ranks of its replicas, if neither its type nor the rules for plain arrays determine them.

@@ -27,8 +27,8 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor with an expert, or with several of them, belongs in the whole model."""
+class ExpertTensor:
+    """A tensor with one or several experts: its name and its part in the whole model."""
 
     name: str
     """The name of the tensor in the whole model."""
@@ -92,8 +92,8 @@ class ExpertNames:
 
     def __init__(self, experts: Mapping[str, Any] | None, model_group: Any) -> None:
         self._rules = [_rule(pattern, value, model_group) for pattern, value in (experts or {}).items()]
-        self._by_local_name: dict[str, Place | None] = {}
-        self._by_name: dict[str, Place] = {}
+        self._by_local_name: dict[str, ExpertTensor | None] = {}
+        self._by_name: dict[str, ExpertTensor] = {}
 
     def learn(self, names: Sequence[str]) -> None:
         """Determine the places of all tensors of the model, given by their local names; all must be given in one call."""
@@ -104,16 +104,16 @@ class ExpertNames:
         for entry in found.values():
             if entry is not None and entry[1].number is not None:
                 numbers.setdefault((entry[0], entry[1].before), set()).add(entry[1].number)
-        self._by_local_name = {name: entry and _place(*entry, name, numbers) for name, entry in found.items()}
-        self._by_name = {place.name: place for place in self._by_local_name.values() if place is not None}
+        self._by_local_name = {name: entry and _expert_tensor(*entry, name, numbers) for name, entry in found.items()}
+        self._by_name = {tensor.name: tensor for tensor in self._by_local_name.values() if tensor is not None}
 
     def name(self, local_name: str) -> str:
         """Return the name in the whole model of a tensor with this local name."""
-        place = self._by_local_name.get(local_name)
-        return local_name if place is None else place.name
+        tensor = self._by_local_name.get(local_name)
+        return local_name if tensor is None else tensor.name
 
-    def place(self, name: str) -> Place | None:
-        """Return the place of the tensor with this name in the whole model; None where it is not of an expert."""
+    def tensor(self, name: str) -> ExpertTensor | None:
+        """Return the tensor with this name in the whole model; None where it is not of an expert."""
         return self._by_name.get(name)
 
 
@@ -127,7 +127,7 @@ class _Match:
 
 
 def _find(rule: _Rule, name: str) -> _Match | None:
-    """Return the place of the number of the expert: the first group of the pattern, or the number that follows a match."""
+    """Return the position of the number of the expert: the first group of the pattern, or the number that follows a match."""
     found = False
     for match in rule.pattern.finditer(name):
         found = True
@@ -143,7 +143,7 @@ def _find(rule: _Rule, name: str) -> _Match | None:
     return _Match(name, None, "") if found else None
 
 
-def _place(rule: _Rule, match: _Match, name: str, numbers: Mapping[tuple[_Rule, str], set[int]]) -> Place:
+def _expert_tensor(rule: _Rule, match: _Match, name: str, numbers: Mapping[tuple[_Rule, str], set[int]]) -> ExpertTensor:
     # A save compares copies of whole arrays, and so finds a wrong derivation; it does not compare parts of arrays.
     is_part = match.number is None and len(rule.ranks) > 1
     if rule.copies is None or (is_part and rule.are_derived and len(rule.copies) > 1):
@@ -152,14 +152,14 @@ def _place(rule: _Rule, match: _Match, name: str, numbers: Mapping[tuple[_Rule, 
             "process group of the ranks that have the same experts as this rank"
         )
     if match.number is None:
-        return Place(name, rule.copies, rule.position, len(rule.ranks), rule.axis)
+        return ExpertTensor(name, rule.copies, rule.position, len(rule.ranks), rule.axis)
     mine = numbers[rule, match.before]
     count = len(mine)
     first = rule.position * count
     if mine == set(range(count)):
-        return Place(f"{match.before}{first + match.number}{match.after}", rule.copies)
+        return ExpertTensor(f"{match.before}{first + match.number}{match.after}", rule.copies)
     if mine == set(range(first, first + count)):  # the model already has the global numbers
-        return Place(name, rule.copies)
+        return ExpertTensor(name, rule.copies)
     raise rule.error(
         f"rank {rule.position} of {len(rule.ranks)} has the experts {sorted(mine)[:8]} of {match.before}…; number them from 0, "
         f"or by their numbers in the whole model, with {count} on each rank"

@@ -103,10 +103,10 @@ def destinations_of(pieces: Iterable[RowPiece]) -> list[Destination] | None:
     """Return the destinations of pieces; None if one of them has none."""
     found: list[Destination] = []
     for piece in pieces:
-        place = piece.destination()
-        if place is None:
+        destination = piece.destination()
+        if destination is None:
             return None
-        found.append(place)
+        found.append(destination)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The class AttachedOptimizers, whose memory a save copies while the next forward and backward run (lazy staging)."""
+"""The class AttachedOptimizers, whose memory a save copies while the next forward and backward run (deferred blocks)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def _register_step_hook(optimizer: Any, before_step: Callable[..., None]) -> tup
             return inner, inner.register_step_pre_hook(before_step)
         except AttributeError:  # raised also by a wrapper that inherits the method but was not initialised as an optimizer
             inner = getattr(inner, "optimizer", None)
-    raise CkptError(f"{type(optimizer).__name__} has no register_step_pre_hook: lazy staging needs a torch optimizer")
+    raise CkptError(
+        f"{type(optimizer).__name__} has no register_step_pre_hook: attach a torch optimizer, or save without attach()"
+    )
 
 
 def _local(tensor: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Detects a tensor that was changed before a lazy save copied it, by samples of its memory.
+"""Detects a tensor that was changed before a save copied its deferred block, by samples of its memory.
 
 torch counts changes, but not those through `.data` or a numpy view. A digest of all bytes would take as long as the copy that
-lazy staging avoids. So only both ends of each piece of a block are compared, which takes a few microseconds a block.
+is deferred. So only both ends of each piece of a block are compared, which takes a few microseconds a block.
 """
 
 from __future__ import annotations

@@ -77,16 +77,16 @@ def find_alias_notes(
                 at = ranges.setdefault(memory.device, [])
                 at.append((memory.start, memory.start + leaf.nbytes, (_LeafBox(name, None), memory)))
             continue
-        for place, its in _leaf_boxes(name, leaf, memory):
-            span = address_range_of(its, place)
-            ranges.setdefault(its.device, []).append((span.begin, span.end(), (place, its)))
+        for leaf_box, layout in _leaf_boxes(name, leaf, memory):
+            span = address_range_of(layout, leaf_box)
+            ranges.setdefault(layout.device, []).append((span.begin, span.end(), (leaf_box, layout)))
             if span.overlaps_itself():
                 self_overlapping.append(span)
     pairs = [
         pair
         for of_device in ranges.values()
         for run in overlapping_groups(of_device)
-        for pair in overlapping_pairs([address_range_of(memory, place) for place, memory in run])
+        for pair in overlapping_pairs([address_range_of(layout, leaf_box) for leaf_box, layout in run])
     ]
     _refuse_aliased_shards(pairs)
     found: dict[str, AliasNote] = {}

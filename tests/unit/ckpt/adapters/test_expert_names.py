@@ -69,8 +69,8 @@ def test_an_expert_gets_its_number_in_the_whole_model(rank: Any) -> None:
         "0.gate.w", "0.experts.deepspeed_experts.2.fc.w", "0.experts.deepspeed_experts.3.fc.w", "1.mlp.experts.fc1.weight6",
         "1.mlp.experts.fc1.weight7", "1.mlp.experts.fc1.weight8", "2.htoh4.weight",
     ]  # fmt: skip
-    assert names.place("0.gate.w") is None
-    expert, stack = names.place("1.mlp.experts.fc1.weight7"), names.place("2.htoh4.weight")
+    assert names.tensor("0.gate.w") is None
+    expert, stack = names.tensor("1.mlp.experts.fc1.weight7"), names.tensor("2.htoh4.weight")
     assert expert is not None
     assert stack is not None
     assert expert.copies == (4, 5)
@@ -89,14 +89,14 @@ def test_which_parts_of_an_optimizer_state_are_divided(rank: Any) -> None:
     rank(1)
     names = ExpertNames({"stack": Experts((0, 1), None)}, (0, 1))
     names.learn(["stack"])
-    place = names.place("stack")
-    assert place is not None
-    assert place.is_divided((3, 4, 5), (3, 4, 5))
-    assert place.is_divided((3, 4), (3, 4, 5))  # a factored moment
-    assert not place.is_divided((), (3, 4, 5))
-    assert place.local_shape((6, 4, 5), (3, 4, 5)) == (3, 4, 5)
-    assert place.local_shape((6, 5), (3, 4, 5)) == (3, 5)
-    assert place.local_shape((), (3, 4, 5)) == ()
+    tensor = names.tensor("stack")
+    assert tensor is not None
+    assert tensor.is_divided((3, 4, 5), (3, 4, 5))
+    assert tensor.is_divided((3, 4), (3, 4, 5))  # a factored moment
+    assert not tensor.is_divided((), (3, 4, 5))
+    assert tensor.local_shape((6, 4, 5), (3, 4, 5)) == (3, 4, 5)
+    assert tensor.local_shape((6, 5), (3, 4, 5)) == (3, 5)
+    assert tensor.local_shape((), (3, 4, 5)) == ()
 
 
 @pytest.mark.parametrize(
