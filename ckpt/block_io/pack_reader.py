@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from ckpt.block_io.chunked_copy import BlockSource
+from ckpt.block_io.copy_slots import copy_slots
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.block_io.staging_arena import round_up
 from ckpt.block_io.tuned_reads import ReadKind, TunedReads, tuned_reads
@@ -84,7 +85,12 @@ class PackReader:
     def in_chosen_mode(self, block: BlockRead, ranges: Sequence[tuple[int, int]], read: Callable[[BlockRead], T]) -> T:
         """Call `read` in the mode that the device has now. ranges: the bytes of the stored block that it reads."""
         tuned, row = self._tuned, block.row
-        if tuned is None or tuned.mode != "cached" or not ranges or self._is_cached(row, row.position + ranges[0][0]):
+        if tuned is None or tuned.is_remote or not ranges:
+            return read(block)
+        if self._is_cached(row, row.position + ranges[0][0]):
+            with copy_slots.slot():
+                return read(block)
+        if tuned.mode != "cached":
             return read(block)
         with tuned.tuner.request("cached") as request:
             for begin, end in ranges:

@@ -81,6 +81,18 @@ def forget_tuners() -> None:
         _written.clear()
 
 
+def _after_fork() -> None:
+    """Forget the tuners: the threads whose requests they count do not exist in the child."""
+    global _lock
+    _lock = threading.Lock()
+    _tuners.clear()
+    _written.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def _read_choices() -> dict[str, Choice]:
     folder = cache_folder()
     found = {device: _from_json(fields) for device, fields in (_read_devices(folder) if folder else {}).items()}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,3 +98,18 @@ def test_an_empty_variable_turns_the_file_off(cache: Path, monkeypatch: pytest.M
     settle("disk")
     assert learned.cache_folder() is None
     assert not cache.exists()
+
+
+def test_a_forked_process_does_not_wait_for_requests_of_its_parent() -> None:
+    tuner = learned.read_tuner("disk", DISK)
+    with ExitStack() as requests:
+        for _ in range(tuner.choice.requests):
+            requests.enter_context(tuner.request("direct"))
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+            with learned.read_tuner("disk", DISK).request("direct"):
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+    assert status == 0, "the child waited until its alarm"
