@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from ckpt.block_io.read_plan import BlockRead
+from ckpt.storage.base.threads import WorkerThread, join_all
 from ckpt.support.runtime import processor_count
 
 READ_THREADS = 3
@@ -65,12 +66,11 @@ def _run_threads(jobs: Sequence[Callable[[threading.Event], None]]) -> None:
             errors.append(error)
             stop.set()
 
-    workers = [threading.Thread(target=run, args=(job,), name="ckpt-read") for job in jobs[1:]]
+    workers = [WorkerThread(target=run, args=(job,), name="ckpt-read") for job in jobs[1:]]
     for worker in workers:
         worker.start()
     run(jobs[0])
-    for worker in workers:
-        worker.join()
+    join_all(workers, lambda _: stop.set())  # after an interrupt, no thread may write into the arrays of the caller any more
     if errors:
         raise errors[0]
 

@@ -16,6 +16,7 @@ import numpy as np
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import ALIGNMENT
+from ckpt.storage.base.threads import WorkerThread
 
 
 class ArenaAbandoned(Exception):
@@ -166,7 +167,7 @@ class ArenaPool:
         cuda_device: page-lock the memory for copies from this device.
         """
         if self._preparing is None or not self._preparing.is_alive():
-            thread = threading.Thread(target=self._prepare, args=(capacity_bytes, cuda_device), name="ckpt-prepare")
+            thread = WorkerThread(target=self._prepare, args=(capacity_bytes, cuda_device), name="ckpt-prepare")
             thread.start()
             self._preparing = thread  # set after the start, since another thread may join it
 

@@ -29,6 +29,7 @@ from ckpt.saving.staging import StagedBlocks, Stager
 from ckpt.saving.staging_memory import StagingMemory, background_arena_bytes, blocking_arena_bytes
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.threads import WorkerThread, join_all
 from ckpt.support.runtime import collector_paused, lower_thread_priority
 
 log = logging.getLogger("ckpt")
@@ -85,7 +86,7 @@ class SaveRun:
 
     def run_blocking(self) -> None:
         """Save while the caller waits. Staging and writing overlap, in a small arena."""
-        stager = threading.Thread(target=self._stager.stage_all, name="ckpt-stage", daemon=True)
+        stager = WorkerThread(target=self._stager.stage_all, name="ckpt-stage", daemon=True)
         checkpoint: Checkpoint | None = None
         self._memory.writing_allowed.set()
         try:
@@ -107,9 +108,7 @@ class SaveRun:
         deferred = find_deferred_blocks(self._plan, self._options.deferrable)
         late = set(deferred.numbers)
         eager = [i for i in range(len(self._plan.blocks)) if i not in late]
-        thread = threading.Thread(
-            target=self._run_in_thread, args=(deferred,), name=f"ckpt-save-{self._plan.step}", daemon=True
-        )
+        thread = WorkerThread(target=self._run_in_thread, args=(deferred,), name=f"ckpt-save-{self._plan.step}", daemon=True)
         try:
             self._memory.borrow(background_arena_bytes(total, self._options.memory), self._plan, self._where)
             if self._memory.is_less_than(total):
@@ -146,7 +145,7 @@ class SaveRun:
                 time.sleep(min(_YIELD_SECONDS, self._copied_seconds / 2))  # no pause if a full arena started the writers early
             previous = self._prepare()
             args = (deferred, self._eager_staged, self._handle.staged.set)
-            stager = threading.Thread(target=self._stager.stage_deferred, args=args, name="ckpt-stage", daemon=True)
+            stager = WorkerThread(target=self._stager.stage_deferred, args=args, name="ckpt-stage", daemon=True)
             stager.start()
             checkpoint = self._write_and_commit(previous, stager)
         except BaseException as error:
@@ -179,7 +178,7 @@ class SaveRun:
 
     def _write_and_commit(self, previous: StepBlocks, stager: threading.Thread) -> Checkpoint:
         if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit, so it overlaps with writing
-            threading.Thread(target=self._import_for_commit, name="ckpt-import", daemon=True).start()
+            WorkerThread(target=self._import_for_commit, name="ckpt-import", daemon=True).start()
         try:
             written = self._write_blocks(previous, stager)
             checkpoint = self._commit(written, previous.packs)
@@ -214,20 +213,17 @@ class SaveRun:
             )
             own, *others = [BlockWriter(parts) for _ in range(self._writer_count)]
             threads = [
-                threading.Thread(target=self._write_staged, args=(writer,), name="ckpt-write", daemon=True) for writer in others
+                WorkerThread(target=self._write_staged, args=(writer,), name="ckpt-write", daemon=True) for writer in others
             ]
             try:
                 for thread in threads:
                     thread.start()
                 self._write_staged(own)
-                for thread in [*threads, stager]:
-                    thread.join()
-            except BaseException as error:  # interrupted: no thread may outlive the pack and the arena that it uses
+            except BaseException as error:
                 self._failure.report(error)
-                for thread in [*threads, stager]:
-                    if thread.ident is not None:
-                        thread.join()
                 raise
+            finally:  # no thread may outlive the pack and the arena that it uses
+                join_all([*threads, stager], self._failure.report)
             self._failure.raise_error()
             return join_written(self._plan, [own, *others], packs.close())
 

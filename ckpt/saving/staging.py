@@ -24,6 +24,7 @@ from ckpt.saving.write_plan import Block, stage_block
 from ckpt.state.leaves.base import is_limited_by_launches
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.threads import WorkerThread, join_all
 from ckpt.support.runtime import processor_count
 
 
@@ -97,14 +98,13 @@ class Stager:
         ):
             threads = 1
         shared = _SharedIterator(numbers)
-        helpers = [
-            threading.Thread(target=self._stage, args=(shared,), name="ckpt-stage", daemon=True) for _ in range(threads - 1)
-        ]
+        helpers = [WorkerThread(target=self._stage, args=(shared,), name="ckpt-stage", daemon=True) for _ in range(threads - 1)]
         for helper in helpers:
             helper.start()
-        self._stage(shared)
-        for helper in helpers:
-            helper.join()
+        try:
+            self._stage(shared)
+        finally:
+            join_all(helpers, self._failure.report)  # they copy into the arena, which the next save may get
 
     def stage_deferred(self, deferred: DeferredBlocks, eager_staged: threading.Event, when_staged: Callable[[], None]) -> None:
         """Stage the deferred blocks, and report StateChanged if a leaf of them has changed since the save began.

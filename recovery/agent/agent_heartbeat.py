@@ -12,6 +12,7 @@ from ckpt.recovery.agent.host_lease import HostLease
 from ckpt.recovery.run_log.agent_reports import REPORT_SECONDS, AgentReport
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.threads import WorkerThread
 
 log = logging.getLogger("ckpt.run")
 
@@ -27,7 +28,7 @@ class AgentHeartbeat:
         self._changed = threading.Event()
         self._closed = False
         self._has_failed = False
-        self._thread = threading.Thread(target=self._run, name="ckpt-heartbeat", daemon=True)
+        self._thread = WorkerThread(target=self._run, name="ckpt-heartbeat", daemon=True)
         self._publish()  # the first report must precede the first decision of this agent
         self._thread.start()
 

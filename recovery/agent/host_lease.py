@@ -17,6 +17,7 @@ from ckpt.recovery.ranks import processes
 from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import RunLog
+from ckpt.storage.base.threads import WorkerThread
 
 _TICK_SECONDS = 0.25
 _UNACKNOWLEDGED_SECONDS = 0.85
@@ -74,7 +75,7 @@ class HostLease:
         self._reachable_machines: set[str] = set()  # numeric addresses that have answered; machines behind a firewall never do
         self._tried_at: dict[str, float] = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ckpt-lease", daemon=True)
+        self._thread = WorkerThread(target=self._run, name="ckpt-lease", daemon=True)
         self._thread.start()
 
     # --- called from the threads of the agent --------------------------------------------------------------------

@@ -1,14 +1,17 @@
-"""A thread pool of daemon threads, for calls that may never return and for work at the end of the program.
+"""Threads whose end can be waited for, and a pool of daemon threads for calls that may never return.
 
 The pools of concurrent.futures accept no work after the main thread has ended, while a save may still run. They also wait for
 all of their threads at exit, even for one in a call to a host that does not answer.
+
+An interrupt (Ctrl-C) in `threading.Thread.join` of Python 3.11 and 3.12 marks the thread as ended while it still runs, and the
+next join returns at once. So threads that use memory of their caller are `WorkerThread`s.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -19,6 +22,43 @@ P = ParamSpec("P")
 
 _TaskQueue = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 """Calls with their futures. None is the end: it stays in the queue for the other threads."""
+
+
+class WorkerThread(threading.Thread):
+    """A thread whose `join` returns only when it has ended, also after an earlier `join` was interrupted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._has_ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._has_ended.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        if self.ident is not None:  # otherwise super().join raises the error of a thread that was not started
+            self._has_ended.wait(timeout)
+        if self.ident is None or self._has_ended.is_set():
+            super().join(timeout)
+
+
+def join_all(threads: Iterable[threading.Thread], when_interrupted: Callable[[BaseException], object]) -> None:
+    """Wait until all threads that were started have ended.
+
+    when_interrupted: called with the first interrupt. It makes the threads end, and the interrupt is raised when they have. A
+        second interrupt is raised at once.
+    """
+    started = [thread for thread in threads if thread.ident is not None]
+    try:
+        for thread in started:
+            thread.join()
+    except BaseException as error:
+        when_interrupted(error)
+        for thread in started:
+            thread.join()
+        raise
 
 
 class DaemonThreadPool(Executor):
@@ -42,7 +82,7 @@ class DaemonThreadPool(Executor):
                 raise RuntimeError(f"{self._name} takes no work any more")
             self._tasks.put((future, partial(call, *args, **kwargs)))
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
-                thread = threading.Thread(target=_run_tasks, args=(self._tasks, self._idle), name=self._name, daemon=True)
+                thread = WorkerThread(target=_run_tasks, args=(self._tasks, self._idle), name=self._name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
         return future

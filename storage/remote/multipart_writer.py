@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.store import ALIGNMENT, Writer
+from ckpt.storage.base.threads import WorkerThread
 
 PART_BYTES = 8 * 1024 * 1024
 CONCURRENCY = 8
@@ -70,7 +71,7 @@ class MultipartWriter(Writer):
             return
         if self._thread is None and self._pieces.queued_bytes + len(piece) > self._part_bytes:
             # The thread has a reference to the queue only, so that the finalizer of a dropped writer can end it.
-            self._thread = threading.Thread(
+            self._thread = WorkerThread(
                 target=_run_upload, args=(self._put, self._pieces, self._part_bytes), name="ckpt-upload", daemon=True
             )
             self._thread.start()

@@ -1,0 +1,77 @@
+"""Threads whose end can be waited for, also by a caller that was interrupted while it waited."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt.storage.base.threads import WorkerThread, join_all
+
+FOLDERS = ("ckpt", "storage", "aggregator", "recovery", "tools")
+
+
+def interrupt_soon() -> None:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def test_a_join_after_an_interrupted_one_waits_until_the_thread_has_ended() -> None:
+    release, ended = threading.Event(), []
+    thread = WorkerThread(target=lambda: (release.wait(), time.sleep(0.2), ended.append(True)))
+    thread.start()
+    interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        thread.join()
+    release.set()
+    thread.join()
+    assert ended
+    assert not thread.is_alive()
+
+
+def test_join_all_makes_the_threads_end_and_then_raises_the_interrupt() -> None:
+    stop, ended, found = threading.Event(), [], []
+
+    def work() -> None:
+        stop.wait()
+        time.sleep(0.1)
+        ended.append(True)
+
+    def when_interrupted(error: BaseException) -> None:
+        found.append(type(error))
+        stop.set()
+
+    threads = [WorkerThread(target=work) for _ in range(3)]
+    for thread in threads[:2]:
+        thread.start()
+    interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        join_all(threads, when_interrupted)
+    assert found == [KeyboardInterrupt]
+    assert len(ended) == 2  # the third one was never started
+
+
+def test_a_join_with_a_timeout_returns_in_time() -> None:
+    release = threading.Event()
+    thread = WorkerThread(target=release.wait)
+    thread.start()
+    thread.join(0.01)
+    assert thread.is_alive()
+    release.set()
+    thread.join()
+    assert not thread.is_alive()
+
+
+def test_every_thread_that_somebody_joins_is_a_worker_thread() -> None:
+    repository = Path(ckpt.__file__).parents[1]
+    plain = []
+    for path in sorted(p for folder in FOLDERS for p in (repository / folder).rglob("*.py")):
+        text = path.read_text()
+        if re.search(r"\bthreading\.Thread\(", text) and re.search(r"\w\.join\(\)", text):
+            plain.append(path.name)
+    assert plain == []
