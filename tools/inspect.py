@@ -256,13 +256,19 @@ def _show_leaves(leaves: list[LeafReport]) -> None:
         [
             printable(leaf.name), printable(leaf.dtype), "x".join(map(str, leaf.shape)) or "scalar", format_size(leaf.nbytes),
             _format_ratio(leaf.stored_bytes, leaf.nbytes), ", ".join(map(_describe_codec, leaf.codecs)) or "none",
-            ", ".join(map(str, leaf.written_in)) or "-",
+            _written_in(leaf),
             *([_style_state("incomplete", "file missing") if leaf.missing else ""] if any_missing else []),
         ]
         for leaf in leaves
     ]  # fmt: skip
     columns = ["name", "dtype", "shape", ">bytes", ">ratio", "codec", ">written in"]
     common.show_table(columns + ["state"] * any_missing, rows)
+
+
+def _written_in(leaf: LeafReport) -> str:
+    """Return the steps that wrote an array, and those that wrote the bases of its differences: `20 (base 10)`."""
+    written = ", ".join(map(str, leaf.written_in)) or "-"
+    return f"{written} (base {', '.join(map(str, leaf.bases_in))})" if leaf.bases_in else written
 
 
 def _leaf_json(leaf: LeafReport) -> dict[str, Any]:

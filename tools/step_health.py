@@ -9,7 +9,7 @@ from typing import Literal
 from ckpt.block_io.step_verification import verify_blocks
 from ckpt.format import json_records
 from ckpt.format.json_records import CommitRecord
-from ckpt.format.manifest import Manifest, Row
+from ckpt.format.manifest import Manifest
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound
@@ -51,11 +51,13 @@ class LeafReport:
     shape: tuple[int, ...]
     nbytes: int
     stored_bytes: float
-    """Its share of the bytes in the packs."""
+    """Its share of the bytes in the packs, with those of the bases of its differences."""
     codecs: tuple[str, ...]
     """The configurations of the codecs of its blocks, without blocks that have no codec."""
     written_in: tuple[int, ...]
     """The steps whose packs contain its blocks."""
+    bases_in: tuple[int, ...]
+    """The steps whose packs contain the blocks to which its blocks are differences."""
     missing: bool
     """Whether a pack with one of its blocks is missing or has another length."""
 
@@ -145,16 +147,17 @@ def report_leaves(checkpoint: Checkpoint, bad_files: frozenset[str]) -> dict[str
             dtype=rows[0].dtype,
             shape=rows[0].global_shape,
             nbytes=sum(r.nbytes for r in rows),
-            stored_bytes=sum(r.stored * r.nbytes / r.raw for r in stored_rows if r.raw),
+            stored_bytes=sum(r.read_bytes * r.nbytes / r.raw for r in stored_rows if r.raw),
             codecs=tuple(sorted({r.codec for r in stored_rows if r.codec is not None})),
-            written_in=tuple(sorted({_pack_step(r) for r in stored_rows})),
-            missing=any(r.pack in bad_files for r in stored_rows),
+            written_in=tuple(sorted({_pack_step(r.pack) for r in stored_rows})),
+            bases_in=tuple(sorted({_pack_step(r.base.pack) for r in stored_rows if r.base is not None})),
+            missing=any(r.pack in bad_files or (r.base is not None and r.base.pack in bad_files) for r in stored_rows),
         )
     return found
 
 
-def _pack_step(row: Row) -> int:
-    return int((row.pack or "").split("/")[1])
+def _pack_step(pack: str | None) -> int:
+    return int((pack or "").split("/")[1])
 
 
 def select_manifest(checkpoint: Checkpoint, leaves: Iterable[str] | None = None) -> Manifest:

@@ -5,7 +5,8 @@ the store: with this advice Linux fills its cache at the rate of the disk, which
 (benchmarks/limits.py measures both). An uncompressed block with one contiguous destination is read directly into it, and hashed
 in chunks while each chunk is in the processor's cache. Reads go through the page cache, so that a second load is a memory copy.
 A block that one process reads once (`BlockRead.bypass_cache`) is read past the page cache into memory on huge pages, and hashed
-and copied from there in chunks; chunks that the cache has are copied from it to where they belong.
+and copied from there in chunks; chunks that the cache has are copied from it to where they belong. Before a difference is read,
+its base is read and verified by a reader of its own, so that damage of either is attributed to the right file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckpt.block_io.pack_reader import PackReader, grown
 from ckpt.block_io.read_plan import BlockRead, CellRun, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
 from ckpt.block_io.replicated_store import copies_of, from_nearest
 from ckpt.block_io.tuned_reads import ReadKind, read_kind, run_reads
-from ckpt.format import codec
+from ckpt.format import codec, difference
 from ckpt.format.digest import CELL_BYTES, checksum, digest, hasher
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest import Manifest, Row
@@ -80,6 +81,9 @@ class BlockReader:
         self._where = where
         self._progress = progress
         self._raw_buffer = np.empty(0, np.uint8)
+        self._base_reader: BlockReader | None = None
+        self._base: Bytes | None = None
+        """The raw base of the difference that is being read."""
 
     def __enter__(self) -> Self:
         self._bytes.begin()
@@ -87,6 +91,13 @@ class BlockReader:
 
     def __exit__(self, *_: object) -> None:
         self._bytes.end()
+        self.close()
+
+    def close(self) -> None:
+        """Close the open files. The reader can be used again."""
+        self._bytes.close_file()
+        if self._base_reader is not None:
+            self._base_reader.close()
 
     def run(self, reads: Iterable[BlockRead]) -> None:
         """Read and verify each block and copy its pieces to their targets."""
@@ -99,7 +110,7 @@ class BlockReader:
         with self:
             for block in reads:
                 self._read_nearest_copy(block, [(0, block.row.stored)], self._verify_block)
-                self._report_progress(block.row.stored)
+                self._report_progress(block.row.read_bytes)
 
     def _verify_block(self, block: BlockRead) -> None:
         raw = self._read_decoded_block(block)
@@ -112,6 +123,7 @@ class BlockReader:
         self, block: BlockRead, ranges: Sequence[tuple[int, int]], read: Callable[[BlockRead], object]
     ) -> None:
         """Call `read`, with the nearest store that has a good copy. ranges: the bytes of the stored block that it reads."""
+        self._base = self._read_base(block)
 
         def read_from(store: Store) -> None:
             if store is not self._bytes.store:
@@ -119,6 +131,20 @@ class BlockReader:
             self._bytes.in_chosen_mode(block, ranges, read)
 
         from_nearest(self._all_copies, read_from, block.row.pack or "", block.row.position, self._missing)
+
+    def _read_base(self, block: BlockRead) -> Bytes | None:
+        """Return the raw base of a difference, verified, from the nearest good copy of the base; None for a block in full."""
+        if (row := block.row.base_row()) is None:
+            return None
+        if self._base_reader is None:
+            self._base_reader = BlockReader(self._all_copies, self._algorithm, f"{self._where}, base of a difference", None)
+        return self._base_reader.read_whole(BlockRead(row, bypass_cache=block.bypass_cache))
+
+    def read_whole(self, block: BlockRead) -> Bytes:
+        """Return the whole raw block, verified and decoded, in this reader's buffer. The caller closes the reader."""
+        found: list[Bytes] = []
+        self._read_nearest_copy(block, block.stored_ranges(), lambda block: found.append(self._read_decoded_block(block)))
+        return found[-1]
 
     # --- one block ---------------------------------------------------------------------------------------------
 
@@ -136,7 +162,7 @@ class BlockReader:
             self._read_into_destination(block, destinations[0][2])
         else:
             self._copy_pieces(block.pieces, self._read_decoded_block(block))
-        self._report_progress(row.stored)
+        self._report_progress(row.read_bytes)
 
     def _read_run(self, block: BlockRead, run: CellRun) -> None:
         pieces = [piece for _, _, piece in run.pieces]
@@ -167,9 +193,9 @@ class BlockReader:
         ranges = [(0, row.stored)] if is_all else [(begin, end)]
         try:
             self._read_nearest_copy(block, ranges, read)
-            self._report_progress(row.stored if is_all else end - begin)
+            self._report_progress(row.read_bytes if is_all else end - begin)
         finally:
-            self._bytes.close_file()
+            self.close()
 
     def accept(self, block: BlockRead, begin: int, data: Bytes) -> None:
         """Verify bytes of the raw block, some of which other ranks have read, and copy its pieces to their targets.
@@ -262,6 +288,8 @@ class BlockReader:
             raw = self._raw_buffer[: row.raw]
             try:
                 codec.decode(row.codec, stored.data, raw)
+                if row.base is not None and self._base is not None:
+                    difference.add(self._base, raw, row.base.width, raw)
             except IntegrityError as error:
                 raise self._damage_error(row, f"codec ({error})") from error
             except (CkptError, MemoryError, ImportError):

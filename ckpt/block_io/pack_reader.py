@@ -74,6 +74,8 @@ class PackReader:
             if not self._bypasses_cache(block):
                 for begin, end in block.stored_ranges():
                     self.store.prefetch(block.row.pack or "", end - begin, block.row.position + begin)
+                if (base := block.row.base) is not None:
+                    self.store.prefetch(base.pack, base.stored, base.position)
             waiting.append((block, block.read_bytes()))
             nbytes += block.read_bytes()
             while nbytes > _PREFETCH_BYTES and len(waiting) > 1:

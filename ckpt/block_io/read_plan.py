@@ -188,8 +188,9 @@ class BlockRead:
         return [run[:2] for run in self.cell_runs()] or [(0, self.row.stored)]
 
     def read_bytes(self) -> int:
-        """Return the number of stored bytes to read."""
-        return sum(end - begin for begin, end in self.stored_ranges())
+        """Return the number of stored bytes to read, with those of the base of a difference."""
+        base_bytes = 0 if self.row.base is None else self.row.base.stored
+        return base_bytes + sum(end - begin for begin, end in self.stored_ranges())
 
 
 def plan_reads(manifest: Manifest, targets: Sequence[Target], where: str) -> list[BlockRead]:

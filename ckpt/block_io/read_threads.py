@@ -17,7 +17,7 @@ it, threads mostly wait."""
 
 def run_in_threads(reads: list[BlockRead], work: Callable[[Iterable[BlockRead]], None], max_threads: int | None = None) -> None:
     """Run `work` in threads on contiguous parts of about equal bytes; the first error stops all threads and is raised."""
-    total = sum(w.row.stored for w in reads)
+    total = sum(w.row.read_bytes for w in reads)
     if max_threads is None:
         max_threads = READ_THREADS if any(w.bypass_cache for w in reads) else min(READ_THREADS, processor_count())
     threads = max(1, min(max_threads, len(reads), total // (16 << 20)))
@@ -28,7 +28,7 @@ def run_in_threads(reads: list[BlockRead], work: Callable[[Iterable[BlockRead]],
     done = 0
     for block in reads:
         parts[min(threads - 1, done * threads // total)].append(block)
-        done += block.row.stored
+        done += block.row.read_bytes
     _run_threads([partial(_work_on_part, work, part) for part in parts])
 
 

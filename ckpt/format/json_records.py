@@ -133,12 +133,10 @@ def load(store: Store, kind: str, name: str) -> dict[str, Any]:
     return decode(kind, store.get_up_to(name, MAX_RECORD_BYTES), f"{store.url}/{name}")
 
 
-def require_known_format(version: Any, where: str) -> None:
-    """Raise FormatError if a file has a newer format version than this ckpt reads."""
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise FormatError(
-            f"{where} has format version {version}, this ckpt reads up to {FORMAT_VERSION}: install a newer ckpt-store"
-        )
+def require_known_format(version: Any, where: str, newest: int = FORMAT_VERSION) -> None:
+    """Raise FormatError if a file has a newer format version than this ckpt reads. newest: the newest one of such files."""
+    if not isinstance(version, int) or version > newest:
+        raise FormatError(f"{where} has format version {version}, this ckpt reads up to {newest}: install a newer ckpt-store")
 
 
 def _damage_text(where: str) -> str:

@@ -14,16 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt.format import manifest_parquet
-from ckpt.format.digest import CELL_BYTES
+from ckpt.format.digest import is_cryptographic
 from ckpt.format.json_records import require_known_format
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest_parquet import RowGroup, read_table, write_table
+from ckpt.format.manifest_rows import BlockLocation, Row, locations_of_table, rows_of_table
 from ckpt.format.row_index import Integers, RowIndex, index_rows
 from ckpt.state.boxes import Box
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.support import arrow_columns
 
 __all__ = [
+    "BlockLocation",
     "Manifest",
     "Row",
     "Saved",
@@ -31,46 +33,6 @@ __all__ = [
     "read_table",
     "write_table",
 ]  # fmt: skip
-
-
-class Row(NamedTuple):
-    """One row: a piece of a leaf and the location of its bytes."""
-
-    leaf: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    box: Box
-    """The piece, as a box of the global array."""
-    pack: str | None
-    """Name of the pack below the root of the repository, None for a leaf without bytes. It may belong to an earlier step."""
-    position: int
-    """First byte of the block in the pack."""
-    stored: int
-    """Bytes of the block in the pack."""
-    raw: int
-    """Bytes of the block before the codec."""
-    start: int
-    """First byte of the piece in the raw block."""
-    nbytes: int
-    """Bytes of the piece."""
-    codec: str | None
-    """The codec as JSON, None for a block that is stored raw."""
-    digest: bytes
-    """Digest of the raw block."""
-    checksum: int | None
-    """xxh3-64 of the stored bytes, None without a codec."""
-    cells: bytes
-    """xxh3-64 of each 256 KiB cell of the raw block that the piece touches; empty with a codec."""
-
-    @property
-    def cells_begin(self) -> int:
-        """Where the first of these cells begins in the raw block."""
-        return self.start // CELL_BYTES * CELL_BYTES
-
-    @property
-    def cells_end(self) -> int:
-        """Where the last of these cells ends in the raw block."""
-        return min(self.raw, -(-(self.start + self.nbytes) // CELL_BYTES) * CELL_BYTES)
 
 
 class Saved(NamedTuple):
@@ -89,11 +51,7 @@ class LeafTotal(NamedTuple):
     nbytes: int
     """Raw bytes of the leaf."""
     stored_bytes: float
-    """The share of the leaf in the bytes of the packs."""
-
-
-BlockLocation = tuple[str, int, int, str | None, int | None]
-"""The location of a block: the columns pack, position, stored, codec and checksum."""
+    """The share of the leaf in the bytes of the packs, with those of the bases of its differences."""
 
 
 def decode(data: bytes, where: str) -> Manifest:
@@ -103,7 +61,9 @@ def decode(data: bytes, where: str) -> Manifest:
         if name not in metadata:
             raise IntegrityError(f"{where} is not a manifest: its metadata lack {name}")
     version = metadata["format"]
-    require_known_format(int(version) if version.isdecimal() else version, where)
+    require_known_format(int(version) if version.isdecimal() else version, where, manifest_parquet.FORMAT_WITH_BASES)
+    if is_cryptographic(metadata["digest"]) and any(group.has_bases for group in groups):
+        raise IntegrityError(f"{where} has differences, whose stored bytes no {metadata['digest']} digest covers")
     return Manifest(groups, metadata["digest"], where)
 
 
@@ -126,6 +86,10 @@ class Manifest:
         self.groups = groups
         self.digest_algorithm = digest_algorithm
         self.where = where
+        self._has_bases = any(group.has_bases for group in groups)
+        self._base_columns = manifest_parquet.BASE_COLUMNS if self._has_bases else ()
+        self._columns = manifest_parquet.COLUMNS + self._base_columns
+        """The columns of a row. Those of bases are read only where a block is a difference."""
         self._starts = np.cumsum([0, *(group.row_count for group in groups)])
         self._lock = threading.Lock()  # one thread at a time may read a Parquet file
         self._recent_reads: dict[tuple[int, Sequence[str]], Any] = {}
@@ -149,11 +113,14 @@ class Manifest:
     def totals(self) -> list[LeafTotal]:
         """Return the totals of each leaf, in the order in which they were saved."""
         index = self._index()
-        table = self._take(index.row_order, ("stored", "raw", "nbytes"))
-        stored, raw, nbytes = (arrow_columns.numpy_array(table.column(n)) for n in ("stored", "raw", "nbytes"))
+        names = ("stored", "raw", "nbytes")
+        table = self._take(index.row_order, (*names, *self._base_columns))
+        stored, raw, nbytes = (arrow_columns.numpy_array(table.column(n)) for n in names)
+        if self._has_bases:
+            stored = stored + arrow_columns.numbers_or_zero(table.column("base_stored"))
         share = stored * (nbytes / np.maximum(raw, 1))
         sums = (np.add.reduceat(values, index.leaf_starts[:-1]).tolist() if len(raw) else [] for values in (nbytes, share))
-        first = _rows(self._take(index.first_rows(), manifest_parquet.COLUMNS))
+        first = rows_of_table(self._take(index.first_rows(), self._columns), self.where)
         return list(map(LeafTotal._make, zip(index.leaf_numbers, first, *sums, strict=True)))
 
     def bytes_of_leaves(self) -> dict[str, float]:
@@ -163,7 +130,8 @@ class Manifest:
         """
         if self._leaf_bytes is None:
             index = self._index()
-            table = self._take(index.row_order, ("position", "stored", "raw", "start", "nbytes", "codec"))
+            names = ("position", "stored", "raw", "start", "nbytes", "codec")
+            table = self._take(index.row_order, (*names, *self._base_columns))
             self._check_lengths(table)
             nbytes = arrow_columns.numpy_array(table.column("nbytes")).astype(np.float64)
             sums = np.add.reduceat(nbytes, index.leaf_starts[:-1]).tolist() if len(nbytes) else []
@@ -186,22 +154,23 @@ class Manifest:
         which, numbers = index.rows_of(names)
         if boxes.count(None) < len(boxes):
             which, numbers = self._rows_touching(which, numbers, boxes)
-        table = self._take(numbers, manifest_parquet.COLUMNS)
+        table = self._take(numbers, self._columns)
         self._check_boxes(table)
-        rows = _rows(table)
+        rows = rows_of_table(table, self.where)
         cuts = [0, *np.cumsum(np.bincount(which, minlength=len(queries))).tolist()]
         return [rows[a:b] for a, b in itertools.pairwise(cuts)]
 
     def select(self, leaves: Iterable[str]) -> Manifest:
         """Return the rows of these leaves as a manifest in memory; leaves that the step does not have are ignored."""
         _, rows = self._index().rows_of(list(set(leaves)))
-        table = self._take(np.sort(rows), manifest_parquet.COLUMNS)
+        table = self._take(np.sort(rows), self._columns)
         return Manifest([manifest_parquet.row_group_of(table, self.where)], self.digest_algorithm, self.where)
 
     @property
     def rows(self) -> list[Row]:
         """All rows as Python objects; slow and large for a step of many ranks."""
-        return [row for number in range(len(self.groups)) for row in _rows(self._read(number, manifest_parquet.COLUMNS))]
+        tables_read = (self._read(number, self._columns) for number in range(len(self.groups)))
+        return [row for table in tables_read for row in rows_of_table(table, self.where)]
 
     def by_leaf(self) -> dict[str, list[Row]]:
         """Return all rows by leaf, in the order in which leaves were saved."""
@@ -214,15 +183,30 @@ class Manifest:
 
     def blocks(self, rank: int | None = None) -> dict[tuple[bytes, int], BlockLocation]:
         """Return the location of each block, by digest and raw length. rank: only blocks in packs that this rank wrote."""
-        names = ("digest", "raw", "pack", "position", "stored", "codec", "checksum")
+        names = ("digest", "raw", "pack", "position", "stored", "codec", "checksum", *self._base_columns)
         found: dict[tuple[bytes, int], BlockLocation] = {}
         for number in range(len(self.groups)):
             mine = _rows_of_rank(self._read(number, ("pack",)).column("pack"), rank)
             if len(mine):
                 table = arrow_columns.take_rows(self._read(number, names).select(names), mine)
-                columns = [arrow_columns.python_values(table.column(name)) for name in names]
-                found.update(zip(zip(*columns[:2], strict=True), zip(*columns[2:], strict=True), strict=True))
+                keys = zip(*(arrow_columns.python_values(table.column(name)) for name in names[:2]), strict=True)
+                found.update(zip(keys, locations_of_table(table, self.where), strict=True))
         return found
+
+    def places(self, rank: int | None = None) -> Iterator[tuple[tuple[str, tuple[int, ...], int], tuple[bytes, int]]]:
+        """Yield what each block contains, and its digest and raw length. rank: only blocks in packs that this rank wrote.
+
+        What it contains is given by the leaf and the offset of its first piece, and by its raw length.
+        """
+        names = ("leaf", "offset", "raw", "digest", "raw")
+        for number in range(len(self.groups)):
+            head = self._read(number, ("pack", "start"))
+            mine = _rows_of_rank(head.column("pack"), rank)
+            mine = mine[arrow_columns.numpy_array(head.column("start"))[mine] == 0]
+            if len(mine):
+                table = arrow_columns.take_rows(self._read(number, names[:4]).select(names[:4]), mine)
+                columns = [arrow_columns.python_values(table.column(name)) for name in names]
+                yield from zip(zip(*columns[:3], strict=True), zip(*columns[3:], strict=True), strict=True)
 
     def in_pack_order(self, at_once: int = 1 << 16) -> Iterator[list[Row]]:
         """Yield all rows that have bytes in the order of their packs, in lists of about `at_once` rows.
@@ -232,15 +216,22 @@ class Manifest:
         order, blocks = self._block_order()
         cuts = np.unique(blocks[np.searchsorted(blocks, np.arange(0, len(order), at_once), "right") - 1])
         for a, b in itertools.pairwise([*cuts.tolist(), len(order)]):
-            yield _rows(self._take(order[a:b], manifest_parquet.COLUMNS))
+            yield rows_of_table(self._take(order[a:b], self._columns), self.where)
 
     def by_block(self) -> list[Row]:
-        """Return one row of each block, in the order of the packs."""
+        """Return one row of each block that the step needs, in the order of the packs; bases of differences are included."""
         order, blocks = self._block_order()
-        return _rows(self._take(order[blocks], manifest_parquet.COLUMNS))
+        rows = rows_of_table(self._take(order[blocks], self._columns), self.where)
+        bases = {(base.pack, base.position): base for row in rows if (base := row.base_row()) is not None}
+        if not bases:
+            return rows
+        found = {**bases, **{(row.pack, row.position): row for row in rows}}
+        return [found[key] for key in sorted(found)]
 
     def stored_bytes(self) -> int:
         """Return the stored bytes of all blocks, each block counted once."""
+        if self._has_bases:
+            return sum(row.stored for row in self.by_block())
         order, blocks = self._block_order()
         return int(np.sum(arrow_columns.numpy_array(self._take(order[blocks], ("stored",)).column("stored"))))
 
@@ -270,7 +261,7 @@ class Manifest:
         """Return columns of a row group. The last few are cached, since a reader queries its arrays one after the other."""
         with self._lock:
             if len(self.groups) == 1:
-                names = manifest_parquet.COLUMNS  # one read of all columns is faster than two reads of some
+                names = self._columns  # one read of all columns is faster than two reads of some
             table = self._recent_reads.pop((group, names), None)
             if table is None:
                 table = self.groups[group].read(names)
@@ -330,6 +321,8 @@ class Manifest:
         plain = np.ones(len(raw), bool)
         plain[arrow_columns.valid_rows(arrow_columns.one_chunk(table.column("codec")))] = False
         longest = np.maximum(stored, raw)
+        if self._has_bases:
+            longest = np.maximum(longest, arrow_columns.numbers_or_zero(table.column("base_stored")))
         if np.any(longest > MAX_BLOCK_BYTES):
             raise IntegrityError(
                 f"{self.where} states a block of {longest.max()} bytes, and blocks have at most {MAX_BLOCK_BYTES}; "
@@ -361,14 +354,6 @@ _MAX_RECENT_READS = 16
 def _is_range(rows: Integers) -> bool:
     """Return whether the numbers are 0, 1, 2 …"""
     return not len(rows) or bool(rows[0] == 0 and np.all(np.diff(rows) == 1))
-
-
-def _rows(table: Any) -> list[Row]:
-    """Return the rows of a table with all columns, as Python objects."""
-    columns = {name: arrow_columns.python_values(table.column(name)) for name in manifest_parquet.COLUMNS}
-    boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
-    ordered = [boxes if name == "box" else columns[name] for name in Row._fields]
-    return list(map(Row._make, zip(*ordered, strict=True)))
 
 
 def _rows_of_rank(pack: Any, rank: int | None) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt.format import manifest_parquet
+from ckpt.format.difference import BaseBlock
 from ckpt.format.digest import CELL_BYTES
 from ckpt.format.manifest_parquet import write_table
 from ckpt.state.boxes import Box
@@ -25,6 +26,8 @@ class StoredBlock(NamedTuple):
     checksum: int | None
     cells: bytes
     """xxh3-64 of each cell of the raw block; empty with a codec."""
+    base: BaseBlock | None = None
+    """The base block if this is a difference."""
 
 
 @dataclass(slots=True)
@@ -93,7 +96,7 @@ def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
 
     planned_columns = planned.arrow_columns()
     of_block = planned_columns["block"]
-    shared = list(zip(*blocks, strict=True)) if blocks else [()] * 8
+    shared = list(zip(*blocks, strict=True)) if blocks else [()] * 9
 
     def spread(column: int, kind: Callable[[Any], Any], missing: Any = None) -> Any:
         """Return a column of `blocks` with one value for each piece; missing: the value for pieces without a block."""
@@ -113,4 +116,26 @@ def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
         "checksum": spread(6, lambda values: arrow_columns.number_array(values, "uint64")),
         "cells": arrow_columns.binary_array(planned.cells_of_pieces(shared[7])),
     }
-    return pa.table({name: columns[name] for name in manifest_parquet.COLUMNS})
+    if not any(shared[8]):
+        return pa.table({name: columns[name] for name in manifest_parquet.COLUMNS})
+    columns.update(_base_columns(shared[8], of_block))
+    return pa.table({name: columns[name] for name in manifest_parquet.COLUMNS + manifest_parquet.BASE_COLUMNS})
+
+
+def _base_columns(bases: Sequence[BaseBlock | None], of_block: Any) -> dict[str, Any]:
+    """Return the columns of the bases of blocks. of_block: the index of each piece's block counted from 1, 0 for none."""
+    values = zip(
+        *((None,) * len(manifest_parquet.BASE_COLUMNS) if base is None else base for base in (None, *bases)), strict=True
+    )
+    make: dict[str, Callable[[Any], Any]] = {
+        "base_pack": arrow_columns.text_array,
+        "base_codec": arrow_columns.text_array,
+        "base_digest": arrow_columns.binary_array,
+        "base_checksum": lambda column: arrow_columns.number_array(column, "uint64"),
+    }
+    made = {}
+    for name, column in zip(manifest_parquet.BASE_COLUMNS, values, strict=True):
+        made[name] = arrow_columns.compute_function("take", make.get(name, arrow_columns.number_array)(column), of_block)
+        if name in manifest_parquet.TEXT_COLUMNS:
+            made[name] = arrow_columns.dictionary_encoded(made[name])
+    return made

@@ -18,15 +18,23 @@ from ckpt.support import arrow_columns
 ROWS_PER_GROUP = 32_768
 """Rows of a row group. A reader decodes only the row groups that have its leaves; smaller ones cost more than they save."""
 
-TEXT_COLUMNS = ("leaf", "dtype", "pack", "codec")
+TEXT_COLUMNS = ("leaf", "dtype", "pack", "codec", "base_pack", "base_codec")
 LIST_COLUMNS = ("global_shape", "offset", "shape")
 NUMBER_COLUMNS = ("position", "stored", "raw", "start", "nbytes")
-BINARY_COLUMNS = ("digest", "cells")
+BINARY_COLUMNS = ("digest", "cells", "base_digest")
 COLUMNS = (
     "leaf", "dtype", "global_shape", "offset", "shape", "pack", "position", "stored", "raw", "start", "nbytes", "codec",
     "digest", "checksum", "cells",
 )  # fmt: skip
-"""All columns, in the order of the file."""
+"""The columns of every manifest, in the order of the file."""
+
+BASE_COLUMNS = (
+    "base_pack", "base_position", "base_stored", "base_codec", "base_digest", "base_checksum", "base_width",
+)  # fmt: skip
+"""The columns of `difference.BaseBlock`, which follow in a manifest with differences; null for a block in full."""
+
+FORMAT_WITH_BASES = 2
+"""The format version of a manifest with differences. All others have version 1, which programs without differences read."""
 
 _MAX_EXPANSION = 256
 _EXTRA_BYTES = 16 << 20
@@ -36,7 +44,7 @@ their length."""
 _MAX_COLUMN_BYTES = 1 << 30
 """The most bytes of a binary column of a row group that is decoded from a dictionary."""
 
-_NULLABLE_COLUMNS = {"pack", "codec", "checksum"}
+_NULLABLE_COLUMNS = {"pack", "codec", "checksum", *BASE_COLUMNS}
 _ARROW_ERRORS = (KeyError, ValueError, TypeError, OSError, NotImplementedError)
 """Errors that pyarrow raises for a malformed file; ArrowInvalid and ArrowTypeError are subclasses of some of them."""
 
@@ -48,25 +56,34 @@ class RowGroup:
     where: str
     row_count: int
     _read: Callable[[list[str]], Any]
+    has_bases: bool = False
+    """Whether it has the columns of bases. Without them, they are read as nulls."""
 
     def read(self, names: Sequence[str] = COLUMNS) -> Any:
         """Return columns as an Arrow table of the specified types; raise IntegrityError where a type cannot be converted."""
+        import pyarrow as pa
+
+        missing = () if self.has_bases else [name for name in names if name in BASE_COLUMNS]
         with _raising_integrity_error(self.where):
-            return _cast_to_specified(self._read(list(names)))
+            table = _cast_to_specified(self._read([name for name in names if name not in missing]))
+        for name in missing:
+            table = table.append_column(name, pa.nulls(self.row_count, _specified_type(name)))
+        return table
 
 
 def write_table(table: Any, metadata: dict[str, str]) -> bytes:
-    """Return the table as a Parquet file with `metadata` in its schema."""
+    """Return the table as a Parquet file with `metadata` and the format version in its schema."""
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
+    version = FORMAT_WITH_BASES if "base_pack" in table.column_names else 1
     pq.write_table(
-        table.replace_schema_metadata(metadata),
+        table.replace_schema_metadata({**metadata, "format": str(version)}),
         sink,
         row_group_size=ROWS_PER_GROUP,
         compression="zstd",
         compression_level=1,
-        use_dictionary=list(TEXT_COLUMNS),
+        use_dictionary=[name for name in TEXT_COLUMNS if name in table.column_names],
         write_statistics=False,  # no reader of ckpt uses them, and each load would parse them
     )
     return sink.getvalue()
@@ -75,7 +92,8 @@ def write_table(table: Any, metadata: dict[str, str]) -> bytes:
 def read_table(data: bytes, where: str) -> Any:
     """Return a whole Parquet manifest as an Arrow table, its metadata in the schema; raise IntegrityError if it is not one."""
     with _raising_integrity_error(where):
-        return _cast_to_specified(_open_parquet(data).read(columns=list(COLUMNS), use_threads=False))
+        file = _open_parquet(data)
+        return _cast_to_specified(file.read(columns=_columns_of(file.schema_arrow.names), use_threads=False))
 
 
 def require_plausible(data: bytes) -> Footer:
@@ -166,17 +184,18 @@ def read_row_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, 
     with _raising_integrity_error(where):
         file = _open_parquet(data)
         schema = file.schema_arrow
-        for name in COLUMNS:
+        has_bases = "base_pack" in schema.names
+        for name in COLUMNS + BASE_COLUMNS if has_bases else COLUMNS:
             kind = schema.field(name).type
             _target_type(kind.value_type if name in BINARY_COLUMNS and pa.types.is_dictionary(kind) else kind, name)
         lengths = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-        groups = [RowGroup(where, n, _row_group_reader(file, i)) for i, n in enumerate(lengths)]
+        groups = [RowGroup(where, n, _row_group_reader(file, i), has_bases) for i, n in enumerate(lengths)]
         return groups, {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
 
 
 def row_group_of(table: Any, where: str) -> RowGroup:
     """Return a table in memory as a row group."""
-    return RowGroup(where, table.num_rows, table.select)
+    return RowGroup(where, table.num_rows, table.select, "base_pack" in table.column_names)
 
 
 def empty_table(names: Sequence[str]) -> Any:
@@ -186,11 +205,25 @@ def empty_table(names: Sequence[str]) -> Any:
     return pa.table({name: pa.nulls(0, _specified_type(name)) for name in names})
 
 
-def as_plain_table(table: Any) -> Any:
-    """Return the table with all columns of the specified types, text without dictionaries."""
+def as_plain_table(table: Any, with_bases: bool = False) -> Any:
+    """Return the table with all columns of the specified types, text without dictionaries.
+
+    with_bases: add the columns of bases, with nulls where the table has none.
+    """
     import pyarrow as pa
 
-    return pa.table({name: arrow_columns.cast(table[name], _specified_type(name)) for name in COLUMNS})
+    names = COLUMNS + BASE_COLUMNS if with_bases else _columns_of(table.column_names)
+    return pa.table({
+        name: arrow_columns.cast(table[name], _specified_type(name))
+        if name in table.column_names
+        else pa.nulls(table.num_rows, _specified_type(name))
+        for name in names
+    })  # fmt: skip
+
+
+def _columns_of(names: Sequence[str]) -> list[str]:
+    """Return the columns of a manifest that has columns of these names."""
+    return [*COLUMNS, *(BASE_COLUMNS if "base_pack" in names else ())]
 
 
 def _row_group_reader(file: Any, group: int) -> Callable[[list[str]], Any]:
@@ -205,11 +238,12 @@ def _open_parquet(data: bytes) -> Any:
     found = require_plausible(data)
     # Text stays in its dictionary. A binary column with a dictionary stays in it until `_without_dictionary` has checked the
     # decoded length, since every row may refer to one long value. Binary columns that ckpt writes have no dictionary.
+    names = {column.name for column in found.columns}
     with_dictionary = {column.name for column in found.columns if column.has_dictionary}
     return pq.ParquetFile(
         pa.BufferReader(data),
         pre_buffer=False,
-        read_dictionary=[*TEXT_COLUMNS, *(n for n in BINARY_COLUMNS if n in with_dictionary)],
+        read_dictionary=[*(n for n in TEXT_COLUMNS if n in names), *(n for n in BINARY_COLUMNS if n in with_dictionary)],
         thrift_string_size_limit=len(data),
         thrift_container_size_limit=len(data),
     )
@@ -288,4 +322,4 @@ def _specified_type(name: str) -> Any:
         return pa.list_(pa.int64())
     if name in BINARY_COLUMNS:
         return pa.binary()
-    return pa.uint64() if name == "checksum" else pa.int64()
+    return pa.uint64() if name in ("checksum", "base_checksum") else pa.int64()

@@ -11,11 +11,12 @@ import logging
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 from ckpt.format.json_records import CommitRecord
 from ckpt.repository.damage_registry import damaged_steps, mark_damaged_in_all_tiers
 from ckpt.repository.repository import Repository, steps_text
-from ckpt.saving.dedup import PreviousBlock, is_block_intact
+from ckpt.saving.dedup import PreviousBlock, base_of, is_block_intact
 from ckpt.storage.base.errors import CkptError, NotFound
 from ckpt.support.runtime import lower_thread_priority
 
@@ -117,6 +118,9 @@ class Scrubber:
             return []
         own = f"steps/{checkpoint.step}/"
         found = [(key, PreviousBlock(*at)) for key, at in checkpoint.manifest().blocks(self._rank).items()]
+        bases = [base for (_, nbytes), block in found if (base := base_of(block, nbytes)) is not None]
+        found = [(key, replace(block, base=None)) for key, block in found]  # each block is read once, and so is each base
+        found = list({(block.pack, block.position): (key, block) for key, block in (*bases, *found)}.values())
         self._algorithm = checkpoint.manifest().digest_algorithm
         shared = [(key, block) for key, block in found if not block.pack.startswith(own)]
         return sorted(shared, key=lambda it: (it[1].pack, it[1].position))

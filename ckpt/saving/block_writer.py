@@ -86,6 +86,8 @@ class BlockWriter:
             location = self._append(block, staged.region)
         else:
             self.referenced_packs.add(location.pack)
+        if location.base is not None:
+            self.referenced_packs.add(location.base.pack)
         self.blocks[key] = location
         row = StoredBlock(
             location.pack,
@@ -96,6 +98,7 @@ class BlockWriter:
             block_digest,
             location.checksum,
             cells if location.codec is None else b"",
+            location.base,
         )
         self.rows.append((staged.number, row))
 

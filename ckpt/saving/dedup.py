@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckpt.block_io.block_check import verify_stored_block
 from ckpt.block_io.pack_reader import is_bad_sector
 from ckpt.block_io.replicated_store import from_nearest
+from ckpt.format.difference import BaseBlock
 from ckpt.format.manifest_encoding import StoredBlock
 from ckpt.storage.base.errors import IntegrityError, StoreError
 from ckpt.storage.base.store import Store
@@ -29,6 +31,8 @@ class PreviousBlock:
     codec: str | None
     checksum: int | None
     """xxh3-64 of the stored bytes; None if those are the raw bytes."""
+    base: BaseBlock | None = None
+    """The base block if this is a difference."""
     is_verified: bool = False
     """Whether this process has written or read the block, so that a step may refer to it. A block of another process may be
     damaged, and then damage the new step as well."""
@@ -38,12 +42,25 @@ PreviousBlocks = dict[tuple[bytes, int], PreviousBlock]
 """Blocks by digest and raw length."""
 
 
+class BlockPlace(NamedTuple):
+    """What a block contains, so that the block of the next step with the same place is probably similar."""
+
+    leaf: str
+    """The name of its first leaf."""
+    offset: tuple[int, ...]
+    """The offset of its first piece in the whole array."""
+    nbytes: int
+    """Its raw bytes."""
+
+
 class StepBlocks(NamedTuple):
     """The blocks and packs of a committed step."""
 
     blocks: PreviousBlocks
     packs: dict[str, int]
     """The bytes of each pack of the step, by name."""
+    places: Mapping[BlockPlace, tuple[bytes, int]] = MappingProxyType({})
+    """Digest and raw length of the block at each place."""
 
 
 def referable_blocks(newest_first: Sequence[StepBlocks], copies: int) -> StepBlocks:
@@ -62,11 +79,33 @@ def referable_blocks(newest_first: Sequence[StepBlocks], copies: int) -> StepBlo
     return StepBlocks({k: b for k, b in found.blocks.items() if (b.pack, b.position) not in taken}, found.packs)
 
 
+def without_packs(step: StepBlocks, unusable: Collection[str]) -> StepBlocks:
+    """Return the blocks that are not in one of these packs, and whose bases are not. This is a pure function."""
+    if not unusable:
+        return step
+    usable = {
+        key: block
+        for key, block in step.blocks.items()
+        if block.pack not in unusable and (block.base is None or block.base.pack not in unusable)
+    }
+    return step._replace(blocks=usable)
+
+
+def base_of(block: PreviousBlock, nbytes: int) -> tuple[tuple[bytes, int], PreviousBlock] | None:
+    """Return digest and raw length of the base of a difference, and the base; None for a block in full.
+
+    nbytes: the raw bytes of the block.
+    """
+    if (base := block.base) is None:
+        return None
+    return (base.digest, nbytes), PreviousBlock(base.pack, base.position, base.stored, base.codec, base.checksum)
+
+
 def is_block_intact(
     store: Store, algorithm: str, key: tuple[bytes, int], block: PreviousBlock,
     compute_slot: Callable[[], AbstractContextManager[object]],
 ) -> bool:  # fmt: skip
-    """Return whether a block has the bytes that were written. A damaged block is logged. Raises StoreError.
+    """Return whether a block, with its base, has the bytes that were written. A damaged block is logged. Raises StoreError.
 
     key: the digest and the raw length of the block.
     compute_slot: a context that is entered while this computes and does not wait for the store.
@@ -87,7 +126,8 @@ def is_block_intact(
     except IntegrityError as error:
         log.warning("%s; the block is written again, and no new step refers to it", error)
         return False
-    return True
+    base = base_of(block, key[1])
+    return base is None or is_block_intact(store, algorithm, *base, compute_slot)
 
 
 class PreviousBlockIndex:

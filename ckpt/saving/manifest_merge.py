@@ -75,8 +75,9 @@ def _concatenated(parts: list[pa.Table]) -> pa.Table:
     import pyarrow as pa
 
     plain = [part.replace_schema_metadata(None) for part in parts] or [manifest_parquet.empty_table(manifest_parquet.COLUMNS)]
-    if len({part.schema for part in plain}) > 1:  # some have dictionary-encoded text, and others do not
-        plain = [manifest_parquet.as_plain_table(part) for part in plain]
+    if len({part.schema for part in plain}) > 1:  # some have dictionary-encoded text or differences, and others do not
+        with_bases = any("base_pack" in part.column_names for part in plain)
+        plain = [manifest_parquet.as_plain_table(part, with_bases) for part in plain]
     return pa.concat_tables(plain).combine_chunks()
 
 

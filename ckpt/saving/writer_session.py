@@ -21,7 +21,7 @@ from ckpt.repository.damage_registry import clear_damaged, damaged_steps
 from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep, sweep
 from ckpt.repository.writer_lease import Attempt
-from ckpt.saving.dedup import StepBlocks
+from ckpt.saving.dedup import StepBlocks, without_packs
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.previous_steps import CommittedFiles, PreviousSteps
 from ckpt.saving.session_start import RequestedStep, SessionStart, next_step_number
@@ -161,14 +161,13 @@ class Session:
         algorithm: the digest algorithm.
         copies: see `Keep`.
         """
-        blocks, packs = self._previous_steps.referable_blocks(algorithm, copies, self.lineage, self._note_previous)
+        previous = self._previous_steps.referable_blocks(algorithm, copies, self.lineage, self._note_previous)
+        packs = previous.packs
         with self.lease.writer.sweep_lock:
             self.lease.writer.pin_packs(attempt, packs)
             sizes = file_lengths(self.repo.store, packs)
         unusable = {name for name, nbytes in packs.items() if sizes.get(name) != nbytes} | bad_files(self.repo.url)
-        if unusable:
-            blocks = {k: b for k, b in blocks.items() if b.pack not in unusable}
-        return StepBlocks(blocks, packs)
+        return without_packs(previous, unusable)
 
     def remember_blocks(self, attempt: Attempt, algorithm: str, step_blocks: StepBlocks, copies: int = 1) -> None:
         """Keep the blocks of a committed step, to which the next one may refer. An older save that ends late is ignored."""

@@ -42,8 +42,8 @@ def text_array(values: Sequence[str | None]) -> Any:
     return _variable_length_array(pa.string(), [None if value is None else value.encode() for value in values])
 
 
-def binary_array(values: Sequence[bytes]) -> Any:
-    """Return bytes as an Arrow array."""
+def binary_array(values: Sequence[bytes | None]) -> Any:
+    """Return bytes as an Arrow array; None is null."""
     import pyarrow as pa
 
     return _variable_length_array(pa.binary(), values)
@@ -144,6 +144,15 @@ def numpy_array(column: Any) -> npt.NDArray[Any]:
     kind = np.dtype(str(column.type))
     data = column.buffers()[1]
     return np.zeros(0, kind) if data is None else np.frombuffer(data, kind, len(column), column.offset * kind.itemsize)
+
+
+def numbers_or_zero(column: Any) -> npt.NDArray[Any]:
+    """Return a column of integers as a numpy array with 0 for nulls."""
+    column = one_chunk(column)
+    numbers = np.zeros(len(column), np.int64)
+    rows = valid_rows(column)
+    numbers[rows] = numpy_array(column)[rows]
+    return numbers
 
 
 def bool_array(column: Any) -> npt.NDArray[np.bool_]:

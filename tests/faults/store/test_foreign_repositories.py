@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.forged_manifests import change_column, replace_file
 from helpers.messages import one_line
 from helpers.processes import finish, python
 from helpers.refusal import refused
@@ -20,7 +20,6 @@ from helpers.states import assert_same, state_of
 
 import ckpt
 from ckpt.format import codec, json_records
-from ckpt.format.digest import digest
 from ckpt.storage.base.errors import Refused, StoreError, Unavailable
 from ckpt.storage.local.directory import LocalStore
 
@@ -52,40 +51,6 @@ def test_a_step_of_a_newer_format_is_refused_and_not_deleted(root: Path, monkeyp
     # A version that cannot read the step never deletes it.
     ckpt.save(state_of(5), root, 5, keep=1)
     assert path.exists()
-
-
-def replace_file(root: Path, step: int, change: Callable[[Any], Any], suffix: str) -> None:
-    """Replace the manifest or the tree of a step by a changed one, and update its digests."""
-    path = root / f"steps/{step}/commit.json"
-    commit = json_records.decode_commit(path.read_bytes(), "")
-    group = commit.manifests if suffix == ".parquet" else commit.trees
-    (old,) = group
-    data = change((root / old.name).read_bytes())
-    (root / old.name).write_bytes(data)
-    new = (json_records.FileRecord(old.name, len(data), digest("xxh3-128", data).hex()),)
-    field = "manifests" if suffix == ".parquet" else "trees"
-    path.write_bytes(json_records.encode_commit(dataclasses.replace(commit, **{field: new})))
-
-
-def change_column(name: str, value: Any) -> Callable[[bytes], bytes]:
-    """Return a function that sets a column of the manifest to one value in all rows that have bytes."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    def change(data: bytes) -> bytes:
-        table = pq.read_table(pa.BufferReader(data))
-        at = table.schema.get_field_index(name)
-        old = table.column(name).to_pylist()
-        packs = table.column("pack").to_pylist()
-        new = [value if pack is not None else before for before, pack in zip(old, packs, strict=True)]
-        column = pa.array(new, table.schema.field(name).type.value_type).cast(table.schema.field(name).type) if (
-            pa.types.is_dictionary(table.schema.field(name).type)
-        ) else pa.array(new, table.schema.field(name).type)  # fmt: skip
-        sink = io.BytesIO()
-        pq.write_table(table.set_column(at, table.schema.field(name), column), sink)
-        return sink.getvalue()
-
-    return change
 
 
 @pytest.mark.parametrize(
@@ -137,7 +102,7 @@ def as_newer_manifest(data: bytes) -> bytes:
 
     table = pq.read_table(pa.BufferReader(data))
     sink = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, b"format": b"2"}), sink)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, b"format": b"3"}), sink)
     return sink.getvalue()
 
 
@@ -167,7 +132,7 @@ def test_a_step_with_a_file_of_a_newer_format_is_refused_and_kept(
     """The file is neither guessed at nor skipped, and the step is never replaced."""
     replace_file(root, 4, change, suffix)
     for call in (lambda: ckpt.load(root), lambda: ckpt.load(root, state_of(0), step=4)):
-        with refused(ckpt.FormatError, "steps/4/", suffix, "version 2", "install a newer", root=root):
+        with refused(ckpt.FormatError, "steps/4/", suffix, "has format version", "install a newer", root=root):
             call()
     if suffix == ".parquet":
         with pytest.raises(ckpt.FormatError):

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ckpt.block_io.staging_arena import round_up
 from ckpt.format import manifest, manifest_encoding
+from ckpt.format.difference import WIDTHS, BaseBlock
 from ckpt.saving.write_plan import PIECE_ALIGNMENT, LeafSpec, plan_blocks, stage_block
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.numpy import NumpyLeaf
@@ -45,10 +46,13 @@ def test_the_write_plan_puts_every_byte_into_one_block(leaves):
 
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
 ints = st.integers(0, 2**60)
+checksums = st.none() | st.integers(0, 2**64 - 1)
+digests = st.binary(min_size=16, max_size=16)
+cells = st.binary(min_size=800, max_size=800)
+bases = st.builds(BaseBlock, texts, ints, ints, st.none() | texts, digests, checksums, st.sampled_from(WIDTHS))
 stored_blocks = st.builds(
-    manifest_encoding.StoredBlock, texts, ints, ints, ints, st.none() | texts, st.binary(min_size=16, max_size=16),
-    st.none() | st.integers(0, 2**64 - 1), st.binary(min_size=800, max_size=800),
-)  # fmt: skip
+    manifest_encoding.StoredBlock, texts, ints, ints, ints, st.none() | texts, digests, checksums, cells, st.none()
+) | st.builds(manifest_encoding.StoredBlock, texts, ints, ints, ints, texts, digests, checksums, cells, bases)
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,5 +82,6 @@ def test_the_manifest_keeps_every_column(data, blocks):
         else:
             block = blocks[index]
             assert (row.pack, row.position, row.stored, row.raw, row.codec, row.digest, row.checksum) == block[:7]
+            assert row.base == block.base
             first, last = start // 262144, -(-(start + nbytes) // 262144)
             assert row.cells == block.cells[8 * first : 8 * last]
