@@ -52,20 +52,20 @@ def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
-    nan: NanOption = "warn",
+    nan: NanOption = "warn", full_every: int | None = None,
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[False], codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
-    nan: NanOption = "warn",
+    nan: NanOption = "warn", full_every: int | None = None,
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: bool = True, codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
-    nan: NanOption = "warn",
+    nan: NanOption = "warn", full_every: int | None = None,
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, and create the repository if it does not exist.
 
@@ -100,6 +100,8 @@ def save(
         without a valid signature then counts as damaged. All ranks need the same key. See docs/reference/integrity.md.
     nan: "warn" logs one warning with the name of a leaf that has a NaN. "refuse" raises NotFinite and saves nothing. "allow"
         does not check. A block of up to 64 KiB is checked as a whole, a larger one in samples: see docs/reference/saving.md.
+    full_every: store changed blocks as differences to the last full ones where that is smaller. The first save in each range of
+        so many step numbers stores them in full. None stores no differences. See docs/reference/saving.md.
 
     After any error, all earlier steps are unchanged.
 
@@ -121,7 +123,7 @@ def save(
     """
     check_switch("blocking", blocking)
     options = Options(codec=codec, digest=digest, memory=memory, keep=as_keep(keep), overwrite=overwrite, timeout=timeout,
-                      verify_replicas=verify_replicas, nan=nan)  # fmt: skip
+                      verify_replicas=verify_replicas, nan=nan, full_every=full_every)  # fmt: skip
     number = None if step is None else check_step(step)
     repo = open_repository(resolve_url(url), key)
     ranks = group_that_saves(group)

@@ -71,7 +71,7 @@ class Checkpointer:
     keep: how many of the newest steps to keep, or a `ckpt.Keep`; None keeps all.
     memory: bytes of staging memory; a larger state is staged in several parts.
     in_flight: the number of saves that may run at once.
-    codec, digest, group, timeout, verify_replicas, key: as for `ckpt.save`.
+    codec, digest, group, timeout, verify_replicas, full_every, key: as for `ckpt.save`.
     nan: as for `ckpt.save`. A step with a finite loss is saved without a warning.
     tiers: stores in front of `url`, the nearest first; see `ckpt.Tier`. A save ends in the nearest one. Steps are copied to
         `url` in the background: those that `every` selects, those of `save`, and the newest one at the end.
@@ -106,6 +106,7 @@ class Checkpointer:
         timeout: float = COMMIT_TIMEOUT_SECONDS,
         verify_replicas: bool | None = None,
         nan: NanOption = "warn",
+        full_every: int | None = None,
         tiers: Sequence[Tier] = (),
         key: KeyOption = None,
         scrub: int | None = BYTES_PER_SECOND,
@@ -120,6 +121,7 @@ class Checkpointer:
         self._options = Options(
             codec=codec, digest=digest, memory=memory, keep=as_keep(keep), overwrite=True, in_flight=in_flight,
             deferrable=self._attached.has, timeout=timeout, verify_replicas=verify_replicas, nan=nan,
+            full_every=full_every,
         )  # fmt: skip
         self._last_save: SaveHandle | None = None
         self._last_save_started_at = time.monotonic()

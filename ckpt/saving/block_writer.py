@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt.block_io.staging_arena import Region, round_up
 from ckpt.format import codec
 from ckpt.format.codec import CodecTuner
+from ckpt.format.difference import BaseBlock
 from ckpt.format.digest import checksum, digest_and_cells
 from ckpt.format.manifest_encoding import StoredBlock
 from ckpt.format.pack import PackFile, PackWriter
 from ckpt.saving.buffer_shares import BufferDigests
 from ckpt.saving.changing_leaves import ChangingLeaves
 from ckpt.saving.compute_slots import ComputeSlots
-from ckpt.saving.dedup import PreviousBlock, PreviousBlockIndex, PreviousBlocks
+from ckpt.saving.dedup import BlockPlace, PreviousBlock, PreviousBlockIndex, PreviousBlocks
+from ckpt.saving.differences import DifferenceEncoder, DifferenceSource
 from ckpt.saving.nan_guard import NanGuard
 from ckpt.saving.save_plan import SavePlan
 from ckpt.saving.staging import StagedBlock
-from ckpt.saving.write_plan import Block
+from ckpt.saving.write_plan import Block, LeafSpec
+from ckpt.state.leaves.base import Bytes
 
 _MAX_STORED_FRACTION = 0.98
 """A block that a codec shrinks by less is stored without a codec, and can then be read in parts."""
@@ -39,6 +43,8 @@ class WritingParts:
     slots: ComputeSlots
     append_began: threading.Event
     """Set before the first bytes are written to the store."""
+    differences: DifferenceSource | None = None
+    """Where to find bases of differences; None to store all blocks in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class WrittenBlocks:
     """The rows of the manifest, one for each block, in the order of the plan."""
     blocks: PreviousBlocks
     """The same blocks by digest, to which the next step may refer."""
+    places: dict[BlockPlace, tuple[bytes, int]]
+    """Digest and raw length of the block at each place."""
     referenced_packs: set[str]
     """The packs of earlier steps to which rows refer."""
     packs: list[PackFile]
@@ -60,6 +68,7 @@ class BlockWriter:
 
     def __init__(self, parts: WritingParts) -> None:
         self._parts = parts
+        self._encoder = None if parts.differences is None else DifferenceEncoder(parts.differences)
         self.rows: list[tuple[int, StoredBlock]] = []
         """The index of each block in the plan, and its row."""
         self.blocks: PreviousBlocks = {}
@@ -104,29 +113,51 @@ class BlockWriter:
 
     def _append(self, block: Block, region: Region) -> PreviousBlock:
         parts = self._parts
-        raw = region.data[: block.nbytes]
-        config = block.codec
-        if config == "auto":
-            config = parts.tuner.pick(parts.plan.leaves[block.pieces[0].leaf].dtype, raw, block.itemsize)
+        encoded = self._encode(block, region.data[: block.nbytes])
         stored, padded, check = block.nbytes, region.data[: round_up(block.nbytes)], None
-        if config is not None:
+        if encoded.data is not None:
             with parts.slots.slot():
-                encoded = codec.encode(config, raw, block.itemsize)
-                if len(encoded) > _MAX_STORED_FRACTION * block.nbytes:
-                    config = None
-                else:
-                    stored, check = len(encoded), checksum(encoded)
-            if config is not None:
-                padded = region.data[: round_up(stored)]  # overwrites the raw bytes, which are not needed any more
-                padded[:stored] = encoded
-                padded[stored:] = 0
+                stored, check = len(encoded.data), checksum(encoded.data)
+            padded = region.data[: round_up(stored)]  # overwrites the raw bytes, which are not needed any more
+            padded[:stored] = encoded.data
+            padded[stored:] = 0
         parts.append_began.set()
         parts.tuner.write_began()
         try:
             pack, position = parts.packs.append(padded.data)
         finally:
             parts.tuner.write_ended(len(padded))
-        return PreviousBlock(pack, position, stored, config, check, is_verified=True)
+        return PreviousBlock(pack, position, stored, encoded.codec, check, encoded.base, is_verified=True)
+
+    def _encode(self, block: Block, raw: Bytes) -> _Encoded:
+        """Return a block as a difference or by its codec, whichever pays; without data if it is stored as it is."""
+        parts = self._parts
+        if self._encoder is not None:
+            found = self._encoder.encode(block_place(block, parts.plan.specs), raw, block.itemsize)
+            if found is not None:
+                return _Encoded(found.codec, found.stored, found.base)
+        config = block.codec
+        if config == "auto":
+            config = parts.tuner.pick(parts.plan.leaves[block.pieces[0].leaf].dtype, raw, block.itemsize)
+        if config is not None:
+            with parts.slots.slot():
+                encoded = codec.encode(config, raw, block.itemsize)
+            if len(encoded) <= _MAX_STORED_FRACTION * block.nbytes:
+                return _Encoded(config, encoded)
+        return _Encoded(None, None)
+
+    def close(self) -> None:
+        """Close the files from which bases were read."""
+        if self._encoder is not None:
+            self._encoder.close()
+
+
+class _Encoded(NamedTuple):
+    """A block as it is stored. Without a codec, `data` is None and the raw bytes are stored."""
+
+    codec: str | None
+    data: memoryview | None
+    base: BaseBlock | None = None
 
 
 def join_written(plan: SavePlan, writers: Iterable[BlockWriter], packs: list[PackFile]) -> WrittenBlocks:
@@ -138,4 +169,14 @@ def join_written(plan: SavePlan, writers: Iterable[BlockWriter], packs: list[Pac
         rows.update(writer.rows)
         blocks.update(writer.blocks)
         referenced |= writer.referenced_packs
-    return WrittenBlocks([rows[number] for number in range(len(plan.blocks))], blocks, referenced, packs)
+    ordered = [rows[number] for number in range(len(plan.blocks))]
+    places = {block_place(block, plan.specs): (row.digest, row.raw) for block, row in zip(plan.blocks, ordered, strict=True)}
+    return WrittenBlocks(ordered, blocks, places, referenced, packs)
+
+
+def block_place(block: Block, specs: Sequence[LeafSpec]) -> BlockPlace:
+    """Return the place of a block: what it contains. specs: those of the leaves of the plan."""
+    piece = block.pieces[0]
+    spec = specs[piece.leaf]
+    box = piece.box if spec.global_shape is None else piece.box.moved(spec.offset)
+    return BlockPlace(spec.name, box.offset, block.nbytes)

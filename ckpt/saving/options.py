@@ -37,6 +37,8 @@ class Options:
     """Whether each rank digests the replicas that it has, so that the committer can compare them; None for a sample of them."""
     nan: NanOption = "warn"
     """What to do about a NaN in a leaf."""
+    full_every: int | None = None
+    """How many step numbers share one full save, to which the other saves store differences; None for full blocks only."""
     propose_next_step: Callable[[], int] | None = None
     """Returns the step to save next. Rank 0 calls it at the commit."""
 
@@ -56,4 +58,8 @@ class Options:
             check_switch("verify_replicas", self.verify_replicas)
         if self.nan not in get_args(NanOption):
             raise InvalidArgument(f"nan={self.nan!r}: use 'warn', 'refuse' or 'allow'")
+        if self.full_every is not None:
+            checked_positive("full_every", self.full_every, "a positive number of steps, or None for no differences")
+            if self.copies > 1:
+                raise InvalidArgument("full_every: differences of many steps share one base, so use Keep with copies=1")
         checked_positive("in_flight", self.in_flight, "a positive number of saves")

@@ -8,6 +8,7 @@ import threading
 import time
 
 from ckpt.format import codec, manifest_encoding
+from ckpt.format.digest import is_cryptographic
 from ckpt.format.pack import PackWriter
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import step_folder
@@ -20,6 +21,7 @@ from ckpt.saving.committer import Committer
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import PreviousBlockIndex, StepBlocks
 from ckpt.saving.deferred_blocks import DeferredBlocks, find_deferred_blocks
+from ckpt.saving.differences import DifferenceSource, unrelated_places_of
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_guard import NanGuard
 from ckpt.saving.options import Options
@@ -69,7 +71,7 @@ class SaveRun:
         self._store = session.repo.store
         self._where = f"saving step {plan.step} to {self._store.url}"
         self._started_at = time.monotonic()
-        encodes = any(block.codec not in (None, "auto") for block in plan.blocks)
+        encodes = options.full_every is not None or any(block.codec not in (None, "auto") for block in plan.blocks)
         self._writer_count = _ENCODERS if encodes else self._store.parallel_appends
         self._failure = AttemptFailure()
         self._memory = StagingMemory()
@@ -201,16 +203,9 @@ class SaveRun:
         nan = NanGuard(self._plan, self._options.nan, self._store.url)
         with PackWriter(self._store, lambda n: f"{prefix}-{n}.pack", self._plan.total_bytes) as packs:
             parts = WritingParts(
-                self._plan,
-                packs,
-                index,
-                self._changing,
-                self._buffers,
-                nan,
-                codec.codec_tuner(self._store.url),
-                slots,
-                self._append_began,
-            )
+                self._plan, packs, index, self._changing, self._buffers, nan, codec.codec_tuner(self._store.url), slots,
+                self._append_began, self._difference_source(previous, slots),
+            )  # fmt: skip
             own, *others = [BlockWriter(parts) for _ in range(self._writer_count)]
             threads = [
                 WorkerThread(target=self._write_staged, args=(writer,), name="ckpt-write", daemon=True) for writer in others
@@ -239,6 +234,16 @@ class SaveRun:
         except BaseException as error:
             # Take nothing more: if the interrupt came after the sentinel, the next queue item belongs to another writer.
             self._failure.report(error)
+        finally:
+            writer.close()
+
+    def _difference_source(self, previous: StepBlocks, slots: ComputeSlots) -> DifferenceSource | None:
+        """Return where the writers find bases of differences; None if all blocks are stored in full."""
+        plan, full_every = self._plan, self._options.full_every
+        if full_every is None or is_cryptographic(plan.algorithm):  # a checksum of stored differences can be forged
+            return None
+        unrelated = unrelated_places_of(self._session.url_and_rank)
+        return DifferenceSource(self._store, plan.algorithm, plan.step, full_every, previous, unrelated, slots.slot)
 
     def _commit(self, written: WrittenBlocks, previous_packs: dict[str, int]) -> Checkpoint:
         with collector_paused():
@@ -254,7 +259,7 @@ class SaveRun:
     def _finish(self, checkpoint: Checkpoint, written: WrittenBlocks) -> None:
         """After the commit: remember the blocks to which the next step may refer, and delete files that no step needs."""
         plan, commit, options = self._plan, checkpoint.commit, self._options
-        step_blocks = StepBlocks(written.blocks, {f.name: f.nbytes for f in commit.packs})
+        step_blocks = StepBlocks(written.blocks, {f.name: f.nbytes for f in commit.packs}, written.places)
         self._session.remember_blocks(self._attempt, plan.algorithm, step_blocks, options.copies)
         log.info(
             "saved step %d to %s: %.3f GB, %.3f GB written, %.2f s",

@@ -3,8 +3,8 @@
 A forked child has numpy, pyarrow and ckpt imported already, so that a kill costs milliseconds and not half a second.
 The server itself starts no thread before it forks.
 
-Job: url, start, count, mode (blocking, async, checkpointer), failpoints, kill_after (seconds), keep. The seconds begin
-when the child reports that it is about to save.
+Job: url, start, count, mode (blocking, async, checkpointer), failpoints, kill_after (seconds), keep, full_every (then the
+states are drifting_state, else state_of). The seconds begin when the child reports that it is about to save.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import traceback
 from typing import Any
 
 import pyarrow.parquet  # noqa: F401
+from helpers.drifting_states import drifting_state
 from helpers.states import state_of, write_into
 
 import ckpt
@@ -28,13 +29,14 @@ from ckpt.storage.base.failpoints import set_failpoints
 def save_steps(job: dict[str, Any], acknowledge: Any) -> None:
     """The child: a training loop that changes its state in place as soon as a save has returned."""
     url, steps, mode = job["url"], range(job["start"], job["start"] + job["count"]), job["mode"]
-    keep = job.get("keep", 2)
-    state = state_of(steps[0])
+    options = {"keep": job.get("keep", 2), "full_every": job.get("full_every")}
+    state_at = state_of if options["full_every"] is None else drifting_state
+    state = state_at(steps[0])
     if mode == "checkpointer":
-        with ckpt.Checkpointer(url, every=1, keep=keep, in_flight=2) as saver:
+        with ckpt.Checkpointer(url, every=1, in_flight=2, **options) as saver:
             handles = []
             for step in steps:
-                state = write_into(state, state_of(step))
+                state = write_into(state, state_at(step))
                 handles.append(saver.save(step, state))
                 while handles and (len(handles) > 1 or handles[0].done()):
                     acknowledge(handles.pop(0).result().step)
@@ -43,13 +45,13 @@ def save_steps(job: dict[str, Any], acknowledge: Any) -> None:
         return
     handle = None
     for step in steps:
-        state = write_into(state, state_of(step))
+        state = write_into(state, state_at(step))
         if mode == "blocking":
-            acknowledge(ckpt.save(state, url, step, keep=keep).step)
+            acknowledge(ckpt.save(state, url, step, **options).step)
             continue
         if handle is not None:
             acknowledge(handle.result().step)
-        handle = ckpt.save(state, url, step, keep=keep, blocking=False)
+        handle = ckpt.save(state, url, step, blocking=False, **options)
     if handle is not None:
         acknowledge(handle.result().step)
 

@@ -1,0 +1,206 @@
+"""Stores blocks as differences to the last full block at the same place, where that pays.
+
+docs/design/differences.md describes the design. A base is read from the store again and verified, through the page cache, which
+so keeps it for the next saves as long as the host has free memory. Each writer thread needs memory for four blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt.block_io.block_reader import BlockReader
+from ckpt.block_io.read_plan import BlockRead
+from ckpt.block_io.staging_arena import round_up
+from ckpt.format import codec
+from ckpt.format.difference import BaseBlock, difference_width, subtract
+from ckpt.format.manifest import Row
+from ckpt.saving.changing_leaves import REMEMBERED_REPOSITORIES
+from ckpt.saving.dedup import BlockPlace, StepBlocks
+from ckpt.state.boxes import Box
+from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.store import Store
+
+log = logging.getLogger("ckpt")
+
+_MAX_STORED_FRACTION = 0.8
+"""A difference that is larger than this fraction of the full block does not justify that a load reads two blocks."""
+
+_MIN_BYTES = 16 << 10
+"""A smaller block needs so few pages of a pack that its difference saves nothing that justifies a second read."""
+
+_SAMPLE_BYTES = 64 << 10
+_FEW_CHANGES_FRACTION = 0.05
+"""If the fast codec shrinks the sample to this fraction, few elements have changed, and a slower codec gains little."""
+
+_FAST_CODEC = json.dumps({"id": "blosc", "cname": "lz4", "clevel": 1, "shuffle": 0, "blocksize": 0}, sort_keys=True)
+_STRONG_CODECS = tuple(
+    json.dumps({"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": shuffle, "blocksize": 0}, sort_keys=True)
+    for shuffle in (1, 2)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceSize:
+    """What is known of a block when its difference is encoded."""
+
+    raw_bytes: int
+    full_bytes: int
+    """Stored bytes of the block if it is stored in full. The stored bytes of its base are a good estimate."""
+    difference_bytes: int
+    """Stored bytes of the difference."""
+
+
+def difference_pays(size: DifferenceSize) -> bool:
+    """Return whether to store the difference instead of the full block. This is a pure function."""
+    return round_up(size.difference_bytes) <= _MAX_STORED_FRACTION * round_up(min(size.raw_bytes, size.full_bytes))
+
+
+def is_usable_base(base_step: int, step: int, full_every: int) -> bool:
+    """Return whether a block that `base_step` wrote may be the base of a difference in `step`. This is a pure function.
+
+    full_every: the first save in each range of so many step numbers stores all changed blocks in full.
+    """
+    return base_step < step and base_step // full_every == step // full_every
+
+
+def choose_codec(sample: Bytes, width: int) -> str:
+    """Return the codec for a difference: the fast one if few elements have changed, else the one that shrinks most.
+
+    sample: a part of the difference. width: bytes of an element.
+    """
+    if len(codec.encode(_FAST_CODEC, sample, width)) <= _FEW_CHANGES_FRACTION * len(sample):
+        return _FAST_CODEC
+    return min(_STRONG_CODECS, key=lambda config: len(codec.encode(config, sample, width)))
+
+
+class EncodedDifference(NamedTuple):
+    """A difference as it is stored."""
+
+    base: BaseBlock
+    codec: str
+    stored: memoryview
+
+
+class UnrelatedPlaces:
+    """The places where even the difference to the last value did not pay, so that no base is read before the next full save.
+
+    A process has one for each repository and rank. Safe to use from many threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranges: dict[BlockPlace, int] = {}
+        """The number of the range of steps in which the difference did not pay, by place. Guarded by `_lock`."""
+
+    def has(self, place: BlockPlace, number: int) -> bool:
+        """Return whether a difference at this place did not pay in the range of this number."""
+        with self._lock:
+            return self._ranges.get(place) == number
+
+    def note(self, place: BlockPlace, number: int) -> None:
+        """Record that the difference at this place did not pay in the range of this number."""
+        with self._lock:
+            self._ranges[place] = number
+
+
+_remembered: dict[tuple[str, int], UnrelatedPlaces] = {}
+_registry_lock = threading.Lock()
+
+
+def unrelated_places_of(url_and_rank: tuple[str, int]) -> UnrelatedPlaces:
+    """Return the places of this rank and this URL; only the last few repositories are remembered."""
+    with _registry_lock:
+        found = _remembered[url_and_rank] = _remembered.pop(url_and_rank) if url_and_rank in _remembered else UnrelatedPlaces()
+        while len(_remembered) > REMEMBERED_REPOSITORIES:
+            del _remembered[next(iter(_remembered))]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceSource:
+    """What the writer threads of one attempt need for differences."""
+
+    store: Store
+    algorithm: str
+    step: int
+    full_every: int
+    previous: StepBlocks
+    unrelated: UnrelatedPlaces
+    compute_slot: Callable[[], AbstractContextManager[object]]
+    """A context that is entered while this computes and does not wait for the store."""
+
+    def base_at(self, place: BlockPlace, width: int) -> BaseBlock | None:
+        """Return the base for the block at a place; None if there is none, or no difference is expected to pay."""
+        if self.unrelated.has(place, self.step // self.full_every):
+            return None
+        key = self.previous.places.get(place)
+        block = None if key is None else self.previous.blocks.get(key)
+        if key is None or block is None:
+            return None
+        found = block.base or BaseBlock(block.pack, block.position, block.stored, block.codec, key[0], block.checksum, width)
+        is_usable = is_usable_base(int(found.pack.split("/")[1]), self.step, self.full_every)
+        return found._replace(width=width) if is_usable else None
+
+    def note_unrelated(self, place: BlockPlace, base: BaseBlock) -> None:
+        """Record that the difference to this base did not pay. An older value than the last one is no reason to give up."""
+        if self.previous.places[place] == (base.digest, place.nbytes):
+            self.unrelated.note(place, self.step // self.full_every)
+
+
+class DifferenceEncoder:
+    """Computes differences for one writer thread."""
+
+    def __init__(self, source: DifferenceSource) -> None:
+        self._source = source
+        where = f"step {source.step} of {source.store.url}, base of a difference"
+        self._reader = BlockReader(source.store, source.algorithm, where, None)
+        self._difference = np.empty(0, np.uint8)
+
+    def encode(self, place: BlockPlace, raw: Bytes, itemsize: int) -> EncodedDifference | None:
+        """Return the encoded difference of a block to the full block at its place; None to store it in full.
+
+        itemsize: bytes of an element of the block.
+        """
+        source, width = self._source, difference_width(itemsize, len(raw))
+        base = source.base_at(place, width) if len(raw) >= _MIN_BYTES else None
+        base_data = None if base is None else self._read(place, base)
+        if base is None or base_data is None:
+            return None
+        with source.compute_slot():
+            if len(self._difference) < len(raw):
+                self._difference = np.empty(len(raw), np.uint8)
+            difference = self._difference[: len(raw)]
+            subtract(raw, base_data, width, difference)
+            middle = len(raw) // 2 // _SAMPLE_BYTES * _SAMPLE_BYTES
+            config = choose_codec(difference[middle : middle + _SAMPLE_BYTES], width)
+            stored = codec.encode(config, difference, width)
+        if not difference_pays(DifferenceSize(len(raw), base.stored, len(stored))):
+            source.note_unrelated(place, base)
+            return None
+        return EncodedDifference(base, config, stored)
+
+    def _read(self, place: BlockPlace, base: BaseBlock) -> Bytes | None:
+        """Return the raw base; None if it is damaged or can't be read now, so that the block is stored in full."""
+        nothing = Box((), ())
+        row = Row(
+            place.leaf, "uint8", (), nothing, base.pack, base.position, base.stored, place.nbytes, 0, place.nbytes, base.codec,
+            base.digest, base.checksum, b"",
+        )  # fmt: skip
+        try:
+            return self._reader.read_whole(BlockRead(row))
+        except CkptError as error:
+            log.warning("%s; the block is written in full", error)
+            return None
+
+    def close(self) -> None:
+        """Close the open files."""
+        self._reader.close()
