@@ -96,7 +96,7 @@ def test_blocks_pack_order_and_totals_agree_with_the_rows(made: tuple[dict[str, 
     rows = [row for row in found.rows if row.pack is not None]
     for rank in (None, 0, 1, 2, 3):
         mine = [r for r in rows if rank is None or (r.pack or "").split("/")[-1].startswith(f"{rank}-")]
-        expected = {(r.digest, r.raw): (r.pack, r.position, r.stored, r.codec, r.checksum) for r in mine}
+        expected = {(r.digest, r.raw): (r.pack, r.position, r.stored, r.codec, r.checksum, r.base) for r in mine}
         assert found.blocks(rank) == expected
     for at_once in (1, 4, 100):
         batches = list(found.in_pack_order(at_once))

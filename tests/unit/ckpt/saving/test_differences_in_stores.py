@@ -1,4 +1,4 @@
-"""Differences in other stores than a folder: an object store of fsspec, and a namespace with erasure codes that loses a member."""
+"""Differences in other stores: an object store of fsspec, and a namespace with erasure codes that loses a member."""
 
 from __future__ import annotations
 
