@@ -113,8 +113,8 @@ def _large_text(samples_by_rank: Iterable[tuple[int, Mapping[str, bytes]]]) -> s
     named = ", ".join(f"{name} on {ranks_text(ranks)}" for name, ranks in list(differing.items())[:_MAX_NAMED])
     more = f" and {len(differing) - _MAX_NAMED} more" if len(differing) > _MAX_NAMED else ""
     return (
-        f"buffers differ from the first rank's: {named}{more}. Each rank stores {OWN_BUFFER_BYTES >> 20} MiB of its own, these "
-        "are beyond; wrap them in ckpt.PerRank"
+        f"buffers differ from the first rank's, which are stored: {named}{more}. They are parts of arrays, or beyond "
+        f"{OWN_BUFFER_BYTES >> 20} MiB of a rank: wrap them in ckpt.PerRank"
     )
 
 

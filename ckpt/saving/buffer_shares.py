@@ -2,7 +2,8 @@
 
 The statistics of a BatchNorm differ by rank where nobody broadcasts them. No rank knows the values of another one during a
 save, so each stores its own, up to a limit. The committer leaves out those that equal the first rank's (`buffer_merge.py`). Of
-larger buffers only the first rank's is stored. They are mostly constants; samples of them are compared.
+larger buffers, which are mostly constants, only the first rank's is stored, and samples are compared. So it is with a buffer
+that is a part of an array, as that of an expert.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class BufferShares:
     own: frozenset[str] = frozenset()
     """Buffers that this rank stores for itself alone, under `own_name`."""
     large: dict[str, ArrayLeaf] = field(default_factory=dict)
-    """Buffers beyond the limit, of which only the first rank stores its own."""
+    """Buffers beyond the limit, and parts of arrays: only the first rank that has a copy stores it."""
 
 
 NO_SHARES = BufferShares()
@@ -50,13 +51,16 @@ def buffer_shares(flat: FlatState, shards: Sequence[LocalShard], group: Group) -
         return NO_SHARES
     everywhere = Replica(group.rank, group.size, is_stored_whole=True)
     found: list[tuple[int, str, ArrayLeaf, Replica]] = []
+    large: dict[str, ArrayLeaf] = {}
     for name, leaf, part, shape in shards:
-        if name not in names or not leaf.nbytes or (part is not None and part.box != whole_box(shape)):
-            continue
         replica = everywhere if part is None else part.replica
-        if replica.is_stored_whole and replica.total > 1 and own_name(name, group.rank) not in flat.leaves:
+        if name not in names or not leaf.nbytes or not replica.is_stored_whole or replica.total == 1:
+            continue
+        if part is not None and part.box != whole_box(shape):
+            large[f"{name} at {list(part.box.offset)}"] = leaf
+        elif own_name(name, group.rank) not in flat.leaves:
             found.append((leaf.nbytes, name, leaf, replica))
-    first, own, large, total = set(), set(), {}, 0
+    first, own, total = set(), set(), 0
     for nbytes, name, leaf, replica in sorted(found, key=lambda item: item[:2]):
         total += nbytes
         if total > OWN_BUFFER_BYTES:

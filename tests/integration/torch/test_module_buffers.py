@@ -17,6 +17,7 @@ import ckpt
 from ckpt.groups.threads import ThreadGroup
 from ckpt.saving import buffer_merge
 from ckpt.saving.buffer_shares import OWN_BUFFER_BYTES
+from ckpt.state.boxes import Replica
 from ckpt.tools import inspect, restore
 
 torch = pytest.importorskip("torch")
@@ -160,6 +161,29 @@ def test_large_buffers_are_stored_once_and_a_warning_names_those_that_differ(
         assert statistics(made) == [rank + 1]
         assert made.table.unique().tolist() == [1]
     assert not [name for name in ckpt.open(tmp_path)[2] if name.startswith(("model.table@", "model.equal@"))]
+
+
+class ExpertNorm(torch.nn.Module):
+    """The statistics of an expert of this rank, of which another rank has a copy; as `ModelState(experts=)` declares them."""
+
+    def state_dict(self, *args: Any, **more: Any) -> dict[str, Any]:
+        rank = int(self.seen)
+        copies = Replica(rank // 2, 2, (rank % 2, rank % 2 + 2), True)
+        return {"seen": ckpt.Shard(self.seen.reshape(1), (2,), (rank % 2,), replica=copies)}
+
+
+def test_a_warning_names_parts_of_arrays_that_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make(rank: int) -> Any:
+        made = ExpertNorm()
+        made.register_buffer("seen", torch.tensor(rank))
+        return made
+
+    buffer_merge._warned_urls.clear()
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        save(tmp_path, 1, make=make)
+    (message,) = [r.getMessage() for r in caplog.records if "buffers differ" in r.getMessage()]
+    assert "model.seen at [0] on rank 2, model.seen at [1] on rank 3." in message
+    assert ckpt.load(tmp_path)["model"]["seen"].tolist() == [0, 1]
 
 
 class Divided(torch.nn.Module):
