@@ -6,13 +6,14 @@ import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.frameworks import framework_function, imported_files, usable_torch
-from ckpt.state.static_values import is_plain
+from ckpt.state.static_values import is_function, is_plain
 from ckpt.storage.base.errors import CkptError, first_line
 
 
@@ -64,7 +65,7 @@ def as_stateful(value: Any, path: str) -> Stateful | None:
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error.__cause__
     if callable(get) and callable(put):
-        return Stateful(get, put)
+        return Stateful(partial(_without_annealing, get), put) if _is_torch_scheduler(value) else Stateful(get, put)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # SystemRandom has no state
         return Stateful(value.getstate, lambda state: value.setstate(_nested_tuple(state)))
     if isinstance(value, np.random.Generator):
@@ -140,6 +141,26 @@ def is_random_generator(value: Any) -> bool:
 def _is_torch_generator(value: Any) -> bool:
     torch = usable_torch()
     return torch is not None and isinstance(value, torch.Generator)
+
+
+def _is_torch_scheduler(value: Any) -> bool:
+    torch = usable_torch()
+    return torch is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+
+
+def _without_annealing(get: Callable[[], Any]) -> Any:
+    """Return the state of a scheduler without the function that older versions of SWALR have in it.
+
+    The constructor sets it, and `load_state_dict` keeps attributes that are not in the state. An SWALR may be in another
+    scheduler, such as a SequentialLR.
+    """
+
+    def without(state: Any) -> Any:
+        if type(state) is dict:
+            return {k: without(v) for k, v in state.items() if k != "anneal_func" or not is_function(v)}
+        return [without(item) for item in state] if type(state) is list else state
+
+    return without(get())
 
 
 def _bit_generator_state(generator: Any) -> Stateful:

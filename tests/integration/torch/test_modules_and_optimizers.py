@@ -98,3 +98,32 @@ def test_a_part_is_loaded_and_a_missing_leaf_is_named(tmp_path: Path) -> None:
     torch_models.same(torch_models.everything(other, fresh), before, "a refused load")
     with pytest.raises(ckpt.InvalidArgument, match="none of the model's"):
         ckpt.save(ModelState(other, torch.optim.SGD(model.parameters())), tmp_path)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["SWALR", "in a SequentialLR"])
+def test_the_scheduler_of_weight_averaging_continues(tmp_path: Path, nested: bool) -> None:
+    """Older versions of SWALR have a function in their state, and all take the strategy from the constructor."""
+    from torch.optim.lr_scheduler import ConstantLR, SequentialLR
+    from torch.optim.swa_utils import SWALR
+
+    def make() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.8)
+        averaging = SWALR(optimizer, swa_lr=0.1, anneal_epochs=6, anneal_strategy="linear")
+        return optimizer, SequentialLR(optimizer, [ConstantLR(optimizer), averaging], [1]) if nested else averaging
+
+    def steps(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, count: int) -> list[float]:
+        rates = []
+        for _ in range(count):
+            optimizer.step()
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    optimizer, schedule = make()
+    steps(optimizer, schedule, 3)
+    ckpt.save({"optimizer": optimizer, "schedule": schedule}, tmp_path, 1)
+    expected = steps(optimizer, schedule, 4)
+    assert len(set(expected)) > 2
+    optimizer, schedule = make()
+    ckpt.load(tmp_path, like={"optimizer": optimizer, "schedule": schedule})
+    assert steps(optimizer, schedule, 4) == expected
