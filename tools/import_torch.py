@@ -17,6 +17,7 @@ from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import FileLeaf, FileRegion, whole_file_leaf
+from ckpt.tools.import_old_torch import allowed_classes, load_to_meta, reports_places
 
 _CHECKED_BYTES = 4 << 20
 
@@ -27,7 +28,7 @@ def read_state(source: Path, stand_ins: Sequence[type] = ()) -> Any:
     stand_ins: classes without code, which objects of the classes of the same names become. Others are refused.
     """
     torch = import_optional("torch", "a file of torch.save", "torch")
-    with torch.serialization.safe_globals(list(stand_ins)) if stand_ins else nullcontext(), open(source, "rb") as file:
+    with allowed_classes(torch, stand_ins) if stand_ins else nullcontext(), open(source, "rb") as file:
         if not zipfile.is_zipfile(source):
             return _load(torch, file, str(source), "cpu")
         return read_slice(file, str(source), 0, str(source))
@@ -78,6 +79,8 @@ def _require_intact(file: IO[bytes], where: str) -> None:
 
 def _load(torch: Any, file: IO[bytes], where: str, device: str) -> Any:
     try:
+        if device == "meta" and not reports_places(torch):
+            return load_to_meta(torch, file)
         return torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CkptError(
@@ -117,7 +120,7 @@ def _leaf(torch: Any, tensor: Any, where: str, path: str, start: int) -> FileLea
         raise CkptError(f"{where} is a {tensor.layout} {type(tensor).__name__}, not a plain tensor: store its plain tensors")
     offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if offset is None:
-        raise CkptError(f"torch {torch.__version__} does not say where the tensors of a file lie: update torch")
+        raise CkptError(f"torch {torch.__version__} does not report where the tensors of a file lie: install another version")
     size = tensor.element_size()
     strides = tuple(step * size for step in tensor.stride())
     region = FileRegion(path, start + offset + tensor.storage_offset() * size, tuple(tensor.shape), strides, size)

@@ -23,6 +23,14 @@ from ckpt.tools import import_step
 # --- torch.save ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[True, False], ids=["torch reports places", "torch before 2.7"])
+def each_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read files as with this torch, and as with one whose torch.load does not report where tensors lie."""
+    if not request.param:
+        monkeypatch.setattr("ckpt.tools.import_torch.reports_places", lambda torch: False)
+
+
+@pytest.mark.usefixtures("each_torch")
 def test_every_kind_of_tensor_of_torch_save(tmp_path: Path) -> None:
     base = torch.randn(6, 8)
     tied = torch.randn(4)
