@@ -6,6 +6,7 @@ It runs the unpickler of `weights_only=True` of that torch, and reads the places
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,10 @@ def load_to_meta(torch: Any, file: IO[bytes]) -> Any:
 
         unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(archive.read(f"{folder}/data.pkl")), encoding="utf-8")
         unpickler.persistent_load = storage
-        return unpickler.load()
+        try:
+            return unpickler.load()
+        except RuntimeError as error:  # torch.load raises an UnpicklingError for it
+            raise pickle.UnpicklingError(str(error)) from error
 
 
 def _data_offset(file: IO[bytes], record: zipfile.ZipInfo) -> int:

@@ -126,6 +126,7 @@ class Evil:
         return os.mkdir, (os.environ["CKPT_TEST_EVIL"],)
 
 
+@pytest.mark.usefixtures("each_torch")
 def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_TEST_EVIL", str(tmp_path / "evil"))
     torch.save({"a": torch.ones(2), "b": Evil()}, tmp_path / "state.pt")
@@ -196,6 +197,7 @@ def test_other_formats_are_refused_with_advice(name: str, words: str, tmp_path: 
         load_imported(tmp_path / "nothing")
 
 
+@pytest.mark.usefixtures("each_torch")
 def test_only_a_part_is_imported(tmp_path: Path) -> None:
     """In a folder of DCP, an object that can't be imported is left out by --only. Other files of the folder are named."""
     import torch.distributed.checkpoint as dcp
@@ -230,6 +232,7 @@ def test_damaged_torch_files_are_refused(tmp_path: Path) -> None:
         load_imported(tmp_path / "other.pt")
 
 
+@pytest.mark.usefixtures("each_torch")
 def test_a_damaged_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
     """Files of torch.save have a CRC-32 for each tensor, also inside of those of DCP."""
     import torch.distributed.checkpoint as dcp
