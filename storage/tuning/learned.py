@@ -1,8 +1,7 @@
 """What was learned of the devices of this user, in a small file that may be lost.
 
 A file that can't be read counts as empty, and a choice that this version does not have is ignored. Several processes may
-write at
-once: the last one wins, and each file is whole.
+write at the same time. The file is always whole, and has what the last of them wrote.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def remember(device: str) -> None:
     """Write what the search for a device has found, if it is new. Raises no error."""
     with _lock:
         tuner = _tuners.get(device)
-        if tuner is None or not tuner.search.is_settled or tuner.search.best == _written.get(device):
+        if tuner is None or not tuner.search.is_resting or tuner.search.best == _written.get(device):
             return
         folder = cache_folder()
         if folder is None:

@@ -1,10 +1,10 @@
 """Search for the fastest way to read a device: hill climbing, as a pure function of measurements.
 
 A search measures its best choice, then tries the neighbours of it one by one. A neighbour that is clearly faster becomes
-the best, and so does one that is as fast with fewer bytes in flight; the search goes on in the same direction. When no
-neighbour is faster, the search settles: it uses the best choice, and tries one neighbour from time to time, ever more
-seldom. Two measurements in a row with another rate than expected mean that the device has changed (a burst budget is used up, a
-neighbour has become noisy); then the search climbs again.
+the best, and so does one that is as fast with fewer bytes in flight; the search continues in the same direction. When no
+neighbour is faster, the search rests: it uses the best choice, and tries one neighbour from time to time, less and less often.
+Two measurements in a row with another rate than expected mean that the device has changed (a burst budget is used up, or
+others use it too); then the search climbs again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ CHANGE = 1.5
 """A device counts as changed if two measurements in a row differ from the expected rate by this factor."""
 
 FIRST_REST_BYTES, LAST_REST_BYTES = 256 << 20, 8 << 30
-"""Bytes that are read with the settled choice before a neighbour is tried: at first, and after many tries without a gain."""
+"""Bytes that are read with the best choice before a neighbour is tried: at first, and after many tries without a gain."""
 
 _SMOOTHING = 0.3
-"""The weight of a new measurement of the settled choice in its expected rate."""
+"""The weight of a new measurement of the best choice in its expected rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,14 @@ class Search:
     """The neighbours of `best` that are not tried yet."""
     trial: Choice | None = None
     """The neighbour that is tried now."""
-    is_settled: bool = False
+    is_resting: bool = False
+    """Whether no neighbour is tried now: the best choice was found, or was learned earlier."""
     rest_bytes: int = FIRST_REST_BYTES
-    """Bytes between two tries of a settled search."""
+    """Bytes that a resting search reads between two tries."""
     rested_bytes: int = 0
     """Bytes that were read since the last try."""
     odd_measurements: int = 0
-    """Windows in a row whose rate was far from the expected one."""
+    """Measurements in a row whose rate was far from the expected one."""
 
     @property
     def current(self) -> Choice:
@@ -70,10 +71,10 @@ class Search:
 
 
 def start(space: ChoiceSpace, learned: Choice | None = None) -> Search:
-    """Return a search that begins at a choice. learned: the best of an earlier search, which counts as settled."""
+    """Return a search that begins at a choice. learned: the best of an earlier search, which then rests at once."""
     if learned is None or learned not in space:
         return Search(space, space.first)
-    return Search(space, learned, is_settled=True)
+    return Search(space, learned, is_resting=True)
 
 
 def observe(search: Search, measurement: Measurement) -> Search:
@@ -84,7 +85,7 @@ def observe(search: Search, measurement: Measurement) -> Search:
         return _after_trial(search, measurement)
     if search.best_rate is None:
         search = replace(search, best_rate=measurement.rate)
-        return search if search.is_settled else _try_next(replace(search, waiting=search.space.neighbours(search.best)))
+        return search if search.is_resting else _try_next(replace(search, waiting=search.space.neighbours(search.best)))
     return _after_rest(search, measurement)
 
 
@@ -97,7 +98,7 @@ def _after_trial(search: Search, measurement: Measurement) -> Search:
     further = search.space.beyond(search.best, search.trial)
     others = tuple(n for n in search.space.neighbours(search.trial) if n not in (search.best, further))
     moved = replace(
-        search, best=search.trial, best_rate=max(measurement.rate, search.best_rate), trial=None, is_settled=False,
+        search, best=search.trial, best_rate=max(measurement.rate, search.best_rate), trial=None, is_resting=False,
         rest_bytes=FIRST_REST_BYTES,
         waiting=((further,) if further else ()) + others,
     )  # fmt: skip
@@ -105,23 +106,23 @@ def _after_trial(search: Search, measurement: Measurement) -> Search:
 
 
 def _try_next(search: Search) -> Search:
-    """Try the next waiting neighbour; settle if there is none, or if this was the one try of a settled search."""
-    if search.is_settled:
+    """Try the next waiting neighbour; rest if there is none, or if this was the one try of a resting search."""
+    if search.is_resting:
         rest = min(2 * search.rest_bytes, LAST_REST_BYTES)
         return replace(search, trial=None, rest_bytes=rest, rested_bytes=0, odd_measurements=0)
     if not search.waiting:
-        return replace(search, trial=None, is_settled=True, rested_bytes=0, odd_measurements=0)
+        return replace(search, trial=None, is_resting=True, rested_bytes=0, odd_measurements=0)
     return replace(search, trial=search.waiting[0], waiting=search.waiting[1:])
 
 
 def _after_rest(search: Search, measurement: Measurement) -> Search:
-    """Take note of a measurement of the settled choice."""
+    """Return a resting search after a measurement of its best choice."""
     assert search.best_rate is not None
     ratio = measurement.rate / search.best_rate
     if not 1 / CHANGE < ratio < CHANGE:
         if search.odd_measurements:
             climbing = replace(
-                search, best_rate=measurement.rate, is_settled=False, rest_bytes=FIRST_REST_BYTES, rested_bytes=0,
+                search, best_rate=measurement.rate, is_resting=False, rest_bytes=FIRST_REST_BYTES, rested_bytes=0,
                 odd_measurements=0, waiting=search.space.neighbours(search.best),
             )  # fmt: skip
             return _try_next(climbing)

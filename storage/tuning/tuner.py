@@ -1,8 +1,8 @@
 """Threads that read one device at the same time, limited and measured as a search decides.
 
 A measurement counts only if there were enough threads all the time to keep the chosen number of requests in flight, and only
-while no request of another choice is under way. So the end of a load and a small load measure nothing, as
-they say nothing of the device.
+while no request of another choice is under way. So a small load and the end of a load are not measured, because there the
+device is not the limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIN_MEASURED_BYTES = 16 << 20
 """A shorter measurement measures the scheduler more than the device."""
 
 MAX_MEASURED_SECONDS = 0.2
-"""A slow device ends a measurement after this time, with as many requests as are in flight at most."""
+"""A measurement of a slow device ends after this time, once as many requests have ended as are in flight at most."""
 
 
 class Request:
@@ -109,8 +109,8 @@ class Tuner:
 class _OpenMeasurement:
     """A measurement that is not complete yet.
 
-    Requests that were sent together arrive together, so the bytes that arrive between two moments say little. What the
-    requests in flight have done at the begin and at the end is estimated from their ages and the mean time of a request.
+    Requests that were sent together arrive together, so the bytes that arrive between two moments are a poor measure. What
+    the requests in flight have done at the beginning and at the end is estimated from their ages and the mean duration.
     """
 
     def __init__(self, begin: float, ages: list[float]) -> None:

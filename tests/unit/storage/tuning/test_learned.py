@@ -27,29 +27,29 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     learned.forget_tuners()
 
 
-def settle(device: str, best: Choice = BEST) -> None:
+def learn(device: str, best: Choice = BEST) -> None:
     tuner = learned.read_tuner(device, DISK)
-    tuner._search = replace(tuner.search, best=best, is_settled=True)
+    tuner._search = replace(tuner.search, best=best, is_resting=True)
     learned.remember(device)
 
 
 def test_the_next_process_begins_with_what_was_learned(cache: Path) -> None:
-    settle("disk 8:0 of here")
+    learn("disk 8:0 of here")
     learned.forget_tuners()
     search = learned.read_tuner("disk 8:0 of here", DISK).search
     assert search.best == BEST
-    assert search.is_settled
+    assert search.is_resting
     assert learned.read_tuner("disk 8:1 of here", DISK).choice == DISK.first
 
 
-def test_a_search_that_is_not_settled_is_not_written(cache: Path) -> None:
+def test_a_search_that_does_not_rest_yet_is_not_written(cache: Path) -> None:
     learned.read_tuner("disk", DISK)
     learned.remember("disk")
     assert not cache.exists()
 
 
 def test_an_unchanged_choice_is_not_written_again(cache: Path) -> None:
-    settle("disk")
+    learn("disk")
     cache.unlink()
     learned.remember("disk")
     assert not cache.exists()
@@ -70,14 +70,14 @@ def test_a_file_that_cannot_be_used_counts_as_empty_and_is_replaced(cache: Path,
     cache.parent.mkdir()
     cache.write_bytes(content)
     assert learned.read_tuner("disk", DISK).choice == DISK.first
-    settle("disk")
+    learn("disk")
     learned.forget_tuners()
     assert learned.read_tuner("disk", DISK).choice == BEST
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(cache: Path) -> None:
     cache.parent.write_bytes(b"a file")
-    settle("disk")
+    learn("disk")
     assert learned.read_tuner("disk", DISK).choice == BEST
 
 
@@ -86,7 +86,7 @@ def test_the_file_keeps_the_devices_that_were_learned_last(cache: Path) -> None:
     entry = {"mode": "direct", "requests": 4, "request_bytes": 1 << 20}
     devices = {f"old {i}": {**entry, "learned_at": i} for i in range(150)}
     cache.write_text(json.dumps({"version": 1, "devices": devices}))
-    settle("new")
+    learn("new")
     kept = json.loads(cache.read_text())["devices"]
     assert len(kept) == 100
     assert {"new", "old 149"} <= set(kept)
@@ -95,7 +95,7 @@ def test_the_file_keeps_the_devices_that_were_learned_last(cache: Path) -> None:
 
 def test_an_empty_variable_turns_the_file_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_CACHE_DIR", "")
-    settle("disk")
+    learn("disk")
     assert learned.cache_folder() is None
     assert not cache.exists()
 

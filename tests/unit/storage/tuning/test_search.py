@@ -73,9 +73,9 @@ def test_a_search_follows_a_device_that_has_changed_within_a_second() -> None:
     assert after.seconds <= 1.0
 
 
-def test_a_settled_search_tries_ever_more_seldom() -> None:
+def test_a_resting_search_tries_less_and_less_often() -> None:
     found = read(ONE_QUEUE, start(DISK), 64 * GIB, random.Random(5)).search
-    assert found.is_settled
+    assert found.is_resting
     assert found.rest_bytes == LAST_REST_BYTES
 
 
@@ -86,9 +86,9 @@ def test_one_odd_window_changes_nothing_and_two_make_the_search_climb() -> None:
     assert search.best_rate is not None
     slow = Measurement(search.best, MIB, MIB / search.best_rate * 4)
     once = observe(search, slow)
-    assert once.is_settled
+    assert once.is_resting
     assert once.best_rate == search.best_rate
-    assert not observe(once, slow).is_settled
+    assert not observe(once, slow).is_resting
 
 
 def test_a_window_of_a_choice_that_was_given_up_is_ignored() -> None:
