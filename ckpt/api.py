@@ -80,7 +80,7 @@ def save(
         copied and may change. `handle.result()` then waits for the commit. The next save to the same URL raises an error of the
         background that nobody has asked for.
     codec: "auto", "none", a numcodecs codec or its configuration, or {name pattern: one of those}. "auto" compresses where this
-        costs the training almost nothing.
+        makes the save faster, within 2 % of the processor time of the training.
     digest: the hash of blocks, manifest and tree: "xxh3-128" or "blake3". "auto" is blake3 with a key, else xxh3-128.
         Both find damage. Neither protects against somebody who may write to the repository, and so can replace the digests. A
         key protects against that.

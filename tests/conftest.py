@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -23,6 +24,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known_of_stores() -> None:
+    """Without this, `codec="auto"` would compress in some tests, by what it measured of the disk in the tests before."""
+    if (module := sys.modules.get("ckpt.saving.codec_tuner")) is not None:
+        module._tuners.clear()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from ckpt.state.rank_tree import own_name
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common, verify_subset
+from ckpt.tools.codec_choices import choice_json, describe_choice, describe_codec
 from ckpt.tools.common import emit, format_size, printable
 from ckpt.tools.step_contents import Contents, read_contents
 from ckpt.tools.step_health import (
@@ -188,6 +189,7 @@ def _step_json(repo: Repository, report: StepReport, order: StepOrder | None, ve
         result |= {name: getattr(report.commit, name) for name in names}
         if order is not None:
             result |= {"abandoned": report.step in order.abandoned, "set_aside": report.step in order.set_aside}
+        result["codec_choices"] = [choice_json(choice) for choice in report.commit.codec_choices]
         signature = report.commit.signature
         result["signature"] = None if signature is None else {"key": signature.key, "checked": bool(repo.keys)}
     return result
@@ -228,6 +230,8 @@ def _show_step(repo: Repository, report: StepReport, chosen: Contents | None, le
             emit(f"{printable(second)} is tied to {printable(first)}")
         _show_own_ranks(chosen.own_ranks)
         stored = sum(leaf.stored_bytes for leaf in leaves)
+        for choice in report.commit.codec_choices if report.commit is not None else ():
+            emit(printable(describe_choice(choice)))
         emit(
             f"{format_count(len(leaves), 'leaf')}, {format_size(chosen.nbytes)} stored in {format_size(stored)}, "
             f"and {format_count(len(chosen.values), 'plain value')}"
@@ -255,7 +259,7 @@ def _show_leaves(leaves: list[LeafReport]) -> None:
     rows = [
         [
             printable(leaf.name), printable(leaf.dtype), "x".join(map(str, leaf.shape)) or "scalar", format_size(leaf.nbytes),
-            _format_ratio(leaf.stored_bytes, leaf.nbytes), ", ".join(map(_describe_codec, leaf.codecs)) or "none",
+            _format_ratio(leaf.stored_bytes, leaf.nbytes), ", ".join(map(describe_codec, leaf.codecs)) or "none",
             _written_in(leaf),
             *([_style_state("incomplete", "file missing") if leaf.missing else ""] if any_missing else []),
         ]
@@ -273,12 +277,6 @@ def _written_in(leaf: LeafReport) -> str:
 
 def _leaf_json(leaf: LeafReport) -> dict[str, Any]:
     return {**dataclasses.asdict(leaf), "codecs": [json.loads(codec) for codec in leaf.codecs]}
-
-
-def _describe_codec(config: str) -> str:
-    """Return a codec configuration in short: `blosc lz4`."""
-    parameters = json.loads(config)
-    return " ".join(str(parameters[key]) for key in ("id", "cname") if key in parameters)
 
 
 # --- verification ----------------------------------------------------------------------------------------------

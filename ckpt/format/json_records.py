@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from ckpt.errors import FormatError
+from ckpt.format.codec_choice import CodecChoice
 from ckpt.format.digest import algorithm_of_hex, digest
 from ckpt.format.signature import NO_KEYS, Keys, Signature
 from ckpt.format.training_lines import Ancestry, TrainingLine, parse_line
@@ -76,6 +77,8 @@ class CommitRecord:
     """The line of training of the step."""
     left: Ancestry = ()
     """The last step of each older line that belongs to the history of this one. See training_lines.py."""
+    codec_choices: tuple[CodecChoice, ...] = ()
+    """What `codec="auto"` chose on rank 0, and why, for each type of elements; empty if it had nothing to choose."""
     signature: Signature | None = None
     """The signature of the rest of the record; None if the step was saved without a key."""
 
@@ -172,6 +175,8 @@ def _commit_body(commit: CommitRecord) -> dict[str, Any]:
     body = asdict(commit)
     if not commit.line:  # records without roll-backs keep the bytes that they had before lines of training were added
         del body["line"], body["left"]
+    if not commit.codec_choices:
+        del body["codec_choices"]
     if commit.signature is None:
         del body["signature"]
     return body

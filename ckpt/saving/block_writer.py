@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from ckpt.block_io.staging_arena import Region, round_up
 from ckpt.format import codec
-from ckpt.format.codec import CodecTuner
 from ckpt.format.difference import BaseBlock
 from ckpt.format.digest import checksum, digest_and_cells
 from ckpt.format.manifest_encoding import StoredBlock
 from ckpt.format.pack import PackFile, PackWriter
 from ckpt.saving.buffer_shares import BufferDigests
 from ckpt.saving.changing_leaves import ChangingLeaves
+from ckpt.saving.codec_tuner import EncodingTimer, SaveCodecs
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import BlockPlace, PreviousBlock, PreviousBlockIndex, PreviousBlocks
 from ckpt.saving.differences import DifferenceEncoder, DifferenceSource
@@ -39,7 +39,7 @@ class WritingParts:
     changing: ChangingLeaves
     buffers: BufferDigests
     nan: NanGuard
-    tuner: CodecTuner
+    codecs: SaveCodecs
     slots: ComputeSlots
     append_began: threading.Event
     """Set before the first bytes are written to the store."""
@@ -122,11 +122,11 @@ class BlockWriter:
             padded[:stored] = encoded.data
             padded[stored:] = 0
         parts.append_began.set()
-        parts.tuner.write_began()
+        parts.codecs.write_began()
         try:
             pack, position = parts.packs.append(padded.data)
         finally:
-            parts.tuner.write_ended(len(padded))
+            parts.codecs.write_ended(len(padded))
         return PreviousBlock(pack, position, stored, encoded.codec, check, encoded.base, is_verified=True)
 
     def _encode(self, block: Block, raw: Bytes) -> _Encoded:
@@ -136,15 +136,20 @@ class BlockWriter:
             found = self._encoder.encode(block_place(block, parts.plan.specs), raw, block.itemsize)
             if found is not None:
                 return _Encoded(found.codec, found.stored, found.base)
-        config = block.codec
+        config, dtype = block.codec, parts.plan.leaves[block.pieces[0].leaf].dtype
         if config == "auto":
-            config = parts.tuner.pick(parts.plan.leaves[block.pieces[0].leaf].dtype, raw, block.itemsize)
-        if config is not None:
             with parts.slots.slot():
-                encoded = codec.encode(config, raw, block.itemsize)
-            if len(encoded) <= _MAX_STORED_FRACTION * block.nbytes:
-                return _Encoded(config, encoded)
-        return _Encoded(None, None)
+                config = parts.codecs.pick(dtype, raw, block.itemsize)
+        if config is None:
+            return _Encoded(None, None)
+        with parts.slots.slot():
+            timer = EncodingTimer()
+            encoded = codec.encode(config, raw, block.itemsize)
+            speed, share = timer.stop(block.nbytes)
+        shrinks = len(encoded) <= _MAX_STORED_FRACTION * block.nbytes
+        if block.codec == "auto":
+            parts.codecs.note_encoded(dtype, config, len(encoded) / block.nbytes if shrinks else 1.0, speed, share)
+        return _Encoded(config, encoded) if shrinks else _Encoded(None, None)
 
     def close(self) -> None:
         """Close the files from which bases were read."""

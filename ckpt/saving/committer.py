@@ -10,10 +10,12 @@ import json
 import logging
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import Fenced, RanksMissing, SignatureError, StepNotFound, StepRefused
 from ckpt.format import manifest
+from ckpt.format.codec_choice import CodecChoice
 from ckpt.format.digest import digest
 from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, sign_commit
 from ckpt.format.manifest_parquet import write_part
@@ -35,6 +37,15 @@ from ckpt.support.runtime import collector_paused
 from ckpt.version import __version__
 
 log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """What a commit record counts, over all ranks."""
+
+    leaves: int
+    raw_bytes: int
+    written_bytes: int
 
 
 class Committer:
@@ -72,7 +83,10 @@ class Committer:
                 f"step {self._step} of {self._store.url} is committed already; use another number, or overwrite=True"
             )
 
-    def commit(self, rows: Any, algorithm: str, packs: dict[str, int], written_bytes: int, *, sharded: bool) -> Checkpoint:
+    def commit(
+        self, rows: Any, algorithm: str, packs: dict[str, int], written_bytes: int, *, sharded: bool,
+        codec_choices: tuple[CodecChoice, ...] = (),
+    ) -> Checkpoint:  # fmt: skip
         """Commit the rows of an attempt, and return the checkpoint; in a group, publish them as a part and wait for the commit.
 
         rows: an Arrow table of manifest rows.
@@ -80,18 +94,27 @@ class Committer:
         packs: the bytes of each pack to which the rows refer.
         written_bytes: the bytes that this attempt has written into packs.
         sharded: whether rows may be parts of arrays, which must then be checked to cover them.
+        codec_choices: what `codec="auto"` chose on this rank. The commit record keeps those of rank 0.
         """
         extra = {"format": "1", "digest": algorithm, "step": str(self._step)}
         if self._group.size > 1:
-            return self._commit_in_group(rows, extra, packs, written_bytes)
+            return self._commit_in_group(rows, extra, packs, written_bytes, codec_choices)
         with collector_paused():
             table = manifest.write_table(rows, extra)
         raw_bytes = sum(leaf.nbytes for leaf in self._flat.leaves.values())
         if sharded:  # the boxes of a single process must cover whole arrays
             raw_bytes = rank_part_merge.require_complete_leaves(table, self._flat.node, self._step, self._store.url)
-        return self._publish_step(table, self._tree, packs, len(self._flat.leaves), raw_bytes, written_bytes, algorithm)
+        totals = StepTotals(len(self._flat.leaves), raw_bytes, written_bytes)
+        return self._publish_step(table, self._tree, packs, totals, algorithm, codec_choices)
 
-    def _commit_in_group(self, rows: Any, extra: dict[str, str], packs: dict[str, int], written_bytes: int) -> Checkpoint:
+    def _commit_in_group(
+        self,
+        rows: Any,
+        extra: dict[str, str],
+        packs: dict[str, int],
+        written_bytes: int,
+        codec_choices: tuple[CodecChoice, ...],
+    ) -> Checkpoint:
         """Publish the part of this rank; rank 0 then merges all parts and commits, and other ranks wait for the commit."""
         repo, lease, attempt, timeout = self._session.repo, self._session.lease, self._attempt, self._options.timeout
         with collector_paused():
@@ -112,8 +135,8 @@ class Committer:
         with collector_paused():
             table = manifest.write_table(merged.table, {**extra, "digest": merged.algorithm})
             tree = encode_tree(merged.tree, merged.buffers.layouts)
-            leaves, raw_bytes = rank_part_merge.totals(merged.table)
-        checkpoint = self._publish_step(table, tree, merged.packs, leaves, raw_bytes, merged.written_bytes, merged.algorithm)
+            totals = StepTotals(*rank_part_merge.totals(merged.table), merged.written_bytes)
+        checkpoint = self._publish_step(table, tree, merged.packs, totals, merged.algorithm, codec_choices)
         self.is_outcome_reported = True
         warn_of_large_buffers(self._step, self._store.url, merged.buffers.warning)
         with suppress(CkptError, OSError):  # otherwise a sweep of the next generation deletes them
@@ -130,8 +153,9 @@ class Committer:
         return number, json.loads(Checkpoint(self._store, commit).verified(commit.trees[0]))["tree"]
 
     def _publish_step(
-        self, table: bytes, tree: bytes, packs: dict[str, int], leaves: int, raw_bytes: int, written_bytes: int, algorithm: str
-    ) -> Checkpoint:
+        self, table: bytes, tree: bytes, packs: dict[str, int], totals: StepTotals, algorithm: str,
+        codec_choices: tuple[CodecChoice, ...],
+    ) -> Checkpoint:  # fmt: skip
         """Write manifest, tree and commit record, in this order; return the checkpoint.
 
         The commit record makes the step exist. A crash before it leaves files that the next sweep deletes.
@@ -160,14 +184,15 @@ class Committer:
             manifests=(records[0],),
             trees=(records[1],),
             packs=tuple(FileRecord(name, nbytes) for name, nbytes in packs.items()),
-            leaves=leaves,
-            raw_bytes=raw_bytes,
-            written_bytes=written_bytes,
+            leaves=totals.leaves,
+            raw_bytes=totals.raw_bytes,
+            written_bytes=totals.written_bytes,
             attempt=self._attempt.number,
             next_save=None if self._options.propose_next_step is None else self._options.propose_next_step(),
             version=__version__,
             line=line.number,
             left=line.ancestry,
+            codec_choices=codec_choices,
         )
         commit = sign_commit(commit, self._session.repo.keys)
         failpoint("save.commit")

@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 
-from ckpt.format import codec, manifest_encoding
+from ckpt.format import manifest_encoding
+from ckpt.format.codec_choice import CodecChoice
 from ckpt.format.digest import is_cryptographic
 from ckpt.format.pack import PackWriter
 from ckpt.repository.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from ckpt.saving.attempt_failure import AttemptFailure
 from ckpt.saving.block_writer import BlockWriter, WritingParts, WrittenBlocks, join_written
 from ckpt.saving.buffer_shares import BufferDigests
 from ckpt.saving.changing_leaves import ChangingLeaves
+from ckpt.saving.codec_tuner import SaveCodecs, SaveConditions, codec_tuner, ranks_on_host
 from ckpt.saving.committer import Committer
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import PreviousBlockIndex, StepBlocks
@@ -96,7 +98,7 @@ class SaveRun:
             self._memory.borrow(arena_bytes, self._plan, self._where)
             previous = self._prepare()
             stager.start()
-            checkpoint = self._write_and_commit(previous, stager)
+            checkpoint = self._write_and_commit(previous, stager, caller_waits=True)
         except BaseException as error:
             self._failure.report(error)
             if stager.ident is not None:
@@ -149,7 +151,7 @@ class SaveRun:
             args = (deferred, self._eager_staged, self._handle.staged.set)
             stager = WorkerThread(target=self._stager.stage_deferred, args=args, name="ckpt-stage", daemon=True)
             stager.start()
-            checkpoint = self._write_and_commit(previous, stager)
+            checkpoint = self._write_and_commit(previous, stager, caller_waits=False)
         except BaseException as error:
             self._failure.report(error)
         finally:
@@ -178,12 +180,18 @@ class SaveRun:
         self._session.prepare()
         return self._session.previous_blocks(self._plan.algorithm, self._attempt, self._options.copies)
 
-    def _write_and_commit(self, previous: StepBlocks, stager: threading.Thread) -> Checkpoint:
+    def _write_and_commit(self, previous: StepBlocks, stager: threading.Thread, *, caller_waits: bool) -> Checkpoint:
         if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit, so it overlaps with writing
             WorkerThread(target=self._import_for_commit, name="ckpt-import", daemon=True).start()
+        codecs = codec_tuner(self._store.url).begin_save(
+            SaveConditions(self._plan.total_bytes, self._writer_count, caller_waits, ranks_on_host(self._session.group.size))
+        )
         try:
-            written = self._write_blocks(previous, stager)
-            checkpoint = self._commit(written, previous.packs)
+            try:
+                written = self._write_blocks(previous, stager, codecs)
+            finally:
+                codecs.end()
+            checkpoint = self._commit(written, previous.packs, codecs.choices())
         except BaseException as error:
             self._committer.discard(error)
             raise
@@ -195,7 +203,7 @@ class SaveRun:
         self._append_began.wait()
         manifest_encoding.import_parquet()
 
-    def _write_blocks(self, previous: StepBlocks, stager: threading.Thread) -> WrittenBlocks:
+    def _write_blocks(self, previous: StepBlocks, stager: threading.Thread, codecs: SaveCodecs) -> WrittenBlocks:
         """Write the staged blocks with several threads, of which this is one; return when all are durable."""
         prefix = f"{step_folder(self._plan.step)}/pack/{self._attempt.name}"
         slots = ComputeSlots(self._eager_staged)
@@ -203,8 +211,8 @@ class SaveRun:
         nan = NanGuard(self._plan, self._options.nan, self._store.url)
         with PackWriter(self._store, lambda n: f"{prefix}-{n}.pack", self._plan.total_bytes) as packs:
             parts = WritingParts(
-                self._plan, packs, index, self._changing, self._buffers, nan, codec.codec_tuner(self._store.url), slots,
-                self._append_began, self._difference_source(previous, slots),
+                self._plan, packs, index, self._changing, self._buffers, nan, codecs, slots, self._append_began,
+                self._difference_source(previous, slots),
             )  # fmt: skip
             own, *others = [BlockWriter(parts) for _ in range(self._writer_count)]
             threads = [
@@ -220,7 +228,9 @@ class SaveRun:
             finally:  # no thread may outlive the pack and the arena that it uses
                 join_all([*threads, stager], self._failure.report)
             self._failure.raise_error()
-            return join_written(self._plan, [own, *others], packs.close())
+            with codecs.waiting_for_store():
+                files = packs.close()
+            return join_written(self._plan, [own, *others], files)
 
     def _write_staged(self, writer: BlockWriter) -> None:
         try:
@@ -245,7 +255,9 @@ class SaveRun:
         unrelated = unrelated_places_of(self._session.url_and_rank)
         return DifferenceSource(self._store, plan.algorithm, plan.step, full_every, previous, unrelated, slots.slot)
 
-    def _commit(self, written: WrittenBlocks, previous_packs: dict[str, int]) -> Checkpoint:
+    def _commit(
+        self, written: WrittenBlocks, previous_packs: dict[str, int], codec_choices: tuple[CodecChoice, ...]
+    ) -> Checkpoint:
         with collector_paused():
             rows = manifest_encoding.build_table(self._plan.columns, written.rows)
         sizes = {**previous_packs, **{p.name: p.nbytes for p in written.packs}}
@@ -253,7 +265,7 @@ class SaveRun:
         written_bytes = sum(p.nbytes for p in written.packs)
         return self._committer.commit(
             rows, self._plan.algorithm, {name: sizes[name] for name in sorted(names)}, written_bytes,
-            sharded=self._plan.has_shards,
+            sharded=self._plan.has_shards, codec_choices=codec_choices,
         )  # fmt: skip
 
     def _finish(self, checkpoint: Checkpoint, written: WrittenBlocks) -> None:

@@ -13,7 +13,6 @@ from helpers.processes import finish, python
 from helpers.states import assert_same
 
 import ckpt
-from ckpt.format.codec import CodecMeasurement, CodecTuner, choose_codec
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.fd_io import DescriptorReader
 
@@ -54,20 +53,6 @@ def test_every_codec_restores_the_same_bytes(tmp_path, codec):
         assert "model.w" not in compressed
         assert "blosc" in by_name["opt.bf"].codec
     assert checkpoint.verify() > 0
-
-
-def test_auto_compresses_for_slow_stores_only():
-    fast, strong = CodecMeasurement("lz4", 0.8, 4e9), CodecMeasurement("zstd", 0.6, 0.6e9)
-    assert choose_codec(3e9, [fast, strong]) is None
-    assert choose_codec(0.9e9, [fast, strong]) == "lz4"
-    assert choose_codec(0.1e9, [fast, strong]) == "zstd"
-    assert choose_codec(0.1e9, [CodecMeasurement("zstd", 0.99, 1e9)]) is None
-    tuner = CodecTuner()
-    zeros = np.zeros(2 * MIB, np.uint8)
-    assert tuner.pick("float32", zeros, 4) is None  # the speed of the store is not measured yet
-    tuner._written_bytes, tuner._busy_seconds = 100 * MIB, 5.0
-    assert "blosc" in tuner.pick("float32", zeros, 4)
-    assert tuner.pick("float16", np.frombuffer(np.random.default_rng(0).bytes(MIB), np.uint8), 2) is None
 
 
 def test_unchanged_blocks_are_referenced(tmp_path):
