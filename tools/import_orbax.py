@@ -6,6 +6,7 @@ TensorStore reads the arrays. Orbax and jax are not imported.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import FileLeaf
 
 _METADATA = "_METADATA"
-_CACHE_BYTES = 1 << 30
-"""A stored chunk is compressed as a whole, and is often a shard of a device. The cache keeps it while its blocks are read."""
+_MAX_CACHE_BYTES = 1 << 30
+"""The most memory for stored chunks. Beyond it, an import decompresses chunks again for each block, and becomes slow."""
+_INDEX_BYTES = 32 << 20
+"""The memory for the index of the arrays."""
 _SEQUENCE = 1
 """The `key_type` of an index of a list or tuple; that of a key of a dict is 2."""
 _KINDS = {"jax.Array": "jax", "np.ndarray": "numpy", "scalar": "scalar"}
@@ -64,6 +67,7 @@ def read_state(source: Path) -> Any:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CkptError(f"{folder / _METADATA} is damaged ({first_line(error)}): copy the folder again") from error
     arrays = _Arrays(folder, bool(metadata.get("use_zarr3", False)))
+    arrays.open([_name(keys) for keys, value_type in entries if value_type in _KINDS])
     root: Any = [] if entries and entries[0][0] and isinstance(entries[0][0][0], int) else {}
     for keys, value_type in entries:
         _insert(root, keys, arrays.read(keys, value_type))
@@ -82,6 +86,10 @@ def _folder_of_arrays(source: Path) -> Path:
     raise CkptError(f"{source} has no {_METADATA}, so it is not a complete checkpoint of Orbax: name the folder of a step")
 
 
+def _name(keys: list[str | int]) -> str:
+    return ".".join(map(str, keys))
+
+
 def _key(entry: dict[str, Any]) -> str | int:
     return int(entry["key"]) if entry["key_type"] == _SEQUENCE else str(entry["key"])
 
@@ -94,25 +102,35 @@ class _Arrays:
         self._use_ocdbt = (folder / "manifest.ocdbt").exists()  # older versions do not say it in the metadata
         self._driver = "zarr3" if use_zarr3 else "zarr"
         self._tensorstore = import_optional("tensorstore", "a checkpoint of Orbax", "orbax")
-        self._context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        self._context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._opened: dict[str, Any] = {}
+
+    def open(self, names: list[str]) -> None:
+        """Open arrays, with a cache that is as large as the one of them with the most bytes to cache."""
+        opened = [self._open_without_cache(name) for name in names]
+        limit = min(max(map(_bytes_to_cache, opened), default=0) + _INDEX_BYTES, _MAX_CACHE_BYTES)
+        cache = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": limit}})
+        for name, array in zip(names, opened, strict=True):
+            spec = array.spec()  # with the metadata, so that no file is read again
+            self._opened[name] = self._tensorstore.open(spec, read=True, assume_metadata=True, context=cache).result()
 
     def read(self, keys: list[str | int], value_type: str) -> Any:
-        """Return the leaf of an array, or a plain value."""
-        name = ".".join(map(str, keys))
+        """Return the leaf of an array that is open, or a plain value."""
+        name = _name(keys)
         if value_type in ("None", "Dict", "List", "Tuple"):  # empty containers have no array
             return {"None": None, "Dict": {}, "List": [], "Tuple": ()}[value_type]
         if value_type not in _KINDS:
             raise CkptError(
                 f"{self._folder}: {name} is a {value_type}, which can't be imported: restore it with Orbax, and save it"
             )
-        array = self._open(name)
+        array = self._opened[name]
         if _KINDS[value_type] == "scalar":
             return np.asarray(array.read().result()).item()
         dtype, shape = dtype_name(np.dtype(array.dtype.numpy_dtype)), tuple(array.shape)
         stored: Any = _StoredArray((str(self._folder), name), shape, array)
         return FileLeaf(dtype, shape, [(Box((0,) * len(shape), shape), stored)], _KINDS[value_type])
 
-    def _open(self, name: str) -> Any:
+    def _open_without_cache(self, name: str) -> Any:
         store: dict[str, Any] = {"driver": "file", "path": f"{self._folder}/{name}/"}
         if self._use_ocdbt:
             store = {"driver": "ocdbt", "base": f"file://{self._folder}/", "path": f"{name}/"}
@@ -123,6 +141,16 @@ class _Arrays:
             raise CkptError(
                 f"{self._folder}: {name} can't be opened ({first_line(error)[:150]}): copy the folder again"
             ) from error
+
+
+def _bytes_to_cache(array: Any) -> int:
+    """Return the bytes of the chunks that have a part of the same rows.
+
+    An import reads blocks of rows one after the other. It reads these chunks again for each block until their rows are done.
+    """
+    chunk = array.chunk_layout.read_chunk.shape or ()  # None for an array without axes
+    others = (-(-length // part) * part for length, part in zip(array.shape[1:], chunk[1:], strict=True))
+    return int(math.prod((*chunk[:1], *others)) * array.dtype.numpy_dtype.itemsize)
 
 
 def _insert(root: Any, keys: list[str | int], value: Any) -> None:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers.imports import assert_killed_import_leaves_no_step, load_imported
+import tensorstore
+from helpers.imports import assert_killed_import_leaves_no_step, growth_of_memory, load_imported
 
 import ckpt
 from ckpt.storage.base.errors import CkptError
@@ -103,3 +104,38 @@ def test_jax_is_not_imported(tmp_path: Path) -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """A small checkpoint first loads all modules; then 768 MiB in 48 chunks need little more than 256 MiB."""
+    random = np.random.default_rng(1)
+    states = {
+        "small": {"a": jnp.ones(10)},
+        "big": {f"layer{i}": random.integers(0, 2**31, (64, 1 << 16), np.int32) for i in range(48)},
+    }
+    for name, state in states.items():
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            checkpointer.save(tmp_path / name, args=ocp.args.StandardSave(state))
+    assert growth_of_memory(tmp_path / "small", tmp_path / "big", tmp_path, absent="jax") < 400 << 20
+    assert np.array_equal(ckpt.open(tmp_path / "two")[0]["layer47"][:], states["big"]["layer47"])
+
+
+@pytest.mark.parametrize("options", [{"use_ocdbt": False}, {"use_ocdbt": True, "use_zarr3": True}], ids=str)
+def test_a_chunk_is_decompressed_once_for_all_blocks_of_its_array(options: dict[str, bool], tmp_path: Path) -> None:
+    """The shards of an array that is divided by columns are chunks of which each block has a part."""
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((4,), ("x",)), jax.sharding.PartitionSpec(None, "x"))
+    state = {"wide": jax.device_put(jnp.arange(float(12 << 20), dtype=jnp.float32).reshape(-1, 1024), sharding)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(tmp_path / "orbax", args=ocp.args.PyTreeSave(state))
+    before = values_read()
+    assert_equal(load_imported(tmp_path / "orbax"), state)
+    assert len(ckpt.open(tmp_path / "imported")[0].leaves()) == 1
+    # Without a cache, more than 30: each block needs the 4 chunks.
+    assert 4 <= values_read() - before <= 16
+
+
+def values_read() -> int:
+    """Return how many chunks and other values the caches of TensorStore have read from files in this process."""
+    (found,) = tensorstore.experimental_collect_matching_metrics("/tensorstore/cache/kvs_cache_read")
+    return int(next(entry["value"] for entry in found["values"] if entry["category"] == "changed"))
