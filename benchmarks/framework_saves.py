@@ -7,6 +7,7 @@ after one round as warm-up. Printed are medians, with the least and the most:
 
     stall      how much longer than another step a training step with a save takes
     durable    from the start of a save until its commit record exists; for the framework itself, until its files are fsynced
+    processor  the processor time of this process for a save; other programs on the machine change it less than the other two
 
 After a save, the training waits until the save is durable. So the steps without a save are not slowed by it. MIB is the size of
 the parameters. Adam's moments take twice as much.
@@ -40,9 +41,12 @@ class Watch:
     """The seconds of each step, including its save."""
     waits: list[float] = field(default_factory=list)
     """The seconds from the end of each save until its files are durable."""
+    processor: list[float] = field(default_factory=list)
+    """The seconds of processor time of each step, including its save until it is durable."""
     finish: Callable[[], None] = lambda: None
     """Waits for the end of a save that the framework itself makes in the background."""
     _began: float | None = None
+    _used: float = 0.0
 
     def __call__(self) -> None:
         """Note that a step begins; the one before ends here, with its save."""
@@ -51,7 +55,8 @@ class Watch:
             if len(self.steps) in SAVED:
                 self.waits.append(self._durable_at() - now)
             self.steps.append(now - self._began)
-        self._began = time.time()
+            self.processor.append(time.process_time() - self._used)
+        self._used, self._began = time.process_time(), time.time()
 
     def _durable_at(self) -> float:
         if self.way == "own":
@@ -67,12 +72,17 @@ class Watch:
 
     def stalls(self) -> list[float]:
         """Return the seconds by which each save made its step longer."""
-        usual = statistics.median([seconds for number, seconds in enumerate(self.steps) if number and number not in SAVED])
-        return [self.steps[number] - usual for number in SAVED]
+        return more_than_usual(self.steps)
 
     def durations(self) -> list[float]:
         """Return the seconds from the start of each save until it was durable."""
         return [stall + wait for stall, wait in zip(self.stalls(), self.waits, strict=True)]
+
+
+def more_than_usual(seconds: list[float]) -> list[float]:
+    """Return by how much each step with a save exceeds the median of the others, of which the first is not counted."""
+    usual = statistics.median([each for number, each in enumerate(seconds) if number and number not in SAVED])
+    return [seconds[number] - usual for number in SAVED]
 
 
 def summary(values: list[float]) -> str:
@@ -91,6 +101,7 @@ def main() -> None:
 
     stalls: dict[Way, list[float]] = {"ckpt": [], "bare": [], "own": []}
     durations: dict[Way, list[float]] = {"ckpt": [], "bare": [], "own": []}
+    processor: dict[Way, list[float]] = {"ckpt": [], "bare": [], "own": []}
     for number in range(args.rounds + 1):
         for way in stalls:
             folder = Path(tempfile.mkdtemp(prefix="framework-saves-", dir=args.data))
@@ -102,9 +113,12 @@ def main() -> None:
             if number:
                 stalls[way] += watch.stalls()
                 durations[way] += watch.durations()
+                processor[way] += more_than_usual(watch.processor)
     print(f"{args.framework}, {3 * args.mib} MiB of parameters and moments, {args.rounds} rounds of {len(SAVED)} saves")
     for way, text in (("ckpt", "the adapter of ckpt"), ("bare", "a bare Checkpointer"), ("own", "the framework itself")):
-        print(f"{text:<22} stall {summary(stalls[way])}   durable {summary(durations[way])}")
+        print(
+            f"{text:<22} stall {summary(stalls[way])}   durable {summary(durations[way])}   processor {summary(processor[way])}"
+        )
     fastest = {way: statistics.median(values) for way, values in durations.items()}
     print(
         f"durable rate: {fastest['bare'] / fastest['ckpt']:.2f} x bare, {fastest['own'] / fastest['ckpt']:.2f} x the framework"
