@@ -42,10 +42,9 @@ class Adam:
         self.rate = rate
         self.weights = self._draw.standard_normal(count, np.float32) * np.float32(0.02)
         self._scale = np.exp(self._draw.standard_normal(count, np.float32)) * np.float32(1e-4)
-        self.first = np.zeros(count, np.float32)
         self.second = self._scale**2
-        for _ in range(20):
-            self.step()
+        deviation = np.float32((0.1 / 1.9) ** 0.5)  # of the running mean of independent gradients, after many steps
+        self.first = self._draw.standard_normal(count, np.float32) * self._scale * deviation
 
     def step(self) -> None:
         """Make one update."""
@@ -175,7 +174,10 @@ def main() -> None:
     adam = adam_state(nbytes // 4)
     cases |= {f"fp32 {name}, 100 steps": pair for name, pair in adam.items()}
     cases |= {f"embedding, {share:.0%} of rows": touched_rows(nbytes // 4, share) for share in (0.01, 0.1)}
-    print(f"codecs, one core, {options.mb} MB each, medians of {options.rounds} interleaved rounds (lowest to highest)")
+    print(
+        f"codecs, one core, {options.mb} MB each, medians of {options.rounds} interleaved rounds (lowest to highest)",
+        flush=True,
+    )
     for name, (old, new) in cases.items():
         compare_codecs(name, old, new, options.rounds)
     print("saves and loads of the second state")
