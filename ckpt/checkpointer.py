@@ -27,8 +27,8 @@ from ckpt.saving import session_registry
 from ckpt.saving.attached_optimizers import AttachedOptimizers
 from ckpt.saving.background_scrub import BYTES_PER_SECOND, Scrubber
 from ckpt.saving.commit_wait import COMMIT_TIMEOUT_SECONDS
-from ckpt.saving.group_choice import group_that_saves
 from ckpt.saving.handle import SaveHandle
+from ckpt.saving.lone_rank_warning import group_that_saves
 from ckpt.saving.nan_check import NanOption
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save

@@ -1,9 +1,10 @@
-"""The deletion of paths: the change of a record to a tombstone, and whether it was done."""
+"""The deletion of paths: the change of a record to a tombstone, whether it was done, and the objects to remove then."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 
 from ckpt.aggregator.file_io.object_names import new_version
 from ckpt.aggregator.records import file_record
@@ -45,6 +46,18 @@ class Deletion:
         head = RecordHead("deleted", 0, self._now, self._now, self._version)
         return file_record.encode_record(PathRecord(file_record.next_head(head, current)))
 
+    def deleted_files(self, after: Mapping[str, RegisterValue | None]) -> dict[str, PathRecord]:
+        """Return the files that this deletion has deleted, by path. after: the value of each register now."""
+        return {path: file for path, file in self.targets.items() if self.is_done(path, after[f"/{path}"])}
+
+    def possibly_deleted(self, after: Mapping[str, RegisterValue | None]) -> set[str]:
+        """Return the paths whose tombstones may have been collected already, or that another client has deleted.
+
+        Their objects are left to a repair.
+        """
+        targets = self.targets
+        return {path for path in self.proposed if self.is_unsettled and path not in targets and after[f"/{path}"] is None}
+
     def on_outdated(self, may_be_taken: bool, _: int) -> None:
         """Note that a member may have accepted a tombstone: the `OnOutdated` of this deletion."""
         self.is_unsettled = self.is_unsettled or may_be_taken
@@ -52,3 +65,13 @@ class Deletion:
     def is_done(self, path: str, value: RegisterValue | None) -> bool:
         """Return whether this deletion, and not another one, has deleted a path whose register has this value now."""
         return value is not None and file_record.has_version(file_record.decode_record(path, value), self._version)
+
+
+def objects_to_remove(files: Iterable[PathRecord]) -> dict[str, list[str]]:
+    """Return the objects of deleted files, by member; those of a renamed file stay, since its new name may need them."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file in files:
+        if file.layout is not None and not file.rename_token:
+            for member_object in file.layout.objects:
+                found[member_object.member].append(member_object.name)
+    return found

@@ -6,12 +6,11 @@ import logging
 import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt.aggregator.cluster.config import NamespaceConfig, parse_namespace_url
-from ckpt.aggregator.file_io.deletion import Deletion
+from ckpt.aggregator.file_io.deletion import Deletion, objects_to_remove
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.file_io.object_names import new_version
 from ckpt.aggregator.file_io.publication import Condition, MembersRemoved, Publication, Publisher, Relink
@@ -124,19 +123,8 @@ class Namespace(NamespaceRecords):
         deletion = Deletion(lambda file: file.exists)
         names = [f"/{path}" for path in every]
         after = self.update_records_fenced(self.ring.fence_number, names, deletion.decide, deletion.on_outdated)
-        targets = deletion.targets
-        # The tombstones of these may have been collected already, or another client has deleted them: leave their objects to a
-        # repair.
-        possibly_deleted = {
-            path for path in deletion.proposed if deletion.is_unsettled and path not in targets and after[f"/{path}"] is None
-        }
-        deleted = {path: file for path, file in targets.items() if deletion.is_done(path, after[f"/{path}"])}
-        objects_by_member: dict[str, list[str]] = defaultdict(list)
-        for file in deleted.values():
-            if file.layout is not None and not file.rename_token:
-                for member_object in file.layout.objects:
-                    objects_by_member[member_object.member].append(member_object.name)
-        self.member_io.discard(objects_by_member)
+        deleted, possibly_deleted = deletion.deleted_files(after), deletion.possibly_deleted(after)
+        self.member_io.discard(objects_to_remove(deleted.values()))
         return [path for path in every if path in deleted or path in possibly_deleted]
 
     def rename(self, old: str, new: str) -> None:

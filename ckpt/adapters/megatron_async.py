@@ -10,8 +10,8 @@ from megatron.core.dist_checkpointing.strategies import async_utils
 
 from ckpt.repository.repository import open_repository
 from ckpt.saving import session_registry
-from ckpt.saving.group_choice import group_that_saves
 from ckpt.saving.handle import SaveHandle
+from ckpt.saving.lone_rank_warning import group_that_saves
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError
 

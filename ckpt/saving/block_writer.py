@@ -25,7 +25,7 @@ from ckpt.saving.staging import StagedBlock
 from ckpt.saving.write_plan import Block, LeafSpec
 from ckpt.state.leaves.base import Bytes
 
-_MAX_STORED_FRACTION = 0.98
+_MAX_ENCODED_FRACTION = 0.98
 """A block that a codec shrinks by less is stored without a codec, and can then be read in parts."""
 
 
@@ -146,7 +146,7 @@ class BlockWriter:
             timer = EncodingTimer()
             encoded = codec.encode(config, raw, block.itemsize)
             speed, share = timer.stop(block.nbytes)
-        shrinks = len(encoded) <= _MAX_STORED_FRACTION * block.nbytes
+        shrinks = len(encoded) <= _MAX_ENCODED_FRACTION * block.nbytes
         if block.codec == "auto":
             parts.codecs.note_encoded(dtype, config, len(encoded) / block.nbytes if shrinks else 1.0, speed, share)
         return _Encoded(config, encoded) if shrinks else _Encoded(None, None)

@@ -31,7 +31,7 @@ from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
 
-_MAX_STORED_FRACTION = 0.8
+_MAX_DIFFERENCE_FRACTION = 0.8
 """A difference that is larger than this fraction of the full block does not justify that a load reads two blocks."""
 
 _MIN_BYTES = 16 << 10
@@ -61,7 +61,7 @@ class DifferenceSize:
 
 def difference_pays(size: DifferenceSize) -> bool:
     """Return whether to store the difference instead of the full block. This is a pure function."""
-    return round_up(size.difference_bytes) <= _MAX_STORED_FRACTION * round_up(min(size.raw_bytes, size.full_bytes))
+    return round_up(size.difference_bytes) <= _MAX_DIFFERENCE_FRACTION * round_up(min(size.raw_bytes, size.full_bytes))
 
 
 def is_usable_base(base_step: int, step: int, full_every: int) -> bool:

@@ -78,7 +78,7 @@ def test_a_job_of_one_rank_is_one_process(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_job_of_many_ranks_has_an_environment_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.groups._env_groups", {})
+    monkeypatch.setattr("ckpt.groups.detection._env_groups", {})
     monkeypatch.setattr("atexit.register", lambda call: None)
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -18,7 +18,7 @@ import ckpt
 from ckpt.errors import GroupError
 from ckpt.groups import EnvGroup, SingleProcessGroup, detect
 from ckpt.groups.launchers import rank_from_env, signs_of_other_ranks
-from ckpt.saving import group_choice
+from ckpt.saving import lone_rank_warning
 
 RANKS = {
     "torchrun": (env.TORCHRUN, 1, 2, "RANK", True),
@@ -177,9 +177,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Return a way to set the environment of this process, which has no variables of a launcher."""
     for name in env.TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("ckpt.groups._env_groups", {})
+    monkeypatch.setattr("ckpt.groups.detection._env_groups", {})
     monkeypatch.setattr("atexit.register", lambda call: None)
-    monkeypatch.setattr(group_choice, "_has_warned", False)
+    monkeypatch.setattr(lone_rank_warning, "_has_warned", False)
     return monkeypatch
 
 
@@ -235,7 +235,7 @@ def test_a_process_that_looks_like_one_of_many_and_saves_alone_is_warned_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ckpt.Checkpointer(tmp_path / "two").close()
-        environment.setattr(group_choice, "_has_warned", False)
+        environment.setattr(lone_rank_warning, "_has_warned", False)
         ckpt.load(tmp_path / "one")
         ckpt.save(state, tmp_path / "one", step=2, group=None)
     with pytest.warns(UserWarning, match=r"LOCAL_RANK=1, WORLD_SIZE=2.*group="):

@@ -1,4 +1,4 @@
-"""The group of a save, and a warning where this process looks like one of many but would save alone."""
+"""A warning where this process looks like one of many but would save alone."""
 
 from __future__ import annotations
 
