@@ -103,13 +103,13 @@ class BlockReader:
         """Read and verify each block and copy its pieces to their targets."""
         with self:
             for block in reads if self._is_tuned else self._bytes.prefetched(reads):
-                self._read_nearest_copy(block, block.stored_ranges(), self._read_block)
+                self._read_nearest_copy(block, block.stored_ranges()[0][0], self._read_block)
 
     def verify(self, reads: Iterable[BlockRead]) -> None:
         """Read each block and check it and its cells; raise IntegrityError for the first bad one."""
         with self:
             for block in reads:
-                self._read_nearest_copy(block, [(0, block.row.stored)], self._verify_block)
+                self._read_nearest_copy(block, 0, self._verify_block)
                 self._report_progress(block.row.read_bytes)
 
     def _verify_block(self, block: BlockRead) -> None:
@@ -119,16 +119,14 @@ class BlockReader:
                 begin = piece.row.cells_begin
                 self._check_cells(piece.row, raw[begin : piece.row.cells_end], begin)
 
-    def _read_nearest_copy(
-        self, block: BlockRead, ranges: Sequence[tuple[int, int]], read: Callable[[BlockRead], object]
-    ) -> None:
-        """Call `read`, with the nearest store that has a good copy. ranges: the bytes of the stored block that it reads."""
+    def _read_nearest_copy(self, block: BlockRead, first: int, read: Callable[[BlockRead], object]) -> None:
+        """Call `read`, with the nearest store that has a good copy. first: the first byte of the stored block that it reads."""
         self._base = self._read_base(block)
 
         def read_from(store: Store) -> None:
             if store is not self._bytes.store:
                 self._bytes.use(store)
-            self._bytes.in_chosen_mode(block, ranges, read)
+            self._bytes.call_in_turn(block, first, read)
 
         from_nearest(self._all_copies, read_from, block.row.pack or "", block.row.position, self._missing)
 
@@ -143,7 +141,7 @@ class BlockReader:
     def read_whole(self, block: BlockRead) -> Bytes:
         """Return the whole raw block, verified and decoded, in this reader's buffer. The caller closes the reader."""
         found: list[Bytes] = []
-        self._read_nearest_copy(block, block.stored_ranges(), lambda block: found.append(self._read_decoded_block(block)))
+        self._read_nearest_copy(block, 0, lambda block: found.append(self._read_decoded_block(block)))
         return found[-1]
 
     # --- one block ---------------------------------------------------------------------------------------------
@@ -190,9 +188,8 @@ class BlockReader:
                 source = self._bytes.source(block)
                 self._stream_cells(block.run_at(begin), begin, end, [(begin, end, out)], source, chunk_bytes)
 
-        ranges = [(0, row.stored)] if is_all else [(begin, end)]
         try:
-            self._read_nearest_copy(block, ranges, read)
+            self._read_nearest_copy(block, 0 if is_all else begin, read)
             self._report_progress(row.read_bytes if is_all else end - begin)
         finally:
             self.close()

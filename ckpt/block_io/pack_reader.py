@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
@@ -38,8 +38,6 @@ class PackReader:
         self._kind = kind
         self._tuned: TunedReads | None = None
         self._worker = ExitStack()
-        self._reads_through_cache = False
-        """Whether the tuner has chosen to read the present block through the page cache."""
         self._buffer = np.empty(0, np.uint8)
         self._opened: tuple[str, bool] | None = None
         self._reader: Reader | None = None
@@ -84,26 +82,16 @@ class PackReader:
                 yield first
         yield from (block for block, _ in waiting)
 
-    def in_chosen_mode(self, block: BlockRead, ranges: Sequence[tuple[int, int]], read: Callable[[BlockRead], T]) -> T:
-        """Call `read` in the mode that the device has now. ranges: the bytes of the stored block that it reads."""
-        tuned, row = self._tuned, block.row
-        if tuned is None or tuned.is_remote or not ranges:
+    def call_in_turn(self, block: BlockRead, first: int, read: Callable[[BlockRead], T]) -> T:
+        """Call `read`; if the page cache has the block, when few enough other threads copy such blocks.
+
+        first: the first byte of the stored block that it reads.
+        """
+        row = block.row
+        if self._tuned is None or self._tuned.is_remote or not self._is_cached(row, row.position + first):
             return read(block)
-        if self._is_cached(row, row.position + ranges[0][0]):
-            with copy_slots.slot():
-                return read(block)
-        if tuned.mode != "cached":
+        with copy_slots.slot():
             return read(block)
-        with tuned.tuner.request("cached") as request:
-            for begin, end in ranges:
-                self.store.prefetch(row.pack or "", end - begin, row.position + begin)
-            self._reads_through_cache = True
-            try:
-                result = read(block)
-            finally:
-                self._reads_through_cache = False
-            request.nbytes = sum(end - begin for begin, end in ranges)
-            return result
 
     def source(self, block: BlockRead) -> BlockSource:
         """Return a source of an uncompressed block's bytes, which reads them where they belong, or into this reader's buffer.
@@ -136,14 +124,14 @@ class PackReader:
         """
         row, bypass = block.row, self._bypasses_cache(block)
         position = row.position + begin
-        is_counted = self._tuned is not None and not self._reads_through_cache
+        is_counted = self._tuned is not None
         if is_counted and bypass:
             is_counted = not self._is_cached(row, position)
         with self._damage_named(row, position):
             reader = self._reader_of(row, bypass)
             if is_counted:
                 assert self._tuned is not None
-                with self._tuned.tuner.request("remote" if self._tuned.is_remote else "direct") as request:
+                with self._tuned.tuner.request() as request:
                     count = request.nbytes = reader.read_into(position, buffer)
             else:
                 count = reader.read_into(position, buffer)
@@ -154,7 +142,7 @@ class PackReader:
             )
 
     def _bypasses_cache(self, block: BlockRead) -> bool:
-        return block.bypass_cache and self.store.past_cache and not self._reads_through_cache
+        return block.bypass_cache and self.store.past_cache
 
     def _is_cached(self, row: Row, position: int) -> bool:
         with self._damage_named(row, position):

@@ -11,7 +11,6 @@ from ckpt.block_io.read_threads import run_from_queue, run_in_threads
 from ckpt.block_io.replicated_store import copies_of
 from ckpt.format.limits import BLOCK_BYTES
 from ckpt.storage.base.store import Store
-from ckpt.storage.tuning.choice import Mode
 from ckpt.storage.tuning.learned import read_tuner, remember
 from ckpt.storage.tuning.spaces import DISK, NETWORK, of_whole_blocks
 from ckpt.storage.tuning.tuner import Tuner
@@ -32,11 +31,6 @@ class TunedReads:
     is_remote: bool
     max_threads: int
     """One for each request that any choice has in flight. Threads that wait for the tuner cost little."""
-
-    @property
-    def mode(self) -> Mode:
-        """The mode of the next block."""
-        return self.tuner.choice.mode
 
     @property
     def request_bytes(self) -> int:

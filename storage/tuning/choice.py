@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Mode = Literal["direct", "cached", "remote"]
-"""`direct`: past the page cache (O_DIRECT). `cached`: through the page cache, after an announcement to it. `remote`: over a
-network."""
+Mode = Literal["direct", "remote"]
+"""`direct`: past the page cache (O_DIRECT). `remote`: over a network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,7 @@ class Choice:
     requests: int
     """How many requests are in flight at most."""
     request_bytes: int
-    """The length of a request, in bytes. In the mode `cached` a request is a whole block, whatever this says."""
+    """The length of a request, in bytes."""
 
     @property
     def bytes_in_flight(self) -> int:
@@ -31,7 +30,7 @@ class Choice:
 class ChoiceSpace:
     """The ways in which a kind of device can be read, each list in ascending order."""
 
-    modes: tuple[Mode, ...]
+    mode: Mode
     requests: tuple[int, ...]
     request_bytes: tuple[int, ...]
     first: Choice
@@ -42,7 +41,7 @@ class ChoiceSpace:
     def __contains__(self, choice: object) -> bool:
         return (
             isinstance(choice, Choice)
-            and choice.mode in self.modes
+            and choice.mode == self.mode
             and choice.requests in self.requests
             and choice.request_bytes in self.request_bytes
             and choice.bytes_in_flight <= self.max_bytes_in_flight
@@ -52,7 +51,6 @@ class ChoiceSpace:
         """Return the choices that differ in one thing, by one step. Those that can gain the most come first."""
         found = [
             self._with_requests(choice, 1),
-            *(replace(choice, mode=mode) for mode in self.modes if mode != choice.mode),
             self._with_requests(choice, -1),
             self._with_length(choice, 1),
             self._with_length(choice, -1),

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckpt.storage.tuning import spaces
 from ckpt.storage.tuning.choice import Choice, ChoiceSpace
 from ckpt.storage.tuning.search import start
 from ckpt.storage.tuning.tuner import Tuner
@@ -137,7 +136,6 @@ def _to_json(choice: Choice) -> dict[str, Any]:
 
 def _from_json(fields: Mapping[str, Any]) -> Choice | None:
     mode, requests, request_bytes = (fields.get(key) for key in ("mode", "requests", "request_bytes"))
-    modes = {*spaces.DISK.modes, *spaces.NETWORK.modes}
-    if not isinstance(mode, str) or mode not in modes or not isinstance(requests, int) or not isinstance(request_bytes, int):
+    if mode not in ("direct", "remote") or not isinstance(requests, int) or not isinstance(request_bytes, int):
         return None
     return Choice(mode, requests, request_bytes)

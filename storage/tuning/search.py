@@ -92,7 +92,7 @@ def observe(search: Search, measurement: Measurement) -> Search:
 def _after_trial(search: Search, measurement: Measurement) -> Search:
     assert search.trial is not None
     assert search.best_rate is not None
-    costs_less = search.trial.mode == search.best.mode and search.trial.bytes_in_flight < search.best.bytes_in_flight
+    costs_less = search.trial.bytes_in_flight < search.best.bytes_in_flight
     if measurement.rate < search.best_rate * (TIE if costs_less else GAIN):
         return _try_next(replace(search, trial=None))
     further = search.space.beyond(search.best, search.trial)

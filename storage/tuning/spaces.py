@@ -9,7 +9,7 @@ from ckpt.storage.tuning.choice import Choice, ChoiceSpace
 KIB, MIB = 1 << 10, 1 << 20
 
 DISK = ChoiceSpace(
-    modes=("direct", "cached"),
+    mode="direct",
     requests=(1, 2, 4, 8, 16, 32),
     request_bytes=(512 * KIB, MIB, 2 * MIB, 4 * MIB),
     first=Choice("direct", 16, 512 * KIB),
@@ -18,7 +18,7 @@ DISK = ChoiceSpace(
 """A local file system whose page cache can be bypassed."""
 
 NETWORK = ChoiceSpace(
-    modes=("remote",),
+    mode="remote",
     requests=(2, 4, 8, 16, 32, 64),
     request_bytes=(MIB, 2 * MIB, 4 * MIB, 8 * MIB),
     first=Choice("remote", 32, 4 * MIB),

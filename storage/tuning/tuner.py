@@ -11,9 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
-from ckpt.storage.tuning.choice import Choice, Mode
+from ckpt.storage.tuning.choice import Choice
 from ckpt.storage.tuning.search import Measurement, Search, observe
 
 MIN_MEASURED_BYTES = 16 << 20
@@ -68,15 +67,12 @@ class Tuner:
                 self._workers -= 1
 
     @contextmanager
-    def request(self, mode: Mode) -> Iterator[Request]:
-        """Wait until the device may get one more request, and count it as in flight until the context ends.
-
-        mode: how this request reads. A block that was begun in one mode may end in it after the choice has changed.
-        """
+    def request(self) -> Iterator[Request]:
+        """Wait until the device may get one more request, and count it as in flight until the context ends."""
         with self._changed:
             while len(self._in_flight) >= self._search.current.requests:
                 self._changed.wait()
-            request = Request(replace(self._search.current, mode=mode), self._clock())
+            request = Request(self._search.current, self._clock())
             self._in_flight.add(request)
         try:
             yield request

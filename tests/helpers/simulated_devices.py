@@ -34,21 +34,20 @@ class SimulatedDevice:
     def best(self, space: ChoiceSpace, nbytes: int = 0) -> Choice:
         """Return the fastest fixed choice after some bytes."""
         every = (
-            Choice(mode, requests, length)
-            for mode in space.modes for requests in space.requests for length in space.request_bytes
+            Choice(space.mode, requests, length) for requests in space.requests for length in space.request_bytes
         )  # fmt: skip
         return max((choice for choice in every if choice in space), key=lambda choice: self.rate_at(choice, nbytes))
 
 
-def queue(limit: float, latency: float, stream: float, *, cached: float = 1.0) -> Rate:
+def queue(limit: float, latency: float, stream: float) -> Rate:
     """Return the rate of requests that wait `latency` seconds, and then transfer at `stream` bytes a second.
 
-    limit: of all requests together. cached: what the mode `cached` reaches of it.
+    limit: of all requests together.
     """
 
     def rate(choice: Choice) -> float:
         each = choice.request_bytes / (latency + choice.request_bytes / stream)
-        return min(limit, choice.requests * each) * (cached if choice.mode == "cached" else 1.0)
+        return min(limit, choice.requests * each)
 
     return rate
 

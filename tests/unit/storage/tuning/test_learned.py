@@ -16,7 +16,7 @@ from ckpt.storage.tuning import learned
 from ckpt.storage.tuning.choice import Choice
 from ckpt.storage.tuning.spaces import DISK
 
-BEST = Choice("cached", 4, 1 << 20)
+BEST = Choice("direct", 4, 1 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -104,12 +104,12 @@ def test_a_forked_process_does_not_wait_for_requests_of_its_parent() -> None:
     tuner = learned.read_tuner("disk", DISK)
     with ExitStack() as requests:
         for _ in range(tuner.choice.requests):
-            requests.enter_context(tuner.request("direct"))
+            requests.enter_context(tuner.request())
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(60)
-            with learned.read_tuner("disk", DISK).request("direct"):
+            with learned.read_tuner("disk", DISK).request():
                 os._exit(0)
         _, status = os.waitpid(child, 0)
     assert status == 0, "the child waited until its alarm"

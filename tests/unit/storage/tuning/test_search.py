@@ -12,24 +12,22 @@ from ckpt.storage.tuning.choice import Choice, ChoiceSpace
 from ckpt.storage.tuning.search import LAST_REST_BYTES, Measurement, Search, observe, start
 from ckpt.storage.tuning.spaces import DISK, NETWORK
 
-ONE_QUEUE = SimulatedDevice("one fast queue", queue(2.0e9, 0.0001, 2.0e9, cached=0.7))
-DEEP = SimulatedDevice("deep queue", queue(6.0e9, 0.002, 0.6e9, cached=0.5))
-CACHED_HOST = SimulatedDevice("cache of the host", queue(1.0e9, 0.0005, 0.5e9, cached=1.8))
+ONE_QUEUE = SimulatedDevice("one fast queue", queue(2.0e9, 0.0001, 2.0e9))
+DEEP = SimulatedDevice("deep queue", queue(6.0e9, 0.002, 0.6e9))
 SPINNING = SimulatedDevice("spinning disk", spinning(0.2e9))
-NOISY = SimulatedDevice("noisy neighbour", queue(3.0e9, 0.001, 0.8e9, cached=0.6), noise=0.15)
+NOISY = SimulatedDevice("noisy neighbour", queue(3.0e9, 0.001, 0.8e9), noise=0.15)
 FAR = SimulatedDevice("bucket, 50 ms away", queue(2.5e9, 0.05, 90e6))
 NEAR = SimulatedDevice("bucket in the same rack", queue(1.2e9, 0.002, 0.4e9))
 STEADY = [
     (ONE_QUEUE, DISK),
     (DEEP, DISK),
-    (CACHED_HOST, DISK),
     (SPINNING, DISK),
     (NOISY, DISK),
     (FAR, NETWORK),
     (NEAR, NETWORK),
 ]
 BURST = SimulatedDevice(
-    "burst budget", queue(3.0e9, 0.001, 0.5e9, cached=0.6), queue(0.3e9, 0.02, 0.3e9, cached=1.6), changes_after=2 * GIB
+    "burst budget", queue(3.0e9, 0.001, 0.5e9), queue(0.3e9, 0.02, 0.3e9), changes_after=2 * GIB
 )  # fmt: skip
 
 steady = pytest.mark.parametrize(("device", "space"), STEADY, ids=[device.name for device, _ in STEADY])
@@ -109,7 +107,6 @@ def test_every_choice_of_a_space_is_reached_by_neighbours_and_none_uses_more_mem
                 reached.add(other)
                 waiting.append(other)
     every = {
-        Choice(mode, requests, length)
-        for mode in space.modes for requests in space.requests for length in space.request_bytes
+        Choice(space.mode, requests, length) for requests in space.requests for length in space.request_bytes
     }  # fmt: skip
     assert reached == {choice for choice in every if choice.bytes_in_flight <= space.max_bytes_in_flight}

@@ -37,9 +37,9 @@ class Load:
         for _ in range(workers):
             self._workers.enter_context(self.tuner.worker())
 
-    def begin(self, mode: str = "direct") -> Request:
+    def begin(self) -> Request:
         stack = ExitStack()
-        request = stack.enter_context(self.tuner.request(mode))  # type: ignore[arg-type]
+        request = stack.enter_context(self.tuner.request())
         self._stacks[request] = stack
         return request
 
@@ -83,22 +83,10 @@ def test_a_load_with_fewer_threads_than_requests_measures_nothing() -> None:
     assert load.tuner.search.best_rate is None
 
 
-def test_a_request_of_another_mode_ends_the_window() -> None:
-    load = Load(FOUR, workers=4)
-    for _ in range(20):
-        other = load.begin("cached")
-        requests = [load.begin() for _ in range(3)]
-        load.clock.seconds += 0.01
-        for request in requests:
-            load.end(request)
-        load.end(other)
-    assert load.tuner.search.best_rate is None
-
-
 def test_a_failed_request_gives_its_place_back() -> None:
     load = Load(replace(FOUR, requests=1), workers=1)
     for _ in range(3):
-        with suppress(OSError), load.tuner.request("direct"):
+        with suppress(OSError), load.tuner.request():
             raise OSError("the disk")
     load.end(load.begin())
 
@@ -112,7 +100,7 @@ def test_never_more_requests_are_in_flight_than_chosen() -> None:
         with tuner.worker():
             everybody.wait()
             for _ in range(50):
-                with tuner.request("remote") as request:
+                with tuner.request() as request:
                     with lock:
                         in_flight += 1
                         most.append(in_flight)
@@ -132,7 +120,7 @@ def test_never_more_requests_are_in_flight_than_chosen() -> None:
     assert tuner.search.best_rate is not None  # 50 MiB of each thread are several measurements
 
 
-def test_a_window_has_at_least_as_many_bytes_as_are_in_flight() -> None:
+def test_a_measurement_has_at_least_as_many_bytes_as_are_in_flight() -> None:
     assert 4 * FOUR.bytes_in_flight >= MIN_MEASURED_BYTES
     load = Load(FOUR, workers=4)
     load.run_rounds(1, seconds=0.01)
