@@ -18,16 +18,22 @@ def zero_options(stage: int) -> dict[str, Any]:
 
     DeepSpeed gathers all parameters that stay whole after a step. Before 0.19.8 it then waits for the last gather only, which
     is right for NCCL. With gloo, the others may not have ended, and the model computes with memory that has no value yet
-    (its change 8539). Without such parameters, it gathers each layer when it is used, and waits for it.
+    (its change 8539). Without such parameters, it gathers each layer when it is used, and waits for it. With a newer version,
+    the parameters of up to 100 elements stay whole.
     """
     waits = Version(version("deepspeed")) >= Version("0.19.8")
-    return {"stage": stage} if stage < 3 or waits else {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"stage": stage} | ({"stage3_param_persistence_threshold": 100 if waits else 0} if stage == 3 else {})
 
 
 def use_gloo() -> None:
-    """Let DeepSpeed communicate with gloo; otherwise it compiles operators of its own at the start."""
-    import deepspeed
+    """Let DeepSpeed communicate with gloo; otherwise it compiles operators of its own at the start.
 
+    Let it also train in fp16 on a processor without instructions for that, where torch computes it more slowly.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 

@@ -80,9 +80,8 @@ def make_engine(
     torch.manual_seed(seed)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     made = Model(**model)
-    zero = (zero or {}) | ({"stage3_param_persistence_threshold": 100} if stage == 3 else {})
     engine, _, _, _ = deepspeed.initialize(
-        model=made, model_parameters=parameter_groups(made), config=config(stage, precision, accumulate, world, **zero)
+        model=made, model_parameters=parameter_groups(made), config=config(stage, precision, accumulate, world, **(zero or {}))
     )
     return engine
 
