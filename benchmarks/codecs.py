@@ -75,8 +75,8 @@ def data_sets(training: Path) -> dict[str, np.ndarray]:
     step = ckpt.open(training)[STEPS - 1]
     floats = {name: np.asarray(step[name]).ravel() for name in step}
 
-    def joined(wanted: Callable[[str], bool]) -> np.ndarray:
-        return np.concatenate([array for name, array in floats.items() if wanted(name) and array.dtype == np.float32])
+    def joined(is_included: Callable[[str], bool]) -> np.ndarray:
+        return np.concatenate([array for name, array in floats.items() if is_included(name) and array.dtype == np.float32])
 
     weights = joined(lambda name: name.startswith("model."))
     found = {

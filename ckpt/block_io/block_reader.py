@@ -12,7 +12,7 @@ its base is read and verified by a reader of its own, so that damage of either i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 
@@ -31,8 +31,6 @@ from ckpt.storage.base.store import Store
 
 _CHUNK_BYTES = 1 << 20
 """Bytes that are read through the page cache and hashed at once."""
-
-T = TypeVar("T")
 
 Progress = Callable[[int], None]
 """A function that is called with the number of stored bytes just read, from several threads."""

@@ -103,7 +103,7 @@ class PackReader:
         def source(begin: int, end: int, target: Bytes | None) -> Bytes:
             if target is None or (bypass and not self._is_cached(row, row.position + begin)):
                 return self.read(block, begin, end)
-            self.read_into(block, begin, target.data, end - begin)
+            self._fill(block, begin, target.data, end - begin, is_counted=self._tuned is not None and not bypass)
             return target
 
         return source
@@ -122,13 +122,16 @@ class PackReader:
 
         Bytes that are in the page cache do not count as read from the device.
         """
-        row, bypass = block.row, self._bypasses_cache(block)
-        position = row.position + begin
         is_counted = self._tuned is not None
-        if is_counted and bypass:
-            is_counted = not self._is_cached(row, position)
+        if is_counted and self._bypasses_cache(block):
+            is_counted = not self._is_cached(block.row, block.row.position + begin)
+        self._fill(block, begin, buffer, min_bytes, is_counted)
+
+    def _fill(self, block: BlockRead, begin: int, buffer: memoryview, min_bytes: int, is_counted: bool) -> None:
+        """As `read_into`. is_counted: whether the tuner counts this as read from the device."""
+        row, position = block.row, block.row.position + begin
         with self._damage_named(row, position):
-            reader = self._reader_of(row, bypass)
+            reader = self._reader_of(row, self._bypasses_cache(block))
             if is_counted:
                 assert self._tuned is not None
                 with self._tuned.tuner.request() as request:

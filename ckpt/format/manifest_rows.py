@@ -85,8 +85,8 @@ def rows_of_table(table: Any, where: str) -> list[Row]:
 def locations_of_table(table: Any, where: str) -> Iterable[BlockLocation]:
     """Return the location of the block of each row. where: the manifest."""
     names = ("pack", "position", "stored", "codec", "checksum")
-    wanted = [name for name in table.column_names if name in (*names, *manifest_parquet.BASE_COLUMNS)]
-    columns = {name: arrow_columns.python_values(table.column(name)) for name in wanted}
+    present = [name for name in table.column_names if name in (*names, *manifest_parquet.BASE_COLUMNS)]
+    columns = {name: arrow_columns.python_values(table.column(name)) for name in present}
     bases = bases_of_columns(columns, table.num_rows, where)
     return zip(*(columns[name] for name in names), bases, strict=True)
 

@@ -68,7 +68,7 @@ class ObjectStore(ConditionalStore):
     def device(self) -> str:
         """The bucket, and the endpoint if it is set."""
         bucket = "/".join(self.url.split("/")[:3])
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        endpoint = _s3_endpoint()
         return f"{bucket} at {endpoint}" if endpoint else bucket
 
     # --- writing -----------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def _connect(url: str) -> Any:
         raise UnknownScheme(f'{url}: {scheme}:// needs the package obstore; run: pip install "ckpt-store[s3]"') from error
     options: dict[str, Any] = {"client_options": _client_options(url), "retry_config": _RETRY_CONFIG}
     if url.startswith(("s3://", "s3a://")):
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        endpoint = _s3_endpoint()
         if endpoint:
             options["endpoint"] = endpoint
         if endpoint.startswith("http://"):
@@ -287,6 +287,11 @@ def _connect(url: str) -> Any:
     except (exceptions.BaseError, ValueError) as error:
         advice = "write scheme://bucket/folder and set what is missing"
         raise Refused(f"{url} cannot be opened: {_first_line(error)}; {advice}") from error
+
+
+def _s3_endpoint() -> str:
+    """Return the URL of a server other than Amazon's, "" if the environment names none."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
 
 
 def _boto3_credentials() -> dict[str, Any]:

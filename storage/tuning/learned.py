@@ -83,8 +83,7 @@ def _after_fork() -> None:
     """Forget the tuners: the threads whose requests they count do not exist in the child."""
     global _lock
     _lock = threading.Lock()
-    _tuners.clear()
-    _written.clear()
+    forget_tuners()
 
 
 if hasattr(os, "register_at_fork"):

@@ -10,7 +10,7 @@ import numpy as np
 import ckpt
 from ckpt.format.difference import BaseBlock
 from ckpt.format.manifest import Row
-from helpers.states import assert_same
+from helpers.repositories import assert_all_load
 
 WEIGHTS = 120_000
 """Elements of the leaf that drifts."""
@@ -50,13 +50,4 @@ def pack_step(pack: str | None) -> int:
 
 def assert_drifting_steps_load(root: Path | str, acknowledged: int | None = None) -> list[int]:
     """Check that every step loads bit for bit and verifies, and that the newest is at least the acknowledged one."""
-    try:
-        steps = ckpt.open(root).steps()
-    except ckpt.StepNotFound:
-        assert acknowledged is None
-        return []  # the process died before it created the repository
-    assert acknowledged is None or (steps and steps[-1] >= acknowledged), (steps, acknowledged)
-    for step in steps:
-        assert_same(ckpt.load(root, step=step), drifting_state(step))
-        assert ckpt.open(root)[step].verify() > 0
-    return steps
+    return assert_all_load(root, acknowledged, drifting_state)

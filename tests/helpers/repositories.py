@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ckpt
 from ckpt.format import json_records
@@ -45,8 +47,13 @@ def assert_clean(root: str | os.PathLike[str], folders: bool = True) -> None:
     assert {name.partition("/")[0] for name in rest} <= {"ckpt.json", "generations", "lines"}
 
 
-def assert_all_load(root: str | os.PathLike[str], acknowledged: int | None = None) -> list[int]:
-    """Check that every listed step loads bit for bit, and the newest is at least the acknowledged one. Return the steps."""
+def assert_all_load(
+    root: str | os.PathLike[str], acknowledged: int | None = None, saved_state: Callable[[int], Any] = state_of
+) -> list[int]:
+    """Check that every listed step loads bit for bit, and the newest is at least the acknowledged one. Return the steps.
+
+    saved_state: returns what was saved as a step.
+    """
     try:
         steps = ckpt.open(root).steps()
     except ckpt.StepNotFound:
@@ -54,8 +61,8 @@ def assert_all_load(root: str | os.PathLike[str], acknowledged: int | None = Non
         return []  # the process died before it created the repository
     assert acknowledged is None or (steps and steps[-1] >= acknowledged), (steps, acknowledged)
     for step in steps:
-        assert_same(ckpt.load(root, step=step), state_of(step))
+        assert_same(ckpt.load(root, step=step), saved_state(step))
         assert ckpt.open(root)[step].verify() > 0
     if steps:
-        assert_same(ckpt.load(root, strict=True), state_of(steps[-1]))
+        assert_same(ckpt.load(root, strict=True), saved_state(steps[-1]))
     return steps
