@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import ckpt
-from ckpt.storage.node.credentials import is_loopback
+from ckpt.storage.node.client_credentials import is_loopback
 from ckpt.tools import common
 from ckpt.tools.node_admin import admin
 from ckpt.tools.node_announcement import parse_announcement

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.storage.node.credentials import TokenFile
+from ckpt.storage.node.client_credentials import TokenFile
 
 _MONITOR_OFFSET = 1000
 """The distance from the port of a node to that of its metrics, so that nodes on consecutive ports don't collide."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.storage.node.credentials import is_loopback
+from ckpt.storage.node.client_credentials import is_loopback
 from ckpt.tools.common import format_size
 
 if TYPE_CHECKING:

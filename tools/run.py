@@ -94,7 +94,7 @@ def _adapted_directory(adapt: str, job: JobOptions, host: HostRunOptions, hosts:
 
 def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:
     """Set environment variables of this process, which the ranks inherit."""
-    from ckpt.storage.node.credentials import INSECURE_VARIABLE, TOKEN_VARIABLE
+    from ckpt.storage.node.client_credentials import INSECURE_VARIABLE, TOKEN_VARIABLE
     from ckpt.storage.node.security_options import VARIABLES
     from ckpt.training.loss_spikes import FACTOR_VARIABLE
 
@@ -175,7 +175,7 @@ def _node_security(address: str, options: SecurityOptions) -> NodeSecurity | Non
 
     Returns None, and prints the reason, if anyone on the network could use it.
     """
-    from ckpt.storage.node.credentials import is_loopback
+    from ckpt.storage.node.client_credentials import is_loopback
     from ckpt.storage.node.security_options import security_from_environment
 
     security = replace(security_from_environment(), insecure=options.insecure)

@@ -42,7 +42,7 @@ from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
 from ckpt.storage.base.errors import InvalidArgument, Unavailable
-from ckpt.storage.node.credentials import ADDRESS_PATTERN, TOKEN_VARIABLE, NodeCredentials, is_insecure_allowed
+from ckpt.storage.node.client_credentials import ADDRESS_PATTERN, TOKEN_VARIABLE, NodeCredentials, is_insecure_allowed
 from ckpt.storage.node.security_options import VARIABLES
 from ckpt.storage.urls import OBJECT_SCHEMES
 

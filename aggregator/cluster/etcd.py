@@ -25,7 +25,7 @@ from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.cluster.etcd_client import EtcdClient, EtcdItem
 from ckpt.storage.base.checked_decode import Malformed, decode, read_json
 from ckpt.storage.base.errors import CkptError, InvalidArgument, Unavailable
-from ckpt.storage.node.credentials import ADDRESS_PATTERN
+from ckpt.storage.node.client_credentials import ADDRESS_PATTERN
 
 log = logging.getLogger("ckpt")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.storage.node.credentials import is_insecure_allowed, is_loopback
+from ckpt.storage.node.client_credentials import is_insecure_allowed, is_loopback
 
 ETCD_VARIABLES = {
     "ca_file": "CKPT_ETCD_CA_FILE", "cert_file": "CKPT_ETCD_CERT_FILE", "key_file": "CKPT_ETCD_KEY_FILE",

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from ckpt.aggregator.cluster.etcd_access import ETCD_VARIABLES, EtcdCredentials, etcd_credentials_from_environment
 from ckpt.storage.base.errors import InvalidArgument, NotFound, Refused, StoreError, Unavailable
-from ckpt.storage.node.credentials import is_loopback
+from ckpt.storage.node.client_credentials import is_loopback
 
 _MAX_ANSWER_BYTES = 16 << 20
 _NOT_FOUND, _DENIED, _UNAUTHENTICATED = 5, {7, 16}, 16

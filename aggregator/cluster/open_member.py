@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt.aggregator.cluster.config import Member
 from ckpt.storage.base.store import Store
 from ckpt.storage.member.device import Device, MemberInfo
-from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.registers.base import Registers
 
 if TYPE_CHECKING:

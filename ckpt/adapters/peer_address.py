@@ -17,7 +17,7 @@ from ckpt.errors import StepNotFound
 from ckpt.storage.base.errors import InvalidArgument, Refused, Unavailable, Untrusted
 from ckpt.storage.base.store import Store
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials, is_insecure_allowed, is_loopback
+from ckpt.storage.node.client_credentials import NodeCredentials, is_insecure_allowed, is_loopback
 from ckpt.storage.node.security_options import VARIABLES, read_authority
 
 _POLL_SECONDS = 0.02

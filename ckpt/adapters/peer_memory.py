@@ -22,7 +22,7 @@ from ckpt.aggregator.cluster.config import token_from_environment
 from ckpt.storage.base.errors import InvalidArgument, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.storage.member.device import Device
-from ckpt.storage.node.credentials import is_loopback
+from ckpt.storage.node.client_credentials import is_loopback
 from ckpt.storage.node.security_options import VARIABLES, NodeSecurity, read_certificate, security_from_environment
 from ckpt.storage.node.server import NodeOptions, NodeServer
 from ckpt.tiers.tier_spec import own_memory_folder

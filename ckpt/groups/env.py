@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ckpt.errors import GroupError
 from ckpt.groups.base import GROUP_TIMEOUT_SECONDS, Group
 from ckpt.groups.launchers import EnvRank, rank_from_env
-from ckpt.groups.rendezvous_failures import RendezvousNotes
+from ckpt.groups.rendezvous_notes import RendezvousNotes
 from ckpt.groups.store_rendezvous import StoreRendezvous
 from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.store import Store

@@ -28,7 +28,7 @@ from ckpt.errors import GroupError
 from ckpt.groups.base import Group, ranks_text, timeout_error
 from ckpt.groups.hello import Hello, decode_hello, own_hello
 from ckpt.groups.process_identity import is_alive
-from ckpt.groups.rendezvous_failures import RendezvousNotes
+from ckpt.groups.rendezvous_notes import RendezvousNotes
 from ckpt.groups.rendezvous_objects import (
     MAX_MARKER_BYTES,
     get_object,

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.storage.node.credentials import is_loopback
+from ckpt.storage.node.client_credentials import is_loopback
 
 _UNREACHABLE_ERRORS = {
     errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN,

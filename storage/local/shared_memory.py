@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ckpt.storage.local.directory import LocalStore
-from ckpt.storage.local.writer import LocalWriter, temporary_name
+from ckpt.storage.local.durable_writer import LocalWriter, temporary_name
 
 REUSED_SUFFIX = ".pack"
 """The files whose memory is reused have this suffix."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.storage.node.credentials import TOKEN_VARIABLE, is_insecure_allowed, is_loopback
+from ckpt.storage.node.client_credentials import TOKEN_VARIABLE, is_insecure_allowed, is_loopback
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from ckpt.storage.base.errors import NoSpace, NotFound, Unavailable
 from ckpt.storage.local.directory import LocalStore
-from ckpt.storage.local.writer import LocalWriter
+from ckpt.storage.local.durable_writer import LocalWriter
 
 
 class LeasedUpload:

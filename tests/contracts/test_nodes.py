@@ -9,7 +9,7 @@ import pytest
 from helpers.nodes import LocalNode
 
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.testing import StoreContract
 
 

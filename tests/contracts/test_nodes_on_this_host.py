@@ -10,7 +10,7 @@ import pytest
 from helpers.nodes import LocalNode
 
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import StoreContract
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.testing import random_bytes
 from helpers.nodes import LocalNode, NodeProcess
 

@@ -19,7 +19,7 @@ from ckpt.storage.base.checksums import transfer_digest
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.node import wire
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import random_bytes, read_range, write_object
 

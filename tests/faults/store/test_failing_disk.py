@@ -21,7 +21,7 @@ from helpers.small_disks import small_disk as small_disk
 
 from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError
 from ckpt.storage.local.directory import LocalStore
-from ckpt.storage.local.writer import O_DIRECT
+from ckpt.storage.local.durable_writer import O_DIRECT
 from ckpt.storage.testing import object_lengths, random_bytes, write_object
 
 

@@ -26,7 +26,7 @@ import ckpt
 from ckpt.storage.base.errors import NoSpace, NotFound, StoreError, Unavailable
 from ckpt.storage.node import fd_passing_server
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import read_range, write_object
 

@@ -19,7 +19,7 @@ from ckpt.adapters.peer_memory import PeerMemory
 from ckpt.errors import InvalidArgument, Refused, Untrusted
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.client_credentials import NodeCredentials
 
 ServerOn = Callable[..., tuple[subprocess.Popen[str], str]]
 

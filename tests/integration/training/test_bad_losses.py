@@ -22,7 +22,7 @@ from helpers.page_cache import bypasses_cache, drop_cache, is_cached
 import ckpt
 from ckpt.recovery.policy.loss_rollback import roll_back
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.storage.local.writer import O_DIRECT
+from ckpt.storage.local.durable_writer import O_DIRECT
 from ckpt.training import heartbeat_page
 from ckpt.training.data_position import SKIP_VARIABLE, parse_ranges
 from ckpt.training.heartbeat_page import HeartbeatPage

@@ -19,7 +19,7 @@ from helpers.page_cache import bypasses_cache, drop_cache, is_cached
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.local.directory import LocalStore
-from ckpt.storage.local.writer import O_DIRECT
+from ckpt.storage.local.durable_writer import O_DIRECT
 from ckpt.storage.testing import object_lengths, random_bytes, write_object
 from ckpt.storage.urls import open_store
 

@@ -11,7 +11,7 @@ import pytest
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.node import wire
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.client_credentials import NodeCredentials
 
 
 class LongAnswers(flight.FlightServerBase):  # type: ignore[misc]

@@ -29,7 +29,7 @@ from ckpt.storage.member import device
 from ckpt.storage.member.device import Device
 from ckpt.storage.node import wire
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials
+from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import random_bytes, write_object
 

@@ -11,7 +11,7 @@ from ckpt.aggregator.cluster import config
 from ckpt.aggregator.file_io.namespace import open_namespace
 from ckpt.storage.base.errors import InvalidArgument, Unavailable
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.credentials import NodeCredentials, is_loopback, require_encryption
+from ckpt.storage.node.client_credentials import NodeCredentials, is_loopback, require_encryption
 
 TOKEN = "a token that is long enough"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.groups.base import Group
 from ckpt.loading.shared_read_schedule import ROUND_BYTES, needs_by_block, schedule_shared_reads
-from ckpt.storage.local.writer import O_DIRECT
+from ckpt.storage.local.durable_writer import O_DIRECT
 
 
 @pytest.mark.usefixtures("sharing_ranks")

@@ -12,7 +12,7 @@ from helpers.repositories import assert_clean
 import ckpt
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
-from ckpt.storage.local.writer import temporary_name
+from ckpt.storage.local.durable_writer import temporary_name
 
 
 def test_rank_0_may_save_for_itself_beside_the_group(tmp_path: Path) -> None:

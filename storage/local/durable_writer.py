@@ -14,7 +14,7 @@ from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import AppendFile, convert_os_errors
 from ckpt.storage.base.store import ALIGNMENT, TEMPORARY_SUFFIX, Writer
-from ckpt.storage.local.durability import sync_file, sync_nearest_folder
+from ckpt.storage.local.fsync import sync_file, sync_nearest_folder
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
