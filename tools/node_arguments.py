@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.storage.node.client_credentials import TokenFile
+
+if TYPE_CHECKING:
+    from ckpt.storage.node.token_check import TokenFile
 
 _MONITOR_OFFSET = 1000
 """The distance from the port of a node to that of its metrics, so that nodes on consecutive ports don't collide."""
@@ -22,6 +25,8 @@ def monitor_port(port: int) -> int:
 
 def open_token_file(file: Path | None) -> TokenFile | None:
     """Return the tokens in a file, or None without a file; raise UsageError if it can't be used."""
+    from ckpt.storage.node.token_check import TokenFile  # imports pyarrow.flight, which `--help` does not need
+
     try:
         return None if file is None else TokenFile(file)
     except InvalidArgument as error:

@@ -1,8 +1,6 @@
 """The class LocalStore, a directory as a store: O_DIRECT where possible, nothing visible before it is durable.
 
-The order of a write, and what a crash leaves after each step: write a temporary file (a sweep deletes it), fsync it (the same),
-rename or link it to its name (the object is complete, but a power loss may undo the rename), fsync the folder. `fsync.py`
-explains why a failed fsync is never retried.
+`durable_writer.py` has the order of a durable write.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ from ckpt.storage.base.store import (
     is_name,
     require_length,
 )
-from ckpt.storage.local.fsync import make_directory, make_durable_root, sync_file, sync_folder, sync_nearest_folder
 from ckpt.storage.local.durable_writer import O_DIRECT, LocalWriter, is_temporary, temporary_name, try_open_direct
+from ckpt.storage.local.fsync import make_directory, make_durable_root, sync_file, sync_folder, sync_nearest_folder
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors
 from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer, check_name, require_length
 from ckpt.storage.member.device import MemberInfo
 from ckpt.storage.node import wire
-from ckpt.storage.node.client_registers import NodeRegisters
 from ckpt.storage.node.client_credentials import NodeCredentials, require_encryption
+from ckpt.storage.node.client_registers import NodeRegisters
 from ckpt.storage.node.fd_passing_client import FdPassingClient
 
 _BATCH_BYTES = 2 << 20

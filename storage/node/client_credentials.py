@@ -1,18 +1,13 @@
-"""The credentials of a client of nodes, and the file of tokens that a node accepts."""
+"""The credentials with which a client calls nodes: token, certificates, deadline."""
 
 from __future__ import annotations
 
 import ipaddress
-import logging
 import os
 import re
-import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ckpt.storage.base.errors import InvalidArgument
-
-log = logging.getLogger("ckpt.node")
 
 TOKEN_VARIABLE = "CKPT_TOKEN"
 """The environment variable with the token itself, in place of a file."""
@@ -22,8 +17,6 @@ INSECURE_VARIABLE = "CKPT_INSECURE"
 
 ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
 """HOST:PORT of a server. The host may be an IPv6 address in brackets."""
-
-_MIN_TOKEN_CHARACTERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,50 +60,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:  # a host name, such as localhost or 127.example.org
         return name == "localhost"
-
-
-class TokenFile:
-    """The tokens in a file, one on each line. A call returns the present ones, so a change of the file needs no restart.
-
-    With two lines, the node accepts both the old and the new token. If the file can't be used later, the last tokens stay
-    valid, and a warning is logged.
-
-    Raises InvalidArgument if the file can't be used at first.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._lock = threading.Lock()
-        self._last_stamp = self._read_stamp()
-        self._tokens = self._read_tokens()
-
-    def __call__(self) -> tuple[str, ...]:
-        with self._lock:
-            stamp = self._read_stamp()
-            if stamp != self._last_stamp:
-                self._last_stamp = stamp
-                try:
-                    self._tokens = self._read_tokens()
-                    log.info("%s has changed: its new tokens are valid from now on", self._file)
-                except InvalidArgument as error:
-                    log.warning("%s; the previous tokens stay valid", error)
-            return self._tokens
-
-    def _read_stamp(self) -> tuple[int, ...]:
-        try:
-            found = os.stat(self._file)
-        except OSError:
-            return ()
-        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-    def _read_tokens(self) -> tuple[str, ...]:
-        try:
-            tokens = tuple(filter(None, map(str.strip, self._file.read_text().splitlines())))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"the token file {self._file} can't be read: {error}") from error
-        if min(map(len, tokens), default=0) < _MIN_TOKEN_CHARACTERS:
-            raise InvalidArgument(
-                f"a token in {self._file} has {min(map(len, tokens), default=0)} characters; use {_MIN_TOKEN_CHARACTERS} or "
-                "more, such as of `openssl rand -hex 16`"
-            )
-        return tokens

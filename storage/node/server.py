@@ -6,7 +6,6 @@ space that it does not have. Every handler ends: each wait has a limit, and unfi
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import threading
@@ -28,6 +27,7 @@ from ckpt.storage.member.device import Device
 from ckpt.storage.node import fd_passing_server, wire
 from ckpt.storage.node.outgoing_object import OutgoingObject
 from ckpt.storage.node.register_verbs import RegisterVerbs
+from ckpt.storage.node.token_check import TokenCheck
 from ckpt.storage.node.upload_leases import UploadLeases
 
 log = logging.getLogger("ckpt.node")
@@ -43,7 +43,7 @@ class NodeOptions:
     """How a node serves. See `ckpt-node --help`."""
 
     tokens: Callable[[], tuple[str, ...]] | None = None
-    """Returns the valid tokens at each call; see credentials.TokenFile. None requires no token."""
+    """Returns the valid tokens at each call; see token_check.TokenFile. None requires no token."""
     certificate: tuple[bytes, bytes] | None = None
     """Certificate chain and key of the node, PEM. None serves without TLS."""
     client_ca: bytes | None = None
@@ -59,19 +59,6 @@ class NodeOptions:
     """How long the node keeps an upload without a call of its client."""
     pass_descriptors: bool = True
     """Whether clients on this host may read and write the files directly; see fd_passing_server.py."""
-
-
-class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Refuses every call without a valid token, before anything of it is read."""
-
-    def __init__(self, tokens: Callable[[], tuple[str, ...]]) -> None:
-        self._tokens = tokens
-
-    def start_call(self, info: flight.CallInfo, headers: dict[str, list[Any]]) -> None:
-        given = [h if isinstance(h, bytes) else h.encode() for h in headers.get("authorization", [])]
-        valid = [f"Bearer {token}".encode() for token in self._tokens()]
-        if not any(hmac.compare_digest(g, v) for g in given for v in valid):
-            raise flight.FlightUnauthenticatedError("a wrong or missing token; give the one of this node (--token-file)")
 
 
 class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
@@ -104,7 +91,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             tls_certificates=[options.certificate] if options.certificate else None,
             verify_client=options.client_ca is not None,
             root_certificates=options.client_ca,
-            middleware={"token": _TokenMiddleware(options.tokens)} if options.tokens else None,
+            middleware={"token": TokenCheck(options.tokens)} if options.tokens else None,
         )
         self._stop = threading.Event()
         self._reaper = threading.Thread(target=self._expire_leases, name="ckpt-node-reaper", daemon=True)

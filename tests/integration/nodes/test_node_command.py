@@ -25,8 +25,9 @@ from ckpt.storage.base.errors import (
     Unavailable,
 )
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.node.client_credentials import NodeCredentials, TokenFile
+from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.node.server import NodeOptions
+from ckpt.storage.node.token_check import TokenFile
 from ckpt.storage.testing import random_bytes, read_range, write_object
 
 

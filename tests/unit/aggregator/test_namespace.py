@@ -19,6 +19,7 @@ from ckpt.storage.base.errors import (
     AlreadyExists,
     IntegrityError,
     StoreError,
+    Unavailable,
 )
 from ckpt.storage.testing import random_bytes
 
@@ -197,3 +198,18 @@ def test_two_clients_that_replace_a_file_leave_one_content(tmp_path: Path) -> No
     assert len(objects(tmp_path)) == 2
     for client in clients:
         client.close()
+
+
+@pytest.mark.parametrize("redundancy", ["1x", "2x", "2+1"])
+def test_members_that_cannot_be_read_are_no_damage_whatever_their_folders_are_called(
+    tmp_path: Path, redundancy: str
+) -> None:
+    """The errors of these folders contain the words that describe damage. A damaged step is skipped; a missing disk is not."""
+    folder = tmp_path / "cut and damaged"
+    namespace = Namespace(directories(folder, 3, redundancy=redundancy))
+    namespace.put("p", random_bytes(3_000_000))
+    for path in objects(folder):
+        path.unlink()
+    with namespace.open("p") as reader, pytest.raises(Unavailable, match="can't be read"):
+        reader.read_into(0, memoryview(bytearray(1000)))
+    namespace.close()
