@@ -46,6 +46,7 @@ FRAMEWORK_FILES = {
     "storage/node/wire.py": "pyarrow",
     "storage/node/client.py": "pyarrow",
     "storage/node/server.py": "pyarrow",
+    "storage/node/token_check.py": "pyarrow",
 }
 """Files that are imported only where the framework is imported already."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.records.file_record import FileLayout, Fragment, Stripe
 from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
-from ckpt.storage.base.errors import IntegrityError, StoreError, Unavailable
+from ckpt.storage.base.errors import CkptError, IntegrityError, StoreError, Unavailable
 from ckpt.storage.base.store import Reader
 
 log = logging.getLogger("ckpt")
@@ -68,8 +68,8 @@ class FragmentReader:
     def read(self, stripe: Stripe, number: int, first: int, last: int, out: memoryview, length: int) -> None:
         """Read the range from `first` to `last` of one fragment into `out`, and verify it.
 
-        length: of the fragment. Whole cells are read, as each has one checksum. Raises DamagedFragment, which is an Unavailable,
-        for damaged data, so that the caller reads another fragment.
+        length: of the fragment. Whole cells are read, as each has one checksum. Raises Unavailable, and its
+        subclass DamagedFragment for damaged data, so that the caller reads another fragment.
         """
         fragment = stripe.fragments[number]
         if fragment is None:
@@ -132,7 +132,7 @@ class FragmentReader:
 
         return sorted(present, key=cost)
 
-    def unreadable_error(self, stripe: Stripe, failed: Mapping[int, StoreError]) -> StoreError:
+    def unreadable_error(self, stripe: Stripe, failed: Mapping[int, StoreError]) -> CkptError:
         """Return the error for a stripe of which too few fragments can be read: IntegrityError if all failed ones are damaged.
 
         failed: the errors by fragment number.

@@ -14,20 +14,19 @@ that a killed job left is never used, because its rank 0 writes no members. A ra
 
 from __future__ import annotations
 
-import calendar
 import json
 import logging
 import math
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt.errors import GroupError
 from ckpt.groups.base import Group, ranks_text, timeout_error
+from ckpt.groups.dead_ranks import dead_rank_error, is_stale, live_processes
 from ckpt.groups.hello import Hello, decode_hello, own_hello
-from ckpt.groups.process_identity import is_alive
 from ckpt.groups.rendezvous_notes import RendezvousNotes
 from ckpt.groups.rendezvous_objects import (
     MAX_MARKER_BYTES,
@@ -49,14 +48,10 @@ _MAX_GATHER_BYTES = 1 << 30
 """The most bytes of one rank in a gather: the locations of ten million arrays that it loads."""
 _LEAVE_SECONDS = 2.0
 """Seconds that rank 0 waits for the others before it leaves. Short, since it may leave because another rank has died."""
-_STALE_SECONDS = 86400.0
 _WRITE_PROBE_SECONDS = 1.0
 """A rank that has found no rendezvous after this time checks whether it can write to the store."""
 _WARN_SECONDS = 15.0
 """A rank that has waited this long logs which ranks are missing."""
-_SECOND_RANK_SECONDS = 2.0
-"""Seconds that rank 0 waits for a second process with the same rank, if the job has no name and another launcher started that
-rank; five times as long if that launcher has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,27 +201,18 @@ class StoreRendezvous:
         answers = iter(get_objects(self._store, names, MAX_MARKER_BYTES))
         living: dict[int, str] = {}
         for rank, tokens in hellos.items():
-            came = [(token, decode_hello(next(answers))) for token in tokens]
-            live = [(token, one) for token, one in came if one is not None and one.can_be_alive(me)]
-            if not self._job_id.is_named:
-                live = [it for it in live if not it[1].is_orphaned(me)] or live
-                same_launcher = [it for it in live if it[1].has_same_launcher(me)]
-                live = same_launcher if len(same_launcher) == 1 else live
-                for _, one in live:
-                    left_over = one.is_orphaned(me)
-                    wait_seconds = max(
-                        wait_seconds,
-                        _SECOND_RANK_SECONDS * (5 if left_over else 1 if one.has_same_launcher(me) is False else 0),
-                    )
+            found = {token: hello for token in tokens if (hello := decode_hello(next(answers))) is not None}
+            live, seconds = live_processes(found, me, self._job_id.is_named)
+            wait_seconds = max(wait_seconds, seconds)
             if len(live) > 1:
                 self._remove(folder)
-                who = " and ".join(f"process {one.owner.pid} on {one.owner.host}" for _, one in live)
+                who = " and ".join(f"process {one.owner.pid} on {one.owner.host}" for one in live.values())
                 raise GroupError(
                     f"{self._group!r}: {who} both claim to be rank {rank}: end the processes of an earlier start, and give "
                     f"each job that uses {self._store.url} at the same time its own CKPT_RUN_ID"
                 )
-            living.update((rank, token) for token, _ in live)
-            self._peers.update((rank, one) for _, one in live)
+            living.update((rank, token) for token in live)
+            self._peers.update((rank, one) for one in live.values())
         return living, wait_seconds
 
     def _timeout_error(self, present: Collection[int], doing: str = "the rendezvous") -> GroupError:
@@ -263,7 +249,8 @@ class StoreRendezvous:
                     return pack_parts(parts)
             elif dead is not None:
                 raise dead
-            dead = self._dead_rank_error(rank for rank in range(self._group.size) if names[rank] not in present)
+            missing = (rank for rank in range(self._group.size) if names[rank] not in present)
+            dead = dead_rank_error(self._group, missing, self._peers, self._own_hello)
         raise self._gather_timeout_error(number)
 
     def _await_parts(self, number: int) -> bytes:
@@ -275,19 +262,8 @@ class StoreRendezvous:
                 return packed
             if dead is not None:
                 raise dead
-            dead = self._dead_rank_error([0])
+            dead = dead_rank_error(self._group, [0], self._peers, self._own_hello)
         raise self._gather_timeout_error(number)
-
-    def _dead_rank_error(self, ranks: Iterable[int]) -> GroupError | None:
-        """Return an error if one of these missing ranks is dead. The caller raises it after it has polled once more."""
-        for rank in ranks:
-            other = self._peers.get(rank)
-            if other is not None and not other.can_be_alive(self._own_hello):
-                return GroupError(
-                    f"{self._group!r}: rank {rank} (process {other.owner.pid} on {other.owner.host}) is dead; read its log, "
-                    "and restart the job"
-                )
-        return None
 
     def _gather_timeout_error(self, number: int) -> GroupError:
         present = {entry.name for entry in self._store.list(self._folder)}
@@ -324,21 +300,9 @@ class StoreRendezvous:
                 log.info("%s/%s/open cannot be read, so this rendezvous is kept", self._store.url, folder)
                 continue
             same_job = self._job_id.is_named and name.startswith(f"{self._job_id.digest}-")
-            if opener is None or _is_stale(opener, self._own_hello, same_job):
+            if opener is None or is_stale(opener, self._own_hello, same_job):
                 log.debug("deleting the stale rendezvous %s/%s", self._store.url, folder)
                 self._remove(folder)
-
-
-def _is_stale(opener: Hello, me: Hello, same_job: bool) -> bool:
-    """Return whether the rendezvous of this rank 0 is not needed any more. A live job of another name may be in a gather."""
-    lives = is_alive(opener.owner, me.owner)
-    if lives is None:  # on another host
-        return same_job or _age_seconds(opener.owner.since) > _STALE_SECONDS
-    return not lives
-
-
-def _age_seconds(since: str) -> float:
-    return time.time() - calendar.timegm(time.strptime(since, "%Y-%m-%dT%H:%M:%SZ"))
 
 
 def _poll_times(seconds: float) -> Iterator[bool]:

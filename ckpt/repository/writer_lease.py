@@ -4,7 +4,7 @@ A lease is a generation with the record `generations/<n>.json`. The record is wr
 never have the same number. It identifies the holder by host, boot, process-id namespace, process id and start time. On the same
 host, a second writer is refused while that process lives, and takes over at once when it is dead, so that a restart never
 waits. On another host nobody can see whether the holder lives: a new writer takes over, and the earlier writer fails with
-Fenced at its next commit.
+Fenced at its next commit. A lease is valid until it is taken over: it has no time limit and is never renewed.
 
 In a group, rank 0 is the holder. A rank that ends its saves before rank 0 writes an end marker, `generations/<n>-left-…`, so
 that no other rank waits for it (`group_lease.py`).

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ckpt.block_io.staging_arena import Region, round_up
-from ckpt.format import codec
-from ckpt.format.difference import BaseBlock
 from ckpt.format.digest import checksum, digest_and_cells
 from ckpt.format.manifest_encoding import StoredBlock
 from ckpt.format.pack import PackFile, PackWriter
+from ckpt.saving.block_encoding import BlockEncoder, block_place
 from ckpt.saving.buffer_shares import BufferDigests
 from ckpt.saving.changing_leaves import ChangingLeaves
-from ckpt.saving.codec_tuner import EncodingTimer, SaveCodecs
+from ckpt.saving.codec_tuner import SaveCodecs
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import BlockPlace, PreviousBlock, PreviousBlockIndex, PreviousBlocks
-from ckpt.saving.differences import DifferenceEncoder, DifferenceSource
+from ckpt.saving.differences import DifferenceSource
 from ckpt.saving.nan_guard import NanGuard
 from ckpt.saving.save_plan import SavePlan
 from ckpt.saving.staging import StagedBlock
-from ckpt.saving.write_plan import Block, LeafSpec
-from ckpt.state.leaves.base import Bytes
-
-_MAX_ENCODED_FRACTION = 0.98
-"""A block that a codec shrinks by less is stored without a codec, and can then be read in parts."""
+from ckpt.saving.write_plan import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,7 @@ class BlockWriter:
 
     def __init__(self, parts: WritingParts) -> None:
         self._parts = parts
-        self._encoder = None if parts.differences is None else DifferenceEncoder(parts.differences)
+        self._encoder = BlockEncoder(parts.plan, parts.codecs, parts.slots, parts.differences)
         self.rows: list[tuple[int, StoredBlock]] = []
         """The index of each block in the plan, and its row."""
         self.blocks: PreviousBlocks = {}
@@ -113,7 +107,7 @@ class BlockWriter:
 
     def _append(self, block: Block, region: Region) -> PreviousBlock:
         parts = self._parts
-        encoded = self._encode(block, region.data[: block.nbytes])
+        encoded = self._encoder.encode(block, region.data[: block.nbytes])
         stored, padded, check = block.nbytes, region.data[: round_up(block.nbytes)], None
         if encoded.data is not None:
             with parts.slots.slot():
@@ -129,40 +123,9 @@ class BlockWriter:
             parts.codecs.write_ended(len(padded))
         return PreviousBlock(pack, position, stored, encoded.codec, check, encoded.base, is_verified=True)
 
-    def _encode(self, block: Block, raw: Bytes) -> _Encoded:
-        """Return a block as a difference or by its codec, whichever pays; without data if it is stored as it is."""
-        parts = self._parts
-        if self._encoder is not None:
-            found = self._encoder.encode(block_place(block, parts.plan.specs), raw, block.itemsize)
-            if found is not None:
-                return _Encoded(found.codec, found.stored, found.base)
-        config, dtype = block.codec, parts.plan.leaves[block.pieces[0].leaf].dtype
-        if config == "auto":
-            with parts.slots.slot():
-                config = parts.codecs.pick(dtype, raw, block.itemsize)
-        if config is None:
-            return _Encoded(None, None)
-        with parts.slots.slot():
-            timer = EncodingTimer()
-            encoded = codec.encode(config, raw, block.itemsize)
-            speed, share = timer.stop(block.nbytes)
-        shrinks = len(encoded) <= _MAX_ENCODED_FRACTION * block.nbytes
-        if block.codec == "auto":
-            parts.codecs.note_encoded(dtype, config, len(encoded) / block.nbytes if shrinks else 1.0, speed, share)
-        return _Encoded(config, encoded) if shrinks else _Encoded(None, None)
-
     def close(self) -> None:
         """Close the files from which bases were read."""
-        if self._encoder is not None:
-            self._encoder.close()
-
-
-class _Encoded(NamedTuple):
-    """A block as it is stored. Without a codec, `data` is None and the raw bytes are stored."""
-
-    codec: str | None
-    data: memoryview | None
-    base: BaseBlock | None = None
+        self._encoder.close()
 
 
 def join_written(plan: SavePlan, writers: Iterable[BlockWriter], packs: list[PackFile]) -> WrittenBlocks:
@@ -177,11 +140,3 @@ def join_written(plan: SavePlan, writers: Iterable[BlockWriter], packs: list[Pac
     ordered = [rows[number] for number in range(len(plan.blocks))]
     places = {block_place(block, plan.specs): (row.digest, row.raw) for block, row in zip(plan.blocks, ordered, strict=True)}
     return WrittenBlocks(ordered, blocks, places, referenced, packs)
-
-
-def block_place(block: Block, specs: Sequence[LeafSpec]) -> BlockPlace:
-    """Return the place of a block: what it contains. specs: those of the leaves of the plan."""
-    piece = block.pieces[0]
-    spec = specs[piece.leaf]
-    box = piece.box if spec.global_shape is None else piece.box.moved(spec.offset)
-    return BlockPlace(spec.name, box.offset, block.nbytes)

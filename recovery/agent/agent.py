@@ -32,7 +32,7 @@ from ckpt.recovery.agent.time_accounting import TimeAccounting
 from ckpt.recovery.agent.user_messages import UserMessages
 from ckpt.recovery.coordinator.coordinator import Coordinator
 from ckpt.recovery.goodput.ledger import total_seconds_by_category
-from ckpt.recovery.ranks import launch, processes
+from ckpt.recovery.ranks import launch, process_kill
 from ckpt.recovery.ranks.fork_client import ForkServers
 from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 from ckpt.recovery.ranks.signals import Signals
@@ -65,7 +65,7 @@ class Agent:
 
         0: the job has ended with success. 1: it was given up. 128 + n: it was requested to end by signal n.
         """
-        processes.adopt_orphans()
+        process_kill.adopt_orphans()
         with contextlib.closing(selectors.DefaultSelector()) as select, self._signals.installed(select):
             # The folder of the heartbeat pages of the ranks (ckpt/training/heartbeat_page.py).
             pages = Path(tempfile.mkdtemp(prefix="ckpt-run-", dir=_shared_memory_folder()))

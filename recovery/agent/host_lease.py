@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckpt.recovery.agent.reachability import Address, AddressCache, find_unreachable
 from ckpt.recovery.coordinator.lost_contact import PROBE_SECONDS, Contact, Probe
-from ckpt.recovery.ranks import processes
+from ckpt.recovery.ranks import process_kill
 from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import RunLog
@@ -167,5 +167,5 @@ class HostLease:
         with self._lock:
             if self._sessions and self._contact.is_lost(now):
                 self._loss = ContactLoss(self._contact.silent_seconds(now), len(self._contact.probes[-1].unreachable))
-                processes.kill_process_groups(self._sessions)
+                process_kill.kill_process_groups(self._sessions)
                 self._sessions = frozenset()

@@ -14,13 +14,14 @@ from ckpt.recovery.agent.host_lease import HostLease
 from ckpt.recovery.agent.host_options import HostOptions
 from ckpt.recovery.agent.log_console import LogConsole
 from ckpt.recovery.policy.coordinated_stop import StopRequest
-from ckpt.recovery.ranks import launch, processes
+from ckpt.recovery.ranks import launch, process_kill
 from ckpt.recovery.ranks.allowed_variables import allowed_environment
 from ckpt.recovery.ranks.fork_client import ForkServers
-from ckpt.recovery.ranks.launch import RankProcess
 from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 from ckpt.recovery.ranks.rank_environment import LaunchSpec
 from ckpt.recovery.ranks.rank_monitor import RankMonitor
+from ckpt.recovery.ranks.rank_process import RankProcess
+from ckpt.recovery.ranks.stop_ranks import stop_ranks
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import StartFacts, facts_of
@@ -127,7 +128,7 @@ class HostRanks:
 
     def tidy(self) -> None:
         """Do the periodic work while ranks run: reap orphans, keep the orphan guard running, prepare the fork server."""
-        processes.reap_orphans()
+        process_kill.reap_orphans()
         self._surroundings.orphan_guard.ensure_running()
         if self._surroundings.fork_servers is not None and self._launch_spec is not None:
             launch.prepare_fork_server(self._surroundings.fork_servers, self._launch_spec, self._surroundings.pages)
@@ -153,7 +154,7 @@ class HostRanks:
         for rank in monitor.ranks:
             with contextlib.suppress(KeyError):
                 self._surroundings.select.unregister(rank.pidfd)
-        launch.stop(monitor.ranks, self._identity.mark)
+        stop_ranks(monitor.ranks, self._identity.mark)
         for rank in monitor.ranks:
             self._surroundings.orphan_guard.remove(rank.process.pid)
         self._port = launch.free_port(self._options.address)

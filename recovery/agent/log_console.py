@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt.recovery.ranks.launch import RankProcess
+from ckpt.recovery.ranks.rank_process import RankProcess
 
 _COPY_SECONDS = 0.1
 _FLUSH_SECONDS = 1.0

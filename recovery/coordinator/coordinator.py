@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
+from ckpt.recovery.coordinator.decision_input import DecisionInput
+from ckpt.recovery.coordinator.transitions import draft_next_entries
 from ckpt.recovery.run_log.agent_reports import AgentLiveness, AgentReport, decode_reports
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.recovery.run_log.entry_drafts import draft_lead

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
+from ckpt.recovery.coordinator.decision_input import DecisionInput
+from ckpt.recovery.coordinator.transitions import draft_next_entries
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
 from ckpt.recovery.run_log.base import Draft, LogEntry
 from ckpt.recovery.run_log.run_state import RunState

@@ -8,34 +8,35 @@ The coordinator calls it in a loop. A new coordinator continues where the log of
 
 from __future__ import annotations
 
-import math
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 
-from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
-from ckpt.recovery.policy.decide import Cause, Failure, choose_hosts, decide, suspected_hosts
+from ckpt.recovery.coordinator.decision_input import DecisionInput
+from ckpt.recovery.coordinator.failure_entries import (
+    draft_decisions,
+    draft_failure_and_decision,
+    is_lost,
+    lost_host_failure,
+    reported_failure,
+)
+from ckpt.recovery.coordinator.requested_stop import draft_stop_request, draft_while_stopping
+from ckpt.recovery.policy.decide import Cause, choose_hosts, suspected_hosts
 from ckpt.recovery.policy.stragglers import DEFAULT_FACTOR, find_stragglers
 from ckpt.recovery.run_log import memory_placement
-from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
+from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import Draft
 from ckpt.recovery.run_log.entry_drafts import (
     AttemptStart,
-    draft_decision,
     draft_end,
-    draft_failure,
     draft_memory,
     draft_note,
     draft_start,
-    draft_stop,
 )
 from ckpt.recovery.run_log.entry_facts import DecisionFacts, NoteFacts, facts_of
 from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
 from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.plural import format_count
 
-_STOP_AHEAD_SECONDS = 0.5
-"""With several hosts: how far ahead the first stop step lies. A few times the delay until the agents read it."""
 _ARRIVAL_SECONDS = 2.0
 """Hosts that are started together have all arrived by then."""
 
@@ -53,31 +54,12 @@ _CAUSE_ORDER: Sequence[Cause] = (
 """Of several failures at a time, the first in this order is the cause: ranks that lose a peer exit with an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionInput:
-    """All that a decision may depend on."""
-
-    run_state: RunState
-    living: Mapping[str, AgentReport]
-    """The reports of living agents, by name."""
-    maybe_living: Mapping[str, AgentReport]
-    """These, and the reports of agents that were not observed for long enough to know."""
-    waited_seconds: float
-    """The time since the last entry was read."""
-    ran_seconds: float = 0.0
-    """The time since the attempt began."""
-    silent: Mapping[str, AgentReport] = field(default_factory=dict)
-    """The last reports of hosts that are silent now."""
-    silent_since_failure: frozenset[str] = frozenset()
-    """The hosts without a new report since a failure was first seen."""
-
-
 def draft_next_entries(view: DecisionInput) -> list[Draft]:
     """Return the entries to append now; none if nothing has changed."""
     last = view.run_state.last
     assert last is not None
     if last.kind == "failure":
-        return _draft_decision(view, view.run_state.failures)
+        return draft_decisions(view, view.run_state.failures)
     if last.kind in ("start", "stop"):
         return _draft_while_running(view)
     if last.kind == "decision" and (decision := facts_of(last, DecisionFacts)).action == "halt":
@@ -169,25 +151,25 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
     reports_by_host = {member.name: view.maybe_living.get(member.name) for member in run_state.members}
     reports = [report for report in reports_by_host.values() if report is not None and report.attempt == run_state.attempt]
     failures = [
-        _lost_host_failure(view, member) for member in run_state.members if _is_lost(member, reports_by_host[member.name])
+        lost_host_failure(view, member) for member in run_state.members if is_lost(member, reports_by_host[member.name])
     ]
-    failures += [_reported_failure(view, report, reports) for report in reports if report.wrong is not None]
+    failures += [reported_failure(view, report, reports) for report in reports if report.wrong is not None]
     cause = min(failures, key=lambda failure: _CAUSE_ORDER.index(failure.cause), default=None)
     ended = len(reports) == len(reports_by_host) and all(report.doing == "over" for report in reports)
     asked = [report for name, report in view.living.items() if report.leaving and name in reports_by_host]
     if last.kind == "stop":
-        return _draft_while_stopping(view, reports, asked, cause, ended)
+        return draft_while_stopping(view, reports, asked, cause, ended)
     if cause is not None:
         # Ranks that lose a peer may fail before the peer's host is silent for long enough to be lost.
         may_follow = _CAUSE_ORDER.index(cause.cause) > _CAUSE_ORDER.index("lost")
         if may_follow and view.silent_since_failure & reports_by_host.keys():
             return []
-        return _draft_failure_and_decision(view, cause)
+        return draft_failure_and_decision(view, cause)
     if ended:
         return [draft_end(run_state.attempt, "all ranks have ended well", 0, final=True)]
     if asked or run_state.end_request:
         name = run_state.end_request or signal.Signals(max(report.leaving for report in asked)).name
-        return [_draft_stop(run_state, reports, name)]
+        return [draft_stop_request(run_state, reports, name)]
     drafts = [*_draft_fallback_note(run_state, reports), *_draft_spares_note(view), *_draft_straggler_notes(view, reports)]
     newest_known_step = max(
         run_state.newest.step, run_state.saved, -1 if run_state.before is None else run_state.budget.best_step
@@ -196,15 +178,6 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
         text = "the steps in the memory of earlier attempts are not needed any more"
         drafts.append(draft_memory(run_state, run_state.memory[:1], text))
     return drafts
-
-
-def _draft_stop(run_state: RunState, reports: Sequence[AgentReport], text: str) -> Draft:
-    """Return the draft that makes all ranks save after the same step and end."""
-    several = run_state.spec is not None and run_state.spec.hosts > 1
-    newest = max((report.newest for report in reports), default=-1)
-    step_seconds = max(1e-6, min((report.step_seconds for report in reports), default=1.0))
-    ahead = 1 + math.ceil(min(_STOP_AHEAD_SECONDS / step_seconds, 1e6)) if several else 1
-    return draft_stop(run_state.attempt, text, StopRequest(newest + ahead, False, ahead))
 
 
 def _draft_fallback_note(run_state: RunState, reports: Sequence[AgentReport]) -> list[Draft]:
@@ -270,130 +243,9 @@ def _draft_straggler_notes(view: DecisionInput, reports: Sequence[AgentReport]) 
         text = f"{host} is left out, as rank {found[0].rank} there is slow, and {spares[0]} waits"
         drafts += [
             draft_note(run_state.attempt, text, NoteFacts(left_out=host)),
-            _draft_stop(run_state, reports, "--straggler"),
+            draft_stop_request(run_state, reports, "--straggler"),
         ]
     return drafts
-
-
-def _draft_while_stopping(
-    view: DecisionInput, reports: Sequence[AgentReport], asked: Sequence[AgentReport], cause: Failure | None, ended: bool
-) -> list[Draft]:
-    """Return the entries after a stop request. A rank that exits with an error or hangs still has the whole grace period."""
-    run_state = view.run_state
-    last, spec = run_state.last, run_state.spec
-    assert last is not None
-    assert spec is not None
-    is_urgent = any(report.hurry for report in asked)
-    uses_ckpt = any(report.heard for report in reports)
-    if cause is not None and uses_ckpt and cause.cause not in ("exit", "hang"):
-        if run_state.left_out:  # nobody requested this stop, so the failure is the cause of the end
-            return _draft_failure_and_decision(view, cause)
-        detail = f"{cause.detail} before all had saved, as {last.text} asked"
-        return _draft_failure_and_decision(view, replace(cause, cause=_stop_cause(view, asked), detail=detail))
-    if ended or is_urgent or view.waited_seconds > spec.grace_seconds:
-        detail = (
-            f"were ended by {last.text}, with no Checkpointer opened," if not uses_ckpt
-            else f"have ended, as {last.text} asked, but not well: {cause.detail}" if ended and cause is not None
-            else f"have saved and ended, as {last.text} asked" if ended
-            else f"were ended by {last.text}; they were not waited for" if is_urgent
-            else f"were ended by {last.text}; they had no time to save"
-        )  # fmt: skip
-        ranks = [rank for member in run_state.members for rank in range(member.first, member.first + member.count)]
-        return _draft_failure_and_decision(
-            view, _make_failure(view, _stop_cause(view, asked), ranks, detail, reports, run_state.left_out)
-        )
-    asked_before = facts_of(last, StopRequest)
-    asked_now = _next_stop_request(asked_before, reports)
-    return [draft_stop(last.attempt, last.text, asked_now)] if asked_now != asked_before else []
-
-
-def _stop_cause(view: DecisionInput, asked: Sequence[AgentReport]) -> Cause:
-    """Return the cause of a requested stop. It is "preempted" if only some hosts leave and the others continue."""
-    run_state = view.run_state
-    several = run_state.spec is not None and run_state.spec.hosts > 1
-    if not several or run_state.end_request or len(asked) == len(view.living):
-        return "asked"
-    return "straggler" if run_state.left_out else "preempted"
-
-
-def _next_stop_request(asked: StopRequest, reports: Sequence[AgentReport]) -> StopRequest:
-    """Return the next stop request, by the reports of the agents."""
-    rank_stops: list[tuple[int, int | None]] = []
-    for report in reports:
-        if report.doing == "over":
-            continue
-        if report.stop_step != asked.step or report.stop == "ahead":
-            rank_stops.append((min(report.newest, asked.step - 1), None))
-        else:
-            rank_stops.append((report.newest, asked.step if report.stop == "heard" else None))
-    return next_stop(asked, rank_stops)
-
-
-def _is_lost(member: AttemptHost, report: AgentReport | None) -> bool:
-    return report is None or report.incarnation != member.incarnation
-
-
-def _lost_host_failure(view: DecisionInput, member: AttemptHost) -> Failure:
-    reports = [r for r in view.maybe_living.values() if r.attempt == view.run_state.attempt]
-    reports = reports or [r for r in view.silent.values() if r.attempt == view.run_state.attempt]
-    report = view.maybe_living.get(member.name)
-    detail = f"sent no report for {LOST_SECONDS:g} s" if report is None else "was started again"
-    return _make_failure(view, "lost", [], detail, reports, member.name)
-
-
-def _reported_failure(view: DecisionInput, report: AgentReport, reports: Sequence[AgentReport]) -> Failure:
-    """Return the failure in a report. The cause of a hang is the rank that is behind all others, as the others wait for it."""
-    host_failure = report.wrong
-    assert host_failure is not None
-    if host_failure.cause == "hang" and len(reports) > 1:
-        behind = [(r.slowest, r.name) for r in reports if r.slowest is not None]
-        if behind:
-            slowest, host = min(behind, key=lambda each: (each[0].step, -each[0].silent_seconds))
-            logs = f"{view.maybe_living[host].logs}/{view.run_state.attempt}"
-            return _make_failure(view, "hang", [slowest.rank], slowest.describe(logs), reports, host)
-    log = f"{report.logs}/{view.run_state.attempt}/rank-{host_failure.ranks[0]}.log" if host_failure.ranks else ""
-    return replace(
-        _make_failure(view, host_failure.cause, host_failure.ranks, host_failure.detail, reports, report.name),
-        bad=host_failure.bad,
-        log=log,
-    )
-
-
-def _make_failure(
-    view: DecisionInput, cause: Cause, ranks: Sequence[int], detail: str, reports: Sequence[AgentReport], host: str = ""
-) -> Failure:
-    """Return the failure of an attempt.
-
-    host: where it began. The report of this host is current. Those of other hosts may be older than their last steps.
-    """
-    host_reports = [report for report in reports if report.name == host] or reports
-    step = min((r.step for r in host_reports), default=-1)
-    attempt_reports = [r for r in (*view.silent.values(), *reports) if r.attempt == view.run_state.attempt]
-    # Commits that a silent host has reported stay valid.
-    line, committed = max(((r.line, r.committed) for r in attempt_reports), default=(0, -1))
-    return Failure(
-        cause, tuple(ranks), detail, step if step < 0 else max(step, committed), committed, view.ran_seconds,
-        host or (reports[0].name if reports else ""), restored=max((r.restored for r in attempt_reports), default=-1),
-        durable=max((r.durable for r in attempt_reports), default=-1),
-        step_seconds=max((r.step_seconds for r in host_reports), default=0.0), line=line,
-    )  # fmt: skip
-
-
-# --- after a failure ---------------------------------------------------------------------------------------------
-
-
-def _draft_failure_and_decision(view: DecisionInput, failure: Failure) -> list[Draft]:
-    """Return both entries, to be appended together. If the log has only the failure, the next coordinator decides."""
-    run_state = view.run_state
-    return [draft_failure(run_state.attempt, failure), *_draft_decision(view, [*run_state.failures, failure])]
-
-
-def _draft_decision(view: DecisionInput, failures: Sequence[Failure]) -> list[Draft]:
-    run_state = view.run_state
-    decision = decide(failures, run_state.budget, run_state.skip, run_state.before)
-    asked = max((r.leaving for r in view.living.values()), default=0)
-    status = 128 + asked if failures[-1].cause == "asked" and asked else int(failures[-1].cause != "asked")
-    return [draft_decision(run_state.attempt, decision, status)]
 
 
 def _draft_end(run_state: RunState, text: str, asked: int) -> Draft:

@@ -29,7 +29,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ckpt.recovery.ranks import processes
+from ckpt.recovery.ranks import process_kill
 from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.node.security_options import NodeSecurity
@@ -125,13 +125,13 @@ class MemoryNodes:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=processes.die_with_parent,
+                preexec_fn=process_kill.die_with_parent,
             )
         except OSError as error:
             self._handle_end(f"can't be started: {error.strerror}")
             return
         assert self._process.stdout is not None
-        processes.register_child(self._process.pid)
+        process_kill.register_child(self._process.pid)
         os.set_blocking(self._process.stdout.fileno(), False)
         self._received, self._ready, self._fresh_requested = b"", False, False
         self._send_line(self._configuration)

@@ -3,7 +3,7 @@
 A new interpreter needs seconds to import torch, but a fork of a process that has imported it needs milliseconds. A command
 that can't be started warm is started cold, as without this file. Nothing here raises except if a log can't be written;
 `reason` contains why there is no warm start. Call everything from the main thread, because processes that are started here
-end with the thread that started them (`processes.die_with_parent`).
+end with the thread that started them (`process_kill.die_with_parent`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from ckpt.recovery.ranks import fork_server, processes
+from ckpt.recovery.ranks import fork_server, process_kill, processes
 
 PYTHON_NAME = re.compile(r"python(\d+(\.\d+)*)?[dt]?")
 """The file name of a Python interpreter."""
@@ -83,7 +83,7 @@ class ForkedRank:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        processes.register_child(pid)
+        process_kill.register_child(pid)
 
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal; None while the rank runs."""
@@ -137,15 +137,15 @@ class ForkServerClient:
         except NotForkable as error:
             client._shut_down(str(error))
             return client
-        processes.adopt_orphans()
+        process_kill.adopt_orphans()
         control = client._server_socket.fileno()
         arguments = [fork_server.BOOTSTRAP, fork_server.__file__, str(control), str(imports), "{}"]
         try:
             client._process = subprocess.Popen(
                 [*flags, "-c", *arguments, *script], stdin=subprocess.DEVNULL, stdout=client._output, stderr=client._output,
-                env=client._environ, start_new_session=True, pass_fds=[control], preexec_fn=processes.die_with_parent,
+                env=client._environ, start_new_session=True, pass_fds=[control], preexec_fn=process_kill.die_with_parent,
             )  # fmt: skip
-            processes.register_child(client._process.pid)
+            process_kill.register_child(client._process.pid)
         except OSError as error:
             client._shut_down(f"{command[0]} can't be started: {error.strerror}")
         client._server_socket.close()
@@ -246,7 +246,7 @@ class ForkServerClient:
         self._server_socket.close()
         self._output.close()
         if self._process is not None:
-            processes.kill_sessions([self._process.pid])
+            process_kill.kill_sessions([self._process.pid])
             self._process.wait()
 
 

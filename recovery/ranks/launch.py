@@ -9,14 +9,14 @@ import re
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.recovery.ranks import mpi, processes
+from ckpt.recovery.ranks import mpi, process_kill
 from ckpt.recovery.ranks.fork_client import ForkedRank, ForkServers, NotForkable, ScriptNotFound, split_python_command
 from ckpt.recovery.ranks.rank_environment import LaunchSpec, build_rank_environment
+from ckpt.recovery.ranks.rank_process import RankProcess
+from ckpt.recovery.ranks.stop_ranks import stop_ranks
 from ckpt.storage.base.errors import CkptError, Unavailable
 from ckpt.training import import_report
 from ckpt.training.heartbeat_page import HeartbeatPage
@@ -24,47 +24,8 @@ from ckpt.training.heartbeat_page import HeartbeatPage
 _PORT_RANGE, _PORT_TRIES = 10_000, 32
 
 
-@dataclass(slots=True)
-class RankProcess:
-    """A started rank."""
-
-    number: int
-    process: subprocess.Popen[bytes] | ForkedRank
-    pidfd: int
-    heartbeat_page: HeartbeatPage
-    log: Path
-
-    is_shared: bool = False
-    """Whether the process is mpiexec, which has started all ranks of this host."""
-
-    status: int = 0
-    """The exit status, or the negative number of the signal that ended the rank."""
-
-    def has_ended(self) -> bool:
-        """Return whether the rank has ended.
-
-        It is not reaped before `stop`, so that no other process gets its number before its session is ended.
-        """
-        try:
-            found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # other code has reaped it, so the status is lost: assume a failure
-            self.status = self.process.poll() or 255
-            return True
-        if found is not None:
-            self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-        return found is not None
-
-    @property
-    def pid(self) -> int:
-        """The process id of the rank; 0 if it is not known yet."""
-        return self.heartbeat_page.read().pid if self.is_shared else self.process.pid
-
-
 _TRANSIENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO}
 """Errors that may disappear with time."""
-
-_STUCK_SECONDS = 60.0
-"""How long a killed rank may take to end before this is an error."""
 
 AGENT_VARIABLE = "CKPT_AGENT"
 """The environment variable that marks the ranks of an agent and all processes that they start."""
@@ -109,7 +70,7 @@ def start(
                 process = forked or _spawn(command, variables, file)
             ranks.append(RankProcess(number, process, os.pidfd_open(process.pid), heartbeat_page, file, through_mpi))
     except OSError as error:
-        stop(ranks, "")
+        stop_ranks(ranks, "")
         if error.errno in _TRANSIENT_ERRORS:
             raise Unavailable(f"the ranks can't be started now: {error.strerror} ({error.filename or command[0]})") from error
         raise _start_error(command, error.strerror) from error
@@ -160,25 +121,10 @@ def _spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> s
     with log.open("ab") as out:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **variables},
-            start_new_session=True, preexec_fn=processes.die_with_parent,
+            start_new_session=True, preexec_fn=process_kill.die_with_parent,
         )  # fmt: skip
-    processes.register_child(process.pid)
+    process_kill.register_child(process.pid)
     return process
-
-
-def stop(ranks: Sequence[RankProcess], mark: str) -> None:
-    """End the ranks, and all processes with the mark of this agent in their environment."""
-    processes.kill_sessions([rank.process.pid for rank in ranks], mark)
-    until = time.monotonic() + _STUCK_SECONDS
-    for rank in ranks:
-        while rank.process.poll() is None:
-            if time.monotonic() > until:
-                raise CkptError(
-                    f"rank {rank.number}, process {rank.process.pid}, can't be ended: it hangs in the kernel; restart this host"
-                )
-            time.sleep(0.001)
-        os.close(rank.pidfd)
-        rank.heartbeat_page.close()
 
 
 def free_port(address: str) -> int:

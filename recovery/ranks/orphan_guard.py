@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from ckpt.recovery.ranks import processes
+from ckpt.recovery.ranks import process_kill
 
 _POLL_SECONDS = 0.5
 
@@ -39,7 +39,7 @@ class OrphanGuard:
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, start_new_session=True)
-        processes.register_child(process.pid)
+        process_kill.register_child(process.pid)
         return process
 
     def ensure_running(self) -> None:
@@ -103,8 +103,8 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
         elif gap > 2 * _POLL_SECONDS:
             last_input_at = now  # the whole host was suspended, not only the agent
         elif lost_seconds and now - last_input_at > lost_seconds:
-            processes.kill_sessions(sessions, mark)  # the other hosts take this one for lost and continue without it
-    processes.kill_sessions(sessions, mark)
+            process_kill.kill_sessions(sessions, mark)  # the other hosts take this one for lost and continue without it
+    process_kill.kill_sessions(sessions, mark)
     shutil.rmtree(pages, ignore_errors=True)
     os._exit(0)
 

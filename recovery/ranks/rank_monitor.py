@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Literal
 
 from ckpt.recovery.goodput.ledger import TimeCategory
 from ckpt.recovery.policy.decide import Cause
 from ckpt.recovery.policy.hang_limits import HangLimits
 from ckpt.recovery.policy.stragglers import PaceMeter, RankPace
-from ckpt.recovery.ranks import processes
-from ckpt.recovery.ranks.launch import RankProcess
+from ckpt.recovery.ranks import processes, rank_stacks
+from ckpt.recovery.ranks.hang_detection import HangDetector, find_slowest_rank
+from ckpt.recovery.ranks.rank_exit_text import describe_end
+from ckpt.recovery.ranks.rank_process import RankProcess
 from ckpt.recovery.run_log.agent_reports import UNOBSERVED_SECONDS, HostFailure, SlowestRank
-from ckpt.training.heartbeat_page import STACKS_SIGNAL
 from ckpt.training.rank_heartbeat import RankHeartbeat
-
-_SILENT_SECONDS = 0.1
-"""A rank with a heartbeat within this time is not stopped."""
-_STOPPED_SECONDS = 0.5
-"""A rank that is stopped for longer counts as failed. A debugger that attaches stops it only for a moment."""
 
 _SIGTERM_SECONDS = 1.0
 """If SIGTERM was sent to all processes of a job, it reaches `ckpt-run` within this time, too."""
@@ -36,15 +27,7 @@ _SIGTERM_SECONDS = 1.0
 _PACE_SECONDS = 10.0
 """The duration of a step is measured over this last time."""
 
-_STACK_READERS, _STACK_SECONDS = 8, 5.0
-"""How many stacks are read at a time, and how long one may take."""
-
 _OOM_DETAIL = "was killed by the kernel, as there was no memory left (SIGKILL)"
-_LAST_LINE_CHARACTERS = 400
-"""The most characters of the last line of a log. In it, long folder names may precede the reason."""
-
-_MPIEXEC_NOISE = ("This typically refers to a problem with your application.", "Please see the FAQ page", "====")
-"""The beginnings of the last lines that MPICH's mpiexec writes about a failed rank."""
 
 
 class RankMonitor:
@@ -65,16 +48,15 @@ class RankMonitor:
         self.is_leaving = False
         """Whether the agent was requested to end, so that a stop request will follow."""
         self._limits = limits
+        self._hangs = HangDetector(ranks, limits)
         self._best_step = best_step
         self._heartbeats = {rank.number: rank.heartbeat_page.read() for rank in ranks}
         self._measures = {rank.number: PaceMeter(rank.number, straggler_seconds) for rank in ranks}
-        self._stopped: dict[int, float] = {}
         self._running = {rank.number: rank for rank in ranks}
         self._oom_kills = processes.oom_kill_count()
         self._has_stacks = False
         self._sent_sigterm = False
         self._polled_at = time.monotonic()
-        self._observed_since = 0.0
         self._step_times: deque[tuple[float, int]] = deque()  # the times at which the newest step grew, and the steps
 
     # --- progress of the ranks ---------------------------------------------------------------------------------
@@ -145,19 +127,9 @@ class RankMonitor:
             return "spawn"
         return "redo" if beat.step + 1 <= self._best_step else "useful"
 
-    def slowest_rank(self, now: float, late: Collection[int] = ()) -> SlowestRank | None:
-        """Return the rank that is behind the others; None if none uses ckpt.
-
-        late: of several ranks at the same step, one of these is chosen.
-        """
-        running = [(number, beat) for number, beat in self._heartbeats.items() if beat.pid and number in self._running]
-        if not running:
-            return None
-        number, beat = min(running, key=lambda item: (item[1].step, item[0] not in late, item[1].since))
-        if late and beat.step < 0:  # no rank has done a step, so one that has not opened a Checkpointer is behind
-            number = min((n for n in self._running if not self._heartbeats[n].pid), default=number)
-            beat = self._heartbeats[number]
-        return SlowestRank(number, beat.step, now - beat.since, beat.phase)
+    def slowest_rank(self, now: float) -> SlowestRank | None:
+        """Return the rank that is behind the others; None if none uses ckpt."""
+        return find_slowest_rank(self._heartbeats, self._running, now)
 
     @property
     def paces(self) -> tuple[RankPace, ...]:
@@ -194,8 +166,7 @@ class RankMonitor:
         """Update the state of all ranks and return those that have ended since. now: the time by CLOCK_MONOTONIC."""
         before = self._polled_at
         if now - before > UNOBSERVED_SECONDS:  # this process or the whole host was stopped
-            self._observed_since = now
-            self._stopped.clear()
+            self._hangs.restart_observation(now)
         self._polled_at = now
         ended = [rank for rank in self._running.values() if rank.has_ended()]
         for rank in ended:
@@ -214,10 +185,10 @@ class RankMonitor:
                 self.failure = bad
             elif failed:
                 cause = self._failure_cause(failed[0])
-                detail = _OOM_DETAIL if cause == "out of memory" else _describe_end(failed[0])
+                detail = _OOM_DETAIL if cause == "out of memory" else describe_end(failed[0])
                 self.failure = HostFailure(cause, tuple(rank.number for rank in failed), detail)
             else:
-                self.failure = self._find_signalled(now) or self._find_silent(now)
+                self.failure = self._find_signalled(now) or self._hangs.find(self._running, self._heartbeats, now)
         return ended
 
     def _read_heartbeats(self, polled_at: float) -> None:
@@ -228,7 +199,7 @@ class RankMonitor:
                 if before.pid:
                     # The average, if there were several beats since the last poll. The phase lasted at least until that poll.
                     took = (beat.since - before.since) / (beat.beats - before.beats)
-                    if before.since >= self._observed_since:
+                    if before.since >= self._hangs.observed_since:
                         self._limits.learn(before.phase, max(took, polled_at - before.since))
                     self._measures[rank.number].learn(before, beat)
                 self._heartbeats[rank.number] = beat
@@ -256,57 +227,6 @@ class RankMonitor:
             return None
         return HostFailure("signal", ranks, "was asked to end by SIGTERM")
 
-    def _find_silent(self, now: float) -> HostFailure | None:
-        """Return a failure for a rank that is stopped, or that has sent no heartbeat within the limit of its phase."""
-        for rank in self._running.values():
-            beat = self._heartbeats[rank.number]
-            if (
-                (beat.pid and self._silent_seconds(beat, now) < _SILENT_SECONDS)
-                or not rank.pid
-                or processes.process_state(rank.pid) != "T"
-            ):
-                self._stopped.pop(rank.number, None)
-                continue
-            since = self._stopped.setdefault(rank.number, now)
-            if now - since >= _STOPPED_SECONDS:
-                detail = f"was stopped (SIGSTOP) and stayed so for {now - since:.1f} s"
-                return HostFailure("stopped", (rank.number,), detail, now - self._heartbeats[rank.number].since)
-        beats = {number: self._heartbeats[number] for number in self._running}
-        least = self._limits.floor_seconds
-        late = {number: beat for number, beat in beats.items() if beat.pid and self._silent_seconds(beat, now) > least}
-        late = {
-            number: beat
-            for number, beat in late.items()
-            if self._silent_seconds(beat, now) > self._limits.limit_seconds(beat.phase)
-        }
-        if not late:
-            return None
-        for beat in late.values():
-            self._limits.learn_hang(beat.phase, self._silent_seconds(beat, now))
-        # The rank that is behind is the cause: the others wait for it, in a collective or for its part of a save.
-        slowest = self.slowest_rank(now, late)
-        assert slowest is not None
-        more = self._describe_departed(slowest.step)
-        if slowest.phase == "end" and (line := _last_line(next(r.log for r in self.ranks if r.number == slowest.rank))):
-            more += f"; its log ends with: {line}"  # an exception may have ended its training loop
-        detail = slowest.describe(str(self.ranks[0].log.parent), more)
-        return HostFailure("hang", (slowest.rank,), detail, slowest.silent_seconds)
-
-    def _describe_departed(self, step: int) -> str:
-        """Return a text about ranks that left at `step` or before. Ranks that wait may wait for them."""
-        text = ""
-        for number, beat in self._heartbeats.items():
-            if beat.pid and beat.step <= step:
-                if number not in self._running:
-                    text += f"; rank {number} had ended after step {beat.step}, with status 0"
-                elif beat.phase == "end":
-                    text += f"; rank {number} had closed its Checkpointer after step {beat.step}"
-        return text
-
-    def _silent_seconds(self, beat: RankHeartbeat, now: float) -> float:
-        """Return the seconds since a heartbeat, without times in which this process did not run."""
-        return now - max(beat.since, self._observed_since)
-
     def _failure_order(self, rank: RankProcess) -> tuple[bool, bool]:
         """Return a sort key: ranks ended by a signal first, ranks that may have failed because of another one last."""
         return rank.status > 0, not self._heartbeats[rank.number].trouble
@@ -320,62 +240,11 @@ class RankMonitor:
 
     def save_stacks(self) -> None:
         """Write the stacks of all threads of all ranks next to their logs, before the ranks are killed."""
-        if self._has_stacks:
-            return
-        self._has_stacks = True
-        py_spy = _find_py_spy()
-        with ThreadPoolExecutor(_STACK_READERS) as pool:
-            for rank in self._running.values():
-                pool.submit(self._save_stack, rank, py_spy)
-
-    def _save_stack(self, rank: RankProcess, py_spy: str | None) -> None:
-        if py_spy is not None and _dump_stacks(py_spy, rank):
-            return
-        if self._heartbeats[rank.number].pid == rank.pid and processes.process_state(rank.pid) != "T":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, STACKS_SIGNAL)  # the rank writes them into its own log
-                time.sleep(0.2)
+        if not self._has_stacks:
+            self._has_stacks = True
+            rank_stacks.save_stacks(list(self._running.values()), self._heartbeats)
 
 
 def _fields_without_heartbeat(beat: RankHeartbeat) -> tuple[int, float, int, int]:
     """Return the fields that change without a heartbeat: at the opening of a Checkpointer, a signal, a background commit."""
     return beat.pid, beat.sigterm_at, beat.committed, beat.durable
-
-
-def _dump_stacks(py_spy: str, rank: RankProcess) -> bool:
-    """Write the stacks of a rank by py-spy. Return False if it lacks the permission or does not support this Python."""
-    command = [py_spy, "dump", "--nonblocking", "--pid", str(rank.pid)]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        with (rank.log.parent / f"rank-{rank.number}.stacks").open("wb") as out:
-            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_STACK_SECONDS, check=False)
-        return done.returncode == 0
-    return False
-
-
-def _find_py_spy() -> str | None:
-    in_environment = Path(sys.executable).parent / "py-spy"
-    return str(in_environment) if in_environment.exists() else shutil.which("py-spy")
-
-
-def _describe_end(rank: RankProcess) -> str:
-    """Return a text: how a rank has ended, with the last line of its log."""
-    code = rank.status
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"was killed by signal {-code}"
-    line = _last_line(rank.log)
-    return f"exited with status {code} ({line})" if line else f"exited with status {code}"
-
-
-def _last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty and not noise of mpiexec."""
-    lines = [line.strip() for line in _read_tail(log).splitlines() if line.strip() and not line.startswith(_MPIEXEC_NOISE)]
-    return lines[-1][:_LAST_LINE_CHARACTERS] if lines else ""
-
-
-def _read_tail(path: Path, nbytes: int = 4096) -> str:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
-        return file.read().decode("utf-8", "replace")
-    return ""

@@ -1,8 +1,8 @@
 """The class LocalWriter, which writes a file under a temporary name, and gives it its name when it is durable.
 
-The order of a durable write, and what a crash leaves after each step: write a temporary file (a sweep deletes it), fsync it (the
-same), rename or link it to its name (the object is complete, but a power loss may undo the rename), fsync the folder. `fsync.py`
-explains why a failed fsync is never retried.
+The order of a durable write, and what a crash leaves after each step: write a temporary file (a sweep deletes it), fsync it
+(the same), rename or link it to its name (the object is complete, but a power loss may undo the rename), fsync the folder.
+`fsync.py` explains why a failed fsync is never retried.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
+from ckpt.recovery.coordinator.decision_input import DecisionInput
+from ckpt.recovery.coordinator.transitions import draft_next_entries
 from ckpt.recovery.policy.decide import Failure
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.recovery.ranks import processes
+from ckpt.recovery.ranks import process_kill, processes
 from ckpt.recovery.ranks.fork_client import ForkServerClient
 from helpers.folders import PROGRAMS
 
@@ -42,7 +42,7 @@ def start_fork_server(tmp_path: Path) -> Iterator[Starter]:
     yield start
     for server in made:
         server.close()
-    processes._prctl(processes._SET_CHILD_SUBREAPER, 0)
+    process_kill._prctl(process_kill._SET_CHILD_SUBREAPER, 0)
 
 
 def surroundings(rank: int = 0, **more: str) -> dict[str, str]:

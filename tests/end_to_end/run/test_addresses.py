@@ -18,8 +18,8 @@ from ckpt.recovery.ranks import launch, processes
 from ckpt.recovery.ranks.host_identity import host_address
 from ckpt.recovery.ranks.launch import free_port
 from ckpt.recovery.ranks.launch import start as start_ranks
-from ckpt.recovery.ranks.launch import stop as stop_ranks
 from ckpt.recovery.ranks.rank_environment import LaunchSpec
+from ckpt.recovery.ranks.stop_ranks import stop_ranks
 from ckpt.storage.base.http_pages import HttpPage, HttpPages
 
 

@@ -14,9 +14,9 @@ from helpers.runs import start as start
 
 from ckpt.recovery.policy.hang_limits import HangLimits, uniform_initial_limits
 from ckpt.recovery.ranks.launch import start as start_ranks
-from ckpt.recovery.ranks.launch import stop as stop_ranks
 from ckpt.recovery.ranks.rank_environment import LaunchSpec
 from ckpt.recovery.ranks.rank_monitor import RankMonitor
+from ckpt.recovery.ranks.stop_ranks import stop_ranks
 from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.tools import run_queries
 

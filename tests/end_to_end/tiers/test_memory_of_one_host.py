@@ -20,8 +20,8 @@ from helpers.runs import start as start
 import ckpt
 from ckpt.recovery.ranks.launch import free_port
 from ckpt.recovery.ranks.launch import start as start_ranks
-from ckpt.recovery.ranks.launch import stop as stop_ranks
 from ckpt.recovery.ranks.rank_environment import LaunchSpec
+from ckpt.recovery.ranks.stop_ranks import stop_ranks
 
 
 def test_the_next_attempt_reuses_the_pages_when_memory_is_full(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from ckpt.format import json_records
 from ckpt.groups import hello
 from ckpt.groups.process_identity import ProcessIdentity
 from ckpt.recovery.agent.metrics import render_metrics
-from ckpt.recovery.coordinator.transitions import DecisionInput, draft_next_entries
+from ckpt.recovery.coordinator.decision_input import DecisionInput
+from ckpt.recovery.coordinator.transitions import draft_next_entries
 from ckpt.recovery.goodput.ledger import LEDGER_FILE, read_ledger_file
 from ckpt.recovery.policy.decide import Failure
 from ckpt.recovery.policy.stragglers import RankPace

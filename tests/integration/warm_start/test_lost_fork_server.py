@@ -14,7 +14,7 @@ import pytest
 from helpers.fork_servers import Starter, have_ended, script, surroundings, write_packages
 from helpers.fork_servers import start_fork_server as start_fork_server
 
-from ckpt.recovery.ranks import processes
+from ckpt.recovery.ranks import process_kill, processes
 from ckpt.recovery.ranks.fork_client import ForkedRank
 
 if sys.platform != "linux":
@@ -49,7 +49,7 @@ def test_forked_ranks_get_signals_and_report_their_status(start_fork_server: Sta
     fork_server.close()
     assert have_ended(fork_server.pid)
     assert second.poll() is None, "a rank has ended with the fork server"
-    processes.kill_sessions([second.pid])
+    process_kill.kill_sessions([second.pid])
     assert second.wait() == -signal.SIGKILL
 
 
@@ -73,7 +73,7 @@ def test_ranks_continue_after_the_fork_server_is_killed(start_fork_server: Start
     assert fork_server.fork(surroundings(), tmp_path / "other") is None
     assert "the process has ended" in fork_server.reason
     assert rank.poll() is None
-    processes.kill_sessions([rank.pid])
+    process_kill.kill_sessions([rank.pid])
     assert rank.wait() == -signal.SIGKILL
 
 
@@ -111,7 +111,7 @@ def test_a_rank_with_an_unwritable_log_is_not_forked(start_fork_server: Starter,
     for _ in range(20):  # it can be ended from its first moment
         rank = fork_server.fork(surroundings(), tmp_path / "log")
         assert rank is not None, fork_server.reason
-        processes.kill_sessions([rank.pid])
+        process_kill.kill_sessions([rank.pid])
         assert rank.wait() == -signal.SIGKILL
 
 

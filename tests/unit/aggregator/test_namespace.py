@@ -201,9 +201,7 @@ def test_two_clients_that_replace_a_file_leave_one_content(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("redundancy", ["1x", "2x", "2+1"])
-def test_members_that_cannot_be_read_are_no_damage_whatever_their_folders_are_called(
-    tmp_path: Path, redundancy: str
-) -> None:
+def test_members_that_cannot_be_read_are_no_damage_whatever_their_folders_are_called(tmp_path: Path, redundancy: str) -> None:
     """The errors of these folders contain the words that describe damage. A damaged step is skipped; a missing disk is not."""
     folder = tmp_path / "cut and damaged"
     namespace = Namespace(directories(folder, 3, redundancy=redundancy))

@@ -1,0 +1,74 @@
+"""Decides how a block is stored: as a difference, by its codec, or as it is, whichever pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ckpt.format import codec
+from ckpt.format.difference import BaseBlock
+from ckpt.saving.codec_tuner import EncodingTimer, SaveCodecs
+from ckpt.saving.compute_slots import ComputeSlots
+from ckpt.saving.dedup import BlockPlace
+from ckpt.saving.differences import DifferenceEncoder, DifferenceSource
+from ckpt.saving.save_plan import SavePlan
+from ckpt.saving.write_plan import Block, LeafSpec
+from ckpt.state.leaves.base import Bytes
+
+_MAX_ENCODED_FRACTION = 0.98
+"""A block that a codec shrinks by less is stored without a codec, and can then be read in parts."""
+
+
+class EncodedBlock(NamedTuple):
+    """A block as it is stored. Without a codec, `data` is None and the raw bytes are stored."""
+
+    codec: str | None
+    data: memoryview | None
+    base: BaseBlock | None = None
+
+
+class BlockEncoder:
+    """Encodes the blocks of one attempt for one thread. Only that thread uses it.
+
+    differences: where to find bases of differences; None to store all blocks in full.
+    """
+
+    def __init__(self, plan: SavePlan, codecs: SaveCodecs, slots: ComputeSlots, differences: DifferenceSource | None) -> None:
+        self._plan = plan
+        self._codecs = codecs
+        self._slots = slots
+        self._differences = None if differences is None else DifferenceEncoder(differences)
+
+    def encode(self, block: Block, raw: Bytes) -> EncodedBlock:
+        """Return a block as it is to be stored. raw: its bytes."""
+        if self._differences is not None:
+            found = self._differences.encode(block_place(block, self._plan.specs), raw, block.itemsize)
+            if found is not None:
+                return EncodedBlock(found.codec, found.stored, found.base)
+        config, dtype = block.codec, self._plan.leaves[block.pieces[0].leaf].dtype
+        if config == "auto":
+            with self._slots.slot():
+                config = self._codecs.pick(dtype, raw, block.itemsize)
+        if config is None:
+            return EncodedBlock(None, None)
+        with self._slots.slot():
+            timer = EncodingTimer()
+            encoded = codec.encode(config, raw, block.itemsize)
+            speed, share = timer.stop(block.nbytes)
+        shrinks = len(encoded) <= _MAX_ENCODED_FRACTION * block.nbytes
+        if block.codec == "auto":
+            self._codecs.note_encoded(dtype, config, len(encoded) / block.nbytes if shrinks else 1.0, speed, share)
+        return EncodedBlock(config, encoded) if shrinks else EncodedBlock(None, None)
+
+    def close(self) -> None:
+        """Close the files from which bases were read."""
+        if self._differences is not None:
+            self._differences.close()
+
+
+def block_place(block: Block, specs: Sequence[LeafSpec]) -> BlockPlace:
+    """Return the place of a block: what it contains. specs: those of the leaves of the plan."""
+    piece = block.pieces[0]
+    spec = specs[piece.leaf]
+    box = piece.box if spec.global_shape is None else piece.box.moved(spec.offset)
+    return BlockPlace(spec.name, box.offset, block.nbytes)

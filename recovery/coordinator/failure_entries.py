@@ -1,0 +1,77 @@
+"""The failures of an attempt, by the reports and the silence of hosts, and their entries in the run log. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckpt.recovery.coordinator.decision_input import DecisionInput
+from ckpt.recovery.policy.decide import Cause, Failure, decide
+from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
+from ckpt.recovery.run_log.base import Draft
+from ckpt.recovery.run_log.entry_drafts import draft_decision, draft_failure
+from ckpt.recovery.run_log.run_spec import AttemptHost
+
+
+def is_lost(member: AttemptHost, report: AgentReport | None) -> bool:
+    return report is None or report.incarnation != member.incarnation
+
+
+def lost_host_failure(view: DecisionInput, member: AttemptHost) -> Failure:
+    reports = [r for r in view.maybe_living.values() if r.attempt == view.run_state.attempt]
+    reports = reports or [r for r in view.silent.values() if r.attempt == view.run_state.attempt]
+    report = view.maybe_living.get(member.name)
+    detail = f"sent no report for {LOST_SECONDS:g} s" if report is None else "was started again"
+    return make_failure(view, "lost", [], detail, reports, member.name)
+
+
+def reported_failure(view: DecisionInput, report: AgentReport, reports: Sequence[AgentReport]) -> Failure:
+    """Return the failure in a report. The cause of a hang is the rank that is behind all others, as the others wait for it."""
+    host_failure = report.wrong
+    assert host_failure is not None
+    if host_failure.cause == "hang" and len(reports) > 1:
+        behind = [(r.slowest, r.name) for r in reports if r.slowest is not None]
+        if behind:
+            slowest, host = min(behind, key=lambda each: (each[0].step, -each[0].silent_seconds))
+            logs = f"{view.maybe_living[host].logs}/{view.run_state.attempt}"
+            return make_failure(view, "hang", [slowest.rank], slowest.describe(logs), reports, host)
+    log = f"{report.logs}/{view.run_state.attempt}/rank-{host_failure.ranks[0]}.log" if host_failure.ranks else ""
+    return replace(
+        make_failure(view, host_failure.cause, host_failure.ranks, host_failure.detail, reports, report.name),
+        bad=host_failure.bad,
+        log=log,
+    )
+
+
+def make_failure(
+    view: DecisionInput, cause: Cause, ranks: Sequence[int], detail: str, reports: Sequence[AgentReport], host: str = ""
+) -> Failure:
+    """Return the failure of an attempt.
+
+    host: where it began. The report of this host is current. Those of other hosts may be older than their last steps.
+    """
+    host_reports = [report for report in reports if report.name == host] or reports
+    step = min((r.step for r in host_reports), default=-1)
+    attempt_reports = [r for r in (*view.silent.values(), *reports) if r.attempt == view.run_state.attempt]
+    # Commits that a silent host has reported stay valid.
+    line, committed = max(((r.line, r.committed) for r in attempt_reports), default=(0, -1))
+    return Failure(
+        cause, tuple(ranks), detail, step if step < 0 else max(step, committed), committed, view.ran_seconds,
+        host or (reports[0].name if reports else ""), restored=max((r.restored for r in attempt_reports), default=-1),
+        durable=max((r.durable for r in attempt_reports), default=-1),
+        step_seconds=max((r.step_seconds for r in host_reports), default=0.0), line=line,
+    )  # fmt: skip
+
+
+def draft_failure_and_decision(view: DecisionInput, failure: Failure) -> list[Draft]:
+    """Return both entries, to be appended together. If the log has only the failure, the next coordinator decides."""
+    run_state = view.run_state
+    return [draft_failure(run_state.attempt, failure), *draft_decisions(view, [*run_state.failures, failure])]
+
+
+def draft_decisions(view: DecisionInput, failures: Sequence[Failure]) -> list[Draft]:
+    run_state = view.run_state
+    decision = decide(failures, run_state.budget, run_state.skip, run_state.before)
+    asked = max((r.leaving for r in view.living.values()), default=0)
+    status = 128 + asked if failures[-1].cause == "asked" and asked else int(failures[-1].cause != "asked")
+    return [draft_decision(run_state.attempt, decision, status)]

@@ -1,0 +1,83 @@
+"""A requested stop: all ranks save after the same step and end, within the grace period of the run. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckpt.recovery.coordinator.decision_input import DecisionInput
+from ckpt.recovery.coordinator.failure_entries import draft_failure_and_decision, make_failure
+from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
+from ckpt.recovery.policy.decide import Cause, Failure
+from ckpt.recovery.run_log.agent_reports import AgentReport
+from ckpt.recovery.run_log.base import Draft
+from ckpt.recovery.run_log.entry_drafts import draft_stop
+from ckpt.recovery.run_log.entry_facts import facts_of
+from ckpt.recovery.run_log.run_state import RunState
+
+_STOP_AHEAD_SECONDS = 0.5
+"""With several hosts: how far ahead the first stop step lies. A few times the delay until the agents read it."""
+
+
+def draft_stop_request(run_state: RunState, reports: Sequence[AgentReport], text: str) -> Draft:
+    """Return the draft that makes all ranks save after the same step and end."""
+    several = run_state.spec is not None and run_state.spec.hosts > 1
+    newest = max((report.newest for report in reports), default=-1)
+    step_seconds = max(1e-6, min((report.step_seconds for report in reports), default=1.0))
+    ahead = 1 + math.ceil(min(_STOP_AHEAD_SECONDS / step_seconds, 1e6)) if several else 1
+    return draft_stop(run_state.attempt, text, StopRequest(newest + ahead, False, ahead))
+
+
+def draft_while_stopping(
+    view: DecisionInput, reports: Sequence[AgentReport], asked: Sequence[AgentReport], cause: Failure | None, ended: bool
+) -> list[Draft]:
+    """Return the entries after a stop request. A rank that exits with an error or hangs still has the whole grace period."""
+    run_state = view.run_state
+    last, spec = run_state.last, run_state.spec
+    assert last is not None
+    assert spec is not None
+    is_urgent = any(report.hurry for report in asked)
+    uses_ckpt = any(report.heard for report in reports)
+    if cause is not None and uses_ckpt and cause.cause not in ("exit", "hang"):
+        if run_state.left_out:  # nobody requested this stop, so the failure is the cause of the end
+            return draft_failure_and_decision(view, cause)
+        detail = f"{cause.detail} before all had saved, as {last.text} asked"
+        return draft_failure_and_decision(view, replace(cause, cause=_stop_cause(view, asked), detail=detail))
+    if ended or is_urgent or view.waited_seconds > spec.grace_seconds:
+        detail = (
+            f"were ended by {last.text}, with no Checkpointer opened," if not uses_ckpt
+            else f"have ended, as {last.text} asked, but not well: {cause.detail}" if ended and cause is not None
+            else f"have saved and ended, as {last.text} asked" if ended
+            else f"were ended by {last.text}; they were not waited for" if is_urgent
+            else f"were ended by {last.text}; they had no time to save"
+        )  # fmt: skip
+        ranks = [rank for member in run_state.members for rank in range(member.first, member.first + member.count)]
+        return draft_failure_and_decision(
+            view, make_failure(view, _stop_cause(view, asked), ranks, detail, reports, run_state.left_out)
+        )
+    asked_before = facts_of(last, StopRequest)
+    asked_now = _next_stop_request(asked_before, reports)
+    return [draft_stop(last.attempt, last.text, asked_now)] if asked_now != asked_before else []
+
+
+def _stop_cause(view: DecisionInput, asked: Sequence[AgentReport]) -> Cause:
+    """Return the cause of a requested stop. It is "preempted" if only some hosts leave and the others continue."""
+    run_state = view.run_state
+    several = run_state.spec is not None and run_state.spec.hosts > 1
+    if not several or run_state.end_request or len(asked) == len(view.living):
+        return "asked"
+    return "straggler" if run_state.left_out else "preempted"
+
+
+def _next_stop_request(asked: StopRequest, reports: Sequence[AgentReport]) -> StopRequest:
+    """Return the next stop request, by the reports of the agents."""
+    rank_stops: list[tuple[int, int | None]] = []
+    for report in reports:
+        if report.doing == "over":
+            continue
+        if report.stop_step != asked.step or report.stop == "ahead":
+            rank_stops.append((min(report.newest, asked.step - 1), None))
+        else:
+            rank_stops.append((report.newest, asked.step if report.stop == "heard" else None))
+    return next_stop(asked, rank_stops)

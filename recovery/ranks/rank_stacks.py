@@ -1,0 +1,53 @@
+"""Writes the stacks of the threads of ranks, by py-spy or by a signal to the rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ckpt.recovery.ranks import processes
+from ckpt.recovery.ranks.rank_process import RankProcess
+from ckpt.training.heartbeat_page import STACKS_SIGNAL
+from ckpt.training.rank_heartbeat import RankHeartbeat
+
+_STACK_READERS, _STACK_SECONDS = 8, 5.0
+"""How many stacks are read at a time, and how long one may take."""
+
+
+def save_stacks(ranks: Sequence[RankProcess], heartbeats: Mapping[int, RankHeartbeat]) -> None:
+    """Write the stacks of all threads of these ranks next to their logs."""
+    py_spy = _find_py_spy()
+    with ThreadPoolExecutor(_STACK_READERS) as pool:
+        for rank in ranks:
+            pool.submit(_save_stack, rank, heartbeats[rank.number], py_spy)
+
+
+def _save_stack(rank: RankProcess, beat: RankHeartbeat, py_spy: str | None) -> None:
+    if py_spy is not None and _dump_stacks(py_spy, rank):
+        return
+    if beat.pid == rank.pid and processes.process_state(rank.pid) != "T":
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, STACKS_SIGNAL)  # the rank writes them into its own log
+            time.sleep(0.2)
+
+
+def _dump_stacks(py_spy: str, rank: RankProcess) -> bool:
+    """Write the stacks of a rank by py-spy. Return False if it lacks the permission or does not support this Python."""
+    command = [py_spy, "dump", "--nonblocking", "--pid", str(rank.pid)]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with (rank.log.parent / f"rank-{rank.number}.stacks").open("wb") as out:
+            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_STACK_SECONDS, check=False)
+        return done.returncode == 0
+    return False
+
+
+def _find_py_spy() -> str | None:
+    in_environment = Path(sys.executable).parent / "py-spy"
+    return str(in_environment) if in_environment.exists() else shutil.which("py-spy")
