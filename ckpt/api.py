@@ -22,7 +22,7 @@ from ckpt.loading.group_load import (
     require_same_step,
     run_on_all_ranks,
 )
-from ckpt.loading.own_values import with_own_values
+from ckpt.loading.own_values import read_own_values
 from ckpt.loading.shared_read import BlockSource, ShareReads, read_shared
 from ckpt.loading.target_matching import TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
@@ -257,9 +257,7 @@ def _plan_load(checkpoint: Checkpoint, request: LoadRequest, bypass_cache: bool)
             finish = target_matcher.rebuild(tree if selector is None else select(tree, selector))
         else:
             finish = target_matcher.match(like, tree) or (lambda: like)
-            # Views that share memory would disagree if only some of them had a value of this rank.
-            own_ranks = {n: r for n, r in target_matcher.own_ranks.items() if n not in target_matcher.aliases}
-            target_matcher.targets = with_own_values(target_matcher.targets, own_ranks, checkpoint, request.group)
+            read_own_values(target_matcher, checkpoint, request.group)
         targets = target_matcher.read_targets()
         if like is not None:
             check_aliasing(targets, checkpoint.manifest(), checkpoint.where, target_matcher.aliases)

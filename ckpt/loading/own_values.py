@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 
 from ckpt.groups.base import Group
+from ckpt.loading.target_matching import TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
-from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.rank_tree import own_name
 from ckpt.storage.base.errors import IntegrityError
 
 log = logging.getLogger("ckpt")
 
-Targets = list[tuple[str, ArrayLeaf]]
-"""The name of each saved leaf to read, and the array to fill."""
 
-
-def with_own_values(targets: Targets, own_ranks: Mapping[str, Sequence[int]], checkpoint: Checkpoint, group: Group) -> Targets:
-    """Return the targets, with the names of this rank's own values where it loads these.
-
-    own_ranks: by leaf name, the ranks that have saved a value of their own.
+def read_own_values(matcher: TargetMatcher, checkpoint: Checkpoint, group: Group) -> None:
+    """Change the names of the targets to those of this rank's own values, where it loads these.
 
     In another layout, ranks may need equal values that had different ones: those that share a layer under tensor parallelism.
     So all ranks load the first rank's value if their number has changed, or if an array is divided in a way that no array was.
     """
-    mine = {name for name, ranks in own_ranks.items() if group.rank in ranks}
+    mine = {name for name, ranks in matcher.own_ranks.items() if group.rank in ranks}
     if group.size != checkpoint.commit.world_size or not mine:
-        return targets
-    if new := {leaf.layout() for _, leaf in targets} - checkpoint.layouts() - {""}:
+        return
+    if new := {leaf.layout() for _, leaf in matcher.targets} - checkpoint.layouts() - {""}:
         log.info("%s: the ranks divide arrays in another way (%s), so they load buffers of rank 0", checkpoint.where, min(new))
-        return targets
+        return
+    mine -= _incomplete_views(mine, matcher, checkpoint.where)
     saved = checkpoint.saved()
     for name in mine:
         if saved.get(own_name(name, group.rank)) != saved.get(name):
@@ -38,4 +33,22 @@ def with_own_values(targets: Targets, own_ranks: Mapping[str, Sequence[int]], ch
                 f"leaf {own_name(name, group.rank)} is in the tree of {checkpoint.where}, and its manifest lacks it or has "
                 "another type; load another step"
             )
-    return [(own_name(name, group.rank) if name in mine else name, leaf) for name, leaf in targets]
+    matcher.targets = [(own_name(name, group.rank) if name in mine else name, leaf) for name, leaf in matcher.targets]
+    matcher.aliases.update({own_name(name, group.rank): note for name, note in matcher.aliases.items() if name in mine})
+
+
+def _incomplete_views(mine: set[str], matcher: TargetMatcher, where: str) -> set[str]:
+    """Return the own values that would share memory with a value of the first rank. A warning names them.
+
+    A save of this version stores own values of all views of one memory, or of none; ranks may have had other views than rank 0.
+    """
+    lacking = {note.group: name for name, note in matcher.aliases.items() if name not in mine}
+    found = {name for name in mine if name in matcher.aliases and matcher.aliases[name].group in lacking}
+    if found:
+        name = min(found)
+        log.warning(
+            "leaf %s of %s shares memory with %s, of which this rank has no value of its own: loads both from rank 0; wrap "
+            "them in ckpt.PerRank",
+            name, where, lacking[matcher.aliases[name].group],
+        )  # fmt: skip
+    return found

@@ -92,6 +92,7 @@ class TargetMatcher:
                 raise type(error)(f"leaf {name} of {self._where}: {error}") from error
             finish = self._new_arrays[key] = finish_once(leaf, name)
             self.targets.append((name, leaf))
+            self.own_ranks[name] = own_ranks(node)
         return finish
 
     def _lookup(self, name: str, path: str) -> Saved:
@@ -253,8 +254,7 @@ class TargetMatcher:
             raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
         if "scalar" in node:
             return fill_scalar(target, node)
-        if ranks := own_ranks(node):
-            self.own_ranks[node["array"]] = ranks
+        self.own_ranks[node["array"]] = own_ranks(node)
         if "alias" in node and (note := read_alias_note(node)) is not None:
             self.aliases[node["array"]] = note
         if target is leaf:

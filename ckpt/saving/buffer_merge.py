@@ -97,12 +97,16 @@ def merge_buffers(published: Iterable[tuple[int, str]]) -> MergedBuffers:
             else:
                 ranks.setdefault(name, []).append(rank)
     layouts = sorted({layout for _, of_rank in by_rank for layout in of_rank.layouts}) if ranks else []
-    return MergedBuffers(frozenset(left_out), ranks, layouts, _large_text((rank, b.large) for rank, b in by_rank))
+    return MergedBuffers(frozenset(left_out), ranks, layouts, _large_text(((rank, b.large) for rank, b in by_rank), first))
 
 
-def _large_text(samples_by_rank: Iterable[tuple[int, Mapping[str, bytes]]]) -> str:
-    """Return a message that names the large buffers whose samples differ between ranks; "" if none do."""
-    first: dict[str, bytes] = {}
+def _large_text(samples_by_rank: Iterable[tuple[int, Mapping[str, bytes]]], stored: Mapping[str, bytes]) -> str:
+    """Return a message that names the large buffers whose samples differ between ranks; "" if none do.
+
+    stored: the digests of those that the first rank stores for all. Samples cannot be compared with them, so they count as
+    different: on a later rank alone, the buffer is a view of a larger array.
+    """
+    first = dict(stored)
     differing: dict[str, list[int]] = {}
     for rank, samples in samples_by_rank:
         for name, sample in samples.items():
@@ -113,7 +117,7 @@ def _large_text(samples_by_rank: Iterable[tuple[int, Mapping[str, bytes]]]) -> s
     named = ", ".join(f"{name} on {ranks_text(ranks)}" for name, ranks in list(differing.items())[:_MAX_NAMED])
     more = f" and {len(differing) - _MAX_NAMED} more" if len(differing) > _MAX_NAMED else ""
     return (
-        f"buffers differ from the first rank's, which are stored: {named}{more}. They are parts of arrays, or beyond "
+        f"buffers differ from the stored ones of the first rank: {named}{more}. They are parts or views of arrays, or beyond "
         f"{OWN_BUFFER_BYTES >> 20} MiB of a rank: wrap them in ckpt.PerRank"
     )
 

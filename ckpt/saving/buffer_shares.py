@@ -4,14 +4,18 @@ The statistics of a BatchNorm differ by rank where nobody broadcasts them. No ra
 save, so each stores its own, up to a limit. The committer leaves out those that equal the first rank's (`buffer_merge.py`). Of
 larger buffers, which are mostly constants, only the first rank's is stored, and samples are compared. So it is with a buffer
 that is a part of an array, as that of an expert.
+
+Buffers that are views of one memory are one unit: a rank stores all of them for itself or none, and the committer leaves out
+all or none. Otherwise a load would write values of two ranks into one memory.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.format.digest import digest
 from ckpt.groups.base import Group
@@ -38,7 +42,10 @@ class BufferShares:
     own: frozenset[str] = frozenset()
     """Buffers that this rank stores for itself alone, under `own_name`."""
     large: dict[str, ArrayLeaf] = field(default_factory=dict)
-    """Buffers beyond the limit, and parts of arrays: only the first rank that has a copy stores it."""
+    """Buffers beyond the limit, parts of arrays, and views of an array that is no buffer: only the first rank that has a copy
+    stores it."""
+    memories: Mapping[str, str] = field(default_factory=dict)
+    """By name, the memory that a buffer of `first` or `own` shares with others of them."""
 
 
 NO_SHARES = BufferShares()
@@ -50,7 +57,8 @@ def buffer_shares(flat: FlatState, shards: Sequence[LocalShard], group: Group) -
     if group.size == 1 or not names:
         return NO_SHARES
     everywhere = Replica(group.rank, group.size, is_stored_whole=True)
-    found: list[tuple[int, str, ArrayLeaf, Replica]] = []
+    memories = {name: note.group for name, note in flat.aliases.items()}
+    units: dict[tuple[str, str], list[_Candidate]] = {}  # by (name, "") or ("", memory), since a memory has the name of a leaf
     large: dict[str, ArrayLeaf] = {}
     for name, leaf, part, shape in shards:
         replica = everywhere if part is None else part.replica
@@ -59,17 +67,35 @@ def buffer_shares(flat: FlatState, shards: Sequence[LocalShard], group: Group) -
         if part is not None and part.box != whole_box(shape):
             large[f"{name} at {list(part.box.offset)}"] = leaf
         elif own_name(name, group.rank) not in flat.leaves:
-            found.append((leaf.nbytes, name, leaf, replica))
-    first, own, total = set(), set(), 0
-    for nbytes, name, leaf, replica in sorted(found, key=lambda item: item[:2]):
-        total += nbytes
-        if total > OWN_BUFFER_BYTES:
-            large[name] = leaf
-        elif replica.number:
-            own.add(name)
-        else:
-            first.add(name)
-    return BufferShares(frozenset(first), frozenset(own), large)
+            key = ("", memories[name]) if name in memories else (name, "")
+            units.setdefault(key, []).append(_Candidate(leaf.nbytes, name, leaf, replica))
+    whole = Counter(memories.values())
+    first: set[str] = set()
+    own: set[str] = set()
+    total = 0
+    for (_, memory), unit in sorted(units.items(), key=lambda item: (_nbytes(item[1]), item[1][0].name)):
+        has_others = bool(memory) and len(unit) < whole[memory]  # an array that is no buffer, or a part of one
+        total += 0 if has_others else _nbytes(unit)
+        if has_others or total > OWN_BUFFER_BYTES:
+            large.update((buffer.name, buffer.leaf) for buffer in unit)
+            continue
+        for buffer in unit:
+            (own if buffer.replica.number else first).add(buffer.name)
+    shared = {name: memory for name, memory in memories.items() if name in first or name in own}
+    return BufferShares(frozenset(first), frozenset(own), large, shared)
+
+
+class _Candidate(NamedTuple):
+    """A buffer that this rank may store for itself."""
+
+    nbytes: int
+    name: str
+    leaf: ArrayLeaf
+    replica: Replica
+
+
+def _nbytes(unit: Iterable[_Candidate]) -> int:
+    return sum(buffer.nbytes for buffer in unit)
 
 
 class BufferDigests:
@@ -77,6 +103,7 @@ class BufferDigests:
 
     def __init__(self, shares: BufferShares, rank: int) -> None:
         self._names = {name: name for name in shares.first} | {own_name(name, rank): name for name in shares.own}
+        self._memories = shares.memories
         self._lock = threading.Lock()
         self._digests: dict[str, bytes] = {}
         """By the name that the buffer has on all ranks. Guarded by `_lock`."""
@@ -95,6 +122,14 @@ class BufferDigests:
                 self._digests.update(found)
 
     def by_name(self) -> dict[str, bytes]:
-        """Return the digests; call it when all blocks are written."""
+        """Return the digests; call it when all blocks are written.
+
+        Buffers that share memory have one digest, of all of them, so that they are equal on two ranks together or not at all.
+        """
         with self._lock:
-            return dict(self._digests)
+            found = dict(self._digests)
+        of_memory: dict[str, list[bytes]] = {}
+        for name in sorted(self._memories):
+            of_memory.setdefault(self._memories[name], []).append(found[name])
+        common = {memory: digest("xxh3-128", b"".join(digests)) for memory, digests in of_memory.items()}
+        return found | {name: common[memory] for name, memory in self._memories.items()}

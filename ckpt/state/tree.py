@@ -12,13 +12,13 @@ import dataclasses
 import json
 import re
 import struct
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ckpt.errors import MORE_MEMORY_ADVICE, StagingFailed, UnsupportedLeaf
-from ckpt.state.alias_notes import add_alias_notes, find_alias_notes
+from ckpt.state.alias_notes import AliasNote, add_alias_notes, find_alias_notes
 from ckpt.state.dtypes import dtype_name
 from ckpt.state.extra_attributes import require_plain_array, require_plain_container
 from ckpt.state.leaves import as_leaf
@@ -57,6 +57,8 @@ class FlatState:
     """Names of leaves that are buffers of a torch module. Buffers may differ between ranks."""
     frozen: set[str] = dataclasses.field(default_factory=set)
     """Names of leaves that are parameters without requires_grad. Training does not change them."""
+    aliases: Mapping[str, AliasNote] = dataclasses.field(default_factory=dict)
+    """By leaf name: the arrays that share memory with others."""
 
 
 class PerRank:
@@ -124,7 +126,7 @@ class _Flattener:
         for optimizer, described in self._optimizers:
             if self._modules and (names := names_by_path(optimizer, self._modules)) is not None:
                 described["parameters"] = names
-        return FlatState(node, self.leaves, self._per_rank, self._buffers, self._frozen)
+        return FlatState(node, self.leaves, self._per_rank, self._buffers, self._frozen, notes)
 
     def node(self, value: Any, path: str) -> Node:
         kind = type(value)
@@ -133,7 +135,8 @@ class _Flattener:
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
-            return value if -_SAFE_INTEGER < value < _SAFE_INTEGER else {"int": _integer_text(value)}
+            is_safe = -_SAFE_INTEGER < value < _SAFE_INTEGER
+            return value if is_safe else {"int": str(value) if value.bit_length() <= _DECIMAL_BITS else hex(value)}
         if kind is float:
             return value if value - value == 0 else {"float": struct.pack(">d", value).hex()}
         try:
@@ -389,10 +392,6 @@ def _require_repr(value: Any, path: str) -> str:
     except ValueError as error:  # an integer beyond Python's limit for decimal digits
         where = f"leaf {path or '(root)'}"
         raise UnsupportedLeaf(f"{where}: an integer this long cannot be a dict key or in a set: store it as text") from error
-
-
-def _integer_text(value: int) -> str:
-    return str(value) if value.bit_length() <= _DECIMAL_BITS else hex(value)
 
 
 def _type_name(kind: type) -> str:

@@ -24,12 +24,33 @@ from ckpt.adapters.torch import ModelState
 STEPS, EVERY = 16, 3
 
 
+class SharedStatistics(nn.Module):
+    """A normalisation whose statistics are views of one buffer. One has a second name, and one is equal on all ranks."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("statistics", torch.stack([torch.zeros(features), torch.ones(features), torch.zeros(features)]))
+        self.register_buffer("mean", self.statistics[0])
+        self.register_buffer("variance", self.statistics[1])
+        self.register_buffer("offset", self.statistics[2])
+        self.register_buffer("second_name", self.variance)
+
+    def forward(self, batch: Any) -> Any:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(batch.mean(0), 0.1)
+                self.variance.lerp_(batch.var(0), 0.1)
+        return (batch - self.mean) / (self.second_name + 1e-5).sqrt() + self.statistics[2]
+
+
 def make_state(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     """Return a model, its optimizer and the state to save."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(
         nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.BatchNorm1d(32, momentum=None), nn.Linear(32, 1)
     )
+    if kind == "views":
+        model[1] = SharedStatistics(32)
     if kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
@@ -50,7 +71,7 @@ def train_step(kind: str, model: Any, optimizer: Any, step: int) -> Any:
     optimizer.zero_grad()
     loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
     loss.backward()
-    if kind == "plain":  # a loop that averages the gradients by hand
+    if kind in ("plain", "views"):  # a loop that averages the gradients by hand
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
@@ -70,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("log")
-    parser.add_argument("kind", choices=["fsdp2", "ddp", "plain"])
+    parser.add_argument("kind", choices=["fsdp2", "ddp", "plain", "views"])
     parser.add_argument("--kill-at", type=int)
     options = parser.parse_args()
     dist.init_process_group("gloo")

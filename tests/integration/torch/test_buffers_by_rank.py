@@ -25,7 +25,7 @@ def train(folder: Path, name: str, kind: str, *more: str) -> tuple[str, list[dic
     return done.stdout, [{line.split()[0]: line for line in of_rank} for of_rank in lines]
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "ddp", "plain"])
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp", "plain", "views"])
 def test_losses_of_training_and_validation_after_a_kill(tmp_path: Path, kind: str) -> None:
     if kind == "fsdp2":
         pytest.importorskip("torch.distributed.fsdp", reason="fully_shard").fully_shard  # noqa: B018

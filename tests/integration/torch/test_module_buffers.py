@@ -163,6 +163,110 @@ def test_large_buffers_are_stored_once_and_a_warning_names_those_that_differ(
     assert not [name for name in ckpt.open(tmp_path)[2] if name.startswith(("model.table@", "model.equal@"))]
 
 
+class Views(torch.nn.Module):
+    """Buffers that are views of one memory. Only `moving` differs between ranks, so `still` equals that of rank 0."""
+
+    def __init__(self, rank: int, elements: int = 4, base: str = "buffer") -> None:
+        super().__init__()
+        rows = torch.zeros(2, elements)
+        if base == "buffer":
+            self.register_buffer("rows", rows)
+        elif base == "parameter":
+            self.rows = torch.nn.Parameter(rows)
+        for name, row in (("moving", rows[0]), ("still", rows[1]), ("second_name", rows[0])):
+            self.register_buffer(name, row)
+        rows[0] = 1 if base == "parameter" else rank + 1
+
+    def values(self) -> list[float]:
+        """Return the values of each row; fail where views of one memory differ."""
+        assert torch.equal(self.moving, self.second_name)
+        if "rows" in self._buffers:
+            assert torch.equal(self.rows, torch.stack([self.moving, self.still]))
+        return [*self.moving.unique().tolist(), *self.still.unique().tolist()]
+
+
+@pytest.mark.parametrize("base", ["buffer", "not in the state"])
+@pytest.mark.parametrize("wrap", [lambda m: m, ModelState], ids=["plain", "ModelState"])
+def test_each_rank_gets_its_own_views_of_one_memory_back(tmp_path: Path, wrap: Any, base: str) -> None:
+    make = lambda rank: Views(rank, base=base)  # noqa: E731
+    for step in range(2):
+        save(tmp_path, step, wrap=wrap, make=make, keep=1)
+        assert [made.values() for made in loaded(tmp_path, wrap=wrap, make=make)] == [[rank + 1, 0] for rank in range(RANKS)]
+    assert [made.values() for made in loaded(tmp_path, 2, wrap=wrap, make=make)] == [[1, 0]] * 2
+    assert ckpt.open(tmp_path)[1].verify()
+    save(tmp_path, 2, wrap=wrap, make=lambda rank: Views(0, base=base))
+    assert not [name for name in ckpt.open(tmp_path)[2] if "@" in name]
+
+
+def test_a_part_of_the_views_of_one_memory_is_loaded(tmp_path: Path) -> None:
+    save(tmp_path, make=Views)
+    for name, expected in (("moving", [[rank + 1, 0] for rank in range(RANKS)]), ("still", [[10, 0]] * RANKS)):
+        assert [made.values() for made in loaded(tmp_path, make=Views, only=f"model.{name}")] == expected
+
+
+def warnings_of_buffers(caplog: pytest.LogCaptureFixture, url: Path, make: Any) -> str:
+    """Save on all ranks, and return the warning about buffers."""
+    buffer_merge._warned_urls.clear()
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        save(url, make=make)
+    (message,) = [r.getMessage() for r in caplog.records if "buffers differ" in r.getMessage()]
+    return message
+
+
+def test_views_beyond_the_limit_are_stored_once_and_a_warning_names_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each row alone is within the limit, and all views together are beyond it."""
+    make = lambda rank: Views(rank, OWN_BUFFER_BYTES // 8 - 1000)  # noqa: E731
+    assert "model.moving on ranks 1, 2, 3" in warnings_of_buffers(caplog, tmp_path, make)
+    assert [made.values() for made in loaded(tmp_path, make=make)] == [[1, 0]] * RANKS
+    assert not [name for name in ckpt.open(tmp_path)[1] if "@" in name]
+
+
+def test_a_view_of_a_parameter_is_stored_once(tmp_path: Path) -> None:
+    """Ranks have equal parameters. Own values of the view alone would contradict them."""
+    make = lambda rank: Views(rank, base="parameter")  # noqa: E731
+    save(tmp_path, make=make)
+    assert [made.values() for made in loaded(tmp_path, make=make)] == [[1, 0]] * RANKS
+    assert not [name for name in ckpt.open(tmp_path)[1] if "@" in name]
+
+
+def large_views(views_on: set[int]) -> Callable[[int], Any]:
+    """Return a maker of views beyond the limit; on other ranks they are separate buffers, and the rows alone are within it."""
+
+    def make(rank: int) -> Any:
+        made = Views(rank, OWN_BUFFER_BYTES // 8 - 1000)
+        if rank not in views_on:
+            for name in ("rows", "moving", "still"):
+                made.register_buffer(name, getattr(made, name).clone())
+            made.register_buffer("second_name", made.moving)
+        return made
+
+    return make
+
+
+def test_a_rank_without_the_views_of_rank_0_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make = large_views({0})
+    save(tmp_path, make=make)
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        assert [made.moving.unique().tolist() for made in loaded(tmp_path, make=make)] == [[1]] * RANKS
+    messages = {r.getMessage() for r in caplog.records if "shares memory with" in r.getMessage()}
+    assert len(messages) == 1, messages
+    assert max(map(len, messages)) - len(str(tmp_path)) < 200
+
+
+def test_a_warning_names_buffers_that_are_views_on_another_rank_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    message = warnings_of_buffers(caplog, tmp_path, large_views({2}))
+    assert "model.rows on ranks 1, 2, 3, model.moving on rank 2, model.still on rank 2." in message
+    assert len(message.removeprefix(f"step 1 of file://{tmp_path}: ")) < 220
+
+
+def test_arrays_that_like_lacks_are_made_with_the_own_values(tmp_path: Path) -> None:
+    save(tmp_path)
+    made = on_ranks(lambda g: ckpt.load(tmp_path, like={"model": None}, group=g)["model"])
+    assert [state["1.running_mean"].unique().tolist() for state in made] == [[1], [2], [3], [4]]
+
+
 class ExpertNorm(torch.nn.Module):
     """The statistics of an expert of this rank, of which another rank has a copy; as `ModelState(experts=)` declares them."""
 
