@@ -17,13 +17,13 @@ from ckpt.loading.alias_check import check_aliasing
 from ckpt.loading.finish_functions import Finish
 from ckpt.loading.group_load import (
     LoadRequest,
-    load_newest_on_all_ranks,
     open_agreed_checkpoint,
     require_same_step,
     run_on_all_ranks,
 )
 from ckpt.loading.own_values import read_own_values
 from ckpt.loading.shared_read import BlockSource, ShareReads, read_shared
+from ckpt.loading.step_fallback import load_newest_on_all_ranks
 from ckpt.loading.target_matching import TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, LedgerSpan, TimeCategory, goodput
+from ckpt.recovery.goodput.ledger import LedgerSpan, goodput
 from ckpt.recovery.goodput.simulator import IntervalOutcome
+from ckpt.recovery.goodput.time_category import TIME_CATEGORIES, TimeCategory
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import FailureSummary, StartFacts, facts_of
 from ckpt.recovery.run_log.run_state import is_failure

@@ -267,7 +267,8 @@ def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a plot into this file.")
 def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, png: Path | None) -> int:
     """Print how a run spent its time, or draw it."""
-    from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, goodput, read_ledgers, total_seconds_by_category
+    from ckpt.recovery.goodput.ledger import goodput, read_ledgers, total_seconds_by_category
+    from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
     from ckpt.recovery.run_log.run_state import is_failure
 
     entries, seconds = _open_entries(run_dir, state), total_seconds_by_category(run_dir)

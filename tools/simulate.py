@@ -116,7 +116,7 @@ def command(job: SimulatedJob, runs: SimulatedRuns, as_json: bool, png: Path | N
 
 def _point_to_json(point: IntervalOutcome) -> dict[str, Any]:
     """Return the result of one interval as JSON. Seconds and counts are means over its runs."""
-    from ckpt.recovery.goodput.ledger import TIME_CATEGORIES
+    from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
 
     outcomes = point.outcomes
     return {
@@ -133,7 +133,7 @@ def _point_to_json(point: IntervalOutcome) -> dict[str, Any]:
 
 def _print_points(points: Sequence[IntervalOutcome], runs: SimulatedRuns) -> None:
     """Print a table with a row for each interval."""
-    from ckpt.recovery.goodput.ledger import TIME_CATEGORIES
+    from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
 
     shown = [name for name in TIME_CATEGORIES if name != "useful" and any(p.mean(name) >= 5e-5 for p in points)]
     rows = [

@@ -21,8 +21,8 @@ from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, PathRecord, RecordHead
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paths import check_path
-from ckpt.aggregator.records.record_collection import TombstoneCollector
 from ckpt.aggregator.records.ring_change import ensure_record_redundancy
+from ckpt.aggregator.records.tombstone_collection import TombstoneCollector
 from ckpt.storage.base.errors import NotFound, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import Buffer, require_length

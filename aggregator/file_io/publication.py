@@ -10,9 +10,9 @@ from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.file_io.rebuild import rebuild_fragments
 from ckpt.aggregator.records import file_record
+from ckpt.aggregator.records.collected_tombstones import is_collected_since
 from ckpt.aggregator.records.file_record import PathRecord
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
-from ckpt.aggregator.records.recently_collected import is_collected_since
 from ckpt.storage.base.errors import AlreadyExists, Changed, CkptError, StoreError, Unavailable
 from ckpt.storage.registers.base import RegisterValue
 

@@ -21,8 +21,8 @@ from ckpt.aggregator.maintenance.scrub import FileHealth, ScrubReport, scrub_nam
 from ckpt.aggregator.records import record_ring
 from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.file_record import FileLayout, MemberObject, drop_unused_objects, min_fragments
-from ckpt.aggregator.records.record_collection import collect_tombstones
 from ckpt.aggregator.records.ring_change import complete_ring_change, ensure_record_redundancy
+from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord
 

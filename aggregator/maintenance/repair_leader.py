@@ -13,7 +13,7 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance.repair import repair_namespace
 from ckpt.aggregator.maintenance.scrub import scrub_namespace
 from ckpt.aggregator.records.leader_election import REPAIR_LEADER_REGISTER, Election
-from ckpt.aggregator.records.record_collection import collect_tombstones
+from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.base.errors import CkptError
 
 log = logging.getLogger("ckpt.node")

@@ -16,7 +16,7 @@ from ckpt.recovery.agent.memory_drain import SharedMemoryDrain, drain_host_memor
 from ckpt.recovery.agent.time_accounting import TimeAccounting
 from ckpt.recovery.agent.user_messages import UserMessages, describe_pending, leave_seconds
 from ckpt.recovery.coordinator.coordinator import Coordinator
-from ckpt.recovery.goodput.ledger import TimeCategory
+from ckpt.recovery.goodput.time_category import TimeCategory
 from ckpt.recovery.policy.coordinated_stop import StopRequest
 from ckpt.recovery.ranks.signals import Signals
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure

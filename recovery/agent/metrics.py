@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, goodput
+from ckpt.recovery.goodput.ledger import goodput
+from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import DecisionFacts, FailureSummary, NoteFacts, facts_of
 from ckpt.recovery.run_log.run_state import is_failure

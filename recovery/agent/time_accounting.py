@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ckpt.recovery.agent.followed_log import FollowedLog
 from ckpt.recovery.coordinator.coordinator import Coordinator
-from ckpt.recovery.goodput.ledger import LEDGER_FILE, GoodputLedger, TimeCategory, ledger_file_name, read_ledger_file
+from ckpt.recovery.goodput.ledger import LEDGER_FILE, GoodputLedger, ledger_file_name, read_ledger_file
+from ckpt.recovery.goodput.time_category import TimeCategory
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
 from ckpt.recovery.run_log.entry_facts import LeadFacts, facts_of
 from ckpt.recovery.run_log.run_state import RunState

@@ -17,14 +17,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
 
+from ckpt.recovery.goodput.time_category import TimeCategory
 from ckpt.storage.base.checked_decode import Malformed, decode, read_json
 
 log = logging.getLogger("ckpt.run")
-
-TimeCategory = Literal["useful", "redo", "stall", "restore", "spawn", "detect", "stop", "decide", "wait"]
-TIME_CATEGORIES: tuple[TimeCategory, ...] = get_args(TimeCategory)
 
 LEDGER_FILE = "ledger.jsonl"
 """The name of the ledger file of a run on one host."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from ckpt.recovery.goodput import ledger
-from ckpt.recovery.goodput.ledger import TIME_CATEGORIES, TimeCategory
+from ckpt.recovery.goodput.time_category import TIME_CATEGORIES, TimeCategory
 from ckpt.recovery.policy.decide import Budget, Cause, Decision, Failure, decide
 from ckpt.training.save_interval import daly_interval_seconds
 

@@ -1,4 +1,4 @@
-"""`RankMonitor`, which watches the ranks of one attempt on this host and finds their first failure."""
+"""`RankMonitor`, which watches the ranks of one attempt on this host: their progress and their first failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
-from ckpt.recovery.goodput.ledger import TimeCategory
+from ckpt.recovery.goodput.time_category import TimeCategory, rank_time_category
 from ckpt.recovery.policy.decide import Cause
 from ckpt.recovery.policy.hang_limits import HangLimits
 from ckpt.recovery.policy.stragglers import PaceMeter, RankPace
@@ -118,14 +118,7 @@ class RankMonitor:
     @property
     def time_category(self) -> TimeCategory:
         """What the first rank of this host spends its time on."""
-        beat = self._heartbeats[self.ranks[0].number]
-        if beat.phase == "load":
-            return "restore"
-        if beat.phase == "save":
-            return "stall"
-        if beat.phase == "start" and beat.step < 0:
-            return "spawn"
-        return "redo" if beat.step + 1 <= self._best_step else "useful"
+        return rank_time_category(self._heartbeats[self.ranks[0].number], self._best_step)
 
     def slowest_rank(self, now: float) -> SlowestRank | None:
         """Return the rank that is behind the others; None if none uses ckpt."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ckpt.recovery.goodput.ledger import TimeCategory
+from ckpt.recovery.goodput.time_category import TimeCategory
 from ckpt.recovery.policy.decide import PLANNED_CAUSES, Cause
 from ckpt.recovery.policy.stragglers import RankPace
 from ckpt.recovery.run_log.base import RunLog

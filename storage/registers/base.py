@@ -154,7 +154,7 @@ class Registers(ABC):
     def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
         """Delete registers of deleted files; return how many.
 
-        Only `aggregator/records/record_collection.py` knows when this is allowed.
+        Only `aggregator/records/tombstone_collection.py` knows when this is allowed.
 
         expected_ballots: a register is deleted only if its value has this ballot (NO_BALLOT: no value) and it has promised
             nothing above the floor of the member's fence number.

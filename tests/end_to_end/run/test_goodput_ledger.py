@@ -20,14 +20,8 @@ from helpers.ledgers import ROUNDING, assert_no_gap
 from helpers.runs import Run
 
 from ckpt.recovery.agent import metrics
-from ckpt.recovery.goodput.ledger import (
-    LEDGER_FILE,
-    TIME_CATEGORIES,
-    GoodputLedger,
-    goodput,
-    read_ledgers,
-    total_seconds_by_category,
-)
+from ckpt.recovery.goodput.ledger import LEDGER_FILE, GoodputLedger, goodput, read_ledgers, total_seconds_by_category
+from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.sqlite import RUN_LOG_FILE, SqliteRunLog
 from ckpt.storage.base.errors import CkptError

@@ -13,7 +13,7 @@ from helpers.whole_namespaces import require_whole
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import rebalance
 from ckpt.aggregator.records.eras import begin_era
-from ckpt.aggregator.records.record_collection import collect_tombstones
+from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.testing import random_bytes
 
 

@@ -13,7 +13,7 @@ from helpers.stopped_client import StoppedClient
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import scrub
 from ckpt.aggregator.records.eras import begin_era
-from ckpt.aggregator.records.record_collection import collect_tombstones
+from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.base.errors import NotFound
 from ckpt.storage.testing import random_bytes
 

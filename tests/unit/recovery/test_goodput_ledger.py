@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from ckpt.recovery.agent import metrics
 from ckpt.recovery.goodput.ledger import (
     LEDGER_FILE,
-    TIME_CATEGORIES,
     GoodputLedger,
     LedgerSpan,
     ledger_file_name,
@@ -31,6 +30,7 @@ from ckpt.recovery.goodput.ledger import (
     read_ledgers,
     total_seconds_by_category,
 )
+from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
 from ckpt.recovery.policy.decide import Failure
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.base import Draft, LogEntry

@@ -19,8 +19,8 @@ from helpers.whole_namespaces import require_whole
 from ckpt.aggregator.file_io import namespace as namespaces
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance, repair, scrub
-from ckpt.aggregator.records import record_collection
-from ckpt.aggregator.records.record_collection import collect_tombstones
+from ckpt.aggregator.records import tombstone_collection
+from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.registers.base import ABSENT_NAME, Ballot, RegisterAnswer, floor_ballot
 from ckpt.storage.registers.sqlite import SqliteRegisters
@@ -99,7 +99,7 @@ def test_a_listing_with_too_many_tombstones_starts_a_collection(
     tmp_path: Path, examined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(namespaces, "MAX_TOMBSTONES", 10)
-    monkeypatch.setattr(record_collection, "MIN_AGE_SECONDS", 0.0)
+    monkeypatch.setattr(tombstone_collection, "MIN_AGE_SECONDS", 0.0)
     namespace = opened(tmp_path)
     for number in range(30):
         namespace.put(f"run/{number}", b"x")
@@ -113,7 +113,7 @@ def test_a_listing_with_too_many_tombstones_starts_a_collection(
 
 
 def test_a_repair_collects_tombstones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_collection, "MIN_AGE_SECONDS", 0.0)
+    monkeypatch.setattr(tombstone_collection, "MIN_AGE_SECONDS", 0.0)
     namespace = opened(tmp_path)
     namespace.put("a", b"1")
     namespace.put("b", b"1")

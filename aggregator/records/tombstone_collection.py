@@ -7,8 +7,8 @@ file back. It is removed once no member can do so, in this order (see `aggregato
 1. List all members that keep records. A member that has a value older than the tombstone gets the tombstone.
 2. Begin a new era, whose floor is above every ballot of these registers. All members are fenced, so that no earlier call
    arrives late.
-3. Agree on the names (`aggregator/records/recently_collected.py`), so that a client that finds no record knows that it may have
-   been collected.
+3. Agree on the names (`aggregator/records/collected_tombstones.py`), so that a client that finds no record knows that it may
+   have been collected.
 4. Read all members with the new fence number. A tombstone is collected only if each member of its replica set has it with the
    same ballot, or has no value, and no other member has a value of it.
 5. Each member forgets its registers, if they still have that ballot.
@@ -29,11 +29,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from ckpt.aggregator.records import file_record
+from ckpt.aggregator.records.collected_tombstones import record_collection
 from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.leader_election import Election
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paxos import BATCH_PATHS
-from ckpt.aggregator.records.recently_collected import record_collection
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.registers.base import ABSENT_NAME, NO_BALLOT, Ballot, Record, RegisterAnswer

@@ -1,0 +1,119 @@
+"""The load of the newest step, and the fallback to an older one if it is damaged, on all ranks together."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ckpt.errors import StepNotFound
+from ckpt.groups.base import Group
+from ckpt.loading.group_load import (
+    LoadRequest,
+    RemoteStoreError,
+    broadcast_from_rank_0,
+    open_agreed_checkpoint,
+    require_same_step,
+)
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
+from ckpt.repository.repository import Repository, commit_name, steps_text
+from ckpt.storage.base.errors import IntegrityError, StoreError
+from ckpt.support.user_warning import warn_user
+
+log = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+
+
+def load_newest_on_all_ranks(
+    repo: Repository,
+    strict: bool,
+    request: LoadRequest,
+    load: Callable[[Callable[[], Checkpoint], LoadRequest], Any],
+    before: int | None = None,
+) -> tuple[int, Any] | None:
+    """Load the newest complete step on all ranks; return its number and the state, or None if no step is committed.
+
+    load: loads one checkpoint, given a function that opens it.
+    before: load the newest step below this number, if there is one.
+
+    Rank 0 lists the steps. If a listed step can't be loaded, rank 0 decides whether it was deleted after the listing.
+    """
+    group = request.group
+
+    def listed_steps() -> str:
+        repo.check()
+        return json.dumps(repo.order().newest_first(before))
+
+    if group.size > 1:
+        group.meet_at(repo.store)
+        require_same_step(group, None)
+    numbers: list[int] = json.loads(broadcast_from_rank_0(group, listed_steps))
+    while True:
+        damage: dict[int, IntegrityError] = {}
+        missing: set[int] = set()  # never committed, or deleted after they were listed
+        found: tuple[int, Any] | None = None
+        for number in numbers:
+            try:
+                found = number, load(functools.partial(open_agreed_checkpoint, repo, number, group), request)
+                break
+            except StepNotFound:
+                missing.add(number)
+            except (IntegrityError, StoreError, RemoteStoreError) as error:
+                if _is_deleted(repo, number, group):
+                    missing.add(number)
+                elif strict or not isinstance(error, IntegrityError):
+                    raise
+                else:
+                    damage[number] = error
+        # A missing step means that another process saves and deletes, so it may have committed a newer step than `found`.
+        if not missing:
+            return report_fallback(repo, found, damage)
+        tried_and_present = {*numbers} - missing
+        relisted: list[int] = json.loads(broadcast_from_rank_0(group, listed_steps))
+        if found is None and not {*relisted} <= {*numbers}:
+            numbers = relisted  # the writer has committed new steps since; even if it has deleted them too, more will follow
+            continue
+        newer = relisted[: relisted.index(found[0])] if found is not None and found[0] in relisted else relisted
+        if not _has_committed(repo, [number for number in newer if number not in tried_and_present], group):
+            return report_fallback(repo, found, damage)
+        numbers = relisted
+
+
+def _is_deleted(repo: Repository, step: int, group: Group) -> bool:
+    """Return whether a step that can't be loaded was deleted."""
+
+    def ask() -> str:
+        try:
+            return json.dumps(not repo.store.exists(commit_name(step)))
+        except StoreError:  # the caller then raises the error of the load
+            return json.dumps(False)
+
+    return bool(json.loads(broadcast_from_rank_0(group, ask)))
+
+
+def _has_committed(repo: Repository, steps: Sequence[int], group: Group) -> bool:
+    return bool(
+        json.loads(broadcast_from_rank_0(group, lambda: json.dumps(any(repo.store.exists(commit_name(n)) for n in steps))))
+    )
+
+
+def report_fallback(repo: Repository, found: tuple[int, T] | None, damage: dict[int, IntegrityError]) -> tuple[int, T] | None:
+    """Warn of the skipped damaged steps, mark them as damaged, and return `found`. Raise IntegrityError if all are damaged."""
+    mark_damaged_in_all_tiers(repo, damage)
+    if found is None and damage:
+        newest, *others = damage.values()
+        for error in others:
+            log.error("%s", error)
+        if not others:
+            raise newest
+        raise type(newest)(f"no step of {repo.url} is whole, of {steps_text(sorted(damage))}; the newest: {newest}") from newest
+    for passed_over in damage.values():
+        assert found is not None
+        message = f"loaded the older step {found[0]} because a newer one is damaged: {passed_over}"
+        log.error(message)
+        warn_user(message)
+    return found
