@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tune_parts
 
 FULL, LORA = "full_finetune_single_device", "lora_finetune_single_device"
+FULL_ON_RANKS, LORA_ON_RANKS = "full_finetune_distributed", "lora_finetune_distributed"
 PAGE = DOCS / "howto" / "torchtune.md"
 
 
@@ -39,24 +40,25 @@ class Tuning:
 
     def run(self, name: str, *more: str, config: str = "ckpt", status: int = 0) -> str:
         """Run the recipe once, with an output folder and losses of that name; return what it printed."""
-        launcher = ["--nproc_per_node", str(self.ranks)] if self.ranks > 1 else []
+        start = [self.recipe] if self.ranks == 1 else ["--nproc_per_node", str(self.ranks), "on_cpu"]
+        more = more if self.ranks == 1 else (*more, f"recipe={self.recipe}")
         env = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("CKPT_", "RANK", "WORLD_SIZE"))},
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(TESTS)]), "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.folder / "cache"), "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
         done = subprocess.run(
-            [Path(sys.executable).with_name("tune"), "run", *launcher, self.recipe, "--config", f"{config}.yaml",
+            [Path(sys.executable).with_name("tune"), "run", *start, "--config", f"{config}.yaml",
              f"output_dir={name}", f"metric_logger.path={name}.losses", *self.options, *more],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, cwd=self.folder,
         )  # fmt: skip
         assert done.returncode == status, done.stdout[-6000:]
         return done.stdout
 
-    def losses(self, name: str, rank: int = 0) -> dict[int, str]:
-        """Return loss and learning rate of each step. It fails if a step that was repeated has others."""
+    def losses(self, name: str) -> dict[int, str]:
+        """Return loss (the mean of all ranks) and learning rate of each step; fail if a step that was repeated has others."""
         found: dict[int, str] = {}
-        for line in (self.folder / f"{name}.losses.{rank}").read_text().splitlines():
+        for line in (self.folder / f"{name}.losses.0").read_text().splitlines():
             step, values = line.split(" ", 1)
             assert found.setdefault(int(step), values) == values, f"step {step} was repeated with another loss"
         return found
@@ -67,13 +69,12 @@ class Tuning:
         The unbroken run of a full fine-tuning is one of torchtune alone. That of LoRA is under ckpt: where the model is on the
         host, torchtune's own save merges the adapters into the model that it trains (`.cpu()` makes no copy).
         """
-        self.run("whole", config="ckpt" if self.recipe == LORA else "torchtune")
+        self.run("whole", config="ckpt" if self.recipe.startswith("lora") else "torchtune")
         self.run("cut", *options, f"metric_logger.kill_at={kill_at}", status=1 if self.ranks > 1 else -signal.SIGKILL)
         assert len(self.losses("cut")) == kill_at
         printed = self.run("cut", *options)
         assert "continues from step" in printed
-        for rank in range(self.ranks):
-            assert self.losses("cut", rank) == self.losses("whole", rank)
+        assert self.losses("cut") == self.losses("whole")
         assert len(self.losses("whole")) > kill_at
         assert self.model("cut") == self.model("whole")
 
@@ -109,6 +110,21 @@ NO_ACCUMULATION = ("gradient_accumulation_steps=1", "clip_grad_norm=null")
 )
 def test_losses_after_a_kill(tmp_path: Path, files: Path, recipe: str, kill_at: int, every: str, options: list[str]) -> None:
     Tuning(tmp_path, files, recipe, *options).killed_and_resumed(kill_at, every)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kill_at", "options"),
+    [
+        pytest.param(FULL_ON_RANKS, 8, [], id="full, in the middle of an epoch"),
+        pytest.param(LORA_ON_RANKS, 8, [], id="lora, in the middle of an epoch"),
+        pytest.param(
+            FULL_ON_RANKS, 17, [*NO_ACCUMULATION, "optimizer_in_bwd=True"], id="full, optimizers in the backward pass"
+        ),
+        pytest.param(LORA_ON_RANKS, 8, ["max_steps_per_epoch=3"], id="lora, of epochs with a limit"),
+    ],
+)
+def test_losses_of_two_ranks_after_a_kill(tmp_path: Path, files: Path, recipe: str, kill_at: int, options: list[str]) -> None:
+    Tuning(tmp_path, files, recipe, *options, ranks=2).killed_and_resumed(kill_at, EVERY)
 
 
 def test_ended_training_writes_its_model_again_and_continues(tmp_path: Path, files: Path) -> None:
