@@ -8,6 +8,7 @@ from ckpt.groups.base import Group
 from ckpt.loading.target_matching import TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.state.rank_tree import own_name
+from ckpt.state.tree import RANK_SUFFIX
 from ckpt.storage.base.errors import IntegrityError
 
 log = logging.getLogger("ckpt")
@@ -19,6 +20,7 @@ def read_own_values(matcher: TargetMatcher, checkpoint: Checkpoint, group: Group
     In another layout, ranks may need equal values that had different ones: those that share a layer under tensor parallelism.
     So all ranks load the first rank's value if their number has changed, or if an array is divided in a way that no array was.
     """
+    _prefer_wrapped_arrays(matcher, checkpoint)
     mine = {name for name, ranks in matcher.own_ranks.items() if group.rank in ranks}
     if group.size != checkpoint.commit.world_size or not mine:
         return
@@ -35,6 +37,18 @@ def read_own_values(matcher: TargetMatcher, checkpoint: Checkpoint, group: Group
             )
     matcher.targets = [(own_name(name, group.rank) if name in mine else name, leaf) for name, leaf in matcher.targets]
     matcher.aliases.update({own_name(name, group.rank): note for name, note in matcher.aliases.items() if name in mine})
+
+
+def _prefer_wrapped_arrays(matcher: TargetMatcher, checkpoint: Checkpoint) -> None:
+    """Let an array that is in the state a second time, wrapped in PerRank, have the wrapped value: it is that of this rank."""
+    aliases, saved = matcher.aliases, checkpoint.saved()
+    wrapped = {leaf.memory_layout(): name for name, leaf in matcher.targets if name in aliases and RANK_SUFFIX.search(name)}
+    if not wrapped:
+        return
+    for i, (name, leaf) in enumerate(matcher.targets):
+        memory = leaf.memory_layout() if name in aliases else None
+        if memory is not None and (other := wrapped.get(memory)) is not None and saved[other] == saved[name]:
+            matcher.targets[i] = (other, leaf)
 
 
 def _incomplete_views(mine: set[str], matcher: TargetMatcher, where: str) -> set[str]:

@@ -53,7 +53,8 @@ NO_SHARES = BufferShares()
 
 def buffer_shares(flat: FlatState, shards: Sequence[LocalShard], group: Group) -> BufferShares:
     """Return what this rank stores. The choice depends only on sizes and names, so ranks with equal buffers choose the same."""
-    names = flat.buffers - flat.per_rank
+    wrapped = {flat.aliases[name] for name in flat.per_rank if name in flat.aliases}  # each rank stores them anyway
+    names = {name for name in flat.buffers - flat.per_rank if flat.aliases.get(name) not in wrapped}
     if group.size == 1 or not names:
         return NO_SHARES
     everywhere = Replica(group.rank, group.size, is_stored_whole=True)

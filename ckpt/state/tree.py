@@ -35,7 +35,7 @@ INLINE_BYTES = 64 << 10
 """A longer bytes object becomes a leaf, since JSON would need all of it in memory as base64. In a group each rank stores its
 own."""
 
-_RANK_SUFFIX = re.compile(r"@\d+$")  # the suffix of a leaf that one rank alone has; a path that ends like it needs another name
+RANK_SUFFIX = re.compile(r"@\d+$")  # the suffix of a leaf that one rank alone has; a path that ends like it needs another name
 _SAFE_INTEGER = 1 << 53  # other JSON readers round larger integers
 _DECIMAL_BITS = 2048  # fits in 640 digits, the lowest limit that Python can have for conversions between int and decimal text
 FACTORIES: dict[str, Callable[[], Any]] = {
@@ -310,7 +310,7 @@ class _Flattener:
             name = path or "(root)"
             if self._current_per_rank is not None:
                 name += f"@{self._rank or 0}"
-            elif "@" in name and _RANK_SUFFIX.search(name):
+            elif "@" in name and RANK_SUFFIX.search(name):
                 name += "~"
             if not name.isascii():
                 _require_utf8(name)

@@ -163,6 +163,26 @@ def test_large_buffers_are_stored_once_and_a_warning_names_those_that_differ(
     assert not [name for name in ckpt.open(tmp_path)[2] if name.startswith(("model.table@", "model.equal@"))]
 
 
+@pytest.mark.parametrize("size", [RANKS, 2])
+@pytest.mark.parametrize("module_first", [True, False])
+def test_a_large_buffer_that_is_wrapped_besides_the_module_comes_back_to_its_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, module_first: bool, size: int
+) -> None:
+    """The wrapped array and the buffer are one memory, of which the step has the value of each rank and that of rank 0."""
+
+    def state(rank: int) -> dict[str, Any]:
+        made = model(rank)
+        made.register_buffer("table", torch.full((OWN_BUFFER_BYTES // 4 + 1,), float(rank + 1)))
+        found = {"model": made, "table": ckpt.PerRank(made.table)}
+        return found if module_first else dict(reversed(found.items()))
+
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        on_ranks(lambda g: ckpt.save(state(g.rank), tmp_path, 1, group=g))
+    assert not [r.getMessage() for r in caplog.records if "buffers differ" in r.getMessage()]
+    found = on_ranks(lambda g: ckpt.load(tmp_path, like=state(9), group=g)["model"].table.unique().tolist(), size)
+    assert found == [[rank + 1] for rank in range(size)]
+
+
 class Views(torch.nn.Module):
     """Buffers that are views of one memory. Only `moving` differs between ranks, so `still` equals that of rank 0."""
 

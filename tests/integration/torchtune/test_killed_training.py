@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,8 @@ def test_losses_after_a_kill(tmp_path: Path, files: Path, recipe: str, kill_at: 
     ],
 )
 def test_losses_of_two_ranks_after_a_kill(tmp_path: Path, files: Path, recipe: str, kill_at: int, options: list[str]) -> None:
+    if recipe == LORA_ON_RANKS and version("torchtune") == "0.6.0":
+        pytest.skip("torchtune 0.6.0 cannot run this recipe: it reads a world_size that it never sets")
     Tuning(tmp_path, files, recipe, *options, ranks=2).killed_and_resumed(kill_at, EVERY)
 
 
