@@ -197,6 +197,13 @@ def test_import_ckpt_is_light():
     assert not {"numpy", "torch", "jax", "pyarrow", "numcodecs", "obstore", "fsspec", "mpi4py", "h5py", "zarr"} & set(loaded)
 
 
+def test_ckpt_run_starts_without_packages_that_it_seldom_needs() -> None:
+    """Half of the processor time of its start was numpy, for a drain of memory, and rich, for progress bars."""
+    code = "import sys, ckpt.tools.run, ckpt.recovery.agent.agent; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert {"numpy", "rich", "email", "pyarrow"} & set(loaded) == set()
+
+
 def test_names_are_imported_from_where_type_checkers_find_them():
     tree = ast.parse((ROOT / "ckpt/__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")

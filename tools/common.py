@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-from rich.cells import cell_len
-from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ckpt.storage.base.errors import CkptError
 from ckpt.support import interrupts
@@ -122,6 +118,8 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
     Not by rich, which takes 8 s for a step with 20,000 leaves, and shortens numbers in a narrow terminal.
     """
+    from rich.cells import cell_len
+
     header = [column.lstrip(">") for column in columns]
     lines = [header, *rows]
     widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
@@ -149,10 +147,14 @@ def progress(total: int | None, label: str) -> Iterator[Advance]:
 @contextmanager
 def growing_progress(label: str, total: int | None = 0) -> Iterator[tuple[Advance, Advance]]:
     """A context that shows a progress bar whose total grows. Yields what adds to the total, and what advances the bar."""
+    from rich.console import Console  # not at the top: rich takes longer to import than most commands to run
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _check_interrupts, _check_interrupts
         return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
         TimeRemainingColumn(),
@@ -179,6 +181,8 @@ def _check_interrupts(_: int) -> None:
 
 def format_size(nbytes: float) -> str:
     """Return bytes in a readable unit: 1.2 GB."""
+    from rich.filesize import decimal
+
     return decimal(round(nbytes)).replace(" bytes", " B")
 
 

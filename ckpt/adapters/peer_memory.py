@@ -25,7 +25,7 @@ from ckpt.storage.member.device import Device
 from ckpt.storage.node.client_credentials import is_loopback
 from ckpt.storage.node.security_options import VARIABLES, NodeSecurity, read_certificate, security_from_environment
 from ckpt.storage.node.server import NodeOptions, NodeServer
-from ckpt.tiers.tier_spec import own_memory_folder
+from ckpt.tiers.memory_folder import own_memory_folder
 
 _PREFIX = "peer-"
 _STALE_AFTER_SECONDS = 60.0

@@ -5,4 +5,16 @@ Guarantee: a step is removed from a near tier only when a further tier has a ver
 `background_copier` does so during training.
 """
 
-from ckpt.tiers.memory_drain import drain as drain
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.tiers.memory_drain import drain as drain
+
+
+def __getattr__(name: str) -> Any:
+    """Import `drain` at its first use: `ckpt-run` imports this package for the folder of the memory alone."""
+    if name == "drain":
+        from ckpt.tiers.memory_drain import drain
+
+        return drain
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,16 +9,10 @@ import time
 from ckpt.repository.repository import Repository, open_repository
 from ckpt.storage.base.errors import InvalidArgument, StoreError, Unavailable
 from ckpt.storage.base.store import Store
+from ckpt.tiers.memory_folder import MEMORY_WAIT_VARIABLE, PREVIOUS_MEMORY_VARIABLE
 from ckpt.tiers.tier_spec import has_steps_of, memory_folder_name, url_of_subfolder
 
 log = logging.getLogger("ckpt")
-
-PREVIOUS_MEMORY_VARIABLE = "CKPT_MEMORY_BEFORE"
-"""The environment variable with the URLs, separated by spaces, of memory that earlier attempts used. It is only read."""
-
-MEMORY_WAIT_VARIABLE = "CKPT_MEMORY_WAIT"
-"""The environment variable "SECONDS URL": how long to wait if the hosts of this memory, which may have the newest steps, do not
-answer."""
 
 _RETRY_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0

@@ -6,11 +6,9 @@ import hashlib
 import logging
 import os
 import re
-import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckpt.block_io.staging_arena import available_memory
@@ -22,15 +20,13 @@ from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument,
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.shared_memory import MemoryStore
 from ckpt.support.validation import checked_bytes, checked_every
+from ckpt.tiers.memory_folder import MEMORY_VARIABLE, own_memory_folder
 from ckpt.training.save_interval import Every
 
 log = logging.getLogger("ckpt")
 
 MEMORY = "memory"
 """The URL of the memory tier."""
-
-MEMORY_VARIABLE = "CKPT_MEMORY"
-"""The environment variable with the URL of the memory that `ckpt-run` keeps for the job. It outlives the ranks."""
 
 TIER_NOTE_NAME = "tier.json"
 """The name of the file in a tier that names its repository of record."""
@@ -117,25 +113,6 @@ def url_of_subfolder(url: str, name: str) -> str:
     """Return the URL of a folder below a URL, whose query stays at the end."""
     path, mark, query = url.partition("?")
     return f"{path.rstrip('/')}/{name}{mark}{query}"
-
-
-def own_memory_folder(base: Path = Path("/dev/shm")) -> Path:
-    """Return a folder in shared memory that belongs to this user alone, and create it if it does not exist."""
-    folder = base / f"ckpt-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise StoreError(
-            f'Tier("memory"): {folder} cannot be used: {error.strerror}; mount a tmpfs on {base}, set {MEMORY_VARIABLE} to '
-            "a folder "
-            "that is in memory, or leave the tier out"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise StoreError(
-            f'Tier("memory"): {folder} belongs to another user; remove it, or set {MEMORY_VARIABLE} to a folder of yours'
-        )
-    return folder
 
 
 def capacity_bytes(tier: Tier, repo: Repository) -> int | None:

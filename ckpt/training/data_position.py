@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Literal
 
 from ckpt.storage.base.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 LastBatchRule = Literal["short", "drop", "pad"]
 """What happens to the samples at the end of an epoch that fill no batch."""
@@ -99,6 +100,8 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> NDArr
 
     numpy guarantees that RandomState returns the same numbers in all versions (NEP 19); the newer Generator may change.
     """
+    import numpy as np  # not at the top: ckpt-run, which imports this module for its ranges, starts without numpy
+
     if not shuffle:
         return np.arange(size)
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch)))).permutation(size)

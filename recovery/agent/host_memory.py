@@ -14,7 +14,7 @@ from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import memories_of
 from ckpt.recovery.run_log.run_state import RunState
-from ckpt.tiers import previous_memory, tier_spec
+from ckpt.tiers.memory_folder import MEMORY_VARIABLE, MEMORY_WAIT_VARIABLE, PREVIOUS_MEMORY_VARIABLE
 
 
 class HostMemory:
@@ -76,13 +76,11 @@ class HostMemory:
         variables, name = {}, self._options.name
         current, *previous = [namespace.url(name) for namespace in run_state.memory] or [""]
         if memory_url := current if self.folder is None else str(self.folder):
-            variables[tier_spec.MEMORY_VARIABLE] = memory_url
+            variables[MEMORY_VARIABLE] = memory_url
         if previous:
-            variables[previous_memory.PREVIOUS_MEMORY_VARIABLE] = " ".join(previous)
+            variables[PREVIOUS_MEMORY_VARIABLE] = " ".join(previous)
         if run_state.newest.memory in run_state.memory[1:] and run_state.memory_wait_seconds:
-            variables[previous_memory.MEMORY_WAIT_VARIABLE] = (
-                f"{run_state.memory_wait_seconds:g} {run_state.newest.memory.url(name)}"
-            )
+            variables[MEMORY_WAIT_VARIABLE] = f"{run_state.memory_wait_seconds:g} {run_state.newest.memory.url(name)}"
         return variables
 
     def is_needed(self, run_state: RunState, reports: Mapping[str, AgentReport]) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt.storage.base.errors import CkptError, StoreError
-from ckpt.tiers import memory_drain, tier_spec
+from ckpt.tiers.memory_folder import MEMORY_VARIABLE, own_memory_folder
 
 BROUGHT_TEXT = "was brought"
 """Part of the text about a step that was only in memory and has been copied."""
@@ -28,11 +28,11 @@ def memory_folder(run_folder: Path, host: str = "") -> Path | None:
     run_folder: the folder of the run.
     host: the name of this host in a run of several hosts.
     """
-    if os.environ.get(tier_spec.MEMORY_VARIABLE):
+    if os.environ.get(MEMORY_VARIABLE):
         return None
     try:
         name = hashlib.sha256(os.fsencode(run_folder.resolve()) + (f"\0{host}" if host else "").encode()).hexdigest()[:16]
-        return tier_spec.own_memory_folder() / f"run-{name}"
+        return own_memory_folder() / f"run-{name}"
     except (StoreError, OSError):
         return None
 
@@ -49,6 +49,10 @@ def used_bytes(folder: Path) -> int:
 
 def drain_folder(folder: Path) -> str:
     """Copy the newest step to the repository at the end of a run, free the memory, and return a text about the result."""
+    try:
+        os.lstat(folder)
+    except FileNotFoundError:  # no rank has saved to memory
+        return ""
     done, text = drain_urls([str(folder)])
     if done:
         shutil.rmtree(folder, ignore_errors=True)
@@ -62,6 +66,8 @@ def drain_urls(urls: Sequence[str]) -> tuple[bool, str]:
 
     urls: the memories, the newest first.
     """
+    from ckpt.tiers import memory_drain  # with numpy, which an agent that copies no step does not need
+
     try:
         text = memory_drain.drain(*urls)
     except CkptError as error:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 log = logging.getLogger("ckpt")
@@ -31,6 +30,9 @@ class HttpPages:
     """
 
     def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], HttpPage]], thread_name: str) -> None:
+        # Imported here, because it takes long and few commands serve pages.
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
         not_found = HttpPage(f"there are {' and '.join(sorted(pages))}\n".encode(), status=404)
 
         class Handler(BaseHTTPRequestHandler):

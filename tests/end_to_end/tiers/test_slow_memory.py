@@ -16,7 +16,7 @@ import ckpt
 from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes
 from ckpt.repository.repository import open_repository
 from ckpt.storage.node.security_options import NodeSecurity
-from ckpt.tiers import previous_memory, tier_spec
+from ckpt.tiers import memory_folder, previous_memory
 
 
 def test_a_restore_waits_for_stopped_memory_as_long_as_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,16 +26,16 @@ def test_a_restore_waits_for_stopped_memory_as_long_as_allowed(tmp_path: Path, m
         until(lambda: (nodes.update(()), nodes.state == "ready")[1])
         record = open_repository(tmp_path / "repo")
         memory = f"ckpt://{nodes.fresh}?redundancy=1x"
-        monkeypatch.setenv(tier_spec.MEMORY_VARIABLE, memory)
+        monkeypatch.setenv(memory_folder.MEMORY_VARIABLE, memory)
         with ckpt.Checkpointer(record.url, every=None, tiers=[ckpt.Tier("memory", every=1)], group=None) as ck:
             ck.step(0, {"w": np.arange(50_000.0)})
             ck.wait()
-            monkeypatch.setenv(previous_memory.PREVIOUS_MEMORY_VARIABLE, memory)
+            monkeypatch.setenv(memory_folder.PREVIOUS_MEMORY_VARIABLE, memory)
             assert nodes._process is not None
             os.kill(nodes._process.pid, signal.SIGSTOP)
             try:
                 assert previous_memory.previous_memories(record) == [], "ckpt-run has not allowed any wait"
-                monkeypatch.setenv(previous_memory.MEMORY_WAIT_VARIABLE, f"60 {memory}")
+                monkeypatch.setenv(memory_folder.MEMORY_WAIT_VARIABLE, f"60 {memory}")
                 found: list[list[ckpt.Repository]] = []
                 reader = threading.Thread(target=lambda: found.append(previous_memory.previous_memories(record)))
                 reader.start()
@@ -47,6 +47,6 @@ def test_a_restore_waits_for_stopped_memory_as_long_as_allowed(tmp_path: Path, m
             assert [repo.steps() for repo in found[0]] == [[0]]
     finally:
         nodes.close(remove=True)
-    monkeypatch.setenv(previous_memory.MEMORY_WAIT_VARIABLE, "x")
+    monkeypatch.setenv(memory_folder.MEMORY_WAIT_VARIABLE, "x")
     with pytest.raises(ckpt.InvalidArgument, match="SECONDS URL"):
         previous_memory.previous_memories(record)

@@ -27,7 +27,7 @@ from ckpt.adapters.peer_address import open_peer
 from ckpt.adapters.peer_memory import PeerMemory
 from ckpt.adapters.torchft import CkptTransport
 from ckpt.errors import Refused, Untrusted
-from ckpt.tiers.tier_spec import own_memory_folder
+from ckpt.tiers.memory_folder import own_memory_folder
 
 CPU = torch.device("cpu")
 SECONDS = timedelta(seconds=30)
