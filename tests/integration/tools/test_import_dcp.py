@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.folders import PROGRAMS
+from helpers.forked_ranks import run_ranks
 from helpers.imports import assert_same_tensors, load_imported
-from helpers.torchrun import torchrun
 
 from ckpt.storage.base.errors import CkptError
 
 
 def test_a_sharded_folder_of_dcp(tmp_path: Path) -> None:
-    done = torchrun(3, PROGRAMS / "dcp_folder.py", str(tmp_path / "dcp"))
+    done = run_ranks(3, PROGRAMS / "dcp_folder.py", str(tmp_path / "dcp"))
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 3
     loaded = load_imported(tmp_path / "dcp")

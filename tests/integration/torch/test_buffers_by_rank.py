@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.folders import PROGRAMS
-from helpers.torchrun import torchrun
+from helpers.forked_ranks import run_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -19,7 +19,7 @@ STEPS = 16
 
 def train(folder: Path, name: str, kind: str, *more: str) -> tuple[str, list[dict[str, str]]]:
     """Run programs/buffer_training.py on two ranks; return what it printed, and the line of each step of each rank."""
-    done = torchrun(2, PROGRAMS / "buffer_training.py", str(folder / name), str(folder / f"{name}.log"), kind, *more)
+    done = run_ranks(2, PROGRAMS / "buffer_training.py", str(folder / name), str(folder / f"{name}.log"), kind, *more)
     assert ("Signal 9 (SIGKILL)" in done.stderr) if more else done.returncode == 0, done.stdout + done.stderr
     lines = [(folder / f"{name}.log.{rank}").read_text().splitlines() for rank in range(2)]
     return done.stdout, [{line.split()[0]: line for line in of_rank} for of_rank in lines]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.folders import PROGRAMS
-from helpers.torchrun import check_on_torch_ranks, torchrun
+from helpers.forked_ranks import run_checks_on_ranks, run_ranks
 
 import ckpt
 
@@ -36,13 +36,13 @@ def test_four_two_and_six_ranks_continue_the_training_of_one_process(tmp_path: P
     whole, divided = tmp_path / "whole", tmp_path / "divided"
     whole.mkdir()
     divided.mkdir()
-    done = torchrun(1, PROGRAM, str(whole), "9")
+    done = run_ranks(1, PROGRAM, str(whole), "9")
     assert done.returncode == 0, done.stderr[-4000:]
-    killed = torchrun(4, PROGRAM, str(divided), "4", "2")
+    killed = run_ranks(4, PROGRAM, str(divided), "4", "2")
     assert killed.returncode != 0
     assert ckpt.open(divided / "fastmoe").steps()[-1] in (2, 3)
     for size, stop in ((2, 6), (6, 9)):
-        done = torchrun(size, PROGRAM, str(divided), str(stop))
+        done = run_ranks(size, PROGRAM, str(divided), str(stop))
         assert done.returncode == 0, done.stdout + done.stderr[-6000:]
         assert ckpt.open(divided / "megatron")[stop - 1].commit.world_size == size
     for layout in LAYOUTS:
@@ -54,4 +54,4 @@ def test_four_two_and_six_ranks_continue_the_training_of_one_process(tmp_path: P
 
 def test_wrong_groups_are_refused_and_experts_without_a_token_are_saved(tmp_path: Path) -> None:
     checks = ("different_numbers", "copies_that_differ", "without_a_token", "stack", "rows_of_a_rank")
-    check_on_torch_ranks("expert_checks.py", 4, tmp_path, *checks)
+    run_checks_on_ranks("expert_checks.py", 4, tmp_path, *checks)

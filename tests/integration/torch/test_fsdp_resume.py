@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.torchrun import check_on_torch_ranks
+from helpers.forked_ranks import run_checks_on_ranks
 
 pytest.importorskip("torch")
 
@@ -16,4 +16,4 @@ CHECKS = ["adamw-fresh", "adamw-used", "sgd-restore", "groups-fresh"]
 
 
 def test_a_fresh_optimizer_gets_moments_sharded_like_its_parameters(tmp_path: Path) -> None:
-    check_on_torch_ranks("fsdp_training.py", 2, tmp_path, *CHECKS)
+    run_checks_on_ranks("fsdp_training.py", 2, tmp_path, *CHECKS)

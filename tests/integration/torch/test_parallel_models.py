@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from helpers.folders import EXAMPLES, PROGRAMS
+from helpers.forked_ranks import run_ranks
 from helpers.processes import SOAK
 from helpers.torch_launches import SMALL
-from helpers.torchrun import torchrun
 from programs import torch_rank
 
 import ckpt
@@ -25,7 +25,7 @@ pytestmark = [
 
 def check(size: int, root: Path, *checks: str) -> None:
     """Run checks of torch_rank.py in one launch; each rank must complete each check."""
-    done = torchrun(size, PROGRAMS / "torch_rank.py", str(root), *checks)
+    done = run_ranks(size, PROGRAMS / "torch_rank.py", str(root), *checks)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     ended = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
     assert len(ended) == size * len(checks), done.stdout
@@ -64,11 +64,11 @@ def test_eight_ranks_on_a_cube_save_and_load(tmp_path: Path) -> None:
 def test_the_fsdp_example_continues_after_a_kill(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     arguments = [str(tmp_path / "run"), "--losses", str(log), "--steps=7", "--every=2", "--context=16", "--batch=4", *SMALL]
-    killed = torchrun(2, EXAMPLES / "fsdp.py", *arguments, CKPT_FAILPOINTS="save.commit=kill@2")
+    killed = run_ranks(2, EXAMPLES / "fsdp.py", *arguments, CKPT_FAILPOINTS="save.commit=kill@2")
     assert killed.returncode != 0
     first = [json.loads(line) for line in log.read_text().splitlines()]
     assert ckpt.open(tmp_path / "run").steps() == [1]
-    done = torchrun(2, EXAMPLES / "fsdp.py", *arguments)
+    done = run_ranks(2, EXAMPLES / "fsdp.py", *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     second = [json.loads(line) for line in log.read_text().splitlines()[len(first) :]]
     assert [line["step"] for line in second] == [2, 3, 4, 5, 6]
