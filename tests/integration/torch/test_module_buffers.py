@@ -218,6 +218,18 @@ def test_each_rank_gets_its_own_views_of_one_memory_back(tmp_path: Path, wrap: A
     assert not [name for name in ckpt.open(tmp_path)[2] if "@" in name]
 
 
+def test_each_rank_gets_its_own_expanded_buffer_back(tmp_path: Path) -> None:
+    """All elements of an expanded buffer are one element in memory."""
+
+    def make(rank: int) -> Any:
+        made = torch.nn.Module()
+        made.register_buffer("scale", torch.full((1,), float(rank)).expand(5))
+        return made
+
+    save(tmp_path, make=make)
+    assert [made.scale.tolist() for made in loaded(tmp_path, make=make)] == [[rank] * 5 for rank in range(RANKS)]
+
+
 def test_a_part_of_the_views_of_one_memory_is_loaded(tmp_path: Path) -> None:
     save(tmp_path, make=Views)
     for name, expected in (("moving", [[rank + 1, 0] for rank in range(RANKS)]), ("still", [[10, 0]] * RANKS)):
