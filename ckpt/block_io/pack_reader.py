@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TypeVar
 
 import numpy as np
@@ -41,6 +41,8 @@ class PackReader:
         self._buffer = np.empty(0, np.uint8)
         self._opened: tuple[str, bool] | None = None
         self._reader: Reader | None = None
+        self._is_block_cached = False
+        """Whether the page cache had the first byte of the block that is read now, and all that was read of it since."""
 
     def begin(self) -> None:
         """Count this thread as one that reads from the device of the store, until `end`."""
@@ -88,7 +90,10 @@ class PackReader:
         first: the first byte of the stored block that it reads.
         """
         row = block.row
-        if self._tuned is None or self._tuned.is_remote or not self._is_cached(row, row.position + first):
+        self._is_block_cached = (
+            self._tuned is not None and not self._tuned.is_remote and self._is_cached(row, row.position + first)
+        )
+        if not self._is_block_cached:
             return read(block)
         with copy_slots.slot():
             return read(block)
@@ -101,8 +106,14 @@ class PackReader:
         row, bypass = block.row, self._bypasses_cache(block)
 
         def source(begin: int, end: int, target: Bytes | None) -> Bytes:
-            if target is None or (bypass and not self._is_cached(row, row.position + begin)):
+            if target is None:
                 return self.read(block, begin, end)
+            if bypass:
+                if self._is_block_cached and self._read_cached(row, row.position + begin, target.data):
+                    return target
+                self._is_block_cached = False
+                if not self._is_cached(row, row.position + begin):
+                    return self.read(block, begin, end)
             self._fill(block, begin, target.data, end - begin, is_counted=self._tuned is not None and not bypass)
             return target
 
@@ -130,7 +141,7 @@ class PackReader:
     def _fill(self, block: BlockRead, begin: int, buffer: memoryview, min_bytes: int, is_counted: bool) -> None:
         """As `read_into`. is_counted: whether the tuner counts this as read from the device."""
         row, position = block.row, block.row.position + begin
-        with self._damage_named(row, position):
+        try:
             reader = self._reader_of(row, self._bypasses_cache(block))
             if is_counted:
                 assert self._tuned is not None
@@ -138,6 +149,9 @@ class PackReader:
                     count = request.nbytes = reader.read_into(position, buffer)
             else:
                 count = reader.read_into(position, buffer)
+        except StoreError as error:
+            self._raise_damage(row, position, error)
+            raise
         if count < min_bytes:
             raise IntegrityError(
                 f"leaf {row.leaf} of {self._where}: {self.store.url}/{row.pack or ''} ends at byte {position + count}, "
@@ -148,22 +162,24 @@ class PackReader:
         return block.bypass_cache and self.store.past_cache
 
     def _is_cached(self, row: Row, position: int) -> bool:
-        with self._damage_named(row, position):
-            return self._reader_of(row, True).is_cached(position)
-
-    @contextmanager
-    def _damage_named(self, row: Row, position: int) -> Iterator[None]:
-        """Raise IntegrityError where a file is missing or the device cannot read it."""
-        name = row.pack or ""
         try:
-            yield
-        except NotFound as error:
+            return self._reader_of(row, True).is_cached(position)
+        except StoreError as error:
+            self._raise_damage(row, position, error)
+            raise
+
+    def _read_cached(self, row: Row, position: int, buffer: memoryview) -> bool:
+        """Fill `buffer` from the page cache with bytes of an open file; return whether the cache had all of them."""
+        return self._reader_of(row, True).read_cached(position, buffer) == len(buffer)
+
+    def _raise_damage(self, row: Row, position: int, error: StoreError) -> None:
+        """Raise IntegrityError if an error means that the file is missing or that the device cannot read it."""
+        name = row.pack or ""
+        if isinstance(error, NotFound):
             raise IntegrityError(
                 f"leaf {row.leaf} of {self._where}: {self.store.url}/{name} is missing; restore it or load another step"
             ) from error
-        except StoreError as error:
-            if not is_bad_sector(error):
-                raise
+        if is_bad_sector(error):
             raise IntegrityError(
                 f"leaf {row.leaf} of {self._where}: {self.store.url}/{name} cannot be read at byte {position}: the device "
                 "reports an I/O error; check the disk, and load another step"

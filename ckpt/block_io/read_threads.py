@@ -32,26 +32,79 @@ def run_in_threads(reads: list[BlockRead], work: Callable[[Iterable[BlockRead]],
     _run_threads([partial(_work_on_part, work, part) for part in parts])
 
 
-def run_from_queue(reads: Sequence[BlockRead], work: Callable[[Iterable[BlockRead]], None], max_threads: int) -> None:
+def run_from_queue(
+    reads: Sequence[BlockRead], work: Callable[[Iterable[BlockRead]], None], wanted_threads: Callable[[], int]
+) -> None:
     """Run `work` in threads that take the next block from one queue; the first error stops all threads and is raised.
 
     So the blocks are read in about the order of the plan, and all threads end at about the same time.
+
+    wanted_threads: returns how many threads should read now. Threads are started and ended when it changes.
     """
-    threads = min(max_threads, len(reads))
-    if threads <= 1:
-        work(reads)
-        return
-    queue, lock = iter(reads), threading.Lock()
+    _QueueRun(reads, work, wanted_threads).run()
 
-    def taken(stop: threading.Event) -> Iterator[BlockRead]:
-        while not stop.is_set():
-            with lock:
-                block = next(queue, None)
-            if block is None:
-                return
+
+class _QueueRun:
+    """One run of `run_from_queue`. `_lock` guards all that changes."""
+
+    def __init__(
+        self, reads: Sequence[BlockRead], work: Callable[[Iterable[BlockRead]], None], wanted_threads: Callable[[], int]
+    ) -> None:
+        self._work = work
+        self._wanted_threads = wanted_threads
+        self._lock = threading.Lock()
+        self._queue = iter(reads)
+        self._left = len(reads)
+        self._threads = 1
+        self._unjoined: list[WorkerThread] = []
+        self._errors: list[BaseException] = []
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        self._run_work(is_caller=True)
+        try:
+            while workers := self._take_unjoined():  # each may have started others
+                join_all(workers, lambda _: self._stop.set())
+        except BaseException:  # after an interrupt, no thread may write into the arrays of the caller any more
+            while workers := self._take_unjoined():
+                join_all(workers, lambda _: None)
+            raise
+        if self._errors:
+            raise self._errors[0]
+
+    def _take_unjoined(self) -> list[WorkerThread]:
+        with self._lock:
+            workers, self._unjoined = self._unjoined, []
+        return workers
+
+    def _run_work(self, is_caller: bool = False) -> None:
+        try:
+            self._work(self._taken(is_caller))
+        except BaseException as error:
+            self._errors.append(error)
+            self._stop.set()
+
+    def _taken(self, is_caller: bool) -> Iterator[BlockRead]:
+        """Yield the next blocks, until there is none, or there are too many threads. The thread of the caller stays."""
+        while not self._stop.is_set():
+            with self._lock:
+                wanted = self._wanted_threads()
+                if self._threads > wanted and not is_caller:
+                    self._threads -= 1
+                    return
+                block = next(self._queue, None)
+                if block is None:
+                    return
+                self._left -= 1
+                new = [
+                    WorkerThread(target=self._run_work, name="ckpt-read")
+                    for _ in range(min(wanted - self._threads, self._left))
+                ]
+                self._threads += len(new)
+                for worker in new:  # within the lock: the caller joins only threads that were started
+                    worker.start()
+                    self._unjoined.append(worker)
             yield block
-
-    _run_threads([lambda stop: work(taken(stop))] * threads)
 
 
 def _run_threads(jobs: Sequence[Callable[[threading.Event], None]]) -> None:

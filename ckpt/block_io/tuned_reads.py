@@ -30,7 +30,12 @@ class TunedReads:
     device: str
     is_remote: bool
     max_threads: int
-    """One for each request that any choice has in flight. Threads that wait for the tuner cost little."""
+    """One for each request that any choice has in flight."""
+
+    @property
+    def threads(self) -> int:
+        """One for each request that is in flight now. More would hand each request over to each other."""
+        return self.tuner.choice.requests
 
     @property
     def request_bytes(self) -> int:
@@ -64,8 +69,13 @@ def read_kind(store: Store, *blocks: BlockRead) -> ReadKind | None:
 
 def most_threads(store: Store, kind: ReadKind | None) -> int:
     """Return the most threads that may read blocks from any copy of a store; 0 if no tuner controls these reads."""
+    return max((reads.max_threads for reads in _tuned_copies(store, kind)), default=0)
+
+
+def _tuned_copies(store: Store, kind: ReadKind | None) -> list[TunedReads]:
+    """Return how to read blocks from each copy of a store whose reads a tuner controls."""
     tuned = [tuned_reads(copy, kind) for copy in copies_of(store)] if kind else []
-    return max((reads.max_threads for reads in tuned if reads is not None), default=0)
+    return [reads for reads in tuned if reads is not None]
 
 
 def run_reads(
@@ -78,13 +88,12 @@ def run_reads(
     """
     if not blocks:
         return
-    threads = most_threads(store, kind)
+    tuned = _tuned_copies(store, kind)
     if in_one_thread and not copies_of(store)[0].is_remote:
         run_in_threads(blocks, work, 1)
-    elif threads:
-        run_from_queue(blocks, work, threads)
-        for copy in copies_of(store):
-            if kind and (tuned := tuned_reads(copy, kind)):
-                tuned.remember()
+    elif tuned:
+        run_from_queue(blocks, work, lambda: max(reads.threads for reads in tuned))
+        for reads in tuned:
+            reads.remember()
     else:
         run_in_threads(blocks, work)

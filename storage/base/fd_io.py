@@ -131,6 +131,17 @@ class DescriptorReader(Reader):
         self._uncached_span = range(0) if found else range(position, position + _UNCACHED_SPAN_BYTES)
         return found
 
+    def read_cached(self, position: int, buffer: memoryview) -> int:
+        if not hasattr(os, "RWF_NOWAIT"):
+            return 0
+        pinned = PickleBuffer(buffer)  # see read_into
+        try:
+            return os.preadv(self._fd, [buffer], position, os.RWF_NOWAIT)
+        except OSError:  # the caller reads the bytes otherwise, and then gets the error if there is one
+            return 0
+        finally:
+            pinned.release()
+
     def _read_direct(self, position: int, buffer: memoryview) -> int:
         """Return the number of bytes read: fewer at the end of the file, or if memory or file system do not allow O_DIRECT."""
         assert self._direct_fd is not None

@@ -85,8 +85,7 @@ class Tuner:
     def _count(self, request: Request) -> None:
         """Count a request that has ended, and let the search decide if it was the last one of a measurement."""
         current, now = self._search.current, self._clock()
-        others = request.choice != current or any(other.choice != current for other in self._in_flight)
-        if others or self._workers < current.requests:
+        if self._workers < current.requests or request.choice is not current or self._has_others(current):
             self._open = None
         elif self._open is None:
             self._open = _OpenMeasurement(now, self._ages(now))
@@ -96,6 +95,10 @@ class Tuner:
                 self._search = observe(self._search, self._open.close(current, now, self._ages(now)))
                 self._open = _OpenMeasurement(now, self._ages(now)) if self._search.current == current else None
                 self._changed.notify_all()
+
+    def _has_others(self, current: Choice) -> bool:
+        """Return whether requests of another choice are in flight."""
+        return any(other.choice is not current for other in self._in_flight)
 
     def _ages(self, now: float) -> list[float]:
         """Return for how many seconds each request has been in flight."""

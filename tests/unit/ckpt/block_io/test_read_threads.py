@@ -18,7 +18,7 @@ BLOCKS: list[Any] = list(range(10_000))
 
 def test_every_block_is_read_once() -> None:
     found: list[int] = []
-    run_from_queue(BLOCKS, found.extend, 8)
+    run_from_queue(BLOCKS, found.extend, lambda: 8)
     assert sorted(found) == BLOCKS
 
 
@@ -33,7 +33,7 @@ def test_the_first_error_ends_all_threads() -> None:
             time.sleep(0.001)
 
     with pytest.raises(OSError, match="the disk"):
-        run_from_queue(BLOCKS, work, 4)
+        run_from_queue(BLOCKS, work, lambda: 4)
     assert len(done) < len(BLOCKS)
     assert not [thread for thread in threading.enumerate() if thread.name == "ckpt-read"]
 
@@ -49,5 +49,26 @@ def test_an_interrupt_while_the_caller_waits_for_other_threads_ends_them() -> No
 
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        run_from_queue(BLOCKS, work, 4)
+        run_from_queue(BLOCKS, work, lambda: 4)
     assert not [thread for thread in threading.enumerate() if thread.name == "ckpt-read"], "they still write into the arrays"
+
+
+def test_threads_are_started_and_ended_as_their_wanted_number_changes() -> None:
+    """A thread ends before it takes a block if there are too many. The rest of the blocks is read by those that are left."""
+    wanted, lock, seen = 2, threading.Lock(), list[tuple[int, int]]()
+
+    def work(blocks: Iterable[Any]) -> None:
+        nonlocal wanted
+        for block in blocks:
+            with lock:
+                wanted = 2 if block < 100 else 9 if block < 600 else 3
+                seen.append((block, threading.get_ident()))
+            time.sleep(0.0005)
+
+    run_from_queue(BLOCKS[:1000], work, lambda: wanted)
+    assert sorted(block for block, _ in seen) == BLOCKS[:1000]
+    threads = [
+        len({thread for block, thread in seen if begin <= block < end}) for begin, end in ((0, 100), (200, 600), (700, 1000))
+    ]
+    assert threads == [2, 9, 3]
+    assert not [thread for thread in threading.enumerate() if thread.name == "ckpt-read"]
