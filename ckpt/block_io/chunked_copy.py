@@ -38,6 +38,11 @@ class RangeSweep(Generic[S]):
         return found
 
 
+def longest_part(chunk_bytes: int) -> int:
+    """Return the most bytes that `copy_in_chunks` reads at once."""
+    return chunk_bytes * 3 // 2
+
+
 def copy_in_chunks(
     begin: int, end: int, destinations: list[Destination], source: BlockSource, check: Callable[[Bytes, int], object],
     chunk_bytes: int = CHUNK_BYTES,
@@ -50,9 +55,8 @@ def copy_in_chunks(
     sweep = RangeSweep(destinations)
     while begin < end:
         rest = end - begin
-        upto = (
-            end if rest < chunk_bytes * 3 // 2 else begin + chunk_bytes
-        )  # a short last chunk is merged into this one, since a short read would go through the page cache
+        # A short last chunk is merged into this one, since a short read would go through the page cache.
+        upto = end if rest < longest_part(chunk_bytes) else begin + chunk_bytes
         parts = sweep.advance_to(upto)
         target = None
         if len(parts) == 1 and parts[0][0] <= begin and upto <= parts[0][1]:

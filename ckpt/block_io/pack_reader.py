@@ -10,7 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from ckpt.block_io.chunked_copy import BlockSource
+from ckpt.block_io.chunk_memory import chunk_memory
+from ckpt.block_io.chunked_copy import BlockSource, longest_part
 from ckpt.block_io.copy_slots import copy_slots
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.block_io.staging_arena import round_up
@@ -122,11 +123,17 @@ class PackReader:
     def read(self, block: BlockRead, begin: int, end: int) -> Bytes:
         """Return bytes [begin, end) of a stored block, in this reader's buffer."""
         nbytes = end - begin
-        self._buffer = grown(self._buffer, round_up(nbytes))
+        self._grow_buffer(round_up(nbytes))
         # Only whole pages can bypass the page cache.
         buffer = self._buffer[: round_up(nbytes) if self._bypasses_cache(block) else nbytes]
         self.read_into(block, begin, buffer.data, nbytes)
         return self._buffer[:nbytes]
+
+    def _grow_buffer(self, nbytes: int) -> None:
+        if len(self._buffer) >= nbytes:
+            return
+        longest_chunk = longest_part(self.chunk_bytes) if self.chunk_bytes is not None else 0
+        self._buffer = chunk_memory.take(longest_chunk) if nbytes <= longest_chunk else grown(self._buffer, nbytes)
 
     def read_into(self, block: BlockRead, begin: int, buffer: memoryview, min_bytes: int) -> None:
         """Fill `buffer` with bytes of a stored block; raise IntegrityError if the file is missing or has less than `min_bytes`.

@@ -50,6 +50,21 @@ def test_open_once_bypasses_the_page_cache(store: LocalStore) -> None:
         assert memory == data[: 8 << 20]
 
 
+def test_bytes_of_the_page_cache_are_copied_without_a_read_of_the_disk(store: LocalStore) -> None:
+    data = random_bytes(4 << 20)
+    file = Path(store.root) / "b"
+    file.write_bytes(data)
+    buffer = bytearray(1 << 20)
+    with store.open_once("b") as reader:
+        assert reader.read_cached(1 << 20, memoryview(buffer)) == len(buffer)
+        assert buffer == data[1 << 20 : 2 << 20]
+        assert reader.read_cached((4 << 20) - 10, memoryview(buffer)) == 10
+        drop_cache(file)
+        if is_cached(file, 0):
+            pytest.skip("this file system is entirely in memory")
+        assert reader.read_cached(2 << 20, memoryview(buffer)) == 0
+
+
 def test_a_prefetch_reads_only_its_range_into_the_page_cache(store: LocalStore) -> None:
     file = Path(store.root) / "b"
     file.write_bytes(random_bytes(9 << 20))

@@ -1,0 +1,46 @@
+"""Memory for chunks that are read past the page cache: slices of memory on huge pages, which the threads of a process share.
+
+If each thread had huge pages of its own, they would cost more time to clear than its first reads take.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+import numpy as np
+
+from ckpt.block_io.staging_arena import round_up
+from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.huge_pages import map_huge_pages
+
+_MAPPED_BYTES = 8 << 20
+"""The least bytes of one mapping. It is unmapped when all of its slices are garbage."""
+
+
+class _ChunkMemory:
+    """`_lock` guards the mapping from which the next slice is taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapping: weakref.ref[np.ndarray] | None = None
+        self._used_bytes = 0
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return at least `nbytes` bytes in whole pages. They are free again when the array is garbage."""
+        nbytes = round_up(nbytes)
+        with self._lock:
+            mapping = self._mapping() if self._mapping is not None else None
+            if mapping is None or self._used_bytes + nbytes > len(mapping):
+                mapping = np.frombuffer(map_huge_pages(max(nbytes, _MAPPED_BYTES)), np.uint8)
+                self._mapping, self._used_bytes = weakref.ref(mapping), 0
+            begin = self._used_bytes
+            self._used_bytes += nbytes
+            return mapping[begin : begin + nbytes]
+
+
+chunk_memory = _ChunkMemory()
+
+if hasattr(os, "register_at_fork"):  # the lock may be locked by a thread that does not exist in the child
+    os.register_at_fork(after_in_child=chunk_memory.__init__)  # type: ignore[misc]
