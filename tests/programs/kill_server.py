@@ -16,10 +16,11 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet  # noqa: F401
 from helpers.drifting_states import drifting_state
+from helpers.preimport import import_all_of
 from helpers.states import state_of, write_into
 
 import ckpt
@@ -105,6 +106,13 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def save_in_all_modes(folder: Path) -> None:
+    """Save a few steps in each mode."""
+    for mode, full_every in (("blocking", 2), ("async", None), ("checkpointer", None)):
+        save_steps({"url": str(folder / mode), "start": 0, "count": 3, "mode": mode, "full_every": full_every}, lambda _: None)
+
+
 if __name__ == "__main__":
+    import_all_of(save_in_all_modes)
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)

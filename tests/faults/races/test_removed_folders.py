@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.folders import fast_folder
 from helpers.processes import python
 
 from ckpt.storage.base.store import Store
@@ -26,13 +27,14 @@ while True:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """A directory in which another process removes empty folders all the time."""
-    remover = python(REMOVER, tmp_path / "r")
-    assert remover.stdout is not None
-    assert remover.stdout.readline() == "ready\n"
-    yield LocalStore(tmp_path / "r")
-    assert remover.poll() is None
-    remover.kill()
-    remover.communicate()
+    with fast_folder(tmp_path) as fast:  # on a disk, both processes would mostly wait for it, and meet less often
+        remover = python(REMOVER, fast / "r")
+        assert remover.stdout is not None
+        assert remover.stdout.readline() == "ready\n"
+        yield LocalStore(fast / "r")
+        assert remover.poll() is None
+        remover.kill()
+        remover.communicate()
 
 
 def created(store: Store, name: str, data: bytes) -> None:
