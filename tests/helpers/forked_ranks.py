@@ -27,19 +27,34 @@ def run_ranks(size: int, program: Path, *arguments: str, **more: str) -> subproc
     The exit status is 1 if a rank failed; then stderr ends with the status or the signal of each such rank. None of them
     outlives the call.
     """
+    ended = outcomes_of_ranks(size, program, *arguments, end_others=True, **more)
+    failures = "".join(_failure(rank, one.returncode) for rank, one in enumerate(ended) if one.returncode)
+    output, errors = ("".join(one.stdout for one in ended), "".join(one.stderr for one in ended))
+    return subprocess.CompletedProcess([str(program), *arguments], int(bool(failures)), output, errors + failures)
+
+
+def outcomes_of_ranks(
+    size: int, program: Path, *arguments: str, end_others: bool = False, **more: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program as ranks, as `run_ranks` does; return how each ended.
+
+    end_others: whether the other ranks are ended after one fails.
+    """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.TemporaryDirectory(prefix="ckpt-ranks-") as folder:
-        output, errors = Path(folder) / "output", Path(folder) / "errors"
+        output, errors = f"{folder}/output", f"{folder}/errors"
         job = {"program": str(program), "arguments": arguments, "environment": environment(**more), "size": size}
-        server.stdin.write(json.dumps(job | {"output": str(output), "errors": str(errors)}) + "\n")
+        server.stdin.write(json.dumps(job | {"output": output, "errors": errors, "end_others": end_others}) + "\n")
         server.stdin.flush()
         statuses: list[int] = json.loads(server.stdout.readline())
-        failures = "".join(_failure(rank, status) for rank, status in enumerate(statuses) if status)
-        return subprocess.CompletedProcess(
-            [str(program), *arguments], int(bool(failures)), output.read_text(), errors.read_text() + failures
-        )
+        return [
+            subprocess.CompletedProcess(
+                [str(program), *arguments], status, Path(f"{output}.{rank}").read_text(), Path(f"{errors}.{rank}").read_text()
+            )
+            for rank, status in enumerate(statuses)
+        ]
 
 
 def run_checks_on_ranks(program: str, size: int, root: Path, *checks: str) -> None:

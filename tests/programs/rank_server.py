@@ -1,7 +1,8 @@
 """`python rank_server.py`: imports torch once, then forks the ranks of each launch that it reads, as torchrun would start them.
 
-A launch is a line of JSON: program, arguments, environment, size, output and errors (files). The answer is a line with the exit
-status of each rank, negative for a signal. If a rank fails, the others are ended. ckpt is not imported before the fork, so
+A launch is a line of JSON: program, arguments, environment, size, output and errors (files; "." and the rank are appended), and
+end_others: whether the other ranks are ended after one fails. The answer is a line with the exit status of each rank, negative
+for a signal. ckpt is not imported before the fork, so
 each rank imports it with an environment of its own.
 """
 
@@ -46,7 +47,7 @@ def become_rank(job: dict[str, Any], rank: int, port: int) -> None:
     """Give this process the environment, the arguments and the output of a rank."""
     os.setsid()
     for descriptor, path in ((1, job["output"]), (2, job["errors"])):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(f"{path}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -74,8 +75,11 @@ def run_program(path: str) -> None:
     exec(code, module.__dict__)
 
 
-def wait_for(ranks: dict[int, int]) -> list[int]:
-    """Wait for these ranks, a mapping of processes to ranks; return their exit statuses. End the others after a failure."""
+def wait_for(ranks: dict[int, int], end_others: bool) -> list[int]:
+    """Wait for these ranks, a mapping of processes to ranks; return their exit statuses.
+
+    end_others: whether the others are ended after one fails.
+    """
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + SECONDS
     while len(statuses) < len(ranks):
@@ -83,7 +87,7 @@ def wait_for(ranks: dict[int, int]) -> list[int]:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 statuses[pid] = os.waitstatus_to_exitcode(status)
-        failed = any(statuses.values())
+        failed = end_others and any(statuses.values())
         if failed and deadline > time.monotonic() + 10:
             deadline = time.monotonic() + 10
             for pid in ranks.keys() - statuses.keys():
@@ -109,7 +113,7 @@ def main() -> None:
                 run_program(job["program"])
                 return
             ranks[pid] = rank
-        statuses = wait_for(ranks)
+        statuses = wait_for(ranks, job["end_others"])
         os.kill(store, signal.SIGKILL)
         os.waitpid(store, 0)
         print(json.dumps(statuses), flush=True)

@@ -6,15 +6,12 @@ import gc
 import os
 import platform
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.forked_ranks import outcomes_of_ranks
 from helpers.rank_threads import all_well, on_ranks
-from helpers.saving_ranks import clean
 from helpers.shared_windows import mappings, saved, window_of
 
 from ckpt.groups.threads import ThreadGroup
@@ -52,30 +49,17 @@ dist.destroy_process_group()
 def run_three_ranks(root: Path, victim: int, point: str) -> list[tuple[int, str]]:
     """Return exit status and output of three ranks under gloo, of which one has an active fail point."""
     pytest.importorskip("torch")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(root), str(victim), point], stdout=subprocess.PIPE, text=True,
-            env=clean() | {"RANK": str(r), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        )
-        for r in range(3)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+    program = root.parent / "program.py"
+    program.write_text(PROGRAM)
+    return [(done.returncode, done.stdout) for done in outcomes_of_ranks(3, program, str(root), str(victim), point)]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_the_other_ranks_name_a_rank_that_was_killed_during_a_shared_read(tmp_path: Path, victim: int) -> None:
     """The other ranks see it in the shared memory itself, and report which rank died. Rank 0 has created the memory."""
-    state = saved(tmp_path)
-    ended = run_three_ranks(tmp_path, victim, "load.window=kill@2")
+    root = tmp_path / "repository"
+    state = saved(root)
+    ended = run_three_ranks(root, victim, "load.window=kill@2")
     assert ended[victim][0] == -9
     for rank, (status, output) in enumerate(ended):
         if rank != victim:
@@ -83,7 +67,7 @@ def test_the_other_ranks_name_a_rank_that_was_killed_during_a_shared_read(tmp_pa
             assert output.startswith("GroupError"), output
             assert re.search(rf"ranks? ([0-9, ]*, )?{victim}(, [0-9, ]*)? died", output), output  # or one that ended with it
     total = sum(float(array.sum()) for array in state.values())
-    for status, output in run_three_ranks(tmp_path, 0, ""):
+    for status, output in run_three_ranks(root, 0, ""):
         assert status == 0
         assert np.isclose(float(output.split()[1]), total)
 
