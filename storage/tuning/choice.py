@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
-
-Mode = Literal["direct", "remote"]
-"""`direct`: past the page cache (O_DIRECT). `remote`: over a network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A way to read a device."""
 
-    mode: Mode
     requests: int
     """How many requests are in flight at most."""
     request_bytes: int
@@ -30,7 +25,6 @@ class Choice:
 class ChoiceSpace:
     """The ways in which a kind of device can be read, each list in ascending order."""
 
-    mode: Mode
     requests: tuple[int, ...]
     request_bytes: tuple[int, ...]
     first: Choice
@@ -41,7 +35,6 @@ class ChoiceSpace:
     def __contains__(self, choice: object) -> bool:
         return (
             isinstance(choice, Choice)
-            and choice.mode == self.mode
             and choice.requests in self.requests
             and choice.request_bytes in self.request_bytes
             and choice.bytes_in_flight <= self.max_bytes_in_flight

@@ -128,13 +128,11 @@ def _learned_at(fields: Mapping[str, Any]) -> float:
 
 
 def _to_json(choice: Choice) -> dict[str, Any]:
-    return {
-        "mode": choice.mode, "requests": choice.requests, "request_bytes": choice.request_bytes, "learned_at": int(time.time())
-    }  # fmt: skip
+    return {"requests": choice.requests, "request_bytes": choice.request_bytes, "learned_at": int(time.time())}
 
 
 def _from_json(fields: Mapping[str, Any]) -> Choice | None:
-    mode, requests, request_bytes = (fields.get(key) for key in ("mode", "requests", "request_bytes"))
-    if mode not in ("direct", "remote") or not isinstance(requests, int) or not isinstance(request_bytes, int):
+    requests, request_bytes = fields.get("requests"), fields.get("request_bytes")
+    if not isinstance(requests, int) or not isinstance(request_bytes, int):
         return None
-    return Choice(mode, requests, request_bytes)
+    return Choice(requests, request_bytes)

@@ -9,19 +9,17 @@ from ckpt.storage.tuning.choice import Choice, ChoiceSpace
 KIB, MIB = 1 << 10, 1 << 20
 
 DISK = ChoiceSpace(
-    mode="direct",
     requests=(1, 2, 4, 8, 16, 32),
     request_bytes=(512 * KIB, MIB, 2 * MIB, 4 * MIB),
-    first=Choice("direct", 16, 512 * KIB),
+    first=Choice(16, 512 * KIB),
     max_bytes_in_flight=64 * MIB,
 )
 """A local file system whose page cache can be bypassed."""
 
 NETWORK = ChoiceSpace(
-    mode="remote",
     requests=(2, 4, 8, 16, 32, 64),
     request_bytes=(MIB, 2 * MIB, 4 * MIB, 8 * MIB),
-    first=Choice("remote", 32, 4 * MIB),
+    first=Choice(32, 4 * MIB),
     max_bytes_in_flight=256 * MIB,
 )
 """A bucket, a node, or a server: each request costs a round trip."""

@@ -34,7 +34,7 @@ class SimulatedDevice:
     def best(self, space: ChoiceSpace, nbytes: int = 0) -> Choice:
         """Return the fastest fixed choice after some bytes."""
         every = (
-            Choice(space.mode, requests, length) for requests in space.requests for length in space.request_bytes
+            Choice(requests, length) for requests in space.requests for length in space.request_bytes
         )  # fmt: skip
         return max((choice for choice in every if choice in space), key=lambda choice: self.rate_at(choice, nbytes))
 

@@ -16,7 +16,7 @@ from ckpt.storage.tuning import learned
 from ckpt.storage.tuning.choice import Choice
 from ckpt.storage.tuning.spaces import DISK
 
-BEST = Choice("direct", 4, 1 << 20)
+BEST = Choice(4, 1 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +60,10 @@ def test_an_unchanged_choice_is_not_written_again(cache: Path) -> None:
     [
         b"", b"{", b"[" * 100_000, b"\xff\xfe", b"[]", b'{"version": 2, "devices": {}}', b'{"version": 1}',
         b'{"version": 1, "devices": []}', b'{"version": 1, "devices": {"disk": 5}}',
-        b'{"version": 1, "devices": {"disk": {"mode": "rewind", "requests": 4, "request_bytes": 1048576}}}',
-        b'{"version": 1, "devices": {"disk": {"mode": ["direct"], "requests": 4, "request_bytes": 1048576}}}',
-        b'{"version": 1, "devices": {"disk": {"mode": "direct", "requests": 1e9, "request_bytes": 1048576}}}',
-        b'{"version": 1, "devices": {"disk": {"mode": "direct", "requests": 3, "request_bytes": 1}}}',
+        b'{"version": 1, "devices": {"disk": {"requests": 4}}}',
+        b'{"version": 1, "devices": {"disk": {"requests": [4], "request_bytes": 1048576}}}',
+        b'{"version": 1, "devices": {"disk": {"requests": 1e9, "request_bytes": 1048576}}}',
+        b'{"version": 1, "devices": {"disk": {"requests": 3, "request_bytes": 1}}}',
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_counts_as_empty_and_is_replaced(cache: Path, content: bytes) -> None:
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(cache: Path) -> None:
 
 def test_the_file_keeps_the_devices_that_were_learned_last(cache: Path) -> None:
     cache.parent.mkdir()
-    entry = {"mode": "direct", "requests": 4, "request_bytes": 1 << 20}
+    entry = {"requests": 4, "request_bytes": 1 << 20}
     devices = {f"old {i}": {**entry, "learned_at": i} for i in range(150)}
     cache.write_text(json.dumps({"version": 1, "devices": devices}))
     learn("new")

@@ -95,7 +95,7 @@ def test_a_window_of_a_choice_that_was_given_up_is_ignored() -> None:
 
 
 def test_a_choice_outside_of_the_space_is_not_used() -> None:
-    assert start(DISK, Choice("direct", 7, 12345)).best == DISK.first
+    assert start(DISK, Choice(7, 12345)).best == DISK.first
 
 
 @pytest.mark.parametrize("space", [DISK, NETWORK], ids=["disk", "network"])
@@ -107,6 +107,6 @@ def test_every_choice_of_a_space_is_reached_by_neighbours_and_none_uses_more_mem
                 reached.add(other)
                 waiting.append(other)
     every = {
-        Choice(space.mode, requests, length) for requests in space.requests for length in space.request_bytes
+        Choice(requests, length) for requests in space.requests for length in space.request_bytes
     }  # fmt: skip
     assert reached == {choice for choice in every if choice.bytes_in_flight <= space.max_bytes_in_flight}

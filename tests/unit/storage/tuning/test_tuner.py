@@ -15,7 +15,7 @@ from ckpt.storage.tuning.spaces import DISK, NETWORK
 from ckpt.storage.tuning.tuner import MIN_MEASURED_BYTES, Request, Tuner
 
 MIB = 1 << 20
-FOUR = Choice("direct", 4, 4 * MIB)
+FOUR = Choice(4, 4 * MIB)
 
 
 class ManualClock:
@@ -92,7 +92,7 @@ def test_a_failed_request_gives_its_place_back() -> None:
 
 
 def test_never_more_requests_are_in_flight_than_chosen() -> None:
-    tuner = Tuner(replace(start(NETWORK), best=Choice("remote", 8, MIB)))
+    tuner = Tuner(replace(start(NETWORK), best=Choice(8, MIB)))
     lock, everybody, in_flight, most, chosen = threading.Lock(), threading.Barrier(24), 0, [], []
 
     def read() -> None:
