@@ -2,8 +2,7 @@
 
 A launch is a line of JSON: program, arguments, environment, size, output and errors (files; "." and the rank are appended), and
 end_others: whether the other ranks are ended after one fails. The answer is a line with the exit status of each rank, negative
-for a signal. ckpt is not imported before the fork, so
-each rank imports it with an environment of its own.
+for a signal. ckpt is not imported before the fork, so each rank imports it with an environment of its own.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from helpers.folders import EXAMPLES, PROGRAMS
 from helpers.forked_ranks import run_ranks
 from helpers.processes import SOAK
 from helpers.torch_launches import SMALL
+from helpers.torchrun import torchrun
 from programs import torch_rank
 
 import ckpt
@@ -64,11 +65,11 @@ def test_eight_ranks_on_a_cube_save_and_load(tmp_path: Path) -> None:
 def test_the_fsdp_example_continues_after_a_kill(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     arguments = [str(tmp_path / "run"), "--losses", str(log), "--steps=7", "--every=2", "--context=16", "--batch=4", *SMALL]
-    killed = run_ranks(2, EXAMPLES / "fsdp.py", *arguments, CKPT_FAILPOINTS="save.commit=kill@2")
+    killed = torchrun(2, EXAMPLES / "fsdp.py", *arguments, CKPT_FAILPOINTS="save.commit=kill@2")
     assert killed.returncode != 0
     first = [json.loads(line) for line in log.read_text().splitlines()]
     assert ckpt.open(tmp_path / "run").steps() == [1]
-    done = run_ranks(2, EXAMPLES / "fsdp.py", *arguments)
+    done = torchrun(2, EXAMPLES / "fsdp.py", *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     second = [json.loads(line) for line in log.read_text().splitlines()[len(first) :]]
     assert [line["step"] for line in second] == [2, 3, 4, 5, 6]
