@@ -226,7 +226,7 @@ def load_checkpoint(find: Callable[[], Checkpoint], request: LoadRequest) -> Any
     checkpoint = find()
     # Multi-rank steps are almost always loaded to resume, so bypass the page cache.
     bypass_cache = request.bypass_cache or checkpoint.commit.world_size > 1
-    read_plan, finish = run_on_all_ranks(group, lambda: _plan_load(checkpoint, request, bypass_cache))
+    read_plan, finish = run_on_all_ranks(group, lambda: _plan_load(checkpoint, request))
     source = BlockSource(checkpoint.store, checkpoint.manifest().digest_algorithm, checkpoint.where, request.progress)
     packs = [file.name for file in checkpoint.commit.packs]
     run_on_all_ranks(
@@ -237,11 +237,9 @@ def load_checkpoint(find: Callable[[], Checkpoint], request: LoadRequest) -> Any
     return loaded
 
 
-def _plan_load(checkpoint: Checkpoint, request: LoadRequest, bypass_cache: bool) -> tuple[list[BlockRead], Finish]:
+def _plan_load(checkpoint: Checkpoint, request: LoadRequest) -> tuple[list[BlockRead], Finish]:
     """Return the blocks to read, and the function that returns the state once they are read. `like` does not change yet."""
     like, only = request.like, request.only
-    if only is None and request.group.size == 1 and not bypass_cache:  # otherwise this rank may need only a part of the step
-        checkpoint.prefetch()
     tree = checkpoint.tree()
     selector = None if only is None else matcher(only)
     where = checkpoint.where

@@ -1,12 +1,12 @@
 """Read blocks in parallel threads, verify and decode them, and copy their pieces to the targets of a load.
 
-Blocks are read in the order of packs and positions. Each thread reads a contiguous part of them and announces its next reads to
-the store: with this advice Linux fills its cache at the rate of the disk, which its own read-ahead often does not reach
-(benchmarks/limits.py measures both). An uncompressed block with one contiguous destination is read directly into it, and hashed
-in chunks while each chunk is in the processor's cache. Reads go through the page cache, so that a second load is a memory copy.
-A block that one process reads once (`BlockRead.bypass_cache`) is read past the page cache into memory on huge pages, and hashed
-and copied from there in chunks; chunks that the cache has are copied from it to where they belong. Before a difference is read,
-its base is read and verified by a reader of its own, so that damage of either is attributed to the right file.
+Blocks are read in the order of packs and positions. Each thread reads a contiguous part of them, so that the read-ahead of
+Linux loads whole blocks, and announces others to the store. An uncompressed block with one contiguous destination is read
+directly into it, and hashed in chunks while each chunk is in the processor's cache. Reads go through the page cache, so that a
+second load is a memory copy. A block that one process reads once (`BlockRead.bypass_cache`) is read past the page cache into
+memory on huge pages, and hashed and copied from there in chunks; chunks that the cache has are copied from it to where they
+belong. Before a difference is read, its base is read and verified by a reader of its own, so that damage of either is
+attributed to the right file.
 """
 
 from __future__ import annotations

@@ -68,15 +68,24 @@ class PackReader:
         return self._tuned.request_bytes if self._tuned is not None else None
 
     def prefetched(self, reads: Iterable[BlockRead]) -> Iterator[BlockRead]:
-        """Yield the blocks, each after the next ones were announced to the store for its page cache."""
+        """Yield the blocks, each after the next ones were announced to the store for its page cache, where that pays.
+
+        A whole block right after the one before is not announced. The read-ahead of Linux loads it into large pages, while the
+        pages of an announced range (POSIX_FADV_WILLNEED) are small and take twice the processor time.
+        """
         waiting: deque[tuple[BlockRead, int]] = deque()
         nbytes = 0
+        previous_end: tuple[str, int] | None = None
         for block in reads:
+            row, pack = block.row, block.row.pack or ""
             if not self._bypasses_cache(block):
-                for begin, end in block.stored_ranges():
-                    self.store.prefetch(block.row.pack or "", end - begin, block.row.position + begin)
-                if (base := block.row.base) is not None:
+                ranges = block.stored_ranges()
+                if ranges != [(0, row.stored)] or previous_end not in (None, (pack, row.position)):
+                    for begin, end in ranges:
+                        self.store.prefetch(pack, end - begin, row.position + begin)
+                if (base := row.base) is not None:
                     self.store.prefetch(base.pack, base.stored, base.position)
+            previous_end = pack, round_up(row.position + row.stored)
             waiting.append((block, block.read_bytes()))
             nbytes += block.read_bytes()
             while nbytes > _PREFETCH_BYTES and len(waiting) > 1:

@@ -8,18 +8,17 @@ from functools import partial
 
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.storage.base.threads import WorkerThread, join_all
-from ckpt.support.runtime import processor_count
 
-READ_THREADS = 3
-"""The most threads that read blocks. Reads through the page cache copy, so they use no more threads than there are cores; past
-it, threads mostly wait."""
+READ_THREADS = 4
+"""The most threads that read blocks, unless a tuner chooses their number. Each has a read-ahead of its own in Linux, and fewer
+keep a disk waiting."""
 
 
 def run_in_threads(reads: list[BlockRead], work: Callable[[Iterable[BlockRead]], None], max_threads: int | None = None) -> None:
     """Run `work` in threads on contiguous parts of about equal bytes; the first error stops all threads and is raised."""
     total = sum(w.row.read_bytes for w in reads)
     if max_threads is None:
-        max_threads = READ_THREADS if any(w.bypass_cache for w in reads) else min(READ_THREADS, processor_count())
+        max_threads = READ_THREADS
     threads = max(1, min(max_threads, len(reads), total // (16 << 20)))
     if threads == 1:
         work(reads)

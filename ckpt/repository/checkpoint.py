@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +29,6 @@ from ckpt.state.tree import Node
 from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.support.runtime import collector_paused
-
-PREFETCH_BYTES = 512 << 20
-"""About as much as a disk reads while the rows of a hundred thousand leaves are parsed."""
-_SMALL_PREFETCH_BYTES = 1 << 20
-_FEW_PACKS = 4
-"""Up to this size and number of packs, requesting the prefetch takes less time than starting a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,20 +202,6 @@ class Checkpoint:
         """Fill arrays with verified leaves or boxes of leaves. The caller has checked that names and shapes match."""
         read_leaves(self.store, self.manifest(), targets, self.where, progress)
 
-    def prefetch(self) -> None:
-        """Let the store read ahead in the first packs while this process parses the manifest, which may take as long."""
-        room = PREFETCH_BYTES
-        jobs = []
-        for pack in self.commit.packs:
-            jobs.append((pack.name, min(room, pack.nbytes)))
-            room -= pack.nbytes
-            if room <= 0:
-                break
-        if sum(nbytes for _, nbytes in jobs) <= _SMALL_PREFETCH_BYTES and len(jobs) <= _FEW_PACKS:
-            _prefetch(self.store, jobs)
-        else:
-            threading.Thread(target=_prefetch, args=(self.store, jobs), name="ckpt-prefetch", daemon=True).start()
-
     def verify(self, progress: Progress | None = None) -> int:
         """Read and check every stored byte of the step.
 
@@ -240,12 +218,6 @@ class Checkpoint:
         """
         self.require_complete()
         return verify_blocks(self.store, self.manifest(), self.where, progress)
-
-
-def _prefetch(store: Store, jobs: list[tuple[str, int]]) -> None:
-    with suppress(StoreError):  # the read that follows raises it
-        for name, nbytes in jobs:
-            store.prefetch(name, nbytes)
 
 
 class LazyArray:
