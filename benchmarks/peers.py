@@ -7,6 +7,7 @@ first save does not include imports.
 from __future__ import annotations
 
 import importlib.util
+import os
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -163,6 +164,23 @@ class DcpAsync(Dcp):
         return bool(self._future.done())
 
 
+class DcpProcess(DcpAsync):
+    """An asynchronous save by a process of its own, with the plan of the first save used again."""
+
+    title = "torch DCP async, process"
+
+    def __init__(self) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        super().__init__()
+        self._kind = AsyncCheckpointerType.PROCESS
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # where the process that saves makes a group of its own
+
+    def save(self, state: State, folder: Path) -> None:
+        planner = self._dcp.DefaultSavePlanner(enable_plan_caching=True)
+        self._future = self._dcp.async_save(state, checkpoint_id=folder, planner=planner, async_checkpointer_type=self._kind)
+
+
 class Orbax(Peer):
     title = "orbax"
     needs = ("orbax.checkpoint", "jax")
@@ -200,6 +218,25 @@ class OrbaxAsync(Orbax):
 
     def done(self) -> bool:
         return not self._waiter.is_alive()
+
+
+class OrbaxV1(Peer):
+    """Orbax by its newest API."""
+
+    title = "orbax v1"
+    needs = ("orbax.checkpoint.experimental.v1", "jax")
+    numpy = True
+
+    def __init__(self) -> None:
+        import orbax.checkpoint.experimental.v1 as orbax
+
+        self._orbax = orbax
+
+    def save(self, state: State, folder: Path) -> None:
+        self._orbax.save_pytree(folder, state)
+
+    def load(self, folder: Path, like: State) -> State:
+        return self._orbax.load_pytree(folder)  # type: ignore[no-any-return]
 
 
 class H5py(Peer):
@@ -249,6 +286,89 @@ class Zarr(Peer):
         return like
 
 
+class RunaiStreamer(Safetensors):
+    """Run:ai Model Streamer. It only reads; the file is written by safetensors."""
+
+    title = "runai streamer"
+    needs = ("torch", "safetensors", "runai_model_streamer")
+
+    def __init__(self) -> None:
+        from runai_model_streamer import SafetensorsStreamer
+
+        super().__init__()
+        self._streamer = SafetensorsStreamer
+
+    def load(self, folder: Path, like: State) -> State:
+        with self._streamer() as streamer:
+            streamer.stream_file(str(folder / "state.safetensors"))
+            for name, value in streamer.get_tensors():
+                like[name].copy_(value)
+        return like
+
+
+class Fastsafetensors(Safetensors):
+    """fastsafetensors without GPUDirect. It only reads; the file is written by safetensors."""
+
+    title = "fastsafetensors"
+    needs = ("torch", "safetensors", "fastsafetensors")
+
+    def __init__(self) -> None:
+        from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+        super().__init__()
+        self._loader, self._group = SafeTensorsFileLoader, SingleGroup
+
+    def load(self, folder: Path, like: State) -> State:
+        loader = self._loader(self._group(), device="cpu", nogds=True)
+        loader.add_filenames({0: [str(folder / "state.safetensors")]})
+        buffer = loader.copy_files_to_device()
+        for name, value in like.items():
+            value.copy_(buffer.get_tensor(name))
+        buffer.close()
+        loader.close()
+        return like
+
+
+class Tensorizer(Peer):
+    title = "tensorizer"
+    needs = ("torch", "tensorizer")
+
+    def __init__(self) -> None:
+        from tensorizer import TensorDeserializer, TensorSerializer
+
+        self._serializer, self._deserializer = TensorSerializer, TensorDeserializer
+
+    def save(self, state: State, folder: Path) -> None:
+        folder.mkdir()
+        serializer = self._serializer(str(folder / "state.tensors"))
+        serializer.write_state_dict(state)
+        serializer.close()
+
+    def load(self, folder: Path, like: State) -> State:
+        with self._deserializer(str(folder / "state.tensors"), device="cpu") as stored:
+            for name, value in like.items():
+                value.copy_(stored[name])
+        return like
+
+
+class Torchsnapshot(Peer):
+    title = "torchsnapshot"
+    needs = ("torch", "torchsnapshot")
+
+    def __init__(self) -> None:
+        import torchsnapshot
+
+        self._torchsnapshot = torchsnapshot
+
+    def save(self, state: State, folder: Path) -> None:
+        self._torchsnapshot.Snapshot.take(str(folder), {"state": self._torchsnapshot.StateDict(**state)})
+
+    def load(self, folder: Path, like: State) -> State:
+        target = self._torchsnapshot.StateDict(**like)
+        self._torchsnapshot.Snapshot(str(folder)).restore({"state": target})
+        return dict(target)
+
+
 def is_installed(module: str) -> bool:
     """Return whether a module is installed."""
     try:
@@ -270,10 +390,16 @@ PEERS: dict[str, type[Peer]] = {
     "dcp": Dcp,
     "dcp-threads": DcpThreads,
     "dcp-async": DcpAsync,
+    "dcp-process": DcpProcess,
     "orbax": Orbax,
     "orbax-async": OrbaxAsync,
+    "orbax-v1": OrbaxV1,
     "h5py": H5py,
     "zarr": Zarr,
+    "runai": RunaiStreamer,
+    "fastsafetensors": Fastsafetensors,
+    "tensorizer": Tensorizer,
+    "torchsnapshot": Torchsnapshot,
 }
 OURS = [key for key, peer in PEERS.items() if peer.ours]
 OTHERS = [key for key, peer in PEERS.items() if not peer.ours]

@@ -1,4 +1,4 @@
-"""Computes the ratios that this project promises, each within one run: figure, reached value, target."""
+"""Computes the ratios that this project promises, each within the rounds of one run: figure, reached value, target."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ratios(results: Results) -> list[Ratio]:
 
 def large_leaves(results: Results) -> list[Ratio]:
     ours, background = results.peers.get("ckpt"), results.peers.get("ckpt-async")
-    write = (results.limit(WRITE_1), "")
+    write = (results.limits.get(WRITE_1), "")
     return [
         rate("blocking save / O_DIRECT write, 1 thread", durable(ours), write, 0.85),
         rate("blocking save / best peer", durable(ours), best(results, durable), 1.8),
@@ -50,7 +50,8 @@ def large_leaves(results: Results) -> list[Ratio]:
         lazy_stall(results),
         rate("cold load / best disk read", cold(ours), best_read(results), 0.9),
         rate("cold load / best peer", cold(ours), best(results, cold), 1.0),
-        rate("hot load / page cache read", hot(ours), (results.limit(READ_HOT), ""), 0.7),
+        rate("hot load / page cache read", hot(ours), (results.limits.get(READ_HOT), ""), 0.7),
+        rate("hot load / best peer", hot(ours), best(results, hot), 1.0),
         memory("memory of a blocking save", ours and ours.save_memory_bytes),
         memory("memory of a load", ours and ours.load_memory_bytes),
         async_memory(background),
@@ -66,35 +67,37 @@ def small_leaves(results: Results) -> list[Ratio]:
     ]
 
 
-# --- one figure of a peer, None if it was not measured ---------------------------------------------------------
+# --- GB/s of a peer in each round, None if it was not measured -------------------------------------------------
+
+Rates = list[float] | None
 
 
-def durable(peer: PeerResult | None) -> float | None:
-    return peer and peer.durable_gbs
+def durable(peer: PeerResult | None) -> Rates:
+    return peer and [peer.gb / seconds for seconds in peer.durable_seconds]
 
 
-def cold(peer: PeerResult | None) -> float | None:
-    return peer and peer.cold_gbs
+def cold(peer: PeerResult | None) -> Rates:
+    return peer and [peer.gb / seconds for seconds in peer.cold_seconds]
 
 
-def hot(peer: PeerResult | None) -> float | None:
-    return peer and peer.hot_gbs
+def hot(peer: PeerResult | None) -> Rates:
+    return peer and [peer.gb / seconds for seconds in peer.hot_seconds]
 
 
-Named = tuple[float | None, str]
-"""The figure to compare with, in GB/s, and its name."""
+Named = tuple[Rates, str]
+"""The figure to compare with, in GB/s for each round, and its name."""
 
 
-def best(results: Results, figure: Callable[[PeerResult | None], float | None]) -> Named:
-    """Return the best figure of the other peers."""
-    rates = [(figure(results.peers[key]) or 0.0, PEERS[key].title) for key in OTHERS if key in results.peers]
-    return max(rates, default=(None, ""))
+def best(results: Results, figure: Callable[[PeerResult | None], Rates]) -> Named:
+    """Return the figure of that other peer whose median is the best."""
+    rates = [(figure(results.peers[key]), PEERS[key].title) for key in OTHERS if key in results.peers]
+    return max(rates, default=(None, ""), key=lambda named: median(named[0] or [0.0]))
 
 
 def best_read(results: Results) -> Named:
-    """Return the best median of the limits of disk reads."""
-    rates = [(results.limit(name) or 0.0, name.removeprefix("disk read ")) for name in DISK_READS if name in results.limits]
-    return max(rates, default=(None, ""))
+    """Return the limit of disk reads whose median is the best."""
+    rates = [(results.limits[name], name.removeprefix("disk read ")) for name in DISK_READS if name in results.limits]
+    return max(rates, default=(None, ""), key=lambda named: median(named[0] or [0.0]))
 
 
 def copy_seconds(results: Results, nbytes: int) -> float | None:
@@ -106,13 +109,17 @@ def copy_seconds(results: Results, nbytes: int) -> float | None:
 # --- the ratios ------------------------------------------------------------------------------------------------
 
 
-def rate(figure: str, ours: float | None, other: Named, target: float) -> Ratio:
-    """Return the ratio of our GB/s to another figure."""
+def rate(figure: str, ours: Rates, other: Named, target: float) -> Ratio:
+    """Return the ratio of our GB/s to another figure: the median of the ratios of the rounds, with the least and the most."""
     theirs, name = other
     if not ours or not theirs:
         return not_measured(figure, True, target)
-    detail = f"{ours:.2f} of {theirs:.2f} GB/s" + (f", {name}" if name else "")
-    return Ratio(figure, ours / theirs, True, target, detail)
+    detail = f"{median(ours):.2f} of {median(theirs):.2f} GB/s" + (f", {name}" if name else "")
+    if len(ours) != len(theirs):  # of a run whose rounds were not interleaved
+        return Ratio(figure, median(ours) / median(theirs), True, target, detail)
+    by_round = [our / their for our, their in zip(ours, theirs, strict=True)]
+    spread = f"{min(by_round):.2f} to {max(by_round):.2f}; " if len(by_round) > 1 else ""
+    return Ratio(figure, median(by_round), True, target, spread + detail)
 
 
 def stall(results: Results) -> Ratio:

@@ -12,7 +12,7 @@ Samples = list[float]
 
 @dataclass(slots=True)
 class PeerResult:
-    """The results of one peer. Samples are in seconds, one for each round after the warm-up."""
+    """The results of one peer. Samples are in seconds, one for each round."""
 
     nbytes: int
     """The bytes of the state."""
@@ -32,6 +32,13 @@ class PeerResult:
     load_memory_bytes: int
     step_ratios: Samples
     """The time of a training step during a save over that of a quiet one; empty for a peer without background saves."""
+
+    def add_round(self, other: PeerResult) -> None:
+        """Add the samples of another round."""
+        for name in ("stall_seconds", "copy_seconds", "durable_seconds", "cold_seconds", "hot_seconds", "step_ratios"):
+            getattr(self, name).extend(getattr(other, name))
+        self.save_memory_bytes = max(self.save_memory_bytes, other.save_memory_bytes)
+        self.load_memory_bytes = max(self.load_memory_bytes, other.load_memory_bytes)
 
     @property
     def gb(self) -> float:
@@ -87,7 +94,7 @@ class Results:
     leaves: int
     repeat: int
     limits: dict[str, Samples] = field(default_factory=dict)
-    """Samples in GB/s, by name: those from before and after our own rows together."""
+    """Samples in GB/s, by name, one for each round."""
     peers: dict[str, PeerResult] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     """The reason why a row is missing, by peer."""

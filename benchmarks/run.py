@@ -5,8 +5,8 @@
     python benchmarks/run.py --only h5py            ckpt and one peer
     python benchmarks/run.py --draw results.json    the tables and the plot of an earlier run
 
-Each measurement has a process of its own. The limits are measured before and after our own rows. So if the machine is slower
-today, or shared, both parts of a ratio are slower.
+A round measures the limits and each peer once, each in a new process, and rounds differ in their order. A ratio is computed
+within each round. So if the machine is slower for a while, or shared, both parts of a ratio are slower.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
 CHILD_SECONDS = 1800
-VERSIONS = ("ckpt-store", "torch", "safetensors", "orbax-checkpoint", "h5py", "zarr")
+VERSIONS = (
+    "ckpt-store", "torch", "safetensors", "orbax-checkpoint", "h5py", "zarr", "runai-model-streamer", "fastsafetensors",
+    "tensorizer", "torchsnapshot",
+)  # fmt: skip
 IMPORT = """
 import sys, time
 began = time.perf_counter()
@@ -50,25 +53,26 @@ class Failed(Exception):
 
 
 def run(args: argparse.Namespace, data: Path) -> Results:
-    """Measure everything: the limits, our rows, the limits again, and the peers."""
-    peers = [key for key in args.only or OTHERS if key not in OURS]
+    """Measure everything in rounds. Each round measures the limits and each peer once, in another order than the one before."""
+    keys = [*OURS, *(key for key in args.only or OTHERS if key not in OURS)]
     results = Results(machine(data), time.strftime("%Y-%m-%d %H:%M"), versions(), args.gib, args.leaves, args.repeat)
-    measure_limits(results, args, data)
     results.import_seconds = [import_seconds() for _ in range(max(3, args.repeat))]
-    for key in OURS:
-        measure_peer(results, key, args, data)
     if not args.leaves:  # lazy staging copies large and small leaves alike, so one state is enough
         measure_lazy(results, args, data)
-    measure_limits(results, args, data)
-    for key in peers:
-        measure_peer(results, key, args, data)
+    for number in range(args.repeat):
+        first = number * len(keys) // args.repeat
+        console.print(f"round {number + 1} of {args.repeat}", highlight=False)
+        measure_limits(results, args, data)
+        for key in [*keys[first:], *keys[:first]]:
+            if key not in results.missing:
+                measure_peer(results, key, args, data)
     return results
 
 
 def measure_limits(results: Results, args: argparse.Namespace, data: Path) -> None:
     """Add samples of the limits."""
     try:
-        found = child("limits", args, data)
+        found = child("limits", args, data, 1)
     except Failed as error:
         print_result("limits", f"failed: {error}")
         return
@@ -85,9 +89,10 @@ def measure_peer(results: Results, key: str, args: argparse.Namespace, data: Pat
         print_result(peer.title, f"not installed: pip install {' '.join(missing)}")
         return
     try:
-        found = results.peers[key] = PeerResult(**child(key, args, data))
+        found = PeerResult(**child(key, args, data, 1))
     except Failed as error:
         results.missing[key] = "failed"
+        results.peers.pop(key, None)  # its rounds would not match those of the others
         print_result(peer.title, f"failed: {error}")
         return
     print_result(
@@ -95,23 +100,27 @@ def measure_peer(results: Results, key: str, args: argparse.Namespace, data: Pat
         f"stall {found.stall_ms:6.0f} ms   durable {found.durable_gbs:5.2f}   cold load {found.cold_gbs:5.2f}   "
         f"hot load {found.hot_gbs:5.2f} GB/s",
     )
+    if key in results.peers:
+        results.peers[key].add_round(found)
+    else:
+        results.peers[key] = found
 
 
 def measure_lazy(results: Results, args: argparse.Namespace, data: Path) -> None:
     """Add the result of lazy staging, or the reason why it is missing."""
     try:
-        results.lazy = LazyResult(**child("lazy", args, data))
+        results.lazy = LazyResult(**child("lazy", args, data, args.repeat))
         print_result("ckpt async, lazy", f"stall {results.lazy.stall_ms:6.1f} ms")
     except Failed as error:
         results.missing["lazy"] = "failed"
         print_result("ckpt async, lazy", f"failed: {error}")
 
 
-def child(what: str, args: argparse.Namespace, data: Path) -> dict[str, Any]:
-    """Measure one thing by one.py in a new process, and return its result."""
+def child(what: str, args: argparse.Namespace, data: Path, repeat: int) -> dict[str, Any]:
+    """Measure one thing `repeat` times by one.py in a new process, and return its result."""
     result = data / f"{what}.json"
     command = [sys.executable, str(HERE / "one.py"), what, "--data", str(data), "--result", str(result)]
-    command += ["--gib", str(args.gib), "--leaves", str(args.leaves), "--repeat", str(args.repeat)]
+    command += ["--gib", str(args.gib), "--leaves", str(args.leaves), "--repeat", str(repeat)]
     with console.status(f"measuring {what} …"):
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False)
@@ -184,7 +193,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2, help="size of the state and of the limits (default: 2)")
     parser.add_argument("--leaves", type=int, default=0, metavar="N", help="N leaves of 1-64 KiB instead of large ones")
-    parser.add_argument("--repeat", type=int, default=3, help="rounds, after one as warm-up (default: 3)")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds; each process saves once more as warm-up (default: 3)")
     parser.add_argument("--only", nargs="+", choices=list(PEERS), metavar="PEER", help=f"peers: {' '.join(OTHERS)}")
     parser.add_argument("--data", type=Path, metavar="DIR", help="a folder on the disk to measure (default: in --out)")
     parser.add_argument("--out", type=Path, default=HERE / "out", metavar="DIR", help="for results (default: %(default)s)")
