@@ -68,7 +68,7 @@ def test_an_interrupt_that_a_destructor_swallows_still_ends_the_command(tmp_path
     assert done.stderr.rstrip().endswith("ckpt-restore: interrupted")
 
 
-@pytest.mark.parametrize("module", ["numpy", "click", "sqlite3"])
+@pytest.mark.parametrize("module", ["typing", "click", "sqlite3"])
 @pytest.mark.parametrize("how", ["script", "module"])
 def test_an_interrupt_during_an_import_ends_the_command(tmp_path: Path, module: str, how: str) -> None:
     """The modules are imported by the package, by the command, and by the code that the command runs."""
