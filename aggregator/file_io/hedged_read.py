@@ -1,4 +1,4 @@
-"""The hedged read of copies: where one copy is slow, the next one is read beside it, and the first that arrives is used."""
+"""The hedged read of copies: if one copy is slow, the next one is read at the same time, and the first that arrives is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt.storage.base.errors import StoreError
 
 
 def read_any_copy(fragments: FragmentReader, stripe: Stripe, first: int, last: int, out: memoryview) -> None:
-    """Read one of the copies into `out`. Where it fails, read the next one; where it is slow, start the next one beside it.
+    """Read one of the copies into `out`. If that fails, read the next one. If it is slow, read the next one at the same time.
 
     The first read writes into `out` itself, and later ones into memory of their own.
     """

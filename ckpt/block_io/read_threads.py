@@ -32,25 +32,25 @@ def run_in_threads(reads: list[BlockRead], work: Callable[[Iterable[BlockRead]],
 
 
 def run_from_queue(
-    reads: Sequence[BlockRead], work: Callable[[Iterable[BlockRead]], None], wanted_threads: Callable[[], int]
+    reads: Sequence[BlockRead], work: Callable[[Iterable[BlockRead]], None], target_threads: Callable[[], int]
 ) -> None:
     """Run `work` in threads that take the next block from one queue; the first error stops all threads and is raised.
 
     So the blocks are read in about the order of the plan, and all threads end at about the same time.
 
-    wanted_threads: returns how many threads should read now. Threads are started and ended when it changes.
+    target_threads: returns how many threads are to read now. Threads are started and ended when it changes.
     """
-    _QueueRun(reads, work, wanted_threads).run()
+    _QueueRun(reads, work, target_threads).run()
 
 
 class _QueueRun:
     """One run of `run_from_queue`. `_lock` guards all that changes."""
 
     def __init__(
-        self, reads: Sequence[BlockRead], work: Callable[[Iterable[BlockRead]], None], wanted_threads: Callable[[], int]
+        self, reads: Sequence[BlockRead], work: Callable[[Iterable[BlockRead]], None], target_threads: Callable[[], int]
     ) -> None:
         self._work = work
-        self._wanted_threads = wanted_threads
+        self._target_threads = target_threads
         self._lock = threading.Lock()
         self._queue = iter(reads)
         self._left = len(reads)
@@ -87,8 +87,8 @@ class _QueueRun:
         """Yield the next blocks, until there is none, or there are too many threads. The thread of the caller stays."""
         while not self._stop.is_set():
             with self._lock:
-                wanted = self._wanted_threads()
-                if self._threads > wanted and not is_caller:
+                target = self._target_threads()
+                if self._threads > target and not is_caller:
                     self._threads -= 1
                     return
                 block = next(self._queue, None)
@@ -97,7 +97,7 @@ class _QueueRun:
                 self._left -= 1
                 new = [
                     WorkerThread(target=self._run_work, name="ckpt-read")
-                    for _ in range(min(wanted - self._threads, self._left))
+                    for _ in range(min(target - self._threads, self._left))
                 ]
                 self._threads += len(new)
                 for worker in new:  # within the lock: the caller joins only threads that were started

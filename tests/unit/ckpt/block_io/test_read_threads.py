@@ -53,19 +53,19 @@ def test_an_interrupt_while_the_caller_waits_for_other_threads_ends_them() -> No
     assert not [thread for thread in threading.enumerate() if thread.name == "ckpt-read"], "they still write into the arrays"
 
 
-def test_threads_are_started_and_ended_as_their_wanted_number_changes() -> None:
+def test_threads_are_started_and_ended_as_their_target_number_changes() -> None:
     """A thread ends before it takes a block if there are too many. The rest of the blocks is read by those that are left."""
-    wanted, lock, seen = 2, threading.Lock(), list[tuple[int, int]]()
+    target, lock, seen = 2, threading.Lock(), list[tuple[int, int]]()
 
     def work(blocks: Iterable[Any]) -> None:
-        nonlocal wanted
+        nonlocal target
         for block in blocks:
             with lock:
-                wanted = 2 if block < 100 else 9 if block < 600 else 3
+                target = 2 if block < 100 else 9 if block < 600 else 3
                 seen.append((block, threading.get_ident()))
             time.sleep(0.0005)
 
-    run_from_queue(BLOCKS[:1000], work, lambda: wanted)
+    run_from_queue(BLOCKS[:1000], work, lambda: target)
     assert sorted(block for block, _ in seen) == BLOCKS[:1000]
     threads = [
         len({thread for block, thread in seen if begin <= block < end}) for begin, end in ((0, 100), (200, 600), (700, 1000))
