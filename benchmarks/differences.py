@@ -27,7 +27,7 @@ import numpy as np
 
 import ckpt
 from ckpt.format import codec
-from ckpt.format.difference import subtract
+from ckpt.format.block_difference import subtract
 from ckpt.saving import differences
 
 Array = np.ndarray[Any, Any]

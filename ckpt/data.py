@@ -1,4 +1,4 @@
-"""The public module `ckpt.data`: data loaders with a saved position, from `ckpt.training.data`."""
+"""The public module `ckpt.data`: data loaders with a saved position, from `ckpt.training.data_loader`."""
 
-from ckpt.training.data import Loader as Loader
-from ckpt.training.data import Stream as Stream
+from ckpt.training.data_loader import Loader as Loader
+from ckpt.training.data_loader import Stream as Stream

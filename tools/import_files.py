@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt.saving.box_coverage import are_tiled
 from ckpt.state.boxes import Box, contiguous_start, intersect
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.storage.base.errors import CkptError
 

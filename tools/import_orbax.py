@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.state.boxes import Box
-from ckpt.state.dtypes import dtype_name
+from ckpt.state.dtype_names import dtype_name
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional

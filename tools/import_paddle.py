@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.state.boxes import Box, flat_boxes
-from ckpt.state.dtypes import dtype_name
+from ckpt.state.dtype_names import dtype_name
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides
 from ckpt.tools.import_paddle_names import NAMES, join_states

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.state.boxes import Box, flat_boxes
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides
 from ckpt.tools.import_paddle_names import NAMES, join_states

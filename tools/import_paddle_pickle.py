@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from ckpt.state.boxes import Box
-from ckpt.state.dtypes import dtype_name
+from ckpt.state.dtype_names import dtype_name
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides
 

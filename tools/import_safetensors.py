@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.export_safetensors import HEADER_LIMIT, TYPE_CODES
 from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, whole_file_leaf

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.import_files import FileRegion, contiguous_strides, whole_file_leaf

@@ -19,7 +19,7 @@ from ckpt.block_io.read_plan import Target
 from ckpt.errors import LeafNotFound
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.state.boxes import Box
-from ckpt.state.dtypes import dtype_name, numpy_dtype
+from ckpt.state.dtype_names import dtype_name, numpy_dtype
 from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.name_patterns import entries, matcher, require_match, suggest
 from ckpt.state.rank_tree import own_name, own_ranks

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 from ckpt.aggregator.file_io.object_names import new_version
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import PathRecord, RecordHead
+from ckpt.aggregator.records.file_record import FileLayout, PathRecord, RecordHead
 from ckpt.storage.registers.base import RegisterValue
 
 
@@ -67,11 +66,6 @@ class Deletion:
         return value is not None and file_record.has_version(file_record.decode_record(path, value), self._version)
 
 
-def objects_to_remove(files: Iterable[PathRecord]) -> dict[str, list[str]]:
-    """Return the objects of deleted files, by member; those of a renamed file stay, since its new name may need them."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for file in files:
-        if file.layout is not None and not file.rename_token:
-            for member_object in file.layout.objects:
-                found[member_object.member].append(member_object.name)
-    return found
+def unneeded_layouts(files: Iterable[PathRecord]) -> list[FileLayout]:
+    """Return the layouts of deleted files; that of a renamed file is needed, since its new name may have the objects."""
+    return [file.layout for file in files if file.layout is not None and not file.rename_token]

@@ -64,9 +64,8 @@ def replace_layout(
     new = {o.name for each in proposed_layouts for o in each.objects}
     done = bool(named & (new - before)) and not old.rename_token
     if current is not None and current.head.version == old.head.version and not (old.rename_token or current.rename_token):
-        member_io.discard_layout(old.layout, {*named, *kept_objects, *new})
+        member_io.discard_layouts([old.layout], {*named, *kept_objects, *new})
     if not named & (new - before):
         log.info("%s was changed while it was repaired; it is left to the next repair", path)
-    for each in proposed_layouts:
-        member_io.discard_layout(each, named | before)  # new objects that the record does not name
+    member_io.discard_layouts(proposed_layouts, named | before)  # new objects that the record does not name
     return done and current is not None and not current.rename_token and not named & set(kept_objects)

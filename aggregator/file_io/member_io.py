@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ckpt.aggregator.cluster.fanout import WARNING_INTERVAL_SECONDS, FanOut
 from ckpt.aggregator.cluster.open_member import OpenMember
@@ -104,10 +104,10 @@ class MemberIO:
         for member, error in errors.items():
             log.info("%d objects stay on %s until the next repair: %s", len(names[member]), member, error)
 
-    def discard_layout(self, layout: FileLayout, kept_objects: Collection[str] = ()) -> None:
-        """Delete the objects of a layout except `kept_objects`."""
+    def discard_layouts(self, layouts: Iterable[FileLayout], kept_objects: Collection[str] = ()) -> None:
+        """Delete the objects of layouts except `kept_objects`, with one call of each member."""
         objects_by_member: dict[str, list[str]] = defaultdict(list)
-        for member_object in layout.objects:
+        for member_object in dict.fromkeys(each for layout in layouts for each in layout.objects):
             if member_object.name not in kept_objects:
                 objects_by_member[member_object.member].append(member_object.name)
         self.discard(objects_by_member)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt.aggregator.cluster.config import NamespaceConfig, parse_namespace_url
-from ckpt.aggregator.file_io.deletion import Deletion, objects_to_remove
+from ckpt.aggregator.file_io.deletion import Deletion, unneeded_layouts
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.file_io.object_names import new_version
 from ckpt.aggregator.file_io.publication import Condition, MembersRemoved, Publication, Publisher, Relink
@@ -124,7 +124,7 @@ class Namespace(NamespaceRecords):
         names = [f"/{path}" for path in every]
         after = self.update_records_fenced(self.ring.fence_number, names, deletion.decide, deletion.on_outdated)
         deleted, possibly_deleted = deletion.deleted_files(after), deletion.possibly_deleted(after)
-        self.member_io.discard(objects_to_remove(deleted.values()))
+        self.member_io.discard_layouts(unneeded_layouts(deleted.values()))
         return [path for path in every if path in deleted or path in possibly_deleted]
 
     def rename(self, old: str, new: str) -> None:

@@ -98,7 +98,7 @@ class Publisher:
         old, file = work.old, work.file
         if old is not None and old.layout is not None and not old.rename_token:
             named = {o.name for each in (file, current) if each and each.layout for o in each.layout.objects}
-            self._member_io.discard_layout(old.layout, named)
+            self._member_io.discard_layouts([old.layout], named)
         return current if current is not None and current.head.version == file.head.version else file
 
     def _move_off_members(self, path: str, file: PathRecord, members: Collection[str]) -> None:

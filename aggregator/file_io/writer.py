@@ -296,7 +296,7 @@ class FileWriter(Writer):
             outcome = self._publisher.publish(publication, self._relink_after_fence)
             if isinstance(outcome, PathRecord):
                 for layout in self._previous_layouts:
-                    self._member_io.discard_layout(self._own_objects(layout), _object_names(outcome.layout))
+                    self._member_io.discard_layouts([self._own_objects(layout)], _object_names(outcome.layout))
                 return outcome
             removed, rest = outcome, outcome.publication
             file, self._condition, unsettled_number = rest.file, rest.condition, rest.unsettled_number

@@ -21,7 +21,7 @@ from ckpt.block_io.pack_reader import PackReader, grown
 from ckpt.block_io.read_plan import BlockRead, CellRun, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
 from ckpt.block_io.replicated_store import copies_of, from_nearest
 from ckpt.block_io.tuned_reads import ReadKind, read_kind, run_reads
-from ckpt.format import codec, difference
+from ckpt.format import block_difference, codec
 from ckpt.format.digest import CELL_BYTES, checksum, digest, hasher
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest import Manifest, Row
@@ -284,7 +284,7 @@ class BlockReader:
             try:
                 codec.decode(row.codec, stored.data, raw)
                 if row.base is not None and self._base is not None:
-                    difference.add(self._base, raw, row.base.width, raw)
+                    block_difference.add(self._base, raw, row.base.width, raw)
             except IntegrityError as error:
                 raise self._damage_error(row, f"codec ({error})") from error
             except (CkptError, MemoryError, ImportError):

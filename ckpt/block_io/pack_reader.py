@@ -86,8 +86,9 @@ class PackReader:
                 if (base := row.base) is not None:
                     self.store.prefetch(base.pack, base.stored, base.position)
             previous_end = pack, round_up(row.position + row.stored)
-            waiting.append((block, block.read_bytes()))
-            nbytes += block.read_bytes()
+            block_bytes = block.read_bytes()
+            waiting.append((block, block_bytes))
+            nbytes += block_bytes
             while nbytes > _PREFETCH_BYTES and len(waiting) > 1:
                 first, size = waiting.popleft()
                 nbytes -= size

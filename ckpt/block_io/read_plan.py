@@ -14,7 +14,7 @@ import numpy as np
 from ckpt.format.digest import CELL_BYTES
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.boxes import Box, contiguous_start, intersect
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.support.runtime import collector_paused

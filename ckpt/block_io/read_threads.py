@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.storage.base.threads import WorkerThread, join_all
@@ -13,58 +12,62 @@ READ_THREADS = 4
 """The most threads that read blocks, unless a tuner chooses their number. Each has a read-ahead of its own in Linux, and fewer
 keep a disk waiting."""
 
+_MIN_PART_BYTES = 16 << 20
+"""A thread for fewer bytes than this costs more than it saves."""
 
-def run_in_threads(reads: list[BlockRead], work: Callable[[Iterable[BlockRead]], None], max_threads: int | None = None) -> None:
+_Work = Callable[[Iterable[BlockRead]], None]
+
+
+def run_in_threads(reads: Sequence[BlockRead], work: _Work) -> None:
     """Run `work` in threads on contiguous parts of about equal bytes; the first error stops all threads and is raised."""
-    total = sum(w.row.read_bytes for w in reads)
-    if max_threads is None:
-        max_threads = READ_THREADS
-    threads = max(1, min(max_threads, len(reads), total // (16 << 20)))
-    if threads == 1:
-        work(reads)
-        return
+    total = sum(block.row.read_bytes for block in reads)
+    threads = max(1, min(READ_THREADS, len(reads), total // _MIN_PART_BYTES))
     parts: list[list[BlockRead]] = [[] for _ in range(threads)]
     done = 0
     for block in reads:
-        parts[min(threads - 1, done * threads // total)].append(block)
+        parts[min(threads - 1, done * threads // max(1, total))].append(block)
         done += block.row.read_bytes
-    _run_threads([partial(_work_on_part, work, part) for part in parts])
+    _ReadThreads(work).run(*parts)
 
 
-def run_from_queue(
-    reads: Sequence[BlockRead], work: Callable[[Iterable[BlockRead]], None], target_threads: Callable[[], int]
-) -> None:
+def run_from_queue(reads: Sequence[BlockRead], work: _Work, target_threads: Callable[[], int]) -> None:
     """Run `work` in threads that take the next block from one queue; the first error stops all threads and is raised.
 
     So the blocks are read in about the order of the plan, and all threads end at about the same time.
 
     target_threads: returns how many threads are to read now. Threads are started and ended when it changes.
     """
-    _QueueRun(reads, work, target_threads).run()
+    queue = _Queue(reads, _ReadThreads(work), target_threads)
+    queue.threads.run(queue.blocks(is_caller=True))
 
 
-class _QueueRun:
-    """One run of `run_from_queue`. `_lock` guards all that changes."""
+class _ReadThreads:
+    """The threads of one run, among them that of the caller; the first error stops all. `_lock` guards `_unjoined`."""
 
-    def __init__(
-        self, reads: Sequence[BlockRead], work: Callable[[Iterable[BlockRead]], None], target_threads: Callable[[], int]
-    ) -> None:
+    def __init__(self, work: _Work) -> None:
         self._work = work
-        self._target_threads = target_threads
         self._lock = threading.Lock()
-        self._queue = iter(reads)
-        self._left = len(reads)
-        self._threads = 1
         self._unjoined: list[WorkerThread] = []
         self._errors: list[BaseException] = []
         self._stop = threading.Event()
 
-    def run(self) -> None:
-        self._run_work(is_caller=True)
+    def start(self, blocks: Iterable[BlockRead]) -> None:
+        """Start a thread that reads these blocks."""
+        worker = WorkerThread(target=self._read, args=(blocks,), name="ckpt-read")
+        with self._lock:  # the caller joins only threads that were started
+            self._unjoined.append(worker)
+            worker.start()
+
+    def run(self, own: Iterable[BlockRead], *others: Iterable[BlockRead]) -> None:
+        """Read blocks in this thread, and the others in one thread each; return when all threads have ended."""
         try:
+            for blocks in others:
+                self.start(blocks)
+            self._read(own)
             while workers := self._take_unjoined():  # each may have started others
                 join_all(workers, lambda _: self._stop.set())
         except BaseException:  # after an interrupt, no thread may write into the arrays of the caller any more
+            self._stop.set()
             while workers := self._take_unjoined():
                 join_all(workers, lambda _: None)
             raise
@@ -76,63 +79,42 @@ class _QueueRun:
             workers, self._unjoined = self._unjoined, []
         return workers
 
-    def _run_work(self, is_caller: bool = False) -> None:
+    def _read(self, blocks: Iterable[BlockRead]) -> None:
         try:
-            self._work(self._taken(is_caller))
+            self._work(self._until_stopped(iter(blocks)))
         except BaseException as error:
             self._errors.append(error)
             self._stop.set()
 
-    def _taken(self, is_caller: bool) -> Iterator[BlockRead]:
-        """Yield the next blocks, until there is none, or there are too many threads. The thread of the caller stays."""
-        while not self._stop.is_set():
-            with self._lock:
-                target = self._target_threads()
-                if self._threads > target and not is_caller:
-                    self._threads -= 1
-                    return
-                block = next(self._queue, None)
-                if block is None:
-                    return
-                self._left -= 1
-                new = [
-                    WorkerThread(target=self._run_work, name="ckpt-read")
-                    for _ in range(min(target - self._threads, self._left))
-                ]
-                self._threads += len(new)
-                for worker in new:  # within the lock: the caller joins only threads that were started
-                    worker.start()
-                    self._unjoined.append(worker)
+    def _until_stopped(self, blocks: Iterator[BlockRead]) -> Iterator[BlockRead]:
+        while not self._stop.is_set() and (block := next(blocks, None)) is not None:
             yield block
 
 
-def _run_threads(jobs: Sequence[Callable[[threading.Event], None]]) -> None:
-    """Run each job in a thread, one of them in this. A job ends early when its argument is set; the first error is raised."""
-    stop = threading.Event()
-    errors: list[BaseException] = []
+class _Queue:
+    """The blocks that no thread has taken yet. `_lock` guards all that changes."""
 
-    def run(job: Callable[[threading.Event], None]) -> None:
-        try:
-            job(stop)
-        except BaseException as error:
-            errors.append(error)
-            stop.set()
+    def __init__(self, reads: Sequence[BlockRead], threads: _ReadThreads, target_threads: Callable[[], int]) -> None:
+        self.threads = threads
+        self._target_threads = target_threads
+        self._lock = threading.Lock()
+        self._blocks = iter(reads)
+        self._left = len(reads)
+        self._running = 1
 
-    workers = [WorkerThread(target=run, args=(job,), name="ckpt-read") for job in jobs[1:]]
-    for worker in workers:
-        worker.start()
-    run(jobs[0])
-    join_all(workers, lambda _: stop.set())  # after an interrupt, no thread may write into the arrays of the caller any more
-    if errors:
-        raise errors[0]
-
-
-def _work_on_part(work: Callable[[Iterable[BlockRead]], None], part: list[BlockRead], stop: threading.Event) -> None:
-    work(_until_stopped(part, stop))
-
-
-def _until_stopped(part: list[BlockRead], stop: threading.Event) -> Iterator[BlockRead]:
-    for block in part:
-        if stop.is_set():
-            return
-        yield block
+    def blocks(self, is_caller: bool = False) -> Iterator[BlockRead]:
+        """Yield the next blocks, until there is none, or there are too many threads. The thread of the caller stays."""
+        while True:
+            with self._lock:
+                target = self._target_threads()
+                if self._running > target and not is_caller:
+                    self._running -= 1
+                    return
+                block = next(self._blocks, None)
+                if block is None:
+                    return
+                self._left -= 1
+                for _ in range(min(target - self._running, self._left)):
+                    self._running += 1
+                    self.threads.start(self.blocks())
+            yield block

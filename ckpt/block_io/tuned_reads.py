@@ -90,7 +90,7 @@ def run_reads(
         return
     tuned = _tuned_copies(store, kind)
     if in_one_thread and not copies_of(store)[0].is_remote:
-        run_in_threads(blocks, work, 1)
+        work(blocks)
     elif tuned:
         run_from_queue(blocks, work, lambda: max(reads.threads for reads in tuned))
         for reads in tuned:

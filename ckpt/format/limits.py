@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.state.dtypes import LARGEST_ELEMENT
+from ckpt.state.dtype_names import LARGEST_ELEMENT
 
 BLOCK_BYTES = LARGEST_ELEMENT
 """The most bytes of a block that ckpt writes. A block contains whole elements, so the largest element must fit."""

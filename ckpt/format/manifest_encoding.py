@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt.format import manifest_parquet
-from ckpt.format.difference import BaseBlock
+from ckpt.format.block_difference import BaseBlock
 from ckpt.format.digest import CELL_BYTES
 from ckpt.format.manifest_parquet import write_table
 from ckpt.state.boxes import Box

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt.format import manifest_parquet
-from ckpt.format.difference import WIDTHS, BaseBlock
+from ckpt.format.block_difference import WIDTHS, BaseBlock
 from ckpt.format.digest import CELL_BYTES
 from ckpt.state.boxes import Box
 from ckpt.storage.base.errors import IntegrityError

@@ -23,6 +23,11 @@ class PackFile:
     nbytes: int
 
 
+def step_of_file(name: str) -> int:
+    """Return the number of the step in whose folder a file of a repository is, as a pack: `steps/<step>/…`."""
+    return int(name.split("/")[1])
+
+
 def file_lengths(store: Store, names: Iterable[str]) -> dict[str, int]:
     """Return the length of each file in the folders of these files, by name."""
     folders = {name.rpartition("/")[0] for name in names}

@@ -18,7 +18,7 @@ from ckpt.block_io.read_plan import BlockRead, Target, plan_reads
 from ckpt.block_io.tuned_reads import ReadKind, most_threads
 from ckpt.format.manifest import Manifest, Row, Saved
 from ckpt.repository.checkpoint import Checkpoint
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf
 
 _BATCH_BYTES = 16 << 20

@@ -18,7 +18,6 @@ import numpy as np
 
 from ckpt.block_io.block_reader import BlockReader, Progress, read_blocks
 from ckpt.block_io.read_plan import BlockRead
-from ckpt.block_io.read_threads import READ_THREADS
 from ckpt.block_io.replicated_store import copies_of
 from ckpt.block_io.tuned_reads import ReadKind, most_threads, read_kind
 from ckpt.groups.base import Group, Message, ranks_text
@@ -41,6 +40,9 @@ from ckpt.storage.base.threads import DaemonThreadPool
 from ckpt.storage.local.directory import LocalStore
 
 ShareReads = bool | Literal["auto"]
+
+_MIN_THREADS = 3
+"""The least number of threads of one rank. The ranks of a host read at the same time, so one needs fewer than alone."""
 
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 20, 128 << 20
 """The least and the most shared memory of the ranks of one host; between these limits, two blocks for each rank."""
@@ -204,7 +206,7 @@ def _read_through_window(
         for number, job in enumerate(shared_read.jobs, shared_read.first_job) if job.reader == group.rank
     ]  # fmt: skip
     kind = read_kind(source.store, *(own.block_read for own in own_jobs))
-    threads = max(READ_THREADS, most_threads(source.store, kind) // group.size)
+    threads = max(_MIN_THREADS, most_threads(source.store, kind) // group.size)
     remaining_jobs, lock = iter(own_jobs), threading.Lock()
     errors: list[BaseException] = []
 
@@ -317,7 +319,7 @@ def _run_round(
 
     reads = [(i, job) for i, (_, shared_read) in enumerate(shared_reads) for job in shared_read.jobs if job.reader == rank]
     kind = read_kind(source.store, *(shared_reads[i][0] for i, _ in reads))
-    with DaemonThreadPool(max(READ_THREADS, min(most_threads(source.store, kind), len(reads))), "ckpt-read") as pool:
+    with DaemonThreadPool(max(_MIN_THREADS, min(most_threads(source.store, kind), len(reads))), "ckpt-read") as pool:
         list(pool.map(lambda it: read(*it), reads))
         send: list[Message] = []
         receive: list[Message] = []

@@ -17,7 +17,7 @@ from ckpt.errors import LeafMismatch, LeafNotFound
 from ckpt.format.manifest import Saved
 from ckpt.loading.finish_functions import Finish, dataclass_like, fill_scalar, finish_once, tuple_like
 from ckpt.state.alias_notes import AliasNote, read_alias_note
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves import as_leaf, empty_leaf
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.name_patterns import entries, select, suggest

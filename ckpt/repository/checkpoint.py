@@ -19,9 +19,10 @@ from ckpt.format.digest import is_cryptographic
 from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, require_known_format
 from ckpt.format.manifest import Manifest, Saved, join_manifests
 from ckpt.format.manifest import decode as decode_manifest
+from ckpt.format.pack import step_of_file
 from ckpt.format.signature import NO_KEYS, Keys
 from ckpt.state.boxes import Box
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.name_patterns import suggest
 from ckpt.state.rank_tree import array_names, has_rank_nodes, resolve_for_rank
@@ -182,7 +183,7 @@ class Checkpoint:
         """
         found = []
         for name, first, nbytes, stored in self.manifest().totals():
-            step = int(first.pack.split("/")[1]) if first.pack else None
+            step = step_of_file(first.pack) if first.pack else None
             found.append(LeafInfo(name, first.dtype, first.global_shape, nbytes, stored, first.codec, step))
         return found
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import SignatureError
 from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, decode_commit
+from ckpt.format.pack import step_of_file
 from ckpt.format.training_lines import order_steps
 from ckpt.repository.completeness import is_complete
 from ckpt.repository.lease_records import obsolete_lease_records
@@ -214,7 +215,7 @@ def _only_uncommittable(repo: Repository, lease: WriterLease, leftovers: list[st
     names_by_step: dict[int, list[str]] = {}
     for name in leftovers:
         if (found := _ATTEMPT_FILE.fullmatch(name)) is not None and int(found["generation"]) < lease.generation:
-            names_by_step.setdefault(int(name.split("/")[1]), []).append(name)
+            names_by_step.setdefault(step_of_file(name), []).append(name)
     spared: set[str] = set()
     has_unread_record = False
     for step, names in names_by_step.items():
@@ -261,4 +262,4 @@ def _is_leftover(
         and name not in replaced_files
     ):
         return False
-    return int(name.split("/")[1]) not in damaged
+    return step_of_file(name) not in damaged

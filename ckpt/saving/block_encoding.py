@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt.format import codec
-from ckpt.format.difference import BaseBlock
+from ckpt.format.block_difference import BaseBlock
 from ckpt.saving.codec_tuner import EncodingTimer, SaveCodecs
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import BlockPlace

@@ -20,8 +20,9 @@ from ckpt.block_io.block_reader import BlockReader
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.block_io.staging_arena import round_up
 from ckpt.format import codec
-from ckpt.format.difference import BaseBlock, difference_width, subtract
+from ckpt.format.block_difference import BaseBlock, difference_width, subtract
 from ckpt.format.manifest import Row
+from ckpt.format.pack import step_of_file
 from ckpt.saving.changing_leaves import REMEMBERED_REPOSITORIES
 from ckpt.saving.dedup import BlockPlace, StepBlocks
 from ckpt.state.boxes import Box
@@ -147,7 +148,7 @@ class DifferenceSource:
         if key is None or block is None:
             return None
         found = block.base or BaseBlock(block.pack, block.position, block.stored, block.codec, key[0], block.checksum, width)
-        is_usable = is_usable_base(int(found.pack.split("/")[1]), self.step, self.full_every)
+        is_usable = is_usable_base(step_of_file(found.pack), self.step, self.full_every)
         return found._replace(width=width) if is_usable else None
 
     def note_unrelated(self, place: BlockPlace, base: BaseBlock) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from ckpt.format.pack import step_of_file
 from ckpt.repository.repository import step_folder
 from ckpt.repository.writer_lease import Attempt
 from ckpt.storage.base.errors import CkptError
@@ -58,7 +59,7 @@ def other_step_text(store: Store, attempt: Attempt, ranks: Collection[int]) -> s
             part = _PART_NAME.fullmatch(file)
             if part is None or int(part["generation"]) != attempt.generation or f"{folder}/commit.json" in names:
                 continue
-            rank, step = int(part["rank"]), int(folder.removeprefix("steps/"))
+            rank, step = int(part["rank"]), step_of_file(name)
             if rank in ranks and step != attempt.step:
                 newest[rank] = max(newest.get(rank, (-1, -1)), (int(part["serial"]), step))
     return f" (rank {min(newest)} has come with step {newest[min(newest)][1]})" if newest else ""

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt.errors import MORE_MEMORY_ADVICE, StagingFailed, UnsupportedLeaf
 from ckpt.state.alias_notes import AliasNote, add_alias_notes, find_alias_notes
-from ckpt.state.dtypes import dtype_name
+from ckpt.state.dtype_names import dtype_name
 from ckpt.state.extra_attributes import require_plain_array, require_plain_container
 from ckpt.state.leaves import as_leaf
 from ckpt.state.leaves.base import ArrayLeaf

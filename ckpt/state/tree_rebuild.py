@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import FormatError
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.tree import FACTORIES, Node
 
 namedtuple_type: Callable[..., Any] = collections.namedtuple  # the field names come from a file, so no static type fits

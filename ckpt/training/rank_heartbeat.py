@@ -21,7 +21,7 @@ class BadLoss:
     limit: float
     """The limit that the loss exceeded; infinite if the loss is not finite."""
     batch: int
-    """The global batch that the loop took last (`ckpt.training.data`); -1 if unknown."""
+    """The global batch that the loop took last (`ckpt.training.data_loader`); -1 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from ckpt.recovery.agent.agent_heartbeat import AgentHeartbeat
 from ckpt.recovery.agent.agent_identity import AgentIdentity
+from ckpt.recovery.agent.end_of_run_drain import SharedMemoryDrain, drain_host_memory
 from ckpt.recovery.agent.followed_log import FollowedLog
 from ckpt.recovery.agent.host_lease import HostLease
 from ckpt.recovery.agent.host_memory import HostMemory
 from ckpt.recovery.agent.host_ranks import HostRanks
-from ckpt.recovery.agent.memory_drain import SharedMemoryDrain, drain_host_memory
 from ckpt.recovery.agent.time_accounting import TimeAccounting
 from ckpt.recovery.agent.user_messages import UserMessages, describe_pending, leave_seconds
 from ckpt.recovery.coordinator.coordinator import Coordinator

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import ckpt
-from ckpt.format.difference import BaseBlock
+from ckpt.format.block_difference import BaseBlock
 from ckpt.format.manifest import Row
 from helpers.repositories import assert_all_load
 

@@ -19,7 +19,7 @@ import torch
 
 import ckpt
 from ckpt.state.boxes import whole_box
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.tree import flatten
 

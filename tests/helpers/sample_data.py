@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.training import data
+from ckpt import data
 from ckpt.training.data_position import epoch_order
 
 torch = pytest.importorskip("torch")

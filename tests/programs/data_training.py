@@ -1,4 +1,4 @@
-"""A training for tests of ckpt.training.data: random transforms in workers, random numbers of the loop, equal weights.
+"""A training for tests of ckpt.training.data_loader: random transforms in workers, random numbers of the loop, equal weights.
 
 Usage:
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import ckpt
-import ckpt.training.data
+import ckpt.training.data_loader
 
 
 class Shaken:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import ckpt
-import ckpt.training.data
+import ckpt.training.data_loader
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ckpt.state.boxes import Box, Replica
-from ckpt.state.dtypes import dtype_name, numpy_dtype
+from ckpt.state.dtype_names import dtype_name, numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, LeafShard
 from ckpt.state.leaves.jax_objects import advice, as_pytree, as_stateful, keeps_functions, static_fields
 from ckpt.state.leaves.numpy import NumpyLeaf

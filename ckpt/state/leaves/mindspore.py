@@ -15,7 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindspore.common.sparse_tensor import RowTensorInner
 
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.mindspore_objects import (
     as_stateful,

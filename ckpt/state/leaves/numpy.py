@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckpt.state.boxes import Box
-from ckpt.state.dtypes import dtype_name, numpy_dtype
+from ckpt.state.dtype_names import dtype_name, numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes, MemoryLayout, StridedElements
 
 

@@ -13,7 +13,7 @@ import paddle
 from paddle.base.framework import EagerParamBase, _dygraph_place_guard
 
 from ckpt.state.boxes import Box
-from ckpt.state.dtypes import dtype_name, numpy_dtype
+from ckpt.state.dtype_names import dtype_name, numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes, MemoryLayout
 from ckpt.state.leaves.numpy import HostLeaf, flat_bytes
 from ckpt.state.leaves.paddle_objects import (

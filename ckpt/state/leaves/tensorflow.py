@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.trackable.base import Trackable
 
-from ckpt.state.dtypes import numpy_dtype
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.frameworks import framework_file
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import NumpyLeaf

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ckpt.state.boxes import Box
-from ckpt.state.dtypes import dtype_name, numpy_dtype
+from ckpt.state.dtype_names import dtype_name, numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, LeafShard
 from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.leaves.sharded import ShardedLeaf

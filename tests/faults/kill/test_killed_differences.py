@@ -6,7 +6,6 @@ import os
 import random
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,6 @@ SEED = int(os.environ.get("CKPT_SEED", "20261126"))
 FULL_EVERY = 3
 """Three saves of a job have a full one, differences to it, and the deletion of the base before."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a server, and identifies processes by /proc")
-
-
-@pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    server = Killer()
-    yield server
-    server.close()
 
 
 def check_and_save_next(root: Path, acknowledged: list[int]) -> int:

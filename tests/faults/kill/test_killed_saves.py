@@ -39,13 +39,6 @@ def fast(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    server = Killer()
-    yield server
-    server.close()
-
-
 def check_and_save_next(root: Path, acknowledged: list[int]) -> int:
     """Check all conditions after a kill, save a further step, and return the number of the step after it."""
     steps = assert_all_load(root, acknowledged[-1] if acknowledged else None)

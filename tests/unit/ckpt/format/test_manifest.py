@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ckpt.block_io.staging_arena import round_up
 from ckpt.format import manifest, manifest_encoding
-from ckpt.format.difference import WIDTHS, BaseBlock
+from ckpt.format.block_difference import WIDTHS, BaseBlock
 from ckpt.saving.write_plan import PIECE_ALIGNMENT, LeafSpec, plan_blocks, stage_block
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.numpy import NumpyLeaf

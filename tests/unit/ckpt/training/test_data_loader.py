@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
+from ckpt import data
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.training import data, data_position
+from ckpt.training import data_position
 from ckpt.training.data_position import Cursor, EpochPlan, epoch_order, format_ranges, merge_ranges, parse_ranges, rank_share
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.format.difference import WIDTHS, add, difference_width, subtract
+from ckpt.format.block_difference import WIDTHS, add, difference_width, subtract
 
 
 @given(st.sampled_from(WIDTHS), st.integers(0, 300_000), st.integers(0, 2**32 - 1), st.booleans())
