@@ -33,7 +33,7 @@ from ckpt.saving.commit_wait import COMMIT_TIMEOUT_SECONDS
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lone_rank_warning import group_that_saves
 from ckpt.saving.nan_check import NanOption
-from ckpt.saving.options import Options
+from ckpt.saving.options import DifferenceOption, Options
 from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.save_plan import flatten_state
 from ckpt.saving.skipped_step import require_same_step_as_rank_0
@@ -52,20 +52,20 @@ def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
-    nan: NanOption = "warn", full_every: int | None = None,
+    nan: NanOption = "warn", full_every: DifferenceOption = "auto",
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[False], codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
-    nan: NanOption = "warn", full_every: int | None = None,
+    nan: NanOption = "warn", full_every: DifferenceOption = "auto",
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: bool = True, codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
     group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
-    nan: NanOption = "warn", full_every: int | None = None,
+    nan: NanOption = "warn", full_every: DifferenceOption = "auto",
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, and create the repository if it does not exist.
 
@@ -101,7 +101,8 @@ def save(
     nan: "warn" logs one warning with the name of a leaf that has a NaN. "refuse" raises NotFinite and saves nothing. "allow"
         does not check. A block of up to 64 KiB is checked as a whole, a larger one in samples: see docs/reference/saving.md.
     full_every: store changed blocks as differences to the last full ones where that is smaller. The first save in each range of
-        so many step numbers stores them in full. None stores no differences. See docs/reference/saving.md.
+        so many step numbers stores them in full. "auto" does so with `codec="auto"` where differences halve the time of a save,
+        as predicted from measured speeds. None stores no differences. See docs/reference/saving.md.
 
     After any error, all earlier steps are unchanged.
 

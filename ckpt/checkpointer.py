@@ -30,7 +30,7 @@ from ckpt.saving.commit_wait import COMMIT_TIMEOUT_SECONDS
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lone_rank_warning import group_that_saves
 from ckpt.saving.nan_check import NanOption
-from ckpt.saving.options import Options
+from ckpt.saving.options import DifferenceOption, Options
 from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.staging_memory import prepare_staging
@@ -106,7 +106,7 @@ class Checkpointer:
         timeout: float = COMMIT_TIMEOUT_SECONDS,
         verify_replicas: bool | None = None,
         nan: NanOption = "warn",
-        full_every: int | None = None,
+        full_every: DifferenceOption = "auto",
         tiers: Sequence[Tier] = (),
         key: KeyOption = None,
         scrub: int | None = BYTES_PER_SECOND,

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ckpt.format.codec_choice import FASTER, CodecChoice
+from ckpt.format.difference_choice import DifferenceChoice
 
 
 def describe_codec(config: str) -> str:
@@ -31,6 +32,21 @@ def describe_choice(choice: CodecChoice) -> str:
     return (
         f"auto: {chosen} for {choice.dtype}: {seconds}{stolen}; {store}, {choice.encoders:g} processors encode "
         f"{choice.core_bytes_per_second / 1e9:.2f} GB/s each to {choice.ratio:.2f}"
+    )
+
+
+def describe_differences(choice: DifferenceChoice) -> str:
+    """Return one line: whether differences were stored, the seconds that were predicted, and the measurements behind them."""
+    chosen = "differences" if choice.stores_differences else "no differences"
+    why = f"{choice.seconds:.2f} s instead of {choice.seconds_in_full:.2f} s in full"
+    if choice.reason != FASTER:
+        why = f"{choice.reason}, {why}"
+    stolen = f", {choice.stolen_seconds:.2f} processor seconds from the training" if choice.stolen_seconds else ""
+    base = choice.base_bytes_per_second
+    reads = "" if base is None else f", and a thread reads {base / 1e9:.2f} GB/s of bases"
+    return (
+        f"auto: {chosen} for {choice.dtype}: {why}{stolen}; a processor encodes "
+        f"{choice.core_bytes_per_second / 1e9:.2f} GB/s to {choice.ratio:.2f}{reads}"
     )
 
 

@@ -14,7 +14,7 @@ from ckpt.groups.base import ranks_text
 from ckpt.repository.repository import Repository
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
-from ckpt.tools.codec_choices import choice_json, describe_choice, describe_codec
+from ckpt.tools.codec_choices import choice_json, describe_choice, describe_codec, describe_differences
 from ckpt.tools.common import emit, format_size, printable
 from ckpt.tools.step_contents import Contents
 from ckpt.tools.step_health import LeafReport, StepReport, StepState
@@ -86,8 +86,12 @@ def show_step(repo: Repository, report: StepReport, chosen: Contents | None, lea
             emit(f"{printable(second)} is tied to {printable(first)}")
         _show_own_ranks(chosen.own_ranks)
         stored = sum(leaf.stored_bytes for leaf in leaves)
-        for choice in report.commit.codec_choices if report.commit is not None else ():
-            emit(printable(describe_choice(choice)))
+        if report.commit is not None:
+            for line in (
+                *map(describe_choice, report.commit.codec_choices),
+                *map(describe_differences, report.commit.difference_choices),
+            ):
+                emit(printable(line))
         emit(
             f"{format_count(len(leaves), 'leaf')}, {format_size(chosen.nbytes)} stored in {format_size(stored)}, "
             f"and {format_count(len(chosen.values), 'plain value')}"
@@ -145,6 +149,7 @@ def step_json(repo: Repository, report: StepReport, order: StepOrder | None, ver
         if order is not None:
             result |= {"abandoned": report.step in order.abandoned, "set_aside": report.step in order.set_aside}
         result["codec_choices"] = [choice_json(choice) for choice in report.commit.codec_choices]
+        result["difference_choices"] = [dataclasses.asdict(choice) for choice in report.commit.difference_choices]
         signature = report.commit.signature
         result["signature"] = None if signature is None else {"key": signature.key, "checked": bool(repo.keys)}
     return result

@@ -118,13 +118,14 @@ def choose_codec(dtype: str, nbytes: int, candidates: Sequence[CodecSpeed], reso
         return _choice(dtype, None, None, against, without, without, resources)
     predictions = {codec: predict(codec, nbytes, resources) for codec in candidates}
     faster = [c for c in candidates if predictions[c].durable_seconds <= (1 - _MIN_GAIN) * without.durable_seconds]
-    fit = [c for c in faster if _is_within_budget(predictions[c], resources)]
+    fit = [c for c in faster if is_within_budget(predictions[c], resources)]
     best = _fastest(fit or faster or candidates, predictions)
     reason = FASTER if fit else OVER_BUDGET if faster else NOT_FASTER
     return _choice(dtype, best.config if fit else None, best, reason, predictions[best], without, resources)
 
 
-def _is_within_budget(prediction: Prediction, resources: Resources) -> bool:
+def is_within_budget(prediction: Prediction, resources: Resources) -> bool:
+    """Return whether the training can spare the processor time."""
     return resources.budget_seconds is None or prediction.stolen_seconds <= resources.budget_seconds
 
 

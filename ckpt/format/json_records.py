@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ckpt.errors import FormatError
 from ckpt.format.codec_choice import CodecChoice
+from ckpt.format.difference_choice import DifferenceChoice
 from ckpt.format.digest import algorithm_of_hex, digest
 from ckpt.format.signature import NO_KEYS, Keys, Signature
 from ckpt.format.training_lines import Ancestry, TrainingLine, parse_line
@@ -79,6 +80,8 @@ class CommitRecord:
     """The last step of each older line that belongs to the history of this one. See training_lines.py."""
     codec_choices: tuple[CodecChoice, ...] = ()
     """What `codec="auto"` chose on rank 0, and why, for each type of elements; empty if it had nothing to choose."""
+    difference_choices: tuple[DifferenceChoice, ...] = ()
+    """Whether `auto` stored differences on rank 0, and why, for each type of elements; empty if there was nothing to choose."""
     signature: Signature | None = None
     """The signature of the rest of the record; None if the step was saved without a key."""
 
@@ -177,6 +180,8 @@ def _commit_body(commit: CommitRecord) -> dict[str, Any]:
         del body["line"], body["left"]
     if not commit.codec_choices:
         del body["codec_choices"]
+    if not commit.difference_choices:
+        del body["difference_choices"]
     if commit.signature is None:
         del body["signature"]
     return body

@@ -10,7 +10,7 @@ from ckpt.format.block_difference import BaseBlock
 from ckpt.saving.codec_tuner import EncodingTimer, SaveCodecs
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import BlockPlace
-from ckpt.saving.differences import DifferenceEncoder, DifferenceSource
+from ckpt.saving.differences import DifferenceEncoder, DifferenceSource, EncodedDifference
 from ckpt.saving.save_plan import SavePlan
 from ckpt.saving.write_plan import Block, LeafSpec
 from ckpt.state.leaves.base import Bytes
@@ -41,14 +41,13 @@ class BlockEncoder:
 
     def encode(self, block: Block, raw: Bytes) -> EncodedBlock:
         """Return a block as it is to be stored. raw: its bytes."""
-        if self._differences is not None:
-            found = self._differences.encode(block_place(block, self._plan.specs), raw, block.itemsize)
-            if found is not None:
-                return EncodedBlock(found.codec, found.stored, found.base)
         config, dtype = block.codec, self._plan.leaves[block.pieces[0].leaf].dtype
         if config == "auto":
             with self._slots.slot():
                 config = self._codecs.pick(dtype, raw, block.itemsize)
+        found = self._difference(block, dtype, raw)
+        if found is not None:
+            return EncodedBlock(found.codec, found.stored, found.base)
         if config is None:
             return EncodedBlock(None, None)
         with self._slots.slot():
@@ -59,6 +58,20 @@ class BlockEncoder:
         if block.codec == "auto":
             self._codecs.note_encoded(dtype, config, len(encoded) / block.nbytes if shrinks else 1.0, speed, share)
         return EncodedBlock(config, encoded) if shrinks else EncodedBlock(None, None)
+
+    def _difference(self, block: Block, dtype: str, raw: Bytes) -> EncodedDifference | None:
+        """Return the difference that is to be stored; None to store the block in full."""
+        encoder = self._differences
+        if encoder is None:
+            return None
+        place = block_place(block, self._plan.specs)
+        if not encoder.is_automatic:
+            return encoder.encode(place, raw, block.itemsize).result
+        if block.codec != "auto" or not self._codecs.try_difference(dtype):
+            return None
+        tried = encoder.encode(place, raw, block.itemsize)
+        self._codecs.note_difference(dtype, tried.measured)
+        return tried.result
 
     def close(self) -> None:
         """Close the files from which bases were read."""

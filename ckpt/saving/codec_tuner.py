@@ -13,6 +13,8 @@ from typing import Any
 
 from ckpt.format import codec
 from ckpt.format.codec_choice import MAX_STOLEN_SHARE, CodecChoice, CodecSpeed, Resources, choose_codec, reason_against_any
+from ckpt.format.difference_choice import AutomaticChoices, DifferenceChoice, choose_differences
+from ckpt.saving.difference_speeds import DifferenceMeasurement, DifferenceSpeeds
 from ckpt.saving.store_speed import StoreSpeed
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.threads import WorkerThread, join_all
@@ -60,6 +62,7 @@ class CodecTuner:
         self._times = times
         self._clock = clock
         self.store = StoreSpeed(clock)
+        self.differences = DifferenceSpeeds(clock)
         self._speeds: dict[str, list[CodecSpeed]] = {}
         self._sampled_at: dict[str, float] = {}
         self._share: float | None = None
@@ -130,8 +133,8 @@ class CodecTuner:
         bytes_per_second: by the processor time of the calling thread.
         share: this processor time, divided by the time that passed.
         """
-        if threading.current_thread() is threading.main_thread():
-            return  # there, blosc encodes in threads of its own, whose processor time is unknown
+        if _is_main_thread():
+            return
         with self._lock:
             self._share = share if self._share is None else self._share + _NEW_WEIGHT * (share - self._share)
             self._speeds[dtype] = [
@@ -147,12 +150,13 @@ class CodecTuner:
 
 
 class SaveCodecs:
-    """The choices of one save. Writer threads share it; each entry of `_choices` is replaced as a whole."""
+    """The choices of one save. Writer threads share it; each entry of its two tables is replaced as a whole."""
 
     def __init__(self, tuner: CodecTuner, conditions: SaveConditions) -> None:
         self._tuner = tuner
         self._conditions = conditions
         self._choices: dict[str, CodecChoice] = {}
+        self._difference_choices: dict[str, DifferenceChoice] = {}
 
     def pick(self, dtype: str, raw: Bytes, itemsize: int) -> str | None:
         """Return the codec for a block of elements of type `dtype`, None for no codec."""
@@ -172,6 +176,30 @@ class SaveCodecs:
         """As `CodecTuner.note_encoded`."""
         self._tuner.note_encoded(dtype, config, ratio, bytes_per_second, share)
 
+    def try_difference(self, dtype: str) -> bool:
+        """Return whether to compute the difference of a block of elements of this type: it pays, or is to be measured.
+
+        Call `pick` before: differences are compared with the codec that it chose.
+        """
+        choice, resources = self._choices.get(dtype), self._tuner.resources(self._conditions)
+        if choice is None or choice.candidate is None or resources is None:  # without a candidate, writing is fast enough
+            return False
+        speed = self._tuner.differences.speed(dtype)
+        if speed is not None:
+            in_full = choice.seconds_without if choice.codec is None else choice.seconds
+            found = choose_differences(dtype, self._conditions.nbytes, speed, in_full, resources)
+            self._difference_choices[dtype] = found
+            if found.stores_differences:
+                return True
+        return not _is_main_thread() and self._tuner.differences.takes_trial(dtype)
+
+    def note_difference(self, dtype: str, measured: DifferenceMeasurement | None) -> None:
+        """Take a difference into the averages. measured: None if the block had no base."""
+        if measured is None:
+            self._tuner.differences.renew_trial(dtype)
+        elif not _is_main_thread():
+            self._tuner.differences.note(dtype, measured)
+
     def write_began(self) -> None:
         """Record that a thread started to write to the store."""
         self._tuner.store.write_began()
@@ -190,13 +218,21 @@ class SaveCodecs:
         finally:
             self._tuner.store.write_ended(0, threads, threads)
 
-    def choices(self) -> tuple[CodecChoice, ...]:
-        """Return the last choice for each type of elements, ordered by the type."""
-        return tuple(self._choices[dtype] for dtype in sorted(self._choices))
+    def choices(self) -> AutomaticChoices:
+        """Return the last choices for each type of elements, ordered by the type."""
+        return AutomaticChoices(
+            tuple(self._choices[dtype] for dtype in sorted(self._choices)),
+            tuple(self._difference_choices[dtype] for dtype in sorted(self._difference_choices)),
+        )
 
     def end(self) -> None:
         """Record that the save has ended."""
         self._tuner.end_save()
+
+
+def _is_main_thread() -> bool:
+    """Return whether this is the main thread. There, blosc encodes in threads of its own, whose processor time is unknown."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _measure_in_thread(sample: Bytes, itemsize: int) -> tuple[list[CodecSpeed], float]:

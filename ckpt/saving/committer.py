@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.errors import Fenced, RanksMissing, SignatureError, StepNotFound, StepRefused
 from ckpt.format import manifest
-from ckpt.format.codec_choice import CodecChoice
+from ckpt.format.difference_choice import AutomaticChoices
 from ckpt.format.digest import digest
 from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, sign_commit
 from ckpt.format.manifest_parquet import write_part
@@ -85,7 +85,7 @@ class Committer:
 
     def commit(
         self, rows: Any, algorithm: str, packs: dict[str, int], written_bytes: int, *, sharded: bool,
-        codec_choices: tuple[CodecChoice, ...] = (),
+        choices: AutomaticChoices,
     ) -> Checkpoint:  # fmt: skip
         """Commit the rows of an attempt, and return the checkpoint; in a group, publish them as a part and wait for the commit.
 
@@ -94,18 +94,18 @@ class Committer:
         packs: the bytes of each pack to which the rows refer.
         written_bytes: the bytes that this attempt has written into packs.
         sharded: whether rows may be parts of arrays, which must then be checked to cover them.
-        codec_choices: what `codec="auto"` chose on this rank. The commit record keeps those of rank 0.
+        choices: what `codec="auto"` chose on this rank. The commit record keeps those of rank 0.
         """
         extra = {"format": "1", "digest": algorithm, "step": str(self._step)}
         if self._group.size > 1:
-            return self._commit_in_group(rows, extra, packs, written_bytes, codec_choices)
+            return self._commit_in_group(rows, extra, packs, written_bytes, choices)
         with collector_paused():
             table = manifest.write_table(rows, extra)
         raw_bytes = sum(leaf.nbytes for leaf in self._flat.leaves.values())
         if sharded:  # the boxes of a single process must cover whole arrays
             raw_bytes = rank_part_merge.require_complete_leaves(table, self._flat.node, self._step, self._store.url)
         totals = StepTotals(len(self._flat.leaves), raw_bytes, written_bytes)
-        return self._publish_step(table, self._tree, packs, totals, algorithm, codec_choices)
+        return self._publish_step(table, self._tree, packs, totals, algorithm, choices)
 
     def _commit_in_group(
         self,
@@ -113,7 +113,7 @@ class Committer:
         extra: dict[str, str],
         packs: dict[str, int],
         written_bytes: int,
-        codec_choices: tuple[CodecChoice, ...],
+        choices: AutomaticChoices,
     ) -> Checkpoint:
         """Publish the part of this rank; rank 0 then merges all parts and commits, and other ranks wait for the commit."""
         repo, lease, attempt, timeout = self._session.repo, self._session.lease, self._attempt, self._options.timeout
@@ -136,7 +136,7 @@ class Committer:
             table = manifest.write_table(merged.table, {**extra, "digest": merged.algorithm})
             tree = encode_tree(merged.tree, merged.buffers.layouts)
             totals = StepTotals(*rank_part_merge.totals(merged.table), merged.written_bytes)
-        checkpoint = self._publish_step(table, tree, merged.packs, totals, merged.algorithm, codec_choices)
+        checkpoint = self._publish_step(table, tree, merged.packs, totals, merged.algorithm, choices)
         self.is_outcome_reported = True
         warn_of_large_buffers(self._step, self._store.url, merged.buffers.warning)
         with suppress(CkptError, OSError):  # otherwise a sweep of the next generation deletes them
@@ -154,7 +154,7 @@ class Committer:
 
     def _publish_step(
         self, table: bytes, tree: bytes, packs: dict[str, int], totals: StepTotals, algorithm: str,
-        codec_choices: tuple[CodecChoice, ...],
+        choices: AutomaticChoices,
     ) -> Checkpoint:  # fmt: skip
         """Write manifest, tree and commit record, in this order; return the checkpoint.
 
@@ -192,7 +192,8 @@ class Committer:
             version=__version__,
             line=line.number,
             left=line.ancestry,
-            codec_choices=codec_choices,
+            codec_choices=choices.codecs,
+            difference_choices=choices.differences,
         )
         commit = sign_commit(commit, self._session.repo.keys)
         failpoint("save.commit")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,10 +22,12 @@ from ckpt.block_io.read_plan import BlockRead
 from ckpt.block_io.staging_arena import round_up
 from ckpt.format import codec
 from ckpt.format.block_difference import BaseBlock, difference_width, subtract
+from ckpt.format.difference_choice import MAX_AUTOMATIC_FRACTION
 from ckpt.format.manifest import Row
 from ckpt.format.pack import step_of_file
 from ckpt.saving.changing_leaves import REMEMBERED_REPOSITORIES
 from ckpt.saving.dedup import BlockPlace, StepBlocks
+from ckpt.saving.difference_speeds import DifferenceMeasurement
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import CkptError
@@ -32,7 +35,7 @@ from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
 
-_MAX_DIFFERENCE_FRACTION = 0.8
+MAX_DIFFERENCE_FRACTION = 0.8
 """A difference that is larger than this fraction of the full block does not justify that a load reads two blocks."""
 
 _MIN_BYTES = 16 << 10
@@ -60,9 +63,9 @@ class DifferenceSize:
     """Stored bytes of the difference."""
 
 
-def difference_pays(size: DifferenceSize) -> bool:
+def difference_pays(size: DifferenceSize, max_fraction: float = MAX_DIFFERENCE_FRACTION) -> bool:
     """Return whether to store the difference instead of the full block. This is a pure function."""
-    return round_up(size.difference_bytes) <= _MAX_DIFFERENCE_FRACTION * round_up(min(size.raw_bytes, size.full_bytes))
+    return round_up(size.difference_bytes) <= max_fraction * round_up(min(size.raw_bytes, size.full_bytes))
 
 
 def is_usable_base(base_step: int, step: int, full_every: int) -> bool:
@@ -71,6 +74,11 @@ def is_usable_base(base_step: int, step: int, full_every: int) -> bool:
     full_every: the first save in each range of so many step numbers stores all changed blocks in full.
     """
     return base_step < step and base_step // full_every == step // full_every
+
+
+def newest_step(packs: Iterable[str]) -> int | None:
+    """Return the highest step that wrote one of these packs; None without packs."""
+    return max((step_of_file(pack) for pack in packs), default=None)
 
 
 def choose_codec(sample: Bytes, width: int) -> str:
@@ -91,36 +99,51 @@ class EncodedDifference(NamedTuple):
     stored: memoryview
 
 
-class UnrelatedPlaces:
-    """The places where even the difference to the last value did not pay, so that no base is read before the next full save.
+class TriedDifference(NamedTuple):
+    """What came of the attempt to store a block as a difference."""
 
-    A process has one for each repository and rank. Safe to use from many threads.
-    """
+    result: EncodedDifference | None
+    """None if the block is to be stored in full."""
+    measured: DifferenceMeasurement | None
+    """None if the block has no base, or none that can be read."""
+
+
+class PlaceHistory:
+    """What earlier saves of one repository and rank found at each place. A process keeps it. Safe to use from many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Guards the following attributes."""
         self._ranges: dict[BlockPlace, int] = {}
-        """The number of the range of steps in which the difference did not pay, by place. Guarded by `_lock`."""
+        """The number of the range of steps in which even the difference to the last value did not pay, by place."""
+        self._bases_read: dict[BlockPlace, bytes] = {}
+        """The digest of the base that was read last, by place."""
 
-    def has(self, place: BlockPlace, number: int) -> bool:
-        """Return whether a difference at this place did not pay in the range of this number."""
+    def is_unrelated(self, place: BlockPlace, number: int) -> bool:
+        """Return whether a difference at this place did not pay in the range of this number, so that no base is read."""
         with self._lock:
             return self._ranges.get(place) == number
 
-    def note(self, place: BlockPlace, number: int) -> None:
+    def note_unrelated(self, place: BlockPlace, number: int) -> None:
         """Record that the difference at this place did not pay in the range of this number."""
         with self._lock:
             self._ranges[place] = number
 
+    def note_base_read(self, place: BlockPlace, base: BaseBlock) -> bool:
+        """Record that a base is read; return whether the one that was read before is the same, so that a cache may have it."""
+        with self._lock:
+            before, self._bases_read[place] = self._bases_read.get(place), base.digest
+        return before == base.digest
 
-_remembered: dict[tuple[str, int], UnrelatedPlaces] = {}
+
+_remembered: dict[tuple[str, int], PlaceHistory] = {}
 _registry_lock = threading.Lock()
 
 
-def unrelated_places_of(url_and_rank: tuple[str, int]) -> UnrelatedPlaces:
-    """Return the places of this rank and this URL; only the last few repositories are remembered."""
+def place_history_of(url_and_rank: tuple[str, int]) -> PlaceHistory:
+    """Return the history of this rank and this URL; only the last few repositories are remembered."""
     with _registry_lock:
-        found = _remembered[url_and_rank] = _remembered.pop(url_and_rank) if url_and_rank in _remembered else UnrelatedPlaces()
+        found = _remembered[url_and_rank] = _remembered.pop(url_and_rank) if url_and_rank in _remembered else PlaceHistory()
         while len(_remembered) > REMEMBERED_REPOSITORIES:
             del _remembered[next(iter(_remembered))]
         return found
@@ -135,13 +158,15 @@ class DifferenceSource:
     step: int
     full_every: int
     previous: StepBlocks
-    unrelated: UnrelatedPlaces
+    history: PlaceHistory
     compute_slot: Callable[[], AbstractContextManager[object]]
     """A context that is entered while this computes and does not wait for the store."""
+    is_automatic: bool = False
+    """Whether `auto` decides for each block if it is tried. Then a difference must halve the stored bytes."""
 
     def base_at(self, place: BlockPlace, width: int) -> BaseBlock | None:
         """Return the base for the block at a place; None if there is none, or no difference is expected to pay."""
-        if self.unrelated.has(place, self.step // self.full_every):
+        if self.history.is_unrelated(place, self.step // self.full_every):
             return None
         key = self.previous.places.get(place)
         block = None if key is None else self.previous.blocks.get(key)
@@ -154,7 +179,7 @@ class DifferenceSource:
     def note_unrelated(self, place: BlockPlace, base: BaseBlock) -> None:
         """Record that the difference to this base did not pay. An older value than the last one is no reason to give up."""
         if self.previous.places[place] == (base.digest, place.nbytes):
-            self.unrelated.note(place, self.step // self.full_every)
+            self.history.note_unrelated(place, self.step // self.full_every)
 
 
 class DifferenceEncoder:
@@ -166,16 +191,25 @@ class DifferenceEncoder:
         self._reader = BlockReader(source.store, source.algorithm, where, None)
         self._difference = np.empty(0, np.uint8)
 
-    def encode(self, place: BlockPlace, raw: Bytes, itemsize: int) -> EncodedDifference | None:
-        """Return the encoded difference of a block to the full block at its place; None to store it in full.
+    @property
+    def is_automatic(self) -> bool:
+        """Whether `auto` decides for each block if it is tried."""
+        return self._source.is_automatic
+
+    def encode(self, place: BlockPlace, raw: Bytes, itemsize: int) -> TriedDifference:
+        """Compute the difference of a block to the full block at its place, and encode it.
 
         itemsize: bytes of an element of the block.
         """
         source, width = self._source, difference_width(itemsize, len(raw))
         base = source.base_at(place, width) if len(raw) >= _MIN_BYTES else None
-        base_data = None if base is None else self._read(place, base)
-        if base is None or base_data is None:
-            return None
+        if base is None:
+            return TriedDifference(None, None)
+        processor, began = time.thread_time(), time.perf_counter()
+        was_read = source.history.note_base_read(place, base)
+        if (base_data := self._read(place, base)) is None:
+            return TriedDifference(None, None)
+        base_seconds = time.perf_counter() - began if was_read else None
         with source.compute_slot():
             if len(self._difference) < len(raw):
                 self._difference = np.empty(len(raw), np.uint8)
@@ -184,10 +218,12 @@ class DifferenceEncoder:
             middle = len(raw) // 2 // _SAMPLE_BYTES * _SAMPLE_BYTES
             config = choose_codec(difference[middle : middle + _SAMPLE_BYTES], width)
             stored = codec.encode(config, difference, width)
-        if not difference_pays(DifferenceSize(len(raw), base.stored, len(stored))):
+        measured = DifferenceMeasurement(len(raw), len(stored), time.thread_time() - processor, base_seconds)
+        most = MAX_AUTOMATIC_FRACTION if source.is_automatic else MAX_DIFFERENCE_FRACTION
+        if not difference_pays(DifferenceSize(len(raw), base.stored, len(stored)), most):
             source.note_unrelated(place, base)
-            return None
-        return EncodedDifference(base, config, stored)
+            return TriedDifference(None, measured)
+        return TriedDifference(EncodedDifference(base, config, stored), measured)
 
     def _read(self, place: BlockPlace, base: BaseBlock) -> Bytes | None:
         """Return the raw base; None if it is damaged or can't be read now, so that the block is stored in full."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
 
 from ckpt.format import codec
 from ckpt.format.digest import require_algorithm
@@ -14,6 +14,9 @@ from ckpt.saving.nan_check import NanOption
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.support.validation import check_switch, checked_bytes, checked_positive, checked_seconds
+
+DifferenceOption: TypeAlias = int | Literal["auto"] | None
+"""Values of the argument full_every=."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +40,9 @@ class Options:
     """Whether each rank digests the replicas that it has, so that the committer can compare them; None for a sample of them."""
     nan: NanOption = "warn"
     """What to do about a NaN in a leaf."""
-    full_every: int | None = None
-    """How many step numbers share one full save, to which the other saves store differences; None for full blocks only."""
+    full_every: DifferenceOption = "auto"
+    """How many step numbers share one full save, to which the other saves store differences; None for full blocks only. "auto"
+    stores differences where they make saves with `codec="auto"` much faster."""
     propose_next_step: Callable[[], int] | None = None
     """Returns the step to save next. Rank 0 calls it at the commit."""
 
@@ -58,8 +62,8 @@ class Options:
             check_switch("verify_replicas", self.verify_replicas)
         if self.nan not in get_args(NanOption):
             raise InvalidArgument(f"nan={self.nan!r}: use 'warn', 'refuse' or 'allow'")
-        if self.full_every is not None:
-            checked_positive("full_every", self.full_every, "a positive number of steps, or None for no differences")
+        if self.full_every not in (None, "auto"):
+            checked_positive("full_every", self.full_every, "a positive number of steps, 'auto', or None for no differences")
             if self.copies > 1:
                 raise InvalidArgument("full_every: differences of many steps share one base, so use Keep with copies=1")
         checked_positive("in_flight", self.in_flight, "a positive number of saves")

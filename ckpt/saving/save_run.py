@@ -8,7 +8,7 @@ import threading
 import time
 
 from ckpt.format import manifest_encoding
-from ckpt.format.codec_choice import CodecChoice
+from ckpt.format.difference_choice import automatic_range
 from ckpt.format.digest import is_cryptographic
 from ckpt.format.pack import PackWriter
 from ckpt.repository.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from ckpt.saving.committer import Committer
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import PreviousBlockIndex, StepBlocks
 from ckpt.saving.deferred_blocks import DeferredBlocks, find_deferred_blocks
-from ckpt.saving.differences import DifferenceSource, unrelated_places_of
+from ckpt.saving.differences import DifferenceSource, newest_step, place_history_of
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_guard import NanGuard
 from ckpt.saving.options import Options
@@ -73,7 +73,7 @@ class SaveRun:
         self._store = session.repo.store
         self._where = f"saving step {plan.step} to {self._store.url}"
         self._started_at = time.monotonic()
-        encodes = options.full_every is not None or any(block.codec not in (None, "auto") for block in plan.blocks)
+        encodes = options.full_every not in (None, "auto") or any(block.codec not in (None, "auto") for block in plan.blocks)
         self._writer_count = _ENCODERS if encodes else self._store.parallel_appends
         self._failure = AttemptFailure()
         self._memory = StagingMemory()
@@ -191,7 +191,7 @@ class SaveRun:
                 written = self._write_blocks(previous, stager, codecs)
             finally:
                 codecs.end()
-            checkpoint = self._commit(written, previous.packs, codecs.choices())
+            checkpoint = self._commit(written, previous.packs, codecs)
         except BaseException as error:
             self._committer.discard(error)
             raise
@@ -249,15 +249,22 @@ class SaveRun:
 
     def _difference_source(self, previous: StepBlocks, slots: ComputeSlots) -> DifferenceSource | None:
         """Return where the writers find bases of differences; None if all blocks are stored in full."""
-        plan, full_every = self._plan, self._options.full_every
+        plan, full_every, keep = self._plan, self._options.full_every, self._options.keep
         if full_every is None or is_cryptographic(plan.algorithm):  # a checksum of stored differences can be forged
             return None
-        unrelated = unrelated_places_of(self._session.url_and_rank)
-        return DifferenceSource(self._store, plan.algorithm, plan.step, full_every, previous, unrelated, slots.slot)
+        is_automatic = full_every == "auto"
+        if full_every == "auto":
+            if self._options.copies > 1 or not any(block.codec == "auto" for block in plan.blocks):
+                return None
+            full_every = automatic_range(plan.step, newest_step(previous.packs), None if keep is None else keep.every)
+            if full_every is None:
+                return None
+        history = place_history_of(self._session.url_and_rank)
+        return DifferenceSource(
+            self._store, plan.algorithm, plan.step, full_every, previous, history, slots.slot, is_automatic
+        )  # fmt: skip
 
-    def _commit(
-        self, written: WrittenBlocks, previous_packs: dict[str, int], codec_choices: tuple[CodecChoice, ...]
-    ) -> Checkpoint:
+    def _commit(self, written: WrittenBlocks, previous_packs: dict[str, int], codecs: SaveCodecs) -> Checkpoint:
         with collector_paused():
             rows = manifest_encoding.build_table(self._plan.columns, written.rows)
         sizes = {**previous_packs, **{p.name: p.nbytes for p in written.packs}}
@@ -265,7 +272,7 @@ class SaveRun:
         written_bytes = sum(p.nbytes for p in written.packs)
         return self._committer.commit(
             rows, self._plan.algorithm, {name: sizes[name] for name in sorted(names)}, written_bytes,
-            sharded=self._plan.has_shards, codec_choices=codec_choices,
+            sharded=self._plan.has_shards, choices=codecs.choices(),
         )  # fmt: skip
 
     def _finish(self, checkpoint: Checkpoint, written: WrittenBlocks) -> None:

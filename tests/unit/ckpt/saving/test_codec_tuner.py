@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from helpers.slow_stores import take_for_slow
 
 import ckpt
 from ckpt.format.codec_choice import FASTER, CodecChoice
 from ckpt.format.json_records import decode_commit, encode, encode_commit
-from ckpt.saving import codec_tuner as tuner_module
 from ckpt.saving.codec_tuner import CodecTuner, SaveConditions, codec_tuner, ranks_on_host
 from ckpt.saving.store_speed import StoreSpeed
 from ckpt.support.processor_load import ProcessorTimes, parse_processor_times, read_processor_times
@@ -195,7 +195,7 @@ def test_blocks_choose_the_codec_for_their_type_and_the_choices_are_reported() -
     picked = save.pick("float32", weights, 4)
     assert picked is not None
     assert save.pick("uint8", noise, 1) is None
-    first, second = save.choices()
+    first, second = save.choices().codecs
     assert (first.dtype, first.codec, first.reason) == ("float32", picked, FASTER)
     assert first.ratio < 0.9
     assert (second.dtype, second.codec) == ("uint8", None)
@@ -254,12 +254,7 @@ def test_folders_of_one_file_system_share_a_tuner(tmp_path: Path) -> None:
 @pytest.fixture
 def slow_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder whose file system is known as slow, so that a save chooses a codec from its first block on."""
-    clock = Clock()
-    monkeypatch.setattr(tuner_module, "_tuners", {})
-    tuner = codec_tuner(f"file://{tmp_path}")
-    tuner.store = StoreSpeed(clock.now)
-    for _ in range(4):
-        _write(tuner.store, clock, 4, 8 * MIB, 8.0)
+    take_for_slow(tmp_path, monkeypatch, 1e6)
     return tmp_path / "r"
 
 

@@ -118,7 +118,7 @@ def test_without_differences_all_changed_blocks_are_full(tmp_path: Path, options
     assert_drifting_steps_load(tmp_path, 2)
 
 
-@pytest.mark.parametrize("full_every", [0, -1, True, 2.5, "auto"])
+@pytest.mark.parametrize("full_every", [0, -1, True, 2.5, "always"])
 def test_an_invalid_range_is_refused(tmp_path: Path, full_every: Any) -> None:
     with pytest.raises(ckpt.InvalidArgument, match="full_every"):
         ckpt.save(drifting_state(0), tmp_path, 0, full_every=full_every)
