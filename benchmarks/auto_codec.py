@@ -25,9 +25,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from disk_limits import DiskSpeed, limited_disk
 
 STATES = ("bf16 weights", "mixed precision")
-GROUP = "ckpt-auto-codec"
 
 
 def make_state(kind: str, mib: int) -> dict[str, np.ndarray]:
@@ -68,21 +68,8 @@ def limited_writes(folder: Path, bytes_per_second: int | None) -> Iterator[list[
     if bytes_per_second is None:
         yield []
         return
-    device = os.stat(folder).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    version_1 = Path("/sys/fs/cgroup/blkio")
-    root = version_1 if version_1.exists() else Path("/sys/fs/cgroup")
-    group = root / GROUP
-    group.mkdir(exist_ok=True)
-    try:
-        if root == version_1:
-            (group / "blkio.throttle.write_bps_device").write_text(f"{number} {bytes_per_second}")
-        else:
-            (root / "cgroup.subtree_control").write_text("+io")
-            (group / "io.max").write_text(f"{number} wbps={bytes_per_second}")
-        yield [group / "cgroup.procs"]
-    finally:
-        group.rmdir()
+    with limited_disk(folder, DiskSpeed(write_bytes=bytes_per_second)) as disk:
+        yield [disk.processes]
 
 
 def run_child(folder: Path, case: tuple[str, int, str], groups: list[Path]) -> Any:
