@@ -11,6 +11,7 @@ from pickle import PickleBuffer
 
 from ckpt.storage.base.errors import AlreadyExists, NoSpace, NotFound, Refused, StoreError
 from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.page_cache import in_page_cache, read_cached
 from ckpt.storage.base.store import ALIGNMENT, Reader
 
 _ADVICE_BY_ERRNO = {
@@ -65,21 +66,6 @@ _UNCACHED_SPAN_BYTES = 8 << 20
 """If a byte is not in the page cache, so many bytes from it on count as uncached too: each check costs a read-ahead."""
 
 
-def in_page_cache(fd: int, position: int) -> bool:
-    """Return whether the byte at `position` is in the page cache; False where the system cannot tell.
-
-    Checking a byte that is not cached makes Linux load it, with its read-ahead for `fd`. In about one of a thousand checks the
-    byte is loaded before the answer, which is then True.
-    """
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
-    try:
-        os.preadv(fd, [bytearray(1)], position, os.RWF_NOWAIT)
-    except OSError:
-        return False
-    return True
-
-
 class DescriptorReader(Reader):
     """Reads an open file, and closes its descriptors in `close`.
 
@@ -132,13 +118,9 @@ class DescriptorReader(Reader):
         return found
 
     def read_cached(self, position: int, buffer: memoryview) -> int:
-        if not hasattr(os, "RWF_NOWAIT"):
-            return 0
         pinned = PickleBuffer(buffer)  # see read_into
         try:
-            return os.preadv(self._fd, [buffer], position, os.RWF_NOWAIT)
-        except OSError:  # the caller reads the bytes otherwise, and then gets the error if there is one
-            return 0
+            return read_cached(self._fd, position, buffer)
         finally:
             pinned.release()
 

@@ -20,7 +20,8 @@ from typing import TypeVar
 from ckpt.storage.base.call_timeout import call_in_thread, can_block_on, interruptible
 from ckpt.storage.base.errors import Changed, NotFound
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors, in_page_cache, write_all
+from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors, write_all
+from ckpt.storage.base.page_cache import in_page_cache
 from ckpt.storage.base.store import (
     Buffer,
     Entry,

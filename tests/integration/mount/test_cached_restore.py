@@ -1,0 +1,59 @@
+"""A restore from a network file system reads what is in the page cache of this host from there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.mounts import why_no_fuse
+
+import ckpt
+from ckpt.storage.base.errors import IntegrityError
+
+PROGRAM = Path(__file__).parents[3] / "benchmarks" / "slow_mount.py"
+
+pytestmark = [
+    pytest.mark.skipif(why_no_fuse() is not None, reason=why_no_fuse() or ""),
+    pytest.mark.skipif(tuple(map(int, platform.release().split(".")[:2])) < (6, 5), reason="cachestat(2) is missing"),
+]
+
+
+def drop_cache(folder: Path) -> None:
+    for path in folder.rglob("*.pack"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_a_restore_reads_cached_bytes_of_a_fuse_mount_from_the_page_cache(tmp_path: Path) -> None:
+    behind, mountpoint = tmp_path / "behind", tmp_path / "mount"
+    behind.mkdir()
+    mountpoint.mkdir()
+    state = {"w": np.random.default_rng(0).integers(0, 1 << 64, 4 << 20, np.uint64)}
+    like = {"w": np.zeros_like(state["w"])}
+    with subprocess.Popen([sys.executable, str(PROGRAM), str(behind), str(mountpoint), "--delay-ms=0"]) as server:
+        try:
+            while not os.path.ismount(mountpoint):
+                assert server.poll() is None
+                time.sleep(0.01)
+            ckpt.save(state, mountpoint, step=1, codec="none")
+            drop_cache(mountpoint)
+            ckpt.load(mountpoint, like=like)  # through the page cache
+            for pack in behind.rglob("*.pack"):
+                with pack.open("r+b") as file:
+                    file.write(bytes(pack.stat().st_size))
+            like["w"][:] = 0
+            ckpt.Checkpointer(mountpoint).restore(like)
+            assert np.array_equal(like["w"], state["w"])
+            drop_cache(mountpoint)
+            with pytest.raises(IntegrityError):
+                ckpt.Checkpointer(mountpoint).restore(like)
+        finally:
+            subprocess.run(["fusermount3", "-u", str(mountpoint)], check=False)
+            if server.poll() is None:
+                server.terminate()
