@@ -67,7 +67,7 @@ def as_leaf(value: Any) -> ArrayLeaf:
         )
     if value.has_init:
         raise TypeError("the tensor has no data yet: call its init_data(), or init_parameters_data() of the cell")
-    return HostTensorLeaf(value) if _is_on_host() and value.is_contiguous() else CopiedTensorLeaf(value)
+    return HostTensorLeaf(value) if _is_on_host() else CopiedTensorLeaf(value)
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
@@ -82,9 +82,29 @@ def _is_on_host() -> bool:
 
 
 def _host_array(value: Any) -> np.ndarray[Any, Any]:
-    """Return the elements of a tensor: its memory, if that is contiguous and on the host, else a copy; bfloat16 as integers."""
+    """Return the elements of a tensor, bfloat16 as integers. The array is its memory or, as of views, a copy."""
     array: np.ndarray[Any, Any] = value.asnumpy()  # waits for the operations that compute it
     return array.view(np.uint16) if value.dtype == ms.bfloat16 else array
+
+
+class _ViewedMemory:
+    """The memory of a tensor on the host for `np.asarray`, which keeps this object and so the tensor."""
+
+    def __init__(self, value: Any, array: np.ndarray[Any, Any]) -> None:
+        self._value = value
+        strides = tuple(step * array.itemsize for step in value.stride())
+        self.__array_interface__ = {
+            "version": 3, "shape": array.shape, "typestr": array.dtype.str, "strides": strides,
+            "data": (value.data_ptr(), False),
+        }  # fmt: skip
+
+
+def _memory_of(value: Any) -> np.ndarray[Any, Any]:
+    """Return the memory of a tensor on the host, also of a view of another tensor, with its strides."""
+    array = _host_array(value)
+    if not array.nbytes or array.__array_interface__["data"][0] == value.data_ptr():
+        return array
+    return np.asarray(_ViewedMemory(value, array))
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -94,7 +114,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 class HostTensorLeaf(HostLeaf):
-    """A tensor of which the memory is contiguous and on the host."""
+    """A tensor in the memory of the host."""
 
     kind = "mindspore"
 
@@ -104,7 +124,7 @@ class HostTensorLeaf(HostLeaf):
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.array = _host_array(value)
+        self.array = _memory_of(value)
         self.dtype = _NAME_OF_TYPE[value.dtype]
         self.shape = self.array.shape
         self.itemsize = self.array.itemsize
@@ -116,7 +136,7 @@ class HostTensorLeaf(HostLeaf):
 
 
 class CopiedTensorLeaf(NumpyLeaf):
-    """A tensor on an accelerator or with other strides, with the elements that it has now."""
+    """A tensor on an accelerator, with the elements that it has now."""
 
     kind = "mindspore"
     can_alias = False
