@@ -131,7 +131,8 @@ class _TensorLeaf(ArrayLeaf):
         if not self.nbytes:
             return None
         strides = tuple([step * size for step in value.strides])
-        return MemoryLayout(str(value.place), value.data_ptr(), self.shape, strides, size, self.dtype)
+        device = "cpu" if _is_on_host(value) else str(value.place)  # as the host is named for arrays of other frameworks
+        return MemoryLayout(device, value.data_ptr(), self.shape, strides, size, self.dtype)
 
     def attributes(self) -> dict[str, Any]:
         return paddle_attributes(self.value)
