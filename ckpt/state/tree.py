@@ -24,6 +24,7 @@ from ckpt.state.extra_attributes import require_plain_array, require_plain_conta
 from ckpt.state.leaves import as_leaf
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import BytesLeaf, NumpyScalarLeaf
+from ckpt.state.module_leaves import ModuleLeaves
 from ckpt.state.optimizer_names import is_optimizer, names_by_path
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, is_random_generator, state_of
 from ckpt.state.static_values import is_function, keeps_functions, refusal, replacement_advice, static_fields
@@ -108,9 +109,7 @@ class _Flattener:
         self._rank = rank
         self._current_per_rank: set[str] | None = None  # `_per_rank` while a value of this rank alone is flattened, else None
         self._per_rank: set[str] = set()
-        self._name_sets: dict[str, set[str]] = {}  # by path: the set (buffers or frozen) to which the leaf's name is added
-        self._buffers: set[str] = set()
-        self._frozen: set[str] = set()
+        self._of_modules = ModuleLeaves()
         self._modules: list[tuple[str, Any]] = []
         self._optimizers: list[tuple[Any, Node]] = []
         self._name_of_identity: dict[Hashable, str] = {}
@@ -126,7 +125,8 @@ class _Flattener:
         for optimizer, described in self._optimizers:
             if self._modules and (names := names_by_path(optimizer, self._modules)) is not None:
                 described["parameters"] = names
-        return FlatState(node, self.leaves, self._per_rank, self._buffers, self._frozen, notes)
+        found = self._of_modules
+        return FlatState(node, self.leaves, self._per_rank, found.buffers, found.frozen, notes)
 
     def node(self, value: Any, path: str) -> Node:
         kind = type(value)
@@ -285,11 +285,10 @@ class _Flattener:
             ) from error
 
     def _object(self, stateful: Stateful, value: Any, path: str) -> Node:
-        buffers, frozen = module_entries(value)
-        self._name_sets.update((join_path(path, name), self._buffers) for name in buffers)
-        self._name_sets.update((join_path(path, name), self._frozen) for name in frozen)
-        node = {"object": self.node(state_of(stateful, value, path), path), "class": _type_name(type(value))}
-        if has_named_parameters(value):
+        is_module = has_named_parameters(value)
+        with self._of_modules.inside(module_entries(value), path, is_module):
+            node = {"object": self.node(state_of(stateful, value, path), path), "class": _type_name(type(value))}
+        if is_module:
             self._modules.append((path, value))
         elif is_optimizer(value):
             self._optimizers.append((value, node))
@@ -324,13 +323,12 @@ class _Flattener:
                 self._name_of_identity[identity] = name
             elif address is not None:
                 self._name_at_address[address] = name
-            if path in self._name_sets:
-                self._name_sets[path].add(name)
+        self._of_modules.add(name, path)
         node: dict[str, Any] = {"array": name, "kind": leaf.kind}
         if attributes := leaf.attributes():
             node.update(attributes)
             if "parameter" in attributes and "requires_grad" not in attributes:
-                self._frozen.add(name)
+                self._of_modules.frozen.add(name)
         return node
 
     def _identity(self, leaf: ArrayLeaf, address: int | None) -> Hashable | None:
