@@ -25,6 +25,7 @@ from ckpt.loading.own_values import read_own_values
 from ckpt.loading.shared_read import BlockSource, ShareReads, read_shared
 from ckpt.loading.step_fallback import load_newest_on_all_ranks
 from ckpt.loading.target_matching import TargetMatcher
+from ckpt.loading.wrapped_values import split_off_wrapped_values
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep
@@ -255,8 +256,10 @@ def _plan_load(checkpoint: Checkpoint, request: LoadRequest) -> tuple[list[Block
         if like is None:
             finish = target_matcher.rebuild(tree if selector is None else select(tree, selector))
         else:
-            finish = target_matcher.match(like, tree) or (lambda: like)
-            read_own_values(target_matcher, checkpoint, request.group)
+            fill = target_matcher.match(like, tree) or (lambda: like)
+            wrapped = split_off_wrapped_values(target_matcher, checkpoint)
+            finish = wrapped.write_before(fill)
+            read_own_values(target_matcher, checkpoint, request.group, wrapped.names)
         targets = target_matcher.read_targets()
         if like is not None:
             check_aliasing(targets, checkpoint.manifest(), checkpoint.where, target_matcher.aliases)

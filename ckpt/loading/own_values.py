@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from ckpt.groups.base import Group
 from ckpt.loading.target_matching import TargetMatcher
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.state.rank_tree import own_name
-from ckpt.state.tree import RANK_SUFFIX
 from ckpt.storage.base.errors import IntegrityError
 
 log = logging.getLogger("ckpt")
 
 
-def read_own_values(matcher: TargetMatcher, checkpoint: Checkpoint, group: Group) -> None:
+def read_own_values(
+    matcher: TargetMatcher, checkpoint: Checkpoint, group: Group, wrapped: Collection[str] = frozenset()
+) -> None:
     """Change the names of the targets to those of this rank's own values, where it loads these.
+
+    wrapped: the names of targets whose elements are those of arrays in PerRank, and so those of this rank.
 
     In another layout, ranks may need equal values that had different ones: those that share a layer under tensor parallelism.
     So all ranks load the first rank's value if their number has changed, or if an array is divided in a way that no array was.
     """
-    _prefer_wrapped_arrays(matcher, checkpoint)
     mine = {name for name, ranks in matcher.own_ranks.items() if group.rank in ranks}
     if group.size != checkpoint.commit.world_size or not mine:
         return
     if new := {leaf.layout() for _, leaf in matcher.targets} - checkpoint.layouts() - {""}:
         log.info("%s: the ranks divide arrays in another way (%s), so they load buffers of rank 0", checkpoint.where, min(new))
         return
-    mine -= _incomplete_views(mine, matcher, checkpoint.where)
+    mine -= _incomplete_views(mine, wrapped, matcher, checkpoint.where)
     saved = checkpoint.saved()
     for name in mine:
         if saved.get(own_name(name, group.rank)) != saved.get(name):
@@ -39,24 +42,12 @@ def read_own_values(matcher: TargetMatcher, checkpoint: Checkpoint, group: Group
     matcher.aliases.update({own_name(name, group.rank): note for name, note in matcher.aliases.items() if name in mine})
 
 
-def _prefer_wrapped_arrays(matcher: TargetMatcher, checkpoint: Checkpoint) -> None:
-    """Let an array that is in the state a second time, wrapped in PerRank, have the wrapped value: it is that of this rank."""
-    aliases, saved = matcher.aliases, checkpoint.saved()
-    wrapped = {leaf.memory_layout(): name for name, leaf in matcher.targets if name in aliases and RANK_SUFFIX.search(name)}
-    if not wrapped:
-        return
-    for i, (name, leaf) in enumerate(matcher.targets):
-        memory = leaf.memory_layout() if name in aliases else None
-        if memory is not None and (other := wrapped.get(memory)) is not None and saved[other] == saved[name]:
-            matcher.targets[i] = (other, leaf)
-
-
-def _incomplete_views(mine: set[str], matcher: TargetMatcher, where: str) -> set[str]:
+def _incomplete_views(mine: set[str], wrapped: Collection[str], matcher: TargetMatcher, where: str) -> set[str]:
     """Return the own values that would share memory with a value of the first rank. A warning names them.
 
     A save of this version stores own values of all views of one memory, or of none; ranks may have had other views than rank 0.
     """
-    lacking = {note.group: name for name, note in matcher.aliases.items() if name not in mine}
+    lacking = {note.group: name for name, note in matcher.aliases.items() if name not in mine and name not in wrapped}
     found = {name for name in mine if name in matcher.aliases and matcher.aliases[name].group in lacking}
     if found:
         name = min(found)

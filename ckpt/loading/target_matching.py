@@ -16,7 +16,7 @@ from ckpt.block_io.read_plan import Target
 from ckpt.errors import LeafMismatch, LeafNotFound
 from ckpt.format.manifest import Saved
 from ckpt.loading.finish_functions import Finish, dataclass_like, fill_scalar, finish_once, tuple_like
-from ckpt.state.alias_notes import AliasNote, read_alias_note
+from ckpt.state.alias_notes import AliasNote, read_alias_notes
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves import as_leaf, empty_leaf
 from ckpt.state.leaves.base import ArrayLeaf
@@ -53,6 +53,7 @@ class TargetMatcher:
         """The name of each saved leaf to read, and the array to fill."""
         self.aliases: dict[str, AliasNote] = {}
         """By leaf name, the targets in `like` that were saved as views of shared memory."""
+        self.rank_aliases: dict[str, AliasNote] = {}  # the same, on the rank whose values are loaded
         self.own_ranks: dict[str, Sequence[int]] = {}  # by leaf name: the ranks that have saved a value of their own
         self._saved = saved
         self._selector = selector
@@ -255,8 +256,7 @@ class TargetMatcher:
         if "scalar" in node:
             return fill_scalar(target, node)
         self.own_ranks[node["array"]] = own_ranks(node)
-        if "alias" in node and (note := read_alias_note(node)) is not None:
-            self.aliases[node["array"]] = note
+        read_alias_notes(node, self.aliases, self.rank_aliases)
         if target is leaf:
             self.targets.append((node["array"], target))
             return None

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.format.digest import digest
 from ckpt.groups.base import Group
+from ckpt.saving.wrapped_buffers import WrappedPart, wrapped_buffers
 from ckpt.saving.write_plan import Block, LeafSpec
 from ckpt.state.boxes import Replica, whole_box
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
@@ -46,6 +47,8 @@ class BufferShares:
     stores it."""
     memories: Mapping[str, str] = field(default_factory=dict)
     """By name, the memory that a buffer of `first` or `own` shares with others of them."""
+    wrapped: Mapping[str, WrappedPart] = field(default_factory=dict)
+    """By name, the buffers of which PerRank has all or some elements, which ranks do not compare."""
 
 
 NO_SHARES = BufferShares()
@@ -53,10 +56,11 @@ NO_SHARES = BufferShares()
 
 def buffer_shares(flat: FlatState, shards: Sequence[LocalShard], group: Group) -> BufferShares:
     """Return what this rank stores. The choice depends only on sizes and names, so ranks with equal buffers choose the same."""
-    wrapped = {flat.aliases[name] for name in flat.per_rank if name in flat.aliases}  # each rank stores them anyway
-    names = {name for name in flat.buffers - flat.per_rank if flat.aliases.get(name) not in wrapped}
-    if group.size == 1 or not names:
+    if group.size == 1 or not flat.buffers:
         return NO_SHARES
+    wrapped = wrapped_buffers(flat)
+    covered = {name for name, part in wrapped.items() if part.is_whole}  # each rank stores their elements anyway
+    names = flat.buffers - flat.per_rank - covered
     everywhere = Replica(group.rank, group.size, is_stored_whole=True)
     memories = {name: note.group for name, note in flat.aliases.items()}
     units: dict[tuple[str, str], list[_Candidate]] = {}  # by (name, "") or ("", memory), since a memory has the name of a leaf
@@ -70,7 +74,7 @@ def buffer_shares(flat: FlatState, shards: Sequence[LocalShard], group: Group) -
         elif own_name(name, group.rank) not in flat.leaves:
             key = ("", memories[name]) if name in memories else (name, "")
             units.setdefault(key, []).append(_Candidate(leaf.nbytes, name, leaf, replica))
-    whole = Counter(memories.values())
+    whole = Counter(memory for name, memory in memories.items() if name not in flat.per_rank and name not in covered)
     first: set[str] = set()
     own: set[str] = set()
     total = 0
@@ -83,7 +87,7 @@ def buffer_shares(flat: FlatState, shards: Sequence[LocalShard], group: Group) -
         for buffer in unit:
             (own if buffer.replica.number else first).add(buffer.name)
     shared = {name: memory for name, memory in memories.items() if name in first or name in own}
-    return BufferShares(frozenset(first), frozenset(own), large, shared)
+    return BufferShares(frozenset(first), frozenset(own), large, shared, wrapped)
 
 
 class _Candidate(NamedTuple):

@@ -22,7 +22,8 @@ from ckpt.groups.base import ranks_text
 from ckpt.saving.buffer_merge import PublishedBuffers
 from ckpt.saving.buffer_shares import BufferDigests, BufferShares
 from ckpt.saving.packed_names import pack_names, unpack_names
-from ckpt.saving.replica_samples import Samples, pack_samples, samples_of, samples_of_leaves, unpack_samples
+from ckpt.saving.replica_samples import Samples, pack_samples, samples_of, samples_of_buffers, unpack_samples
+from ckpt.saving.wrapped_buffers import WrappedPart
 from ckpt.saving.write_plan import LeafSpec
 from ckpt.state.boxes import Box, whole_box
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
@@ -203,17 +204,26 @@ def compute_digests(
     rank: int,
 ) -> PublishedDigests:
     """Read the leaves, and return the digests that `verify` selects. Writer threads add those of stored buffers."""
-    samples, of_buffers = (samples_of(flat), samples_of_leaves(shares.large)) if verify is None else ({}, {})
-    copies = digest_replicas(specs, leaves) if verify else []
-    return PublishedDigests(verify, copies, samples, shares, dict(sorted(of_buffers.items())), BufferDigests(shares, rank))
+    samples: Samples = samples_of(flat) if verify is None else {}
+    of_buffers = samples_of_buffers(shares.large, shares.wrapped) if verify is None else {}
+    copies = digest_replicas(specs, leaves, shares.wrapped) if verify else []
+    return PublishedDigests(verify, copies, samples, shares, of_buffers, BufferDigests(shares, rank))
 
 
-def digest_replicas(specs: Sequence[LeafSpec], leaves: Sequence[ArrayLeaf]) -> ReplicaDigests:
-    """Return the digests of all shards of this rank that have several replicas."""
+def digest_replicas(
+    specs: Sequence[LeafSpec], leaves: Sequence[ArrayLeaf], wrapped: Mapping[str, WrappedPart]
+) -> ReplicaDigests:
+    """Return the digests of all shards of this rank that have several replicas, without the elements that PerRank has.
+
+    wrapped: by name, buffers with such elements.
+    """
     found = []
     for spec, leaf in zip(specs, leaves, strict=True):
-        if spec.replica is not None and spec.nbytes:
-            found.append((spec.name, list(spec.offset), list(spec.shape), digest("xxh3-128", _leaf_bytes(leaf)).hex()))
+        part = wrapped.get(spec.name)
+        if spec.replica is None or not spec.nbytes or (part is not None and part.is_whole):
+            continue
+        data = _leaf_bytes(leaf) if part is None else part.unwrapped_bytes(_leaf_bytes(leaf))
+        found.append((spec.name, list(spec.offset), list(spec.shape), digest("xxh3-128", data).hex()))
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ckpt.saving.wrapped_buffers import WrappedPart
 from ckpt.state.leaves.base import ArrayLeaf, StridedElements
 from ckpt.state.tree import FlatState
 
@@ -59,6 +60,17 @@ def samples_of_leaves(leaves: Mapping[str, ArrayLeaf]) -> Samples:
             found[name] = digest(sampled_elements(nbytes, leaf.itemsize).take_from(data))
     found.update(_digests_of_nonflat_leaves(rest))
     return found
+
+
+def samples_of_buffers(leaves: Mapping[str, ArrayLeaf], wrapped: Mapping[str, WrappedPart]) -> Samples:
+    """Return the digests of buffers, without those elements that PerRank has. wrapped: by name, buffers with such elements."""
+    found = samples_of_leaves({name: leaf for name, leaf in leaves.items() if name not in wrapped})
+    for name in leaves.keys() & wrapped.keys():
+        leaf = leaves[name]
+        elements = sampled_elements(leaf.nbytes, leaf.itemsize)
+        data = elements.take_from(leaf.flat) if leaf.flat is not None else leaf.read_elements([(leaf, elements)])[0]
+        found[name] = xxhash.xxh3_64_digest(wrapped[name].unwrapped_sample(data, elements))
+    return dict(sorted(found.items()))
 
 
 def _digests_of_nonflat_leaves(leaves: Mapping[str, ArrayLeaf]) -> Iterator[tuple[str, bytes]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from ckpt.errors import UnsupportedLeaf
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.base import ArrayLeaf, MemoryLayout
 from ckpt.state.memory_overlap import AddressRange, address_range_of, overlapping_groups, overlapping_pairs
+
+_RANK_SUFFIXES = re.compile(r"(@\d+)+$")  # of a group, and of its first leaf if that belongs to one rank alone
 
 
 class AliasNote(NamedTuple):
@@ -31,6 +34,10 @@ class AliasNote(NamedTuple):
     view: str
     """`MemoryLayout.view` of the saved array."""
 
+    def is_of_same_memory(self, other: AliasNote) -> bool:
+        """Return whether both are of one memory, or of the memories that correspond to each other on two ranks."""
+        return _RANK_SUFFIXES.sub("", self.group) == _RANK_SUFFIXES.sub("", other.group)
+
     def has_same_layout(self, memory: MemoryLayout) -> bool:
         """Return whether `memory`, of a whole array or of a box, has the strides and the view of the saved array."""
         return (
@@ -40,13 +47,38 @@ class AliasNote(NamedTuple):
         )
 
 
-def read_alias_note(node: dict[str, Any]) -> AliasNote | None:
-    """Return the note of an array node; None where the node has none or its note is malformed."""
+def read_alias_notes(node: dict[str, Any], found: dict[str, AliasNote], of_rank: dict[str, AliasNote]) -> None:
+    """Add the note of an array node to `found`, and to `of_rank` the one of the rank whose values are loaded.
+
+    They are the same, unless the ranks that saved shared memory in different ways. A malformed note counts as none.
+    """
+    name = node["array"]
+    if (note := _decode_note(node.get("alias"))) is not None:
+        found[name] = note
+    if (note := _decode_note(node[RANK_ALIAS]) if RANK_ALIAS in node else note) is not None:
+        of_rank[name] = note
+
+
+RANK_ALIAS = "alias of rank"
+"""In a tree that is resolved for one rank: the note of an array on this rank, where it is another one than `alias`."""
+
+
+def _decode_note(note: Any) -> AliasNote | None:
     try:
-        group, start, strides, view = (node["alias"][field] for field in AliasNote._fields)
+        group, start, strides, view = (note[field] for field in AliasNote._fields)
         return AliasNote(str(group), operator.index(start), tuple(operator.index(s) for s in strides), str(view))
     except (KeyError, TypeError):
         return None
+
+
+def differing_aliases(note: Any, notes_by_rank: Mapping[int, Any]) -> dict[str, Any]:
+    """Return the notes of those ranks on which an array shared memory in another way than `note` describes."""
+    expected = _without_rank(note)
+    return {str(rank): its for rank, its in notes_by_rank.items() if _without_rank(its) != expected}
+
+
+def _without_rank(note: Any) -> Any:
+    return None if note is None else {**note, "group": _RANK_SUFFIXES.sub("", note["group"])}
 
 
 class _LeafBox(NamedTuple):
@@ -90,9 +122,12 @@ def find_alias_notes(
     ]
     _refuse_aliased_shards(pairs)
     found: dict[str, AliasNote] = {}
+    position = {name: i for i, name in enumerate(leaves)}
     for group in _connected_spans(self_overlapping, pairs):
-        name = group[0].key.name if rank is None else f"{group[0].key.name}@{rank}"
-        low = min(span.begin for span in group)
+        # The first in the tree, so that ranks with equal states choose equal names, wherever their memory lies.
+        name = min((span.key.name for span in group), key=position.__getitem__)
+        name = name if rank is None else f"{name}@{rank}"
+        low = min(address_range_of(span.memory, None).begin for span in group)  # a span of a pair may count from elsewhere
         for span in group:
             if span.key.box is None:
                 found[span.key.name] = AliasNote(name, span.memory.start - low, span.memory.strides, span.memory.view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -88,6 +89,18 @@ def _candidate_pairs(spans: Sequence[AddressRange[K]]) -> Iterator[tuple[Address
         yield from itertools.combinations(across, 2)
         yield from itertools.product(across, within)
         yield from _candidate_pairs(within)
+
+
+def covers(outer: MemoryLayout, inner: MemoryLayout) -> bool:
+    """Return whether all elements of `inner` are in `outer`: if they are the same, or if `outer` is contiguous around them.
+
+    Both have elements. A view with gaps counts as covering nothing but itself.
+    """
+    if outer == inner:
+        return True
+    a, b = address_range_of(outer, None), address_range_of(inner, None)
+    is_contiguous = math.prod(outer.shape) * outer.itemsize == a.end() - a.begin and not a.overlaps_itself()
+    return outer.device == inner.device and is_contiguous and a.begin <= b.begin and b.end() <= a.end()
 
 
 class _ArrayInterface:

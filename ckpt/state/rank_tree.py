@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt.errors import StepRefused
+from ckpt.state.alias_notes import RANK_ALIAS, differing_aliases
 from ckpt.state.tree import Node
 
 RankNodes = list[tuple[Sequence[int], Node]]
@@ -29,7 +30,10 @@ def merge_trees(rank_nodes: RankNodes) -> Node:
         if all("ranks" in node for _, node in rank_nodes):
             return {"ranks": {rank: node for _, rank_node in rank_nodes for rank, node in rank_node["ranks"].items()}}
         if len({node.get("array") for _, node in rank_nodes}) == 1 and "array" in first:
-            return first  # one array: ranks may differ in requires_grad, which does not make the state differ
+            # One array: ranks may differ in requires_grad, which does not make the state differ.
+            aliases = {rank: node.get("alias") for ranks, node in rank_nodes for rank in ranks}
+            differing = differing_aliases(first.get("alias"), aliases)
+            return {**first, "aliases": differing} if differing else first
         if all("dict" in node for _, node in rank_nodes):
             return {**first, "dict": _merge_dicts(rank_nodes)}
         if "object" in first and all(node.get("class") == first.get("class") for _, node in rank_nodes):
@@ -120,6 +124,9 @@ def resolve_for_rank(node: Node, rank: int, world_size: int) -> Node:
         elif tag in _TAGS_WITH_NODES:
             value = resolve_for_rank(value, rank, world_size)
         found[tag] = value
+    aliases = node.get("aliases")
+    if isinstance(aliases, dict) and str(rank % world_size) in aliases:
+        found[RANK_ALIAS] = aliases[str(rank % world_size)]
     return found
 
 

@@ -7,6 +7,7 @@ the running statistics of the rank. At step N, rank 1 kills itself.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 from pathlib import Path
@@ -49,7 +50,7 @@ def make_state(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     model: Any = nn.Sequential(
         nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.BatchNorm1d(32, momentum=None), nn.Linear(32, 1)
     )
-    if kind == "views":
+    if kind in ("views", "wrapped"):
         model[1] = SharedStatistics(32)
     if kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard
@@ -60,6 +61,9 @@ def make_state(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if kind == "ddp":
         return model, optimizer, {"model": model, "optimizer": optimizer}
+    if kind == "wrapped":  # a part of a buffer comes before the module, another one after it
+        mean, rest = ckpt.PerRank(model[1].mean), ckpt.PerRank(model[1].statistics[1:])
+        return model, optimizer, {"mean": mean, "train": ModelState(model, optimizer), "rest": rest}
     return model, optimizer, {"train": ModelState(model, optimizer)}
 
 
@@ -71,7 +75,7 @@ def train_step(kind: str, model: Any, optimizer: Any, step: int) -> Any:
     optimizer.zero_grad()
     loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
     loss.backward()
-    if kind in ("plain", "views"):  # a loop that averages the gradients by hand
+    if kind in ("plain", "views", "wrapped"):  # a loop that averages the gradients by hand
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
@@ -91,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("log")
-    parser.add_argument("kind", choices=["fsdp2", "ddp", "plain", "views"])
+    parser.add_argument("kind", choices=["fsdp2", "ddp", "plain", "views", "wrapped"])
     parser.add_argument("--kill-at", type=int)
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -102,7 +106,8 @@ def main() -> None:
     ):
         checkpointer.attach(optimizer)
         state, start = checkpointer.restore(state)
-        print(f"started at {start}", flush=True)
+        statistics = model[1].statistics.tolist() if options.kind == "wrapped" else None
+        print(f"started at {start}", json.dumps(statistics), flush=True)
         for step in range(start, STEPS):
             loss = train_step(options.kind, model, optimizer, step)
             log.write(f"{step} {loss.item().hex()} {validate(model).item().hex()}\n")
