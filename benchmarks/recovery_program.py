@@ -1,6 +1,6 @@
 """One rank of a job of benchmarks/recovery.py: it runs steps of a given duration, and records the time of each.
 
-SIGUSR1 makes it loop for ever, and SIGALRM makes it raise an exception. It writes pid-<rank> and times-<rank> in FOLDER. The
+SIGUSR1 makes it loop endlessly, and SIGALRM makes it raise an exception. It writes pid-<rank> and times-<rank> in FOLDER. The
 lines of the latter are
 
     begin STEP TIME        the rank starts with this step
@@ -26,7 +26,7 @@ VALUES = 250_000
 
 
 def busy(*_: object) -> None:
-    """Loop for ever."""
+    """Loop endlessly."""
     while True:
         pass
 

@@ -301,10 +301,10 @@ class Checkpointer:
         if page.should_stop(step):
             if (why := reason_not_to_save(self._loss_monitor, step, loss)) is not None:
                 self._skip_step(step, why)
-                log.warning("step %d is not saved (%s), and the job ends as it was asked to; %s", step, why, _CONTINUE_HINT)
+                log.warning("step %d is not saved (%s), and the job ends as requested; %s", step, why, _CONTINUE_HINT)
             else:
                 self.save(step, state, blocking=True).result()
-                log.warning("step %d is saved, and the job ends as it was asked to", step)
+                log.warning("step %d is saved, and the job ends as requested", step)
             raise SystemExit(0)
 
     def _skip_step(self, step: int, reason: str) -> None:

@@ -134,7 +134,7 @@ def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
     emit(
         f"{format_count(done.files, 'file')} made whole ({format_size(done.nbytes)} written), "
         f"{format_count(done.records, 'record')} brought up to date, "
-        f"{format_count(done.orphans, 'forgotten object')} deleted; {result}"
+        f"{format_count(done.orphans, 'unreferenced object')} deleted; {result}"
     )
     for path, reason in done.failed.items():
         emit(f"{path}: {reason}")

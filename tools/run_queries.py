@@ -105,8 +105,8 @@ def status(run_dir: Path, state: str | None) -> int:
             warm = f"; {report.warm}" if report.warm else ""
             emit(f"attempt {report.attempt}; logs in {report.logs}/{report.attempt}{warm}")
     for report in reports.values():
-        if report.held_bytes:
-            emit(f"steps take {report.held_bytes / 1e9:.3f} GB of the memory of {common.printable(report.name)}")
+        if report.memory_used_bytes:
+            emit(f"steps take {report.memory_used_bytes / 1e9:.3f} GB of the memory of {common.printable(report.name)}")
     if spec.directory:
         emit(f"checkpoints in {spec.directory}, where the program names no other place")
     if spec.spares:

@@ -60,7 +60,7 @@ def _move_off(namespace: Namespace, member: str, progress: ByteProgress) -> Repa
 def remove_member(
     namespace: Namespace, member: str, is_destroyed: bool = False, progress: ByteProgress = lambda _: None
 ) -> RepairReport:
-    """Remove a member from the namespace for ever: its fragments and the records that it keeps move to other members.
+    """Remove a member from the namespace permanently: its fragments and the records that it keeps move to other members.
 
     is_destroyed: its device never comes back. Required where, of two members, only the other is left to agree. progress: called
     with the number of bytes just written, from many threads. Raises InvalidArgument where too few members are left.

@@ -124,7 +124,7 @@ class BlockReader:
         def read_from(store: Store) -> None:
             if store is not self._bytes.store:
                 self._bytes.use(store)
-            self._bytes.call_in_turn(block, first, read)
+            self._bytes.call_with_copy_slot(block, first, read)
 
         from_nearest(self._all_copies, read_from, block.row.pack or "", block.row.position, self._missing)
 

@@ -95,7 +95,7 @@ class PackReader:
                 yield first
         yield from (block for block, _ in waiting)
 
-    def call_in_turn(self, block: BlockRead, first: int, read: Callable[[BlockRead], T]) -> T:
+    def call_with_copy_slot(self, block: BlockRead, first: int, read: Callable[[BlockRead], T]) -> T:
         """Call `read`; if the page cache has the block, when few enough other threads copy such blocks.
 
         first: the first byte of the stored block that it reads.

@@ -38,7 +38,7 @@ class Keep:
         ckpt.Checkpointer(url, every=100, keep=ckpt.Keep(last=3, every=1000))
 
     last: how many of the newest good steps to keep. A step that is known to be damaged does not count.
-    every: keep every step whose number this divides, for ever; None keeps no such steps.
+    every: keep every step whose number this divides, permanently; None keeps no such steps.
     copies: how many copies of blocks that do not change are on the disk. A step then refers to no block to which one of the
         `copies - 1` steps before it refers, so that one damaged block affects only one in `copies` steps.
 

@@ -286,7 +286,7 @@ def _take_generation(repo: Repository, above_generation: int, process: ProcessId
                 )
             if lives is None:
                 log.warning(
-                    "taking over %s from process %d on %s: whether it lives can't be seen from here; it can't commit any more",
+                    "taking over %s from process %d on %s: it may still run, but it can't commit any more",
                     repo.url, owner.pid, owner.host,
                 )  # fmt: skip
         failpoint("lease")

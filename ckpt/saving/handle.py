@@ -24,11 +24,11 @@ class SaveHandle:
     `handle.step` is the number of the step. The event `handle.staged` is set when the state has been copied and may change.
     """
 
-    def __init__(self, step: int, moves: Callable[[], int] = int) -> None:
-        """moves: returns a number that grows while the save makes progress."""
+    def __init__(self, step: int, progress_count: Callable[[], int] = int) -> None:
+        """progress_count: returns a number that grows while the save makes progress."""
         self.step = step
         self._creator_process = CreatorProcess()
-        self._progress_count = moves
+        self._progress_count = progress_count
         self._standstill = StallTimer()
         self.staged = threading.Event()
         """Set when the state has been copied and may be changed."""
@@ -36,7 +36,7 @@ class SaveHandle:
         self._checkpoint: Checkpoint | None = None
         self._error: BaseException | None = None
         self._is_error_seen = False
-        self._is_excused = False
+        self._is_error_superseded = False
         self._lock = threading.Lock()
         self._has_ended = False
         self._callbacks: list[Callable[[], None]] = []
@@ -70,18 +70,18 @@ class SaveHandle:
     def require_end(self) -> None:
         """Wait for the end of the save; raise SaveFailed if it makes no progress any more."""
         if self._creator_process.is_current and not self._wait_for(self._done):
-            raise self.stuck()
+            raise self.stall_error()
 
     def require_staged(self) -> None:
         """Wait until the state has been copied; raise SaveFailed if the save makes no progress any more."""
         if self._creator_process.is_current and not self._wait_for(self.staged):
-            raise self.stuck()
+            raise self.stall_error()
 
-    def is_stuck(self) -> bool:
+    def has_stalled(self) -> bool:
         """Return whether a thread has waited for CKPT_STORE_TIMEOUT seconds without any progress of the save."""
         return self._standstill.seconds >= store_timeout_seconds() and not self._done.is_set()
 
-    def stuck(self) -> SaveFailed:
+    def stall_error(self) -> SaveFailed:
         """Return the error to raise if the save makes no progress."""
         return SaveFailed(
             f"saving step {self.step} has made no progress for {self._standstill.seconds:g} s: the store does not answer. The "
@@ -134,17 +134,17 @@ class SaveHandle:
         assert self._checkpoint is not None
         return self._checkpoint
 
-    def unseen(self) -> bool:
-        """Return whether the save failed, the user has not seen its error, and the error is not excused."""
-        return self.unasked() and not self._is_excused
+    def has_error_to_raise(self) -> bool:
+        """Return whether the save failed, the user has not seen its error, and no later save supersedes it."""
+        return self.has_unseen_error() and not self._is_error_superseded
 
-    def unasked(self) -> bool:
+    def has_unseen_error(self) -> bool:
         """Return whether the save failed and the user has not seen its error."""
         return self._error is not None and not self._is_error_seen
 
-    def excuse(self) -> None:
-        """Excuse an error of this save, because the next save replaces it. The error counts only if no later save follows."""
-        self._is_excused = True
+    def supersede_error(self) -> None:
+        """Let the next save supersede an error of this one, which then counts only if no later save follows."""
+        self._is_error_superseded = True
 
     def take_error(self) -> BaseException | None:
         """Return the error, and count it as seen."""

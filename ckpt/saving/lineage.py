@@ -118,10 +118,8 @@ class LineSegment:
 
     def _warn_not_restored(self, newest: int) -> None:
         message = (
-            f"{self._repo.url} has steps up to step {newest} already, and step {self._first_step} is saved without a "
-            "restore: it counts as the newest from now on. The older steps are set aside: `keep` does not delete them, and a "
-            "new save of the same number replaces one. To continue from a step, restore it first (Checkpointer.restore). To "
-            "begin a new run, use a new folder, or delete the old steps"
+            f"{self._repo.url} has steps up to step {newest}, and step {self._first_step} is saved without a restore: the old "
+            "steps are set aside. To continue the old run, call Checkpointer.restore first; for a new run, use a new folder"
         )
         log.warning(message)
         warn_user(message)

@@ -122,7 +122,7 @@ def leave(session: Session, keep: bool = False) -> None:
         if session.user_count or (keep and session.group.size > 1):
             return
         _sessions.pop(_session_key(session.repo, session.group), None)
-        if session.has_stuck_save():
+        if session.has_stalled_save():
             session.lease.abandon()
             failure_reports.note_ended(session.lease, session.group)
             return  # the store does not answer; the next job takes over when this process is dead

@@ -48,8 +48,8 @@ class Session:
         """The number of savers that share the session. Guarded by the lock of the registry."""
         self.drift = DriftDetector()
         self.lineage = Lineage(repo, self.lease.writer.generation, partial(damaged_steps, repo))
-        self.excused_save: SaveHandle | None = None
-        """The last failed save whose error is excused, until a later save succeeds."""
+        self.superseded_failure: SaveHandle | None = None
+        """The last failed save whose error a later save may supersede, until one succeeds."""
         self._next_step = start.next_step
         self._rank_0_requested_step = start.rank_0_requested_step
         self._noted_lines: set[TrainingLine] = set()
@@ -105,16 +105,16 @@ class Session:
         if not self._pending_saves:  # true for most steps, and faster than the lock
             return
         with self._lock:
-            failed = [h for h in self._pending_saves if h.done() and h.unseen()]
+            failed = [h for h in self._pending_saves if h.done() and h.has_error_to_raise()]
             self._pending_saves = [h for h in self._pending_saves if not h.done() or h in failed[1:]]
         if failed:
             error = failed[0].take_error()
             raise SaveFailed(f"saving step {failed[0].step} to {self.repo.url} in the background failed: {error}") from error
 
-    def raise_excused(self) -> None:
-        """At the end of the session: raise SaveFailed if an excused save failed and no later save succeeded."""
-        handle, self.excused_save = self.excused_save, None
-        if handle is not None and handle.unasked():
+    def raise_last_failure(self) -> None:
+        """At the end of the session: raise SaveFailed if the last save failed and none has superseded its error."""
+        handle, self.superseded_failure = self.superseded_failure, None
+        if handle is not None and handle.has_unseen_error():
             error = handle.take_error()
             raise SaveFailed(f"saving step {handle.step}, the last of the run, to {self.repo.url} failed: {error}") from error
 
@@ -132,19 +132,19 @@ class Session:
         for handle in pending:
             handle.require_staged()
 
-    def has_stuck_save(self) -> bool:
+    def has_stalled_save(self) -> bool:
         """Return whether a pending save makes no progress any more."""
-        return any(h.is_stuck() for h in self._pending_saves)
+        return any(h.has_stalled() for h in self._pending_saves)
 
     def has_unseen_error(self) -> bool:
-        """Return whether a save failed, the user has not seen its error, and the error is not excused."""
-        return any(h.unseen() for h in self._pending_saves)
+        """Return whether a save failed, the user has not seen its error, and no later save supersedes it."""
+        return any(h.has_error_to_raise() for h in self._pending_saves)
 
     def unreported_failures(self) -> list[SaveHandle]:
-        """Return the failed saves whose errors the user has not seen, for the end of the program; excused ones are included."""
-        excused = [self.excused_save] if self.excused_save is not None else []
-        handles = {*self._pending_saves, *excused}
-        return [h for h in handles if h.unseen() or (h in excused and h.unasked())]
+        """Return the failed saves whose errors the user has not seen, for the end of the program, superseded ones too."""
+        superseded = [self.superseded_failure] if self.superseded_failure is not None else []
+        handles = {*self._pending_saves, *superseded}
+        return [h for h in handles if h.has_error_to_raise() or (h in superseded and h.has_unseen_error())]
 
     # --- previous blocks, and the sweep ------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ class _Flattener:
         self._name_of_identity: dict[Hashable, str] = {}
         self._name_at_address: dict[int, str] = {}  # the first leaf at each address
         self._addresses: list[int | None] = []  # one for each leaf, in the order of `leaves`
-        self._function_keepers = 0  # the number of open containers in which functions count as static
+        self._open_function_containers = 0  # the number of open containers in which functions count as static
         self._open_containers: set[int] = set()  # ids of the containers around the current value: finds a state in itself
 
     def run(self, state: Any) -> FlatState:
@@ -185,7 +185,7 @@ class _Flattener:
             return self._container(value, path, self._dataclass)
         if isinstance(value, (bool, int, float, str)) and kind.__module__ == "builtins":
             return value
-        if self._function_keepers and is_function(value):
+        if self._open_function_containers and is_function(value):
             return None
         raise refusal(value, path)
 
@@ -259,11 +259,11 @@ class _Flattener:
             raise refusal(value, path)
         require_plain_container(value, path, values)
         static, keeps = static_fields(value), keeps_functions(value)
-        self._function_keepers += keeps
+        self._open_function_containers += keeps
         nodes = [
             (self._static_value if name in static else self.node)(item, join_path(path, name)) for name, item in values.items()
         ]
-        self._function_keepers -= keeps
+        self._open_function_containers -= keeps
         return {"dataclass": nodes, "class": _type_name(type(value)), "fields": list(values)}
 
     def _static_value(self, value: Any, path: str) -> Node:

@@ -230,11 +230,11 @@ class TierManager:
         if error is not None:
             cancel_promotion(further_tiers, handle.step)
             if number < len(self._open_tiers) - 1 and can_fall_through(error, self._group.size):
-                tier.excuse_until_next_save(handle)
+                tier.let_next_save_supersede(handle)
                 self._skip_after_failure(number, handle.step, error)
             return
         for other in self._open_tiers:
-            other.session.excused_save = None
+            other.session.superseded_failure = None
         tier.consecutive_failures = 0
         tier.last_promotion_at = time.monotonic()
         publish_durable(tier, handle.step)
@@ -260,7 +260,7 @@ class TierManager:
 
     def _failed_handle(self, tier: OpenTier, step: int, error: BaseException) -> SaveHandle:
         handle = SaveHandle(step)
-        tier.excuse_until_next_save(handle)
+        tier.let_next_save_supersede(handle)
         handle.end(None, error)
         self._last_save = handle
         return handle
@@ -364,7 +364,7 @@ class TierManager:
                 self._warn_of_unpromoted_step()
                 self.raise_failed()
             for tier in self._open_tiers:
-                tier.session.raise_excused()
+                tier.session.raise_last_failure()
         finally:
             for copier in self._copiers:
                 copier.close(wait=promote)

@@ -62,10 +62,10 @@ class OpenTier:
         self.saves_to_skip = 1 << min(self.consecutive_failures, _MAX_SKIP_EXPONENT)
         self.consecutive_failures += 1
 
-    def excuse_until_next_save(self, handle: SaveHandle) -> None:
-        """Excuse the error of this save, because the next save goes to a further tier."""
-        handle.excuse()
-        self.session.excused_save = handle
+    def let_next_save_supersede(self, handle: SaveHandle) -> None:
+        """Let the next save, which goes to a further tier, supersede the error of this one."""
+        handle.supersede_error()
+        self.session.superseded_failure = handle
 
 
 def publish_durable(tier: OpenTier, step: int) -> None:

@@ -85,7 +85,7 @@ class SaveSchedule:
 
     def _update_from(self, handle: SaveHandle) -> None:
         self._pending_save = None
-        named = None if handle.unseen() or handle.failed() else handle.result().commit.next_save
+        named = None if handle.has_error_to_raise() or handle.failed() else handle.result().commit.next_save
         assert self._last_step is not None
         if named is not None:
             self._due_step, self._gap_steps = named, max(1, named - self._last_step)

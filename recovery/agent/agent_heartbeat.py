@@ -70,4 +70,4 @@ class AgentHeartbeat:
 
 def _without_progress(report: AgentReport) -> AgentReport:
     without_steps = replace(report, step=0, newest=0, committed=0, saved=0, step_seconds=0.0, spent="useful")
-    return replace(without_steps, slowest=None, paces=(), warm="", held_bytes=0)
+    return replace(without_steps, slowest=None, paces=(), warm="", memory_used_bytes=0)

@@ -66,7 +66,7 @@ class HostMemory:
 
     def add_to_report(self, report: AgentReport) -> AgentReport:
         """Return the report with the fields that are about the memory of this host."""
-        report = replace(report, held_bytes=self.used_bytes)
+        report = replace(report, memory_used_bytes=self.used_bytes)
         if (nodes := self._nodes) is None:
             return report
         return replace(report, memory=nodes.state, nodes=nodes.nodes, fresh=nodes.fresh)

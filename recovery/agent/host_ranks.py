@@ -176,7 +176,7 @@ class HostRanks:
             report,
             doing="over" if monitor.has_ended else "running",
             wrong=monitor.failure,
-            heard=monitor.uses_ckpt,
+            uses_ckpt=monitor.uses_ckpt,
             step=monitor.step,
             newest=monitor.newest,
             committed=committed,

@@ -38,7 +38,7 @@ def draft_while_stopping(
     assert last is not None
     assert spec is not None
     is_urgent = any(report.hurry for report in asked)
-    uses_ckpt = any(report.heard for report in reports)
+    uses_ckpt = any(report.uses_ckpt for report in reports)
     if cause is not None and uses_ckpt and cause.cause not in ("exit", "hang"):
         if run_state.left_out:  # nobody requested this stop, so the failure is the cause of the end
             return draft_failure_and_decision(view, cause)
@@ -79,5 +79,5 @@ def _next_stop_request(asked: StopRequest, reports: Sequence[AgentReport]) -> St
         if report.stop_step != asked.step or report.stop == "ahead":
             rank_stops.append((min(report.newest, asked.step - 1), None))
         else:
-            rank_stops.append((report.newest, asked.step if report.stop == "heard" else None))
+            rank_stops.append((report.newest, asked.step if report.stop == "acknowledged" else None))
     return next_stop(asked, rank_stops)

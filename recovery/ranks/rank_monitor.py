@@ -144,13 +144,13 @@ class RankMonitor:
                 rank.heartbeat_page.confirm_stop(step)
 
     @property
-    def stop_progress(self) -> Literal["ahead", "heard", "past"]:
+    def stop_progress(self) -> Literal["ahead", "acknowledged", "past"]:
         """The progress of the stop request, as in `AgentReport.stop`."""
         beats = [self._heartbeats[number] for number in self._running]
         if self.stop_step is None:
             return "ahead"
         if all(beat.acknowledged_stop == self.stop_step for beat in beats):
-            return "heard"
+            return "acknowledged"
         return "past" if any(b.step >= self.stop_step and b.acknowledged_stop != self.stop_step for b in beats) else "ahead"
 
     # --- failures of ranks -------------------------------------------------------------------------------------

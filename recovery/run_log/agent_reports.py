@@ -83,7 +83,7 @@ class AgentReport:
     """The signal by which the agent was requested to end; 0 none."""
     hurry: bool = False
     """Whether it was requested to end more than once."""
-    heard: bool = False
+    uses_ckpt: bool = False
     """Whether any of its ranks uses ckpt."""
     step: int = -1
     """The last step that all of its ranks have done."""
@@ -93,9 +93,9 @@ class AgentReport:
     """The newest committed step; -1 none."""
     step_seconds: float = 1.0
     """The duration of one step."""
-    stop: Literal["ahead", "heard", "past"] = "ahead"
-    """About the stop step. ahead: not all of its ranks have acknowledged it. heard: all have. past: one passed it before it
-    acknowledged it."""
+    stop: Literal["ahead", "acknowledged", "past"] = "ahead"
+    """About the stop step. ahead: not all of its ranks have acknowledged it. acknowledged: all have. past: one passed it before
+    it acknowledged it."""
     stop_step: int | None = None
     """The step that `stop` is about."""
     spent: TimeCategory = "spawn"
@@ -109,7 +109,7 @@ class AgentReport:
     """Whether its `fresh` node is ready."""
     nodes: tuple[str, ...] = ()
     """HOST:PORT of all nodes that it serves from its memory."""
-    held_bytes: int = 0
+    memory_used_bytes: int = 0
     """The bytes of the memory of its host that saved steps take."""
     fresh: str = ""
     """The one of `nodes` that no attempt has used yet."""

@@ -108,3 +108,26 @@ def test_the_main_functions_and_classes_have_an_example_and_describe_each_argume
     arguments = [argument for argument in inspect.signature(found).parameters if argument not in ("args", "kwargs")]
     assert [argument for argument in arguments if not re.search(rf"\b{argument}\b", text)] == []
     assert _EXAMPLE.search(text) or re.search(r"`[^`]*\w+\([^`]*`", text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ckpt.save", "ckpt.load", "ckpt.open", "ckpt.Checkpointer.restore", "ckpt.Checkpointer.step", "ckpt.SaveHandle.result"],
+)
+def test_the_main_functions_describe_what_they_return_and_raise(name: str) -> None:
+    text = inspect.getdoc(attribute_of_ckpt(name)) or ""
+    assert re.search(r"\b[Rr]eturns?\b", text)
+    assert len(re.findall(r"^    \w+: ", text.partition("\nRaises:\n")[2], re.MULTILINE)) >= 2
+
+
+@pytest.mark.parametrize("name", ["ckpt.Keep", "ckpt.Tier", "ckpt.Shard", "ckpt.data.Loader", "ckpt.data.Stream"])
+def test_the_main_classes_describe_what_they_raise(name: str) -> None:
+    text = inspect.getdoc(attribute_of_ckpt(name)) or ""
+    assert re.search(r"\bRaises?\b|\b(is|are) refused\b", text)
+
+
+def attribute_of_ckpt(name: str) -> object:
+    found: object = importlib.import_module("ckpt.data" if name.startswith("ckpt.data.") else "ckpt")
+    for part in name.removeprefix("ckpt.").removeprefix("data.").split("."):
+        found = getattr(found, part)
+    return found

@@ -48,6 +48,17 @@ def test_a_class_name_is_defined_once() -> None:
     assert repeated(classes()).keys() <= ONE_FOR_EACH_FRAMEWORK | NAMED_BY_TORCH
 
 
+FILES_OF_A_KIND = frozenset(["base", "errors", "etcd", "metrics", "mpi", "sqlite", "store", "testing", "threads"])
+"""Names of files that several folders have: the base class, the errors, or the implementation by one library."""
+
+
+def test_a_file_name_is_used_once() -> None:
+    """Except for those of frameworks, which each part that knows frameworks has, and for a few kinds."""
+    files = ((Path(file).stem, file) for file in trees() if not file.endswith("__init__.py"))
+    frameworks = {Path(file).stem for file in trees() if file.startswith(("ckpt/state/leaves/", "ckpt/adapters/"))}
+    assert repeated(files).keys() - frameworks <= FILES_OF_A_KIND
+
+
 # --- functions -------------------------------------------------------------------------------------------------------
 
 

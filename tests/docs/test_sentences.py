@@ -1,4 +1,4 @@
-"""Comments, docstrings and messages of the code are plain English, and messages are short."""
+"""Comments, docstrings, messages, names and pages are plain English, and messages are short."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _PLACEHOLDER = "x" * 6
 
 AVOIDED = {
     r"\b(the|at|since|from) begin\b(?! and)": "the start, or the beginning",
-    r"\btold\b|\bheard\b(?!:)": "reported, published, given",
+    r"\btold\b|\bheard\b": "reported, published, given",
+    r"\bfor ever\b": "permanently, endlessly",
+    r"\bas it was asked to\b": "as requested",
     r"\bsays not\b|\btells? not\b": "does not say",
     r"\b(has|have) not (the|a|an)\b": "does not have the",
     r"\b(is|are) no (hang|whole|complete|plain)\b": "is not a",
@@ -50,18 +52,23 @@ def prose(file: str) -> Iterator[str]:
 
 
 def messages(file: str) -> Iterator[str]:
-    """Yield the texts of one line that are passed to a call as positional arguments: of errors, warnings and logs."""
-    for node in ast.walk(tree(file)):
-        if isinstance(node, ast.Call):
-            texts = (_text(argument) for argument in node.args)
-            yield from (text for text in texts if " " in text and "\n" not in text)
+    """Yield the texts of one line, without docstrings: of errors, warnings and logs, also those that are put together first."""
+    seen = {id(node.value) for node in ast.walk(tree(file)) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree(file)):  # a text comes before its parts
+        if id(node) not in seen and isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
+            seen.update(map(id, ast.walk(node)))
+            text = _text(node)
+            if " " in text and "\n" not in text and "; exec(" not in text:
+                yield text
 
 
-def _text(node: ast.expr) -> str:
+def _text(node: ast.AST) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part) if isinstance(part, ast.Constant) else _PLACEHOLDER for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return "".join(_text(part) or _PLACEHOLDER for part in (node.left, node.right))
     return ""
 
 
@@ -81,3 +88,45 @@ def test_sentences_are_plain_english(folder: str) -> None:
         if (found := re.search(words, text))
     ]
     assert wrong == []
+
+
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md"))]
+
+
+def test_pages_are_plain_english() -> None:
+    texts = [(page, re.sub(r"\s+", " ", page.read_text())) for page in PAGES]
+    assert len(texts) > 70
+    wrong = [
+        (str(page.relative_to(ROOT)), found[0], better)
+        for page, text in texts
+        for words, better in AVOIDED.items()
+        for found in re.finditer(words, text)
+    ]
+    assert wrong == []
+
+
+REPLACED_WORDS = frozenset(["told", "heard", "said", "wanted", "voice", "keepers", "caretaker", "excuse", "excused"])
+"""Words of names that the glossary, or a verb such as reported or requested, replaces."""
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_names_have_no_replaced_word(folder: str) -> None:
+    assert [(file, name) for file in files_of(folder) for name in names(file) if REPLACED_WORDS & set(_words(name))] == []
+
+
+def names(file: str) -> Iterator[str]:
+    """Yield the name of the file, and the names that it defines: functions, classes, arguments, variables and attributes."""
+    yield Path(file).stem
+    for node in ast.walk(tree(file)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in re.split(r"_|(?<=[a-z])(?=[A-Z])", name)]

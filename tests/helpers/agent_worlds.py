@@ -63,7 +63,7 @@ class World:
             if last.kind in ("start", "stop") and is_member:
                 if report.attempt != run_state.attempt:
                     assert report.doing == "idle", "the ranks of the previous attempt have ended"
-                    report = replace(report, attempt=run_state.attempt, doing="running", wrong=None, heard=True)
+                    report = replace(report, attempt=run_state.attempt, doing="running", wrong=None, uses_ckpt=True)
                 if last.kind == "stop" and report.wrong is None:
                     report = replace(report, doing="over")
             elif report.doing != "idle":

@@ -80,7 +80,7 @@ def test_objects_that_a_repair_deletes_are_not_published(url: str, namespace: Na
     """The writer is stopped between its objects and its record: no record names the objects."""
     writer = StoppedClient(url, work, "namespace.record")
     try:
-        assert "2 forgotten objects deleted" in run_repair(url) or work == MANY_APPENDS
+        assert "2 unreferenced objects deleted" in run_repair(url) or work == MANY_APPENDS
         outcome = writer.finish()
     finally:
         writer.close()
@@ -112,7 +112,7 @@ def test_a_refused_writer_that_stops_again_publishes_its_data_or_fails(url: str,
     try:
         assert begin_era(namespace) is not None
         writer.continue_to_next_point()
-        assert "forgotten objects deleted" in run_repair(url)
+        assert "unreferenced objects deleted" in run_repair(url)
         outcome = writer.finish()
     finally:
         writer.close()

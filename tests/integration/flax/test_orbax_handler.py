@@ -40,8 +40,8 @@ def test_a_manager_of_orbax_saves_and_restores(tmp_path: Path, is_async: bool) -
         manager.wait_until_finished()
         assert manager.all_steps() == [2, 3]
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
-        wanted = ocp.args.Composite(state=CkptRestore(state(0)), position=ocp.args.JsonRestore())
-        found = manager.restore(manager.latest_step(), args=wanted)
+        expected_args = ocp.args.Composite(state=CkptRestore(state(0)), position=ocp.args.JsonRestore())
+        found = manager.restore(manager.latest_step(), args=expected_args)
         assert_equal(found["state"], state(3))
         assert found["position"] == {"at": 3}
         assert_equal(manager.restore(2, args=ocp.args.Composite(state=CkptRestore()))["state"]["params"], state(2)["params"])

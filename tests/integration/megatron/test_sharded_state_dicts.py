@@ -178,8 +178,8 @@ def test_padded_vocabulary_and_other_type(tmp_path: Path) -> None:
     for rows in (3, 6):
         target = torch.full((rows, 2), -1, dtype=torch.bfloat16)
         megatron.load({"w": sharded(target, allow_shape_mismatch=True)}, tmp_path)
-        wanted = [[2.0 * i, 2.0 * i + 1] for i in range(min(rows, 4))] + [[-1, -1]] * (rows - 4)
-        assert target.tolist() == wanted
+        expected = [[2.0 * i, 2.0 * i + 1] for i in range(min(rows, 4))] + [[-1, -1]] * (rows - 4)
+        assert target.tolist() == expected
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:

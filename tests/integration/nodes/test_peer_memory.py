@@ -85,7 +85,7 @@ def test_without_options_only_this_host_is_served() -> None:
             socket.create_connection(("127.0.0.2", int(port)), 5)
 
 
-def test_a_peer_of_another_host_is_told_what_to_set(serve: ServerOn) -> None:
+def test_the_error_on_another_host_names_the_variable_to_set(serve: ServerOn) -> None:
     _, address = serve({}, "")
     with pytest.raises(Refused, match=r"serves its memory only on its own host: set CKPT_TOKEN_FILE, CKPT_TLS_CERT_FILE"):
         received(address)

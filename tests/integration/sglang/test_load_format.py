@@ -129,30 +129,30 @@ def test_the_weights_and_the_logits_are_those_of_an_export(tmp_path: Path) -> No
         of_transformers = model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1]
     torch.testing.assert_close(torch.tensor(found["logits"]), of_transformers, rtol=1e-4, atol=1e-5)
 
-    said = dict(zip([*refused, *accepted], found["answers"], strict=True))
-    assert said["unknown option"] == (
+    answers = dict(zip([*refused, *accepted], found["answers"], strict=True))
+    assert answers["unknown option"] == (
         "InvalidArgument: model_loader_extra_config: ckpt has no option steps; it has url, step, prefix, rename, strict"
     )
-    assert said["type of option"] == "InvalidArgument: model_loader_extra_config: step='1' is not of type int"
-    assert said["nothing saved"].startswith("StepNotFound: nothing has been saved to")
-    assert said["no such step"].endswith("has no committed step 9; it has steps 1, 2")
-    assert said["no url"].startswith("InvalidArgument: ")
-    assert "CKPT_DIR" in said["no url"]
-    assert "has the parts model: name that of the model" in said["no prefix"]
-    assert said["wrong prefix"].startswith("LeafNotFound: no array of step 2")
-    assert said["prefix within the model"].startswith("LeafNotFound: the step lacks 15 weights of the model")
-    assert said["missing"] == (
+    assert answers["type of option"] == "InvalidArgument: model_loader_extra_config: step='1' is not of type int"
+    assert answers["nothing saved"].startswith("StepNotFound: nothing has been saved to")
+    assert answers["no such step"].endswith("has no committed step 9; it has steps 1, 2")
+    assert answers["no url"].startswith("InvalidArgument: ")
+    assert "CKPT_DIR" in answers["no url"]
+    assert "has the parts model: name that of the model" in answers["no prefix"]
+    assert answers["wrong prefix"].startswith("LeafNotFound: no array of step 2")
+    assert answers["prefix within the model"].startswith("LeafNotFound: the step lacks 15 weights of the model")
+    assert answers["missing"] == (
         f"LeafNotFound: the step lacks 1 weights of the model, such as {O_PROJ}: check prefix "
         "and rename, or set strict to false"
     )
-    assert "lacks 1 weights of the model, such as model.layers.0.mlp.up_proj.weight" in said["missing part"]
-    assert said["shape"].startswith(("AssertionError", "ValueError", "RuntimeError"))
-    assert said["type"].startswith("LeafMismatch: leaf model.norm.weight of step")
-    assert said["damaged"].startswith("IntegrityError: leaf model.")
-    assert len(said["older"]) == len(said["lenient"]) == 64
-    assert said["older"] != found["digest"]
-    assert said["half"] == said["rounded"] != found["digest"]
-    assert said["renamed"] == found["digest"]
+    assert "lacks 1 weights of the model, such as model.layers.0.mlp.up_proj.weight" in answers["missing part"]
+    assert answers["shape"].startswith(("AssertionError", "ValueError", "RuntimeError"))
+    assert answers["type"].startswith("LeafMismatch: leaf model.norm.weight of step")
+    assert answers["damaged"].startswith("IntegrityError: leaf model.")
+    assert len(answers["older"]) == len(answers["lenient"]) == 64
+    assert answers["older"] != found["digest"]
+    assert answers["half"] == answers["rounded"] != found["digest"]
+    assert answers["renamed"] == found["digest"]
 
 
 def test_tied_weights_are_loaded(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_all_ranks_stop_after_the_same_step(job: Callable[..., Job], tmp_path: P
     ranks.until(lambda beats: min(b.step for b in beats) >= 10)
     asked = ranks.stop(0.02)
     outputs = ranks.end()
-    assert all(f"step {asked.step} is saved, and the job ends as it was asked to" in text for text in outputs)
+    assert all(f"step {asked.step} is saved, and the job ends as requested" in text for text in outputs)
     assert {b.step for b in ranks.beats()} == {asked.step}
     assert ckpt.open(tmp_path / "repo").steps()[-1] == asked.step
     assert ckpt.load(tmp_path / "repo", group=None)["step"] == asked.step
@@ -90,12 +90,12 @@ class Simulated:
 
     def __init__(self, others: list[Simulated], stride: int, lockstep: bool) -> None:
         self.others, self.stride, self.lockstep = others, stride, lockstep
-        self.step, self.heard = -1, None
+        self.step, self.acknowledged = -1, None
         self.stop: int | None = None
         self.agreed: int | None = None
         self.does: str = "steps"
 
-    def turn(self) -> None:
+    def advance(self) -> None:
         if self.does == "steps" and all(not self.lockstep or other.began(self.step) for other in self.others):
             self.step += self.stride
             self.does = "looks"
@@ -109,10 +109,10 @@ class Simulated:
         self.does = "steps"
         if self.stop is None:
             return False
-        if self.heard != self.stop:
+        if self.acknowledged != self.stop:
             if self.step > self.stop:
                 return False
-            self.heard = self.stop
+            self.acknowledged = self.stop
         if self.step < self.stop:
             return False
         if self.agreed != self.stop:
@@ -129,16 +129,16 @@ def test_simulated_ranks_stop_after_the_same_step_in_any_order(data: st.DataObje
     ranks += [Simulated(ranks, stride, lockstep) for _ in range(data.draw(st.integers(1, 4)))]
     asked: StopRequest | None = None
 
-    def some_turns() -> None:
+    def some_steps() -> None:
         for _ in range(data.draw(st.integers(0, 4))):
-            data.draw(st.sampled_from(ranks)).turn()
+            data.draw(st.sampled_from(ranks)).advance()
 
     def asks(meanwhile: Callable[[], None]) -> None:
         nonlocal asked
         seen = []
         for rank in ranks:
             meanwhile()
-            seen.append((rank.step, rank.heard))
+            seen.append((rank.step, rank.acknowledged))
         before, asked = asked, next_stop(asked, seen)
         for rank in ranks if asked != before else ():
             meanwhile()
@@ -148,11 +148,11 @@ def test_simulated_ranks_stop_after_the_same_step_in_any_order(data: st.DataObje
                 rank.stop = asked.step
 
     for _ in range(data.draw(st.integers(0, 8))):
-        some_turns()
-        asks(some_turns)
+        some_steps()
+        asks(some_steps)
     for _ in range(100):  # then all ranks continue in turn
         asks(lambda: None)
         for rank in ranks:
-            rank.turn()
+            rank.advance()
     assert [rank.does for rank in ranks] == ["ends"] * len(ranks)
     assert len({rank.step for rank in ranks}) == 1

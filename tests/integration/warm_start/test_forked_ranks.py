@@ -244,7 +244,7 @@ def test_a_run_starts_warm_after_a_rank_has_reported_its_imports(start_fork_serv
     """A later report with more imports replaces the fork server; after a change of the script ranks start cold, and then warm
     again."""
     text = "import sys\nprint(*sorted({'wave', 'colorsys'} & sys.modules.keys()))\n"
-    command, reported, log = [sys.executable, script(tmp_path, text)], tmp_path / "told", tmp_path / "log"
+    command, reported, log = [sys.executable, script(tmp_path, text)], tmp_path / "reported", tmp_path / "log"
     warm_starts = ForkServers(command)
 
     def report_imports(*names: str) -> None:

@@ -55,7 +55,7 @@ def test_the_reason_and_the_variables_of_a_roll_back() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.sampled_from(["not finite", "spike"])), min_size=1, max_size=12))
 def test_any_history_of_bad_losses_ends(bad_batches: list[tuple[int, Any]]) -> None:
-    """Skipped ranges only grow, batches far from any bad one are never skipped, and no batch is tried for ever."""
+    """Skipped ranges only grow, batches far from any bad one are never skipped, and no batch is tried endlessly."""
     history, skip = [], ()
     for batch, kind in bad_batches:
         history.append(bad(batch, kind=kind))

@@ -216,7 +216,7 @@ def test_a_rank_that_dies_while_all_save_for_a_straggler_is_the_failure() -> Non
     run.advance()
     slow_down(run, "b")
     run.append(len(run.log), draft_next_entries(run.view()))
-    run.agents["c"] = replace(run.agents["c"], heard=True, wrong=HostFailure("signal", (5,), "was killed by SIGKILL"))
+    run.agents["c"] = replace(run.agents["c"], uses_ckpt=True, wrong=HostFailure("signal", (5,), "was killed by SIGKILL"))
     run.advance()
     (failure,) = [e for e in run.log if e.kind == "failure"]
     assert (failure.facts["cause"], failure.facts["host"]) == ("signal", "c")

@@ -162,7 +162,7 @@ class _InterruptedAtTheEnd(queue.SimpleQueue[Any]):
 
 
 def test_an_interrupt_of_a_writer_that_ends_does_not_block_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each writer takes one sentinel. A writer that was interrupted must not take a second one: another would wait for ever."""
+    """Each writer takes one sentinel. A writer that was interrupted must not take a second one: another would never end."""
     events: list[str] = []
 
     def saves() -> None:
