@@ -140,6 +140,15 @@ def test_functions_that_are_not_public_have_few_arguments():
     assert {name for name, _, arguments in code_map.functions() if arguments > code_map.ARGUMENTS} <= public
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_calls_with_many_values_name_them(module: str):
+    """Of more than seven values by position, a reader does not see which is which. A call that forwards *arguments is free."""
+    calls = [node for node in ast.walk(ast.parse((ROOT / module).read_text())) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if not ast.unparse(call.func).startswith("log.")]
+    wrong = [node.lineno for node in calls if len(node.args) > 7 and not any(isinstance(a, ast.Starred) for a in node.args)]
+    assert wrong == []
+
+
 def test_the_map_in_the_documentation_names_every_file():
     assert code_map.PAGE.read_text() == code_map.page_with_rooms(), "run make map-docs"
 
@@ -151,6 +160,21 @@ def test_every_package_has_a_docstring_of_three_to_ten_lines():
     for path in packages:
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         assert 3 <= len(text.splitlines()) <= 10, path
+        assert "Start" in text or path.parent == ROOT / "ckpt", path
+
+
+def test_files_that_the_docstring_of_a_package_names_exist():
+    """A name in code style is that of a file, a folder or a definition of the project."""
+    trees = {path: ast.parse(path.read_text()) for path in rooms.modules().values()}
+    known = {path.stem for path in trees} | {path.parent.name for path in trees} | set(LAYERS)
+    known |= {
+        node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    for path, tree in trees.items():
+        if path.name == "__init__.py":
+            words = re.findall(r"`([\w.]+)`", ast.get_docstring(tree) or "")
+            names = [name.removesuffix(".py") for name in words]
+            assert [name for name in names if not set(name.split(".")) <= known | {"ckpt", "sitecustomize"}] == [], path
 
 
 def test_a_file_of_more_than_400_lines_begins_with_the_reason():

@@ -81,14 +81,14 @@ def _service_spec(
         pass_descriptors=not service.no_near,
     )
     return ServiceSpec(
-        service.data,
-        service.capacity,
-        (host, port),
-        parse_address(service.monitor, "--monitor") if service.monitor else (host, monitor_port(port)),
-        options,
-        announcement_spec,
-        RepairSpec(repair.repairing, repair.repair_every, repair.repair_rate) if repair.repairing else None,
-        service.drain_seconds,
+        data=service.data,
+        capacity=service.capacity,
+        listen=(host, port),
+        monitor=parse_address(service.monitor, "--monitor") if service.monitor else (host, monitor_port(port)),
+        options=options,
+        announcement=announcement_spec,
+        repair=RepairSpec(repair.repairing, repair.repair_every, repair.repair_rate) if repair.repairing else None,
+        drain_seconds=service.drain_seconds,
     )
 
 

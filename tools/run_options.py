@@ -180,9 +180,19 @@ class JobOptions:
         from ckpt.recovery.run_log.run_spec import RunSpec
 
         return RunSpec(
-            self.command, self.ranks, hosts, self.least or hosts, self.restarts, self.grace, self.patience, self.give_up,
-            self.spares, self.straggler or 0.0, self.straggler_after, directory or "",
-        )  # fmt: skip
+            command=self.command,
+            ranks=self.ranks,
+            hosts=hosts,
+            least=self.least or hosts,
+            restarts=self.restarts,
+            grace_seconds=self.grace,
+            patience_seconds=self.patience,
+            give_up_seconds=self.give_up,
+            spares=self.spares,
+            straggler=self.straggler or 0.0,
+            straggler_seconds=self.straggler_after,
+            directory=directory or "",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,15 @@ def read_contents(checkpoint: Checkpoint, only: Iterable[str] = (), names: Expor
     if names.strip and not reader.nodes:
         raise LeafNotFound(f"no chosen leaf of {checkpoint.where} begins with {names.strip!r}{suggest(names.strip, saved)}")
     return Contents(
-        checkpoint, tree, only, names, list(reader.arrays.values()), reader.tied, reader.values, reader.own_ranks, reader.nodes
+        checkpoint=checkpoint,
+        tree=tree,
+        only=only,
+        names=names,
+        arrays=list(reader.arrays.values()),
+        tied=reader.tied,
+        values=reader.values,
+        own_ranks=reader.own_ranks,
+        nodes=reader.nodes,
     )
 
 

@@ -141,7 +141,16 @@ def _rebuild_once(
         pages = max(1, -(-fragment_bytes(stripe.nbytes, layout.redundancy) // ALIGNMENT))
         scratch = member_io.scratch.take(count * pages * ALIGNMENT)
         memory = list(scratch.reshape(count, -1))
-        data = _make_missing_fragments(sources, path, layout, stripe, missing, previous, index, memory)
+        data = _make_missing_fragments(
+            sources=sources,
+            path=path,
+            layout=layout,
+            stripe=stripe,
+            missing=missing,
+            previous=previous,
+            index=index,
+            memory=memory,
+        )
         fragments = list(stripe.fragments)
         for i, member in new.items():
             if (location := objects.append(member, data[i])) is not None:

@@ -251,10 +251,9 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         if os.path.isdir(lpath):
             await self._makedirs(rpath, exist_ok=True)
             return
-        new = mode == "create"
-        await self._call_in_thread(
-            rpath, upload_file, lpath, location.namespace, location.path, location.parent_check, new, callback
-        )
+        new, parent_check = mode == "create", location.parent_check
+        upload = functools.partial(upload_file, lpath, location.namespace, location.path, parent_check, new, callback)
+        await self._call_in_thread(rpath, upload)
 
     async def _get_file(self, rpath: str, lpath: str, callback: Any = DEFAULT_CALLBACK, **_: Any) -> None:
         location = self.resolve(rpath)

@@ -34,7 +34,7 @@ class TunedReads:
 
     @property
     def threads(self) -> int:
-        """One for each request that is in flight now. More would hand each request over to each other."""
+        """One for each request that is in flight now. More threads would only pass the requests to each other."""
         return self.tuner.choice.requests
 
     @property
@@ -82,7 +82,7 @@ def run_reads(
     store: Store, kind: ReadKind | None, blocks: list[BlockRead], work: Callable[[Iterable[BlockRead]], None],
     *, in_one_thread: bool = False,
 ) -> None:  # fmt: skip
-    """Run `work` on blocks in as many threads as pay for a store; the first error stops all threads and is raised.
+    """Run `work` on blocks, in the number of threads that is best for a store; the first error stops all and is raised.
 
     in_one_thread: whether one thread is faster if the store is on this host.
     """

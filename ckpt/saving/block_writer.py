@@ -93,15 +93,15 @@ class BlockWriter:
             self.referenced_packs.add(location.base.pack)
         self.blocks[key] = location
         row = StoredBlock(
-            location.pack,
-            location.position,
-            location.stored,
-            block.nbytes,
-            location.codec,
-            block_digest,
-            location.checksum,
-            cells if location.codec is None else b"",
-            location.base,
+            pack=location.pack,
+            position=location.position,
+            stored=location.stored,
+            raw=block.nbytes,
+            codec=location.codec,
+            digest=block_digest,
+            checksum=location.checksum,
+            cells=cells if location.codec is None else b"",
+            base=location.base,
         )
         self.rows.append((staged.number, row))
 

@@ -50,7 +50,7 @@ class PublishedBuffers:
 
 
 def decode_buffers(text: str) -> PublishedBuffers:
-    """Return what `PublishedBuffers.encode` has made a text of."""
+    """Return the buffers that a text of `PublishedBuffers.encode` describes."""
     if not text:
         return PublishedBuffers({}, {}, {}, ())
     *packed, layouts = json.loads(text)
@@ -103,8 +103,8 @@ def merge_buffers(published: Iterable[tuple[int, str]]) -> MergedBuffers:
 def _large_text(samples_by_rank: Iterable[tuple[int, Mapping[str, bytes]]], stored: Mapping[str, bytes]) -> str:
     """Return a message that names the large buffers whose samples differ between ranks; "" if none do.
 
-    stored: the digests of those that the first rank stores for all. Samples cannot be compared with them, so they count as
-    different: on a later rank alone, the buffer is a view of a larger array.
+    stored: the digests of those that the first rank stores for all. A later rank has samples of such a buffer if the buffer is
+        a view of a larger array there. Samples cannot be compared with digests, so they count as different.
     """
     first = dict(stored)
     differing: dict[str, list[int]] = {}

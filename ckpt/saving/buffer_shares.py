@@ -2,8 +2,8 @@
 
 The statistics of a BatchNorm differ by rank where nobody broadcasts them. No rank knows the values of another one during a
 save, so each stores its own, up to a limit. The committer leaves out those that equal the first rank's (`buffer_merge.py`). Of
-larger buffers, which are mostly constants, only the first rank's is stored, and samples are compared. So it is with a buffer
-that is a part of an array, as that of an expert.
+larger buffers, which are mostly constants, only the first rank's is stored, and samples are compared. The same holds for a
+buffer that is a part of an array, such as a buffer of an expert.
 
 Buffers that are views of one memory are one unit: a rank stores all of them for itself or none, and the committer leaves out
 all or none. Otherwise a load would write values of two ranks into one memory.

@@ -110,7 +110,16 @@ def is_block_intact(
     key: the digest and the raw length of the block.
     compute_slot: a context that is entered while this computes and does not wait for the store.
     """
-    stated = StoredBlock(block.pack, block.position, block.stored, key[1], block.codec, key[0], block.checksum, b"")
+    stated = StoredBlock(
+        pack=block.pack,
+        position=block.position,
+        stored=block.stored,
+        raw=key[1],
+        codec=block.codec,
+        digest=key[0],
+        checksum=block.checksum,
+        cells=b"",
+    )
 
     def read(copy: Store) -> None:
         try:

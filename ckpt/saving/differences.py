@@ -229,9 +229,21 @@ class DifferenceEncoder:
         """Return the raw base; None if it is damaged or can't be read now, so that the block is stored in full."""
         nothing = Box((), ())
         row = Row(
-            place.leaf, "uint8", (), nothing, base.pack, base.position, base.stored, place.nbytes, 0, place.nbytes, base.codec,
-            base.digest, base.checksum, b"",
-        )  # fmt: skip
+            leaf=place.leaf,
+            dtype="uint8",
+            global_shape=(),
+            box=nothing,
+            pack=base.pack,
+            position=base.position,
+            stored=base.stored,
+            raw=place.nbytes,
+            start=0,
+            nbytes=place.nbytes,
+            codec=base.codec,
+            digest=base.digest,
+            checksum=base.checksum,
+            cells=b"",
+        )
         try:
             return self._reader.read_whole(BlockRead(row))
         except CkptError as error:

@@ -85,7 +85,18 @@ def leaf_specs(
                     "ranks save; with replica=(i, n), each of the n replicas must be on a rank"
                 )
             replica = part.replica if part.replica.total > 1 and group.size > 1 else None
-            spec = LeafSpec(name, x.dtype, x.shape, x.itemsize, x.nbytes, codec, shape, part.box.offset, replica, kind)
+            spec = LeafSpec(
+                name=name,
+                dtype=x.dtype,
+                shape=x.shape,
+                itemsize=x.itemsize,
+                nbytes=x.nbytes,
+                codec=codec,
+                global_shape=shape,
+                offset=part.box.offset,
+                replica=replica,
+                kind=kind,
+            )
         elif everywhere is not None and name not in own:
             copies = of_rank_0 if name in buffers else everywhere
             at = (0,) * len(shape)

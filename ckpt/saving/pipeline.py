@@ -91,4 +91,13 @@ def _prepare_run(
     verify = options.verify_replicas if session.group.size > 1 else False
     digests = compute_digests(flat, plan.specs, plan.leaves, verify, plan.buffers, session.group.rank)
     committer = Committer(session, attempt, handle.step, options, flat, digests)
-    return SaveRun(session, handle, attempt, plan, options, committer, changing, digests.buffers), committer
+    return SaveRun(
+        session=session,
+        handle=handle,
+        attempt=attempt,
+        plan=plan,
+        options=options,
+        committer=committer,
+        changing=changing,
+        buffers=digests.buffers,
+    ), committer

@@ -71,7 +71,17 @@ def plan_save(
     specs = leaf_specs(flat, shards, codec, group, buffers, changing)
     blocks, columns = plan_blocks(specs)
     has_shards = any(shard.part is not None for shard in shards)
-    return SavePlan(step, algorithm, flat, [shard.leaf for shard in shards], specs, blocks, columns, buffers, has_shards)
+    return SavePlan(
+        step=step,
+        algorithm=algorithm,
+        flat=flat,
+        leaves=[shard.leaf for shard in shards],
+        specs=specs,
+        blocks=blocks,
+        columns=columns,
+        buffers=buffers,
+        has_shards=has_shards,
+    )
 
 
 def planned_bytes(flat: FlatState, options: Options, group: Group) -> int:

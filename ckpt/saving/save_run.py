@@ -211,9 +211,17 @@ class SaveRun:
         nan = NanGuard(self._plan, self._options.nan, self._store.url)
         with PackWriter(self._store, lambda n: f"{prefix}-{n}.pack", self._plan.total_bytes) as packs:
             parts = WritingParts(
-                self._plan, packs, index, self._changing, self._buffers, nan, codecs, slots, self._append_began,
-                self._difference_source(previous, slots),
-            )  # fmt: skip
+                plan=self._plan,
+                packs=packs,
+                previous=index,
+                changing=self._changing,
+                buffers=self._buffers,
+                nan=nan,
+                codecs=codecs,
+                slots=slots,
+                append_began=self._append_began,
+                differences=self._difference_source(previous, slots),
+            )
             own, *others = [BlockWriter(parts) for _ in range(self._writer_count)]
             threads = [
                 WorkerThread(target=self._write_staged, args=(writer,), name="ckpt-write", daemon=True) for writer in others

@@ -230,22 +230,22 @@ class HeartbeatPage:
         if (step := fields[_BAD_STEP]) >= 0:
             bad = BadLoss(step, _BAD_LOSS_KINDS[fields[_BAD_KIND]], floats[_BAD_LOSS], floats[_BAD_LIMIT], fields[_BAD_BATCH])
         return RankHeartbeat(
-            fields[_BEAT_COUNT],
-            fields[_STEP],
-            PHASES[phase] if 0 <= phase < len(PHASES) else "start",
-            fields[_SINCE] / 1e9,
-            fields[_COMMITTED],
-            floats[_LOSS],
-            fields[_PID],
-            None if fields[_STOP_ACKNOWLEDGED] == _NEVER else fields[_STOP_ACKNOWLEDGED],
-            bad,
-            fields[_COMPUTED] / 1e9,
-            _TROUBLES[fields[_TROUBLE]],
-            fields[_RESTORED],
-            bool(fields[_ENDED]),
-            fields[_SIGTERM_AT] / 1e9,
-            fields[_DURABLE],
-            fields[_LINE],
+            beats=fields[_BEAT_COUNT],
+            step=fields[_STEP],
+            phase=PHASES[phase] if 0 <= phase < len(PHASES) else "start",
+            since=fields[_SINCE] / 1e9,
+            committed=fields[_COMMITTED],
+            loss=floats[_LOSS],
+            pid=fields[_PID],
+            acknowledged_stop=None if fields[_STOP_ACKNOWLEDGED] == _NEVER else fields[_STOP_ACKNOWLEDGED],
+            bad=bad,
+            compute_seconds=fields[_COMPUTED] / 1e9,
+            trouble=_TROUBLES[fields[_TROUBLE]],
+            restored=fields[_RESTORED],
+            ended=bool(fields[_ENDED]),
+            sigterm_at=fields[_SIGTERM_AT] / 1e9,
+            durable=fields[_DURABLE],
+            line=fields[_LINE],
         )
 
     def publish_ended(self) -> None:

@@ -118,9 +118,20 @@ class Agent:
         with contextlib.closing(HostLease(run_log, surroundings.orphan_guard, identity.name, self._spec.least)) as lease:
             heartbeat = AgentHeartbeat(run_log, make_report(identity, self._signals, ranks, self._memory), lease)
             parts = AgentParts(
-                identity, self._spec, run_id, self._signals, surroundings.select, self._messages, self._log, ranks,
-                self._memory, coordinator, self._accounting, lease, heartbeat,
-            )  # fmt: skip
+                identity=identity,
+                spec=self._spec,
+                run_id=run_id,
+                signals=self._signals,
+                select=surroundings.select,
+                messages=self._messages,
+                log=self._log,
+                ranks=ranks,
+                memory=self._memory,
+                coordinator=coordinator,
+                accounting=self._accounting,
+                lease=lease,
+                heartbeat=heartbeat,
+            )
             self._loop = AgentLoop(parts)
             try:
                 return self._loop.run()

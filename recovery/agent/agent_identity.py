@@ -38,14 +38,14 @@ class AgentIdentity:
     def report(self, signals: Signals) -> AgentReport:
         """Return the report of this agent while it has no ranks."""
         return AgentReport(
-            self.name,
-            self.incarnation,
-            self.joined_at,
-            os.getpid(),
-            str(self.pages),
-            str(self.logs),
-            self.address,
-            self.first_port,
+            name=self.name,
+            incarnation=self.incarnation,
+            joined=self.joined_at,
+            pid=os.getpid(),
+            pages=str(self.pages),
+            logs=str(self.logs),
+            address=self.address,
+            port=self.first_port,
             leaving=signals.first,
             hurry=signals.count > 1,
         )

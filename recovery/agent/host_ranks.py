@@ -93,9 +93,16 @@ class HostRanks:
         lease.begin_attempt()
         own = {launch.AGENT_VARIABLE: self._identity.incarnation, "TORCHELASTIC_MAX_RESTARTS": str(self._spec.restarts)}
         self._launch_spec = LaunchSpec(
-            run_state.run, entry.attempt, member.first, member.count, facts.ranks, number, facts.address, facts.port,
-            {**allowed_environment(facts.environment), **own, **memory},
-        )  # fmt: skip
+            run=run_state.run,
+            attempt=entry.attempt,
+            first_rank=member.first,
+            rank_count=member.count,
+            world_size=facts.ranks,
+            host_index=number,
+            address=facts.address,
+            port=facts.port,
+            extra_environment={**allowed_environment(facts.environment), **own, **memory},
+        )
         failpoint("agent.start")
         try:
             ranks = self._launch(self._launch_spec)

@@ -76,5 +76,5 @@ def describe_pending(end_signal: int, failure: HostFailure | None, have_ended: b
     if failure is not None:
         return f"{describe_failure(failure.ranks, failure.detail)}; what is done about it is decided when the state answers"
     if have_ended:
-        return "all ranks of this host have ended well; the run ends when the state answers, or by another signal"
+        return "all ranks of this host have ended with success; the run ends when the state answers, or by another signal"
     return ""

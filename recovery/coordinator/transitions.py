@@ -166,7 +166,7 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
             return []
         return draft_failure_and_decision(view, cause)
     if ended:
-        return [draft_end(run_state.attempt, "all ranks have ended well", 0, final=True)]
+        return [draft_end(run_state.attempt, "all ranks have ended with success", 0, final=True)]
     if asked or run_state.end_request:
         name = run_state.end_request or signal.Signals(max(report.leaving for report in asked)).name
         return [draft_stop_request(run_state, reports, name)]

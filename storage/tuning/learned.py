@@ -1,7 +1,7 @@
 """What was learned of the devices of this user, in a small file that may be lost.
 
 A file that can't be read counts as empty, and a choice that this version does not have is ignored. Several processes may
-write at the same time. The file is always whole, and has what the last of them wrote.
+write at the same time. The file is always complete, and contains what the last of them wrote.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Arrays and objects of the frameworks as named bytes; the names of all files of a framework begin with its name.
 
 A load returns the same dtype, shape and bytes; an array that cannot be stored is refused by name. A save uses only frameworks
-that the process has imported and imports none itself. The package uses `boxes` and `dtypes` of `ckpt.state`.
+that the process has imported and imports none itself. The package uses `boxes` and `dtype_names` of
+`ckpt.state`.
 
 Start with `base.ArrayLeaf`, then `numpy`. `ckpt.state.frameworks` lists the functions that each file has.
 """

@@ -23,7 +23,7 @@ def test_a_job_without_a_fault_ends_well(job: Callable[..., Job]) -> None:
     assert run.ends(*"abc") == {"a": 0, "b": 0, "c": 0}
     log = run.log()
     assert [sorted(hosts) for hosts in starts(log)] == [["a", "b", "c"]]
-    assert log[-1].text == "all ranks have ended well"
+    assert log[-1].text == "all ranks have ended with success"
     assert_result(run, 6)
 
 
@@ -137,7 +137,7 @@ def test_another_agent_continues_from_the_log_of_a_killed_coordinator(job: Calla
     run.ends("b", "c")
     log = run.log()
     assert [e.facts["name"] for e in log if e.kind == "lead"][:2] in (["a", "b"], ["a", "c"], ["a"])
-    assert log[-1].text == "all ranks have ended well"
+    assert log[-1].text == "all ranks have ended with success"
     assert len([e for e in log if e.kind == "start"]) == len({e.attempt for e in log if e.kind == "start"})
     assert_result(run, len(starts(log)[-1]) * 2)
     run.agents["a"].wait()

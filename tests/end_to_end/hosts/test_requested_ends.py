@@ -51,7 +51,8 @@ def test_a_host_that_arrives_after_the_end_begins_no_run(job: Callable[..., Job]
     assert run.ends(*"ab") == {"a": 0, "b": 0}
     run.start("b")
     assert run.ends("b") == {"b": 0}
-    assert run.messages("b") == "ckpt-run: the run has ended: all ranks have ended well; to begin another, give --again\n"
+    ended = "the run has ended: all ranks have ended with success"
+    assert run.messages("b") == f"ckpt-run: {ended}; to begin another, give --again\n"
     assert len([e for e in run.log() if e.kind == "run"]) == 1
     run.options += ["--again"]
     for name in "ab":

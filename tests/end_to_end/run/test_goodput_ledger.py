@@ -43,7 +43,7 @@ def report(run: Run, *options: str) -> str:
 
 @pytest.fixture(scope="module")
 def ended_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
-    """Return a run with three failures that has ended well, and its wall time."""
+    """Return a run with three failures that has ended with success, and its wall time."""
     began = time.monotonic()
     run = Watched(tmp_path_factory.mktemp("run") / "job", steps=80, seconds=0.05)
     try:

@@ -118,7 +118,7 @@ def test_a_hang_names_a_rank_that_has_closed_its_checkpointer(
 
 
 def test_a_hang_names_a_rank_that_has_ended(tmp_path: Path) -> None:
-    """It has ended well, so it has not failed; but the other ranks may wait for it."""
+    """It has ended with success, so it has not failed; but the other ranks may wait for it."""
     program = (
         "import ckpt.training.heartbeat_page as p, os, time\nrank = int(os.environ['RANK'])\n"
         "p.own_page().attach_process(); p.own_page().beat(2, 9 - rank)\nrank or time.sleep(1000)"

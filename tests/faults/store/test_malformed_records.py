@@ -149,7 +149,7 @@ def _log() -> list[Any]:
     drafts.append(entry_drafts.draft_memory(run_state(), run_state().memory[:1], "not needed any more"))
     drafts += draft_next_entries(DecisionInput(run_state(), living, living, 1e9))
     drafts.append(Draft(1, "request", "drain", {}))
-    drafts.append(Draft(1, "end", "all ranks have ended well", {"status": 0, "final": True}))
+    drafts.append(Draft(1, "end", "all ranks have ended with success", {"status": 0, "final": True}))
     assert [draft.kind for draft in drafts].count("start") == 2
     return _rows(drafts)
 

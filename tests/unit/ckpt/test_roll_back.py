@@ -165,7 +165,7 @@ def test_concurrent_saves_are_no_roll_back(url: Path) -> None:
 
 def test_a_run_that_starts_from_zero_sets_the_old_steps_aside(tmp_path: Path) -> None:
     save_steps(tmp_path, (900, 1000))
-    with pytest.warns(UserWarning, match=r"has steps up to step 1000 already.*Checkpointer\.restore.*new folder"):
+    with pytest.warns(UserWarning, match=r"has steps up to step 1000, and step 0 .*Checkpointer\.restore.*new folder"):
         save_steps(tmp_path, (0, 1, 2, 3), keep=2)
     assert ckpt.open(tmp_path).steps() == [900, 1000, 2, 3], "retention does not delete the old steps"
     assert newest(tmp_path) == 3
