@@ -269,8 +269,15 @@ class SaveRun:
                 return None
         history = place_history_of(self._session.url_and_rank)
         return DifferenceSource(
-            self._store, plan.algorithm, plan.step, full_every, previous, history, slots.slot, is_automatic
-        )  # fmt: skip
+            store=self._store,
+            algorithm=plan.algorithm,
+            step=plan.step,
+            full_every=full_every,
+            previous=previous,
+            history=history,
+            compute_slot=slots.slot,
+            is_automatic=is_automatic,
+        )
 
     def _commit(self, written: WrittenBlocks, previous_packs: dict[str, int], codecs: SaveCodecs) -> Checkpoint:
         with collector_paused():

@@ -40,7 +40,7 @@ def test_the_choice_for_each_machine(speed, in_full, store, encoders, budget, re
         (300, 200, 1000, 1000),
         (300, 200, 10_000, 1250),  # the longest range that begins at each step that is kept
         (300, 200, 200, 200),
-        (300, 200, 100, None),  # every step is kept for ever
+        (300, 200, 100, None),  # every step is kept permanently
         (300, 200, 1, None),
         (300, None, None, None),
         (300, 300, None, None),
