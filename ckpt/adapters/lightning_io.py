@@ -39,7 +39,8 @@ class CkptIO:
     With `save_last="link"`, Lightning may replace such a file with a link. The next save, or the end, deletes its repository.
 
     Raises:
-        InvalidArgument: At the start of `fit`, if the Trainer uses DeepSpeedStrategy, which ignores such plugins.
+        InvalidArgument: At the start of `fit`, if the strategy ignores such plugins: DeepSpeedStrategy, ModelParallelStrategy
+            with save_distributed_checkpoint=True, and FSDPStrategy with state_dict_type="sharded".
         UnsupportedLeaf: A checkpoint has a value that can't be stored without pickle. The message has its name.
         FormatError: A file that is loaded was not written by this plugin.
     """
@@ -118,11 +119,18 @@ class _PluginCheck:
     """A callback that refuses a Trainer whose strategy would ignore its CkptIO."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if uses_deepspeed(trainer.strategy) and isinstance(trainer.strategy.checkpoint_io, CkptIO):
+        strategy = trainer.strategy
+        if _writes_itself(strategy) and isinstance(strategy.checkpoint_io, CkptIO):
             raise InvalidArgument(
-                "DeepSpeedStrategy writes its checkpoints itself and ignores plugins=[CkptIO(url)]: write "
+                f"{type(strategy).__name__} writes its checkpoints itself and ignores plugins=[CkptIO(url)]: write "
                 "callbacks=[Checkpoints(url, every=100)] of ckpt.adapters.lightning instead"
             )
+
+
+def _writes_itself(strategy: Any) -> bool:
+    """Return whether a strategy writes the parts of each rank itself, past the plugin for checkpoints."""
+    is_sharded = getattr(strategy, "_save_distributed_checkpoint", False)  # of ModelParallelStrategy
+    return uses_deepspeed(strategy) or is_sharded or getattr(strategy, "_state_dict_type", "") == "sharded"  # of FSDPStrategy
 
 
 def plugin_checks() -> list[Any]:

@@ -10,12 +10,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.refusal import refused
 from lightning.fabric import Fabric
+from lightning.pytorch import strategies
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from ckpt.adapters.lightning import CkptIO
-from ckpt.errors import FormatError, UnsupportedLeaf
+from ckpt.errors import FormatError, InvalidArgument, UnsupportedLeaf
 
 
 class Model(BoringModel):
@@ -123,6 +125,22 @@ def test_value_that_needs_pickle_is_named_and_leaves_the_old_checkpoint(tmp_path
 
 
 @pytest.mark.essential
+class Sharded(BoringModel):
+    def configure_model(self) -> None:
+        pass
+
+
+@pytest.mark.skipif(not hasattr(strategies, "ModelParallelStrategy"), reason="a newer version of Lightning has it")
+def test_a_strategy_that_would_ignore_the_plugin_is_refused(tmp_path: Path) -> None:
+    with refused(InvalidArgument, "ModelParallelStrategy", "ignores plugins=[CkptIO(url)]", "callbacks=[Checkpoints("):
+        pl.Trainer(
+            accelerator="cpu", devices=1, max_steps=1, limit_val_batches=0, logger=False, enable_progress_bar=False,
+            default_root_dir=tmp_path, strategy=strategies.ModelParallelStrategy(process_group_backend="gloo"),
+            plugins=[CkptIO(tmp_path / "repositories")],
+        ).fit(Sharded())  # fmt: skip
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu", plugins=[CkptIO(tmp_path / "repositories")])
     module = torch.nn.Linear(2, 2)
