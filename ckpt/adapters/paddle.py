@@ -8,6 +8,7 @@ from typing import Any
 import paddle
 from paddle.optimizer.lr import LRScheduler
 
+from ckpt.adapters.paddle_fit import Checkpoints as Checkpoints
 from ckpt.adapters.paddle_group_sharded import GroupSharding
 from ckpt.adapters.paddle_layout import (
     Layout,
