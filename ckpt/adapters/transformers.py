@@ -75,7 +75,7 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
                     folder = run.choose_older(error)
         finally:
             self._ckpt_run = None
-            run.publish_best()
+            run.best.publish()
 
     # --- what Trainer calls ------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        if self._ckpt_run is None or not self._ckpt_run.load_best():
+        if self._ckpt_run is None or not self._ckpt_run.best.load():
             super()._load_best_model()
 
     def _loads(self, checkpoint: str | None) -> bool:

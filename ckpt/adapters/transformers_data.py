@@ -8,12 +8,17 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ckpt.adapters.epoch_random import EpochRandom, WatchedBatchSampler, ignore
+from ckpt.adapters.trl_samples import GeneratedSamples
 
 
 class DataPosition:
-    """How many batches of the epoch this rank has taken, and the generators at three moments. An entry of a state."""
+    """How many batches of the epoch this rank has taken, and the generators at three moments. An entry of a state.
 
-    def __init__(self) -> None:
+    samples: those that a trainer has generated from the batches and will use again, if it does so.
+    """
+
+    def __init__(self, samples: GeneratedSamples | None = None) -> None:
+        self._samples = samples
         self._random = EpochRandom()
         self._taken = 0
         self._iterator: Any = None
@@ -24,12 +29,15 @@ class DataPosition:
         self._marks_passed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batches": self._taken} | self._random.state_dict()
+        found = {"batches": self._taken} | self._random.state_dict()
+        return found if self._samples is None else found | {"samples": self._samples.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._taken = self._resume_at = int(state["batches"])
         self._iterator, self._marks_passed = None, 0
         self._random.load_state_dict(state)
+        if self._samples is not None:
+            self._samples.load_state_dict(state.get("samples"))
 
     @property
     def batches(self) -> int:

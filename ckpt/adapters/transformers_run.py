@@ -18,19 +18,20 @@ from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
-from ckpt.adapters.deepspeed_state import EngineState
 from ckpt.adapters.epoch_random import PERSISTENT_WORKERS
-from ckpt.adapters.peft import AdapterState, is_peft_model
 from ckpt.adapters.torch import ModelState
+from ckpt.adapters.transformers_best import BestModel
 from ckpt.adapters.transformers_data import DataPosition
-from ckpt.adapters.transformers_deepspeed import only_step_changes_weights, skipped_engine_loads, trainer_engine_state
-from ckpt.api import load_newest, load_step
+from ckpt.adapters.transformers_deepspeed import only_step_changes_weights, skipped_engine_loads
+from ckpt.adapters.transformers_model import model_state
+from ckpt.adapters.trl_samples import GeneratedSamples
+from ckpt.api import load_newest
 from ckpt.checkpointer import Checkpointer
-from ckpt.errors import StepNotFound
 from ckpt.groups import as_group
 from ckpt.loading.group_load import LoadRequest
 from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
-from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, open_repository, resolve_url
+from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, resolve_url
+from ckpt.state.name_patterns import children
 from ckpt.storage.base.errors import IntegrityError, InvalidArgument
 from ckpt.support.user_warning import warn_user
 from ckpt.training.save_interval import Every
@@ -74,14 +75,13 @@ class TrainerRun:
             url = Path(trainer.args.output_dir) / REPOSITORY_FOLDER
         limit = trainer.args.save_total_limit
         self._trainer, self._url = trainer, resolve_url(url)
-        self._limit: int | None = limit if limit and limit > 0 else None
-        self.data = DataPosition()
+        limit = limit if limit and limit > 0 else None
+        self.data = DataPosition(GeneratedSamples(trainer) if GeneratedSamples.exist_in(trainer) else None)
         self.loss: Any = None
         self._progress = _Progress(trainer, self.data)
         self._every = every
-        self._saver = Checkpointer(self._url, every=every, keep=self._limit)
-        self._best_saver: Checkpointer | None = None
-        self._best_step: int | None = None
+        self._saver = Checkpointer(self._url, every=every, keep=limit)
+        self.best = BestModel(trainer, self._url, self._saver, limit)
         self._noted_step: int | None = None
         self._resume_step: int | None = None
         self._may_fall_back = self._is_loaded = False
@@ -101,8 +101,7 @@ class TrainerRun:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._stack.close()
         try:
-            if self._best_saver is not None:
-                self._best_saver.__exit__(kind, error, tb)
+            self.best.close(kind, error, tb)
         finally:
             self._saver.__exit__(kind, error, tb)
 
@@ -187,12 +186,12 @@ class TrainerRun:
 
     # --- saving and loading ------------------------------------------------------------------------------------
 
-    def _make_state(self) -> dict[str, Any]:
+    def _make_state(self, is_model_only: bool) -> dict[str, Any]:
         trainer = self._trainer
-        if trainer.args.save_only_model:
-            return {"trainer": self._progress, "train": _model_state(trainer)}
+        if is_model_only:
+            return {"trainer": self._progress, "train": model_state(trainer)}
         state = {
-            "trainer": self._progress, "train": _model_state(trainer, trainer.optimizer),
+            "trainer": self._progress, "train": model_state(trainer, trainer.optimizer),
             "scheduler": trainer.lr_scheduler, "data": self.data,
         }  # fmt: skip
         if _moving_reference(trainer) is not None:
@@ -213,32 +212,34 @@ class TrainerRun:
         trainer, step = self._trainer, self._trainer.state.global_step
         trainer.store_flos()
         self._saver.save(step, self._current_state())
-        best = getattr(trainer.state, "best_global_step", None)
-        if best and best == step and self._limit is not None:
-            if self._best_saver is None:
-                self._best_saver = Checkpointer(self._best_url(), every=None, keep=1)
-            self._best_saver.save(step, {"train": _model_state(trainer)})
-        if best:
-            self._best_step = best
-            trainer.state.best_model_checkpoint = self._best_text()
+        self.best.step_saved(step)
 
     def _current_state(self) -> dict[str, Any]:
         if self._state is None or self._state_model is not self._trainer.model:
-            self._state, self._state_model = self._make_state(), self._trainer.model
+            self._state = self._make_state(self._trainer.args.save_only_model)
+            self._state_model = self._trainer.model
         return self._state
 
     def load(self) -> None:
         """Load the chosen step into the objects of the Trainer, which are complete by now."""
         assert self._resume_step is not None
         self._require_position()
+        self.best.resume()
         self._state = None
-        state = self._current_state() | {"trainer": self._progress.target()}
+        is_model_only = not self._has_training_state(self._resume_step)
+        state = self._make_state(is_model_only) | {"trainer": self._progress.target()}
         self._saver.restore(state, step=self._resume_step)
         self._progress.copy_from(state["trainer"])
-        self._best_step = self._trainer.state.best_global_step
-        if self._best_step:
-            self._trainer.state.best_model_checkpoint = self._best_text()
         self._is_loaded = True
+        if is_model_only:
+            warn_user(
+                f"step {self._resume_step} has only the model (save_only_model): the optimizer, its schedule and the random "
+                "numbers start anew"
+            )
+
+    def _has_training_state(self, step: int) -> bool:
+        """Return whether a step has more than the model."""
+        return "scheduler" in dict(children(self._saver.repository[step].tree(), ""))
 
     def restore_callbacks(self) -> None:
         """Set what callbacks count, such as the patience of EarlyStoppingCallback, to the values of the chosen step.
@@ -280,48 +281,6 @@ class TrainerRun:
         saved = self._saver.step(step, self._current_state(), loss=self.loss)
         if self._every is not None and saved is None and step >= self._trainer.state.max_steps:
             self.save()
-
-    # --- the best model ----------------------------------------------------------------------------------------
-
-    def _best_url(self) -> Url:
-        if not isinstance(self._url, (str, os.PathLike)):
-            raise InvalidArgument("save_total_limit with a best model needs a URL as text in ckpt=, for a second repository")
-        path, mark, query = str(self._url).partition("?")
-        return path.rstrip("/") + "-best" + mark + query
-
-    def _best_text(self) -> str:
-        return f"{self._url if self._limit is None else self._best_url()} (step {self._best_step})"
-
-    def load_best(self) -> bool:
-        """Load the best model at the end of the training; return whether it was saved here."""
-        trainer = self._trainer
-        step = trainer.state.best_global_step
-        if not step or step != self._best_step:
-            return False
-        trainer.state.best_model_checkpoint = None  # the Trainer would look for a folder of this name
-        self._saver.wait()
-        if self._best_saver is not None:
-            self._best_saver.wait()
-        request = LoadRequest({"train": _model_state(trainer)}, group=as_group())
-        try:
-            repository = self._saver.repository if self._limit is None else open_repository(self._best_url())
-            load_step(repository, step, request)
-        except StepNotFound:  # saved without a limit
-            load_step(self._saver.repository, step, request)
-        return True
-
-    def publish_best(self) -> None:
-        """Name the best step in the state of the Trainer, after the training."""
-        if self._best_step:
-            self._trainer.state.best_model_checkpoint = self._best_text()
-
-
-def _model_state(trainer: Any, optimizer: Any = None) -> ModelState | EngineState:
-    """Return the state of the model of a Trainer, and of its optimizer if that is given."""
-    if trainer.is_deepspeed_enabled:
-        return trainer_engine_state(trainer, is_model_only=optimizer is None)
-    kind = AdapterState if is_peft_model(trainer.model) else ModelState
-    return kind(trainer.model, getattr(optimizer, "optimizer", optimizer))
 
 
 class _Progress:

@@ -168,6 +168,8 @@ def make_trainer() -> Any:
         more["ckpt"] = OPTIONS["url"]
     if OPTIONS.get("dpo"):
         return make_dpo_trainer()
+    if OPTIONS.get("grpo"):
+        return make_grpo_trainer()
     if OPTIONS.get("sft"):
         return make_sft_trainer(more)
 
@@ -211,11 +213,33 @@ def make_dpo_trainer() -> Any:
     return Recording(model, reference, args=args, train_dataset=rows, processing_class=make_tokenizer(), callbacks=[Killer()])
 
 
+def make_grpo_trainer() -> Any:
+    """Return a trainer that uses the samples of one generation for two updates."""
+    import datasets
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Recording(Recorder, CheckpointedTrainer, GRPOTrainer):  # type: ignore[misc]
+        pass
+
+    def different_words(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(text.split()))) for text in completions]
+
+    rows = datasets.Dataset.from_list([{"prompt": f"{i} {i + 1} {i + 2}"} for i in range(12)])
+    args = make_arguments(
+        GRPOConfig, bf16=False, num_generations=2, steps_per_generation=4, max_completion_length=4, remove_unused_columns=True
+    )
+    return Recording(
+        make_model(), reward_funcs=different_words, args=args, train_dataset=rows, processing_class=make_tokenizer(),
+        callbacks=[Killer()],
+    )  # fmt: skip
+
+
 def make_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({str(i): i for i in range(WORDS)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="0")
 
 

@@ -6,6 +6,7 @@ samples are shuffled.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,11 @@ def test_trainer_of_trl(tmp_path: Path) -> None:
     check_continuation(tmp_path, 10, sft=True, random_data=False, args={"save_steps": 4})
 
 
+def test_samples_that_are_generated_for_several_updates(tmp_path: Path) -> None:
+    """GRPOTrainer of TRL is killed between two updates that use the samples of one generation."""
+    check_continuation(tmp_path, 4, grpo=True, args={"save_steps": 3, "max_steps": 6})
+
+
 def test_fewer_processes_continue_from_the_same_step(tmp_path: Path) -> None:
     finish(tmp_path, "two", 2, samples=44, args={"max_steps": 4, "save_steps": 4})
     finish(tmp_path, "one", 1, samples=44, resume=True, args={"max_steps": 6, "save_steps": 4})
@@ -103,7 +109,61 @@ def test_best_model_is_loaded_at_the_end(tmp_path: Path, limit: int | None) -> N
     assert best < last
     assert where.endswith(f"(step {best})")
     if limit:
-        assert [checkpoint.step for checkpoint in ckpt.open(tmp_path / "quiet/out/ckpt-best")] == [best]
+        assert best in ckpt.open(tmp_path / "quiet/out/ckpt-best").steps()
+
+
+BEST = {
+    "load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2,
+    "save_total_limit": 1,
+}  # fmt: skip
+
+
+def test_a_kill_between_a_step_and_the_copy_of_its_best_model(tmp_path: Path) -> None:
+    """The first model is the best. A kill leaves its step, and the repository of the best model has nothing yet."""
+    arguments = BEST | {"greater_is_better": True, "max_steps": 8}
+    finish(tmp_path / "quiet", "quiet", evaluate=True, args=arguments)
+    run(tmp_path, "killed", kill_at=3, evaluate=True, args=arguments)
+    assert ckpt.open(tmp_path / "out/ckpt").steps() == [2]
+    shutil.rmtree(tmp_path / "out/ckpt-best")
+    finish(tmp_path, "again", resume=True, evaluate=True, args=arguments)
+    (last, weights, best, *_), *_ = lines(tmp_path, "again", 0, "end.jsonl")
+    assert (last, best) == (8, 2)
+    assert weights == lines(tmp_path / "quiet", "quiet", 0, "end.jsonl")[0][1]
+
+
+def test_a_best_model_that_is_gone_is_named(tmp_path: Path) -> None:
+    arguments = BEST | {"greater_is_better": True, "max_steps": 8}
+    run(tmp_path, "killed", kill_at=5, evaluate=True, args=arguments)
+    shutil.rmtree(tmp_path / "out/ckpt-best")
+    assert "the best model, of step 2, is in neither" in finish(tmp_path, "again", resume=True, evaluate=True, args=arguments)
+    assert lines(tmp_path, "again", 0, "end.jsonl")[0][2] == 6
+
+
+def test_the_best_model_before_the_newest_one_is_kept(tmp_path: Path) -> None:
+    """A kill may leave a new best model whose step is not complete. The step before then refers to the best model before."""
+    finish(tmp_path, "quiet", evaluate=True, args=BEST | {"greater_is_better": False, "max_steps": 6})
+    assert lines(tmp_path, "quiet", 0, "end.jsonl")[0][2] == 6
+    steps = ckpt.open(tmp_path / "out/ckpt-best").steps()
+    assert len(steps) == 2
+    assert steps[-1] == 6
+
+
+def test_a_step_of_only_the_model_continues_with_a_warning(tmp_path: Path) -> None:
+    arguments = {"save_steps": 2, "max_steps": 4}
+    finish(tmp_path, "first", args=arguments | {"save_only_model": True})
+    for only_model in (True, False):
+        printed = finish(tmp_path, "again", resume="4", args={"max_steps": 5, "save_only_model": only_model, "save_steps": 9})
+        assert "step 4 has only the model (save_only_model)" in printed
+    assert [row[0] for row in lines(tmp_path, "again")] == [4, 4] * 2
+
+
+def test_a_complete_step_continues_where_only_the_model_is_saved_now(tmp_path: Path) -> None:
+    arguments = {"save_steps": 4, "max_steps": 8}
+    finish(tmp_path / "quiet", "quiet", args=arguments)
+    run(tmp_path, "killed", kill_at=6, args=arguments)
+    printed = finish(tmp_path, "again", resume=True, args=arguments | {"save_only_model": True})
+    assert "has only the model" not in printed
+    assert lines(tmp_path, "again") == lines(tmp_path / "quiet", "quiet")[8:]
 
 
 def test_a_damaged_step_is_passed_over(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""The best model of a training by a Trainer, of which a repository of its own has a copy if only the newest steps are kept."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+from ckpt.adapters.transformers_model import model_state
+from ckpt.api import load_step
+from ckpt.checkpointer import Checkpointer
+from ckpt.errors import StepNotFound
+from ckpt.groups import as_group
+from ckpt.loading.group_load import LoadRequest
+from ckpt.repository.repository import Url, open_repository
+from ckpt.storage.base.errors import IntegrityError, InvalidArgument
+from ckpt.support.user_warning import warn_user
+
+_COPIES = 2
+"""A kill may leave the copy of a best model whose step is not complete. The step before it needs the copy before."""
+
+
+class BestModel:
+    """Which step has the best model, and the copies of it.
+
+    trainer: the Trainer, whose state names the best step.
+    url: the repository of the training, which `saver` writes.
+    limit: how many of the newest steps are kept there. Without a limit, the best model is that of its step.
+    """
+
+    def __init__(self, trainer: Any, url: Url, saver: Checkpointer, limit: int | None) -> None:
+        self._trainer, self._url, self._steps_saver, self._limit = trainer, url, saver, limit
+        self._saver: Checkpointer | None = None
+        self._step: int | None = None
+
+    def close(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Wait until the last copy is committed."""
+        if self._saver is not None:
+            self._saver.__exit__(kind, error, tb)
+
+    def step_saved(self, step: int) -> None:
+        """Copy the model of the step that is being saved, if it is the best so far."""
+        best = getattr(self._trainer.state, "best_global_step", None)
+        if best and best == step and self._limit is not None:
+            self._copy(step)
+        if best:
+            self._step = best
+            self._trainer.state.best_model_checkpoint = self._text()
+
+    def resume(self) -> None:
+        """Continue with the best model of the step that is loaded next. This changes the model of the Trainer.
+
+        A kill between the commit of a step and that of its copy leaves a best model without a copy. It is copied now, because
+        its step is deleted later. If the best model is gone, the best one of the further steps takes its place.
+        """
+        state = self._trainer.state
+        self._step = state.best_global_step
+        if not self._step:
+            return
+        if self._limit is not None and self._step not in open_repository(self._copies_url()).step_numbers():
+            try:
+                self._load_from_steps(self._step)
+            except (StepNotFound, IntegrityError):
+                warn_user(
+                    f"the best model, of step {self._step}, is in neither {self._copies_url()} nor {self._url}: the best one "
+                    "of the next steps takes its place"
+                )
+                self._step = state.best_global_step = state.best_metric = None
+                return
+            self._copy(self._step)
+        state.best_model_checkpoint = self._text()
+
+    def load(self) -> bool:
+        """Load the best model at the end of the training; return whether it was saved here."""
+        step = self._trainer.state.best_global_step
+        if not step or step != self._step:
+            return False
+        self._trainer.state.best_model_checkpoint = None  # the Trainer would look for a folder of this name
+        self._steps_saver.wait()
+        if self._saver is not None:
+            self._saver.wait()
+        try:
+            repository = self._steps_saver.repository if self._limit is None else open_repository(self._copies_url())
+            load_step(repository, step, self._request())
+        except StepNotFound:  # saved without a limit
+            self._load_from_steps(step)
+        return True
+
+    def publish(self) -> None:
+        """Name the best step in the state of the Trainer, after the training."""
+        if self._step:
+            self._trainer.state.best_model_checkpoint = self._text()
+
+    def _request(self) -> LoadRequest:
+        return LoadRequest({"train": model_state(self._trainer)}, group=as_group())
+
+    def _load_from_steps(self, step: int) -> None:
+        load_step(self._steps_saver.repository, step, self._request())
+
+    def _copy(self, step: int) -> None:
+        if self._saver is None:
+            self._saver = Checkpointer(self._copies_url(), every=None, keep=_COPIES)
+        self._saver.save(step, {"train": model_state(self._trainer)})
+
+    def _copies_url(self) -> Url:
+        if not isinstance(self._url, (str, os.PathLike)):
+            raise InvalidArgument("save_total_limit with a best model needs a URL as text in ckpt=, for a second repository")
+        path, mark, query = str(self._url).partition("?")
+        return path.rstrip("/") + "-best" + mark + query
+
+    def _text(self) -> str:
+        return f"{self._url if self._limit is None else self._copies_url()} (step {self._step})"
