@@ -92,7 +92,8 @@ def split_off_wrapped_values(matcher: TargetMatcher, checkpoint: Checkpoint) -> 
             source = as_leaf(np.empty(target.leaf.shape, numpy_dtype(target.leaf.dtype)))
             assert source is not None
             matcher.targets[target.index] = (target.name, source)
-            writes.append((source, target.leaf))
+            shards = target.leaf.shards()
+            writes.append((source, target.leaf if shards is None else shards[0].leaf))
             names.update(other.name for other in others if covers(target.memory, other.memory))
     return WrappedValues(frozenset(names), writes)
 
@@ -101,12 +102,7 @@ def _aliased_targets(matcher: TargetMatcher) -> list[_AliasedTarget]:
     """Return the targets that are whole arrays with elements, and that shared memory when they were saved."""
     found = []
     for i, (name, leaf) in enumerate(matcher.targets):
-        if (
-            name in matcher.rank_aliases
-            and leaf.nbytes
-            and leaf.shards() is None
-            and (memory := leaf.memory_layout()) is not None
-        ):
+        if name in matcher.rank_aliases and leaf.nbytes and (memory := leaf.whole_memory()) is not None:
             found.append(_AliasedTarget(i, name, leaf, memory, RANK_SUFFIX.search(name) is not None))
     return found
 

@@ -60,12 +60,12 @@ def wrapped_buffers(flat: FlatState) -> dict[str, WrappedPart]:
     """Return the buffers that share memory with arrays in PerRank, by name."""
     wrapped: dict[str, list[MemoryLayout]] = {}  # by the group of the alias notes
     for name in flat.per_rank & flat.aliases.keys():
-        if (memory := flat.leaves[name].memory_layout()) is not None:
+        if (memory := flat.leaves[name].whole_memory()) is not None:
             wrapped.setdefault(flat.aliases[name].group, []).append(memory)
     found: dict[str, WrappedPart] = {}
     for name in flat.buffers - flat.per_rank if wrapped else ():
         layouts = wrapped.get(flat.aliases[name].group, []) if name in flat.aliases else []
-        if layouts and (memory := flat.leaves[name].memory_layout()) is not None:
+        if layouts and (memory := flat.leaves[name].whole_memory()) is not None:
             ranges = [(span.begin, span.end()) for span in (address_range_of(layout, None) for layout in layouts)]
             found[name] = WrappedPart(memory, ranges, any(covers(layout, memory) for layout in layouts))
     return found

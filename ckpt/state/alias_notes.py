@@ -86,6 +86,8 @@ class _LeafBox(NamedTuple):
 
     name: str
     box: Box | None
+    is_shard: bool
+    """Whether it is a shard, which may be the whole array."""
 
 
 def find_alias_notes(
@@ -107,7 +109,7 @@ def find_alias_notes(
         if memory is not None and leaf.flat is not None and not memory.view:  # contiguous: cannot overlap itself
             if leaf.nbytes:
                 at = ranges.setdefault(memory.device, [])
-                at.append((memory.start, memory.start + leaf.nbytes, (_LeafBox(name, None), memory)))
+                at.append((memory.start, memory.start + leaf.nbytes, (_LeafBox(name, None, False), memory)))
             continue
         for leaf_box, layout in _leaf_boxes(name, leaf, memory):
             span = address_range_of(layout, leaf_box)
@@ -146,9 +148,15 @@ def _are_disjoint(addresses: Sequence[Any], lengths: Sequence[int]) -> bool:
 
 
 def _refuse_aliased_shards(pairs: Sequence[tuple[AddressRange[_LeafBox], AddressRange[_LeafBox]]]) -> None:
-    """Raise UnsupportedLeaf for two different views of one memory if at least one is a shard."""
+    """Raise UnsupportedLeaf for two different views of one memory if at least one is a shard.
+
+    A view that belongs to this rank alone may share memory with a shard that is the whole array, since a load sets it last.
+    """
     for a, b in pairs:
-        if (a.key.box is not None or b.key.box is not None) and (a.key.box, a.memory) != (b.key.box, b.memory):
+        if not (a.key.is_shard or b.key.is_shard) or (a.key[1:], a.memory) == (b.key[1:], b.memory):
+            continue
+        is_own = _RANK_SUFFIXES.search(a.key.name) or _RANK_SUFFIXES.search(b.key.name)
+        if not is_own or a.key.box is not None or b.key.box is not None:
             raise UnsupportedLeaf(
                 f"leaf {a.key.name} and leaf {b.key.name} share memory and at least one is a shard of an array, so that a load "
                 "could not decide which of them to write: save a clone of one, or leave one out of the state"
@@ -159,11 +167,14 @@ def _leaf_boxes(name: str, leaf: ArrayLeaf, memory: MemoryLayout | None) -> Iter
     """Yield the memory of a leaf that has elements, or of each of its shards."""
     if memory is not None:
         if leaf.nbytes:
-            yield _LeafBox(name, None), memory
+            yield _LeafBox(name, None, False), memory
+        return
+    if leaf.nbytes and (whole := leaf.whole_memory()) is not None:
+        yield _LeafBox(name, None, True), whole
         return
     for part in leaf.shards() or ():
         if part.leaf.nbytes and (its := part.leaf.memory_layout()) is not None:
-            yield _LeafBox(name, part.box), its
+            yield _LeafBox(name, part.box, True), its
 
 
 def _connected_spans(

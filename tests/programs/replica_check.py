@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.adapters.torch import ModelState
+from ckpt.saving.buffer_shares import OWN_BUFFER_BYTES
 
 WIDTH = 64
 ROOT = Path()  # set by `run_checks`
@@ -111,6 +112,30 @@ def pipeline() -> None:
     other = ROOT / "pipeline-drifted"
     message = refused(ModelState(model, group=mesh["dp"]), other)
     assert "leaf model.stage1.weight holds other bytes on rank 3 than on rank 2" in message, message
+
+
+def wrapped_buffers() -> None:
+    """Check that a large buffer of a stage, or a part of it, comes back to its rank if PerRank has it, too."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+    def state(value: float, whole: bool) -> tuple[Any, dict[str, Any]]:
+        layer = nn.Module()
+        layer.register_buffer("small", torch.full((3,), value))
+        layer.register_buffer("codes", torch.full((OWN_BUFFER_BYTES // 4 // 5 + 1, 5), value if whole else 0.0))
+        layer.codes[:2] = value
+        stage = ModelState(nn.ModuleDict({f"stage{rank // 2}": layer}), group=mesh["dp"])
+        return layer, {"stage": stage, "codes": ckpt.PerRank(layer.codes if whole else layer.codes[:2])}
+
+    for whole in (True, False):
+        for verify in (None, True):
+            url = ROOT / f"wrapped-{whole}-{verify}"
+            ckpt.save(state(rank + 1.0, whole)[1], url, 1, verify_replicas=verify)
+            layer, like = state(99.0, whole)
+            ckpt.load(url, like=like)
+            assert layer.small.tolist() == [rank + 1.0] * 3
+            assert layer.codes[:2].unique().tolist() == [rank + 1.0]
+            assert layer.codes[2:].unique().tolist() == [rank + 1.0 if whole else 0.0]
 
 
 if __name__ == "__main__":

@@ -137,6 +137,10 @@ class ArrayLeaf(ABC):
         """Return the layout of the user's array, to which a target's `write` copies; None where no other array can share it."""
         return None
 
+    def whole_memory(self) -> MemoryLayout | None:
+        """Return `memory_layout`, also of a shard that is the whole array; None where this process has only parts of it."""
+        return self.memory_layout()
+
     def attributes(self) -> dict[str, Any]:
         """Return what else a load needs to make the same object, as JSON."""
         return {}

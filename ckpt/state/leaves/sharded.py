@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from ckpt.state.boxes import Box, Replica, flat_boxes, whole_box
-from ckpt.state.leaves.base import ArrayLeaf, Bytes, LeafShard
+from ckpt.state.leaves.base import ArrayLeaf, Bytes, LeafShard, MemoryLayout
 from ckpt.storage.base.errors import InvalidArgument
 
 
@@ -137,6 +137,10 @@ class ShardedLeaf(ArrayLeaf):
 
     def address(self) -> int | None:
         return self._shards[0].leaf.address() if len(self._shards) == 1 else None
+
+    def whole_memory(self) -> MemoryLayout | None:
+        is_whole = len(self._shards) == 1 and self._shards[0].box == whole_box(self.shape)
+        return self._shards[0].leaf.memory_layout() if is_whole else None
 
     def attributes(self) -> dict[str, Any]:
         return self._attributes

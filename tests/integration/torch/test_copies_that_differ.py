@@ -15,4 +15,4 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts processe
 
 
 def test_replicas_that_differ_between_four_ranks_are_detected(tmp_path: Path) -> None:
-    run_checks_on_ranks("replica_check.py", 4, tmp_path, "experts", "batch_norm", "pipeline")
+    run_checks_on_ranks("replica_check.py", 4, tmp_path, "experts", "batch_norm", "pipeline", "wrapped_buffers")
