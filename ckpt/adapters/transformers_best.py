@@ -21,9 +21,9 @@ _COPIES = 2
 
 
 class BestModel:
-    """Which step has the best model, and the copies of it.
+    """Which step has the best model of those that are saved, and the copies of it.
 
-    trainer: the Trainer, whose state names the best step.
+    trainer: the Trainer, whose state names the step of the best evaluation.
     url: the repository of the training, which `saver` writes.
     limit: how many of the newest steps are kept there. Without a limit, the best model is that of its step.
     """
@@ -31,49 +31,53 @@ class BestModel:
     def __init__(self, trainer: Any, url: Url, saver: Checkpointer, limit: int | None) -> None:
         self._trainer, self._url, self._steps_saver, self._limit = trainer, url, saver, limit
         self._saver: Checkpointer | None = None
-        self._step: int | None = None
+        self.step: int | None = None
+        """The step of the best model that is saved."""
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Wait until the last copy is committed."""
         if self._saver is not None:
             self._saver.__exit__(kind, error, tb)
 
+    def note_step(self, step: int) -> None:
+        """Note the step that is saved next, if its model is the best so far."""
+        if getattr(self._trainer.state, "best_global_step", None) == step:
+            self.step = step
+
     def step_saved(self, step: int) -> None:
         """Copy the model of the step that is being saved, if it is the best so far."""
-        best = getattr(self._trainer.state, "best_global_step", None)
-        if best and best == step and self._limit is not None:
+        if step == self.step and self._limit is not None:
             self._copy(step)
-        if best:
-            self._step = best
+        if self.step:
             self._trainer.state.best_model_checkpoint = self._text()
 
-    def resume(self) -> None:
-        """Continue with the best model of the step that is loaded next. This changes the model of the Trainer.
+    def resume(self, step: int | None) -> None:
+        """Continue with the best model of step `step`, if it is one. This changes the model of the Trainer.
 
         A kill between the commit of a step and that of its copy leaves a best model without a copy. It is copied now, because
         its step is deleted later. If the best model is gone, the best one of the further steps takes its place.
         """
         state = self._trainer.state
-        self._step = state.best_global_step
-        if not self._step:
+        self.step = step
+        if not step:
             return
-        if self._limit is not None and self._step not in open_repository(self._copies_url()).step_numbers():
+        if self._limit is not None and step not in open_repository(self._copies_url()).step_numbers():
             try:
-                self._load_from_steps(self._step)
+                self._load_from_steps(step)
             except (StepNotFound, IntegrityError):
                 warn_user(
-                    f"the best model, of step {self._step}, is in neither {self._copies_url()} nor {self._url}: the best one "
+                    f"the best model, of step {step}, is in neither {self._copies_url()} nor {self._url}: the best one "
                     "of the next steps takes its place"
                 )
-                self._step = state.best_global_step = state.best_metric = None
+                self.step = state.best_global_step = state.best_metric = None
                 return
-            self._copy(self._step)
+            self._copy(step)
         state.best_model_checkpoint = self._text()
 
     def load(self) -> bool:
         """Load the best model at the end of the training; return whether it was saved here."""
-        step = self._trainer.state.best_global_step
-        if not step or step != self._step:
+        step = self.step
+        if not step:
             return False
         self._trainer.state.best_model_checkpoint = None  # the Trainer would look for a folder of this name
         self._steps_saver.wait()
@@ -88,7 +92,7 @@ class BestModel:
 
     def publish(self) -> None:
         """Name the best step in the state of the Trainer, after the training."""
-        if self._step:
+        if self.step:
             self._trainer.state.best_model_checkpoint = self._text()
 
     def _request(self) -> LoadRequest:
@@ -109,4 +113,4 @@ class BestModel:
         return path.rstrip("/") + "-best" + mark + query
 
     def _text(self) -> str:
-        return f"{self._url if self._limit is None else self._copies_url()} (step {self._step})"
+        return f"{self._url if self._limit is None else self._copies_url()} (step {self.step})"

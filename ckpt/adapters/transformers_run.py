@@ -78,14 +78,15 @@ class TrainerRun:
         limit = limit if limit and limit > 0 else None
         self.data = DataPosition(GeneratedSamples(trainer) if GeneratedSamples.exist_in(trainer) else None)
         self.loss: Any = None
-        self._progress = _Progress(trainer, self.data)
         self._every = every
         self._saver = Checkpointer(self._url, every=every, keep=limit)
         self.best = BestModel(trainer, self._url, self._saver, limit)
+        self._progress = _Progress(trainer, self.data, self.best)
         self._noted_step: int | None = None
         self._resume_step: int | None = None
         self._may_fall_back = self._is_loaded = False
         self._resume_position: list[int] = []
+        self._resume_best: int | None = None
         self._state: dict[str, Any] | None = None
         self._state_model: Any = None  # the model that `_state` has
         self._folder = tempfile.mkdtemp(prefix="ckpt-")
@@ -157,6 +158,7 @@ class TrainerRun:
 
     def _make_folder(self, step: int, state: dict[str, Any]) -> str:
         self._resume_step, self._resume_position = step, state["trainer"].position
+        self._resume_best = state["trainer"].best_step
         folder = Path(self._folder, f"checkpoint-{step}")
         folder.mkdir(exist_ok=True)
         (folder / _STATE_FILE).write_text(state["trainer"].text)
@@ -211,6 +213,7 @@ class TrainerRun:
         """Save the step that the Trainer has just made, in the background; and the model, if it is the best so far."""
         trainer, step = self._trainer, self._trainer.state.global_step
         trainer.store_flos()
+        self.best.note_step(step)
         self._saver.save(step, self._current_state())
         self.best.step_saved(step)
 
@@ -224,7 +227,7 @@ class TrainerRun:
         """Load the chosen step into the objects of the Trainer, which are complete by now."""
         assert self._resume_step is not None
         self._require_position()
-        self.best.resume()
+        self.best.resume(self._resume_best)
         self._state = None
         is_model_only = not self._has_training_state(self._resume_step)
         state = self._make_state(is_model_only) | {"trainer": self._progress.target()}
@@ -286,16 +289,17 @@ class TrainerRun:
 class _Progress:
     """The state of the Trainer as JSON, which rank 0 stores for all, and the losses of this rank that are not logged yet."""
 
-    def __init__(self, trainer: Any, data: DataPosition, text: str | None = None) -> None:
-        self._trainer, self._data = trainer, data
+    def __init__(self, trainer: Any, data: DataPosition, best: BestModel, text: str | None = None) -> None:
+        self._trainer, self._data, self._best = trainer, data, best
         self.text = text
+        self.best_step: int | None = None
         self.position: list[int] = []
         """The epoch that was saved, and how many batches of it this rank had taken."""
         self._losses: list[Any] = []
 
     def target(self) -> _Progress:
         """Return an object to load into."""
-        return _Progress(self._trainer, self._data, "")
+        return _Progress(self._trainer, self._data, self._best, "")
 
     def copy_from(self, loaded: _Progress) -> None:
         self._losses = loaded._losses
@@ -310,21 +314,23 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         if self.text is not None:
-            return {"json": self.text, "losses": [], "position": []}
+            return {"json": self.text, "losses": [], "position": [], "best_step": None}
         trainer = self._trainer
         pending = getattr(trainer, "_tr_loss", None)
         losses = [] if pending is None else [float(pending), int(trainer._globalstep_last_logged)]
         epoch = float(trainer.state.epoch or 0)
         position = [int(epoch), 0 if epoch.is_integer() else self._data.batches]
         if trainer.args.process_index:
-            return {"losses": losses, "position": position}
+            return {"losses": losses, "position": position, "best_step": self._best.step}
         trainer.state.stateful_callbacks = self._callback_states()
         state = asdict(trainer.state) | {"best_model_checkpoint": None}  # the Trainer would look for a folder of this name
-        return {"json": json.dumps(state, default=float), "losses": losses, "position": position}
+        text = json.dumps(state, default=float)
+        return {"json": text, "losses": losses, "position": position, "best_step": self._best.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.text, self._losses = str(state["json"]), list(state["losses"])
         self.position = [int(number) for number in state.get("position", [])]
+        self.best_step = state["best_step"] if "best_step" in state else json.loads(self.text).get("best_global_step")
 
     def restore_losses(self) -> None:
         if self._losses and hasattr(self._trainer, "_tr_loss"):

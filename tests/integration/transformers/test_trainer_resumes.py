@@ -131,6 +131,24 @@ def test_a_kill_between_a_step_and_the_copy_of_its_best_model(tmp_path: Path) ->
     assert weights == lines(tmp_path / "quiet", "quiet", 0, "end.jsonl")[0][1]
 
 
+@pytest.mark.parametrize("limit", [1, None])
+def test_a_best_evaluation_between_two_saves(tmp_path: Path, limit: int | None) -> None:
+    """The best evaluation is one whose model is not saved. Trainer then loads no model at the end, either."""
+    arguments = BEST | {"greater_is_better": True, "max_steps": 10, "eval_steps": 1, "save_steps": 5, "save_total_limit": limit}
+    check_continuation(tmp_path, 7, evaluate=True, args=arguments)
+    (last, _, best, where, _), *_ = lines(tmp_path / "killed", "again", 0, "end.jsonl")
+    assert (last, best, where) == (10, 2, None)
+
+
+def test_a_best_model_among_more_evaluations_than_saves(tmp_path: Path) -> None:
+    """Step 2 is the best evaluation and is saved. The resumed run finds its best model there, and not at the newest step."""
+    arguments = BEST | {"greater_is_better": True, "max_steps": 7, "eval_steps": 1, "save_steps": 2}
+    check_continuation(tmp_path, 5, evaluate=True, args=arguments)
+    (last, _, best, where, _), *_ = lines(tmp_path / "killed", "again", 0, "end.jsonl")
+    assert (last, best) == (7, 2)
+    assert where.endswith("ckpt-best (step 2)")
+
+
 def test_a_best_model_that_is_gone_is_named(tmp_path: Path) -> None:
     arguments = BEST | {"greater_is_better": True, "max_steps": 8}
     run(tmp_path, "killed", kill_at=5, evaluate=True, args=arguments)
