@@ -26,6 +26,8 @@ from ckpt.tiers.tier_spec import Tier
 log = logging.getLogger("ckpt")
 
 _TRAILING_NUMBER = re.compile(r"(\d+)/*$")
+_RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
+"""A file that accelerate writes for each rank."""
 
 
 def attach(
@@ -97,10 +99,10 @@ class AttachedAccelerator:
             InvalidArgument: There is no such folder, and the name does not end with the number of a step.
         """
         require_no_hooks(self._accelerator._load_model_state_pre_hook, "register_load_state_pre_hook")
-        if input_dir is not None and os.path.isdir(input_dir):
+        step = None if input_dir is None else _step_of_name(input_dir)
+        if input_dir is not None and (_is_folder_of_accelerate(input_dir) or (step is None and os.path.isdir(input_dir))):
             self._load_state(input_dir, *args, **kwargs)
             return None
-        step = None if input_dir is None else _step_of_name(input_dir)
         if input_dir is not None and step is None:
             raise InvalidArgument(
                 f"load_state({input_dir!r}): there is no such folder, and the name does not end with a step number"
@@ -120,6 +122,11 @@ class AttachedAccelerator:
     def close(self) -> None:
         """Wait for the running saves, and release the repository; the Accelerator can't save any more."""
         self._saver.close()
+
+
+def _is_folder_of_accelerate(name: str | os.PathLike[str]) -> bool:
+    """Return whether accelerate itself has saved a folder. A script may make one of the same name for other files."""
+    return os.path.isdir(name) and any(_RANDOM_STATES.fullmatch(entry) for entry in os.listdir(name))
 
 
 def _step_of_name(name: str | os.PathLike[str] | None) -> int | None:

@@ -84,6 +84,23 @@ def test_a_step_by_its_number_and_the_newest(tmp_path: Path) -> None:
     accelerator.end_training()
 
 
+def test_a_folder_that_the_script_makes_for_other_files_is_no_checkpoint(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    expected = model.weight.detach().clone()
+    accelerator.save_state(str(tmp_path / "out/step_2"))  # as accelerate does it
+    attached = attach(accelerator, tmp_path / "run")
+    (tmp_path / "out/step_3").mkdir()
+    (tmp_path / "out/step_3/config.json").write_text("{}")
+    accelerator.save_state(str(tmp_path / "out/step_3")).result()
+    for name, found in (("out/step_3", 3), ("out/step_2", None)):
+        with torch.no_grad():
+            model.weight.add_(1)
+        assert accelerator.load_state(str(tmp_path / name)) == found
+        assert torch.equal(model.weight, expected)
+    attached.close()
+
+
 def test_hooks_that_expect_a_folder_are_refused(tmp_path: Path) -> None:
     accelerator, _ = prepared()
     attach(accelerator, tmp_path / "run")
