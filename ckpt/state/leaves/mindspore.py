@@ -9,6 +9,8 @@ The objects of MindSpore that have a state (cells, optimizers, schedules, scaler
 
 from __future__ import annotations
 
+import threading
+from functools import lru_cache
 from typing import Any
 
 import mindspore as ms
@@ -67,7 +69,8 @@ def as_leaf(value: Any) -> ArrayLeaf:
         )
     if value.has_init:
         raise TypeError("the tensor has no data yet: call its init_data(), or init_parameters_data() of the cell")
-    return HostTensorLeaf(value) if _is_on_host() else CopiedTensorLeaf(value)
+    in_place = _is_on_host() and (value.is_contiguous() or views_have_addresses())
+    return HostTensorLeaf(value) if in_place else CopiedTensorLeaf(value)
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
@@ -99,10 +102,29 @@ class _ViewedMemory:
         }  # fmt: skip
 
 
+_lock = threading.Lock()
+"""Guards the first call of `_probe_views`: MindSpore may fail if two threads run the first operation of a process."""
+
+
+def views_have_addresses() -> bool:
+    """Return whether a view knows the address of its elements in the memory of the host, as in MindSpore 2.10.
+
+    MindSpore 2.7 returns the address of another memory, in which its kernels compute.
+    """
+    with _lock:
+        return _probe_views()
+
+
+@lru_cache(maxsize=1)
+def _probe_views() -> bool:
+    base = ms.Tensor(np.zeros(4, np.float32))
+    return bool(base[2:].data_ptr() == base.asnumpy().__array_interface__["data"][0] + 8)
+
+
 def _memory_of(value: Any) -> np.ndarray[Any, Any]:
     """Return the memory of a tensor on the host, also of a view of another tensor, with its strides."""
     array = _host_array(value)
-    if not array.nbytes or array.__array_interface__["data"][0] == value.data_ptr():
+    if not array.nbytes or not views_have_addresses() or array.__array_interface__["data"][0] == value.data_ptr():
         return array
     return np.asarray(_ViewedMemory(value, array))
 
