@@ -54,6 +54,10 @@ MORE_MEMORY_ADVICE = "give memory= a smaller number of bytes, save with blocking
 """The advice in messages about missing memory for staging."""
 
 
+DAMAGE_ADVICE = "restore the file from a copy, or load another step"
+"""The advice in messages about a damaged file of a step."""
+
+
 class StateChanged(CkptError):
     """A leaf was modified while an asynchronous save was still reading it; that save failed."""
 

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from ckpt.block_io.read_plan import Target
-from ckpt.errors import LeafNotFound
+from ckpt.errors import DAMAGE_ADVICE, LeafNotFound
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.state.boxes import Box
 from ckpt.state.dtype_names import dtype_name, numpy_dtype
@@ -213,7 +213,7 @@ class _ContentsReader:
 
     def add_array(self, leaf: str, source: str, node: Node) -> None:
         if leaf not in self._saved:
-            raise IntegrityError(f"leaf {leaf} is in the tree of {self._where} but in none of its manifests")
+            raise IntegrityError(f"leaf {leaf} is in the tree of {self._where} but in none of its manifests; {DAMAGE_ADVICE}")
         name = self._new_name(source)
         if leaf in self.arrays:
             self.tied[name] = self.arrays[leaf].name

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ckpt.errors import DAMAGE_ADVICE
 from ckpt.format.digest import CELL_BYTES
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.boxes import Box, contiguous_start, intersect
@@ -221,7 +222,9 @@ def _plan_reads(manifest: Manifest, targets: Sequence[Target], where: str) -> li
                 block = blocks[key] = BlockRead(row)
             block.pieces.append(RowPiece(row, leaf, box, at))
         if covered != leaf.nbytes:
-            raise IntegrityError(f"leaf {name} of {where}: the manifest covers {covered} of {leaf.nbytes} bytes")
+            raise IntegrityError(
+                f"leaf {name} of {where}: the manifest covers {covered} of {leaf.nbytes} bytes; {DAMAGE_ADVICE}"
+            )
     return [blocks[key] for key in sorted(blocks)]
 
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from ckpt.errors import FormatError
+from ckpt.errors import DAMAGE_ADVICE, FormatError
 from ckpt.format.codec_choice import CodecChoice
 from ckpt.format.difference_choice import DifferenceChoice
 from ckpt.format.digest import algorithm_of_hex, digest
@@ -130,7 +130,7 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
         raise IntegrityError(_damage_text(where)) from error
     require_known_format(version, where)
     if body.get("kind") != kind:
-        raise IntegrityError(f"{where} is a {body.get('kind')!r} record, not a {kind!r} record")
+        raise IntegrityError(f"{where} is a {body.get('kind')!r} record, not a {kind!r} record; {DAMAGE_ADVICE}")
     return body  # type: ignore[no-any-return]
 
 
@@ -146,7 +146,7 @@ def require_known_format(version: Any, where: str, newest: int = FORMAT_VERSION)
 
 
 def _damage_text(where: str) -> str:
-    return f"{where} is damaged: it is not what was written; restore the file from a copy, or load another step"
+    return f"{where} is damaged: it is not what was written; {DAMAGE_ADVICE}"
 
 
 def encode_commit(commit: CommitRecord) -> bytes:

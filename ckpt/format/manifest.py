@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt.errors import DAMAGE_ADVICE
 from ckpt.format import manifest_parquet
 from ckpt.format.digest import is_cryptographic
 from ckpt.format.json_records import require_known_format
@@ -59,11 +60,13 @@ def decode(data: bytes, where: str) -> Manifest:
     groups, metadata = manifest_parquet.read_row_groups(data, where)
     for name in ("format", "digest"):
         if name not in metadata:
-            raise IntegrityError(f"{where} is not a manifest: its metadata lack {name}")
+            raise IntegrityError(f"{where} is not a manifest: its metadata lack {name}; {DAMAGE_ADVICE}")
     version = metadata["format"]
     require_known_format(int(version) if version.isdecimal() else version, where, manifest_parquet.FORMAT_WITH_BASES)
     if is_cryptographic(metadata["digest"]) and any(group.has_bases for group in groups):
-        raise IntegrityError(f"{where} has differences, whose stored bytes no {metadata['digest']} digest covers")
+        raise IntegrityError(
+            f"{where} has differences, whose stored bytes no {metadata['digest']} digest covers; {DAMAGE_ADVICE}"
+        )
     return Manifest(groups, metadata["digest"], where)
 
 
@@ -306,7 +309,9 @@ class Manifest:
         for count in arrow_columns.distinct(axes[~keep]):
             at = np.flatnonzero(axes == count)
             if np.any(np.diff(begins)[at] != count) or np.any(np.diff(begins_shape)[at] != count):
-                raise IntegrityError(f"{self.where}: a leaf of {count} axes has pieces with another number of axes")
+                raise IntegrityError(
+                    f"{self.where}: a leaf of {count} axes has pieces with another number of axes; {DAMAGE_ADVICE}"
+                )
             fitting = [Box((0,) * count, (0,) * count) if b is None or len(b.shape) != count else b for b in boxes]
             low, extent = (np.array([b[i] for b in fitting], np.int64).reshape(len(boxes), count)[which[at]] for i in (0, 1))
             axis = np.arange(count)
@@ -326,15 +331,12 @@ class Manifest:
         if np.any(longest > MAX_BLOCK_BYTES):
             raise IntegrityError(
                 f"{self.where} states a block of {longest.max()} bytes, and blocks have at most {MAX_BLOCK_BYTES}; "
-                "restore the manifest or load another step"
+                f"{DAMAGE_ADVICE}"
             )
         if np.any(np.minimum.reduce([position, stored, raw, start, nbytes]) < 0) or np.any(nbytes > raw - start):
-            raise IntegrityError(f"{self.where}: a piece lies outside of its block; restore the manifest or load another step")
+            raise IntegrityError(f"{self.where}: a piece lies outside of its block; {DAMAGE_ADVICE}")
         if np.any(plain & (stored != raw)):
-            raise IntegrityError(
-                f"{self.where}: a block without a codec has different stored and raw lengths; restore the manifest or load "
-                "another step"
-            )
+            raise IntegrityError(f"{self.where}: a block without a codec has different stored and raw lengths; {DAMAGE_ADVICE}")
 
     def _check_boxes(self, table: Any) -> None:
         """Raise IntegrityError where a row is not a box of its array."""
@@ -342,9 +344,9 @@ class Manifest:
             arrow_columns.flat_lists(table.column(n)) for n in manifest_parquet.LIST_COLUMNS
         )
         if not (np.array_equal(at, at_offset) and np.array_equal(at, at_shape)):
-            raise IntegrityError(f"{self.where}: a piece has another number of axes than its array")
+            raise IntegrityError(f"{self.where}: a piece has another number of axes than its array; {DAMAGE_ADVICE}")
         if np.any(offset < 0) or np.any(shape < 0) or np.any(shape > whole - offset):
-            raise IntegrityError(f"{self.where}: a piece lies outside of its array")
+            raise IntegrityError(f"{self.where}: a piece lies outside of its array; {DAMAGE_ADVICE}")
 
 
 _MAX_RECENT_READS = 16

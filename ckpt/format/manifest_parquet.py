@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.errors import DAMAGE_ADVICE
 from ckpt.format.parquet_memory_check import Footer, page_headers, read_footer
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.support import arrow_columns
@@ -270,7 +271,7 @@ def _raising_integrity_error(where: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, *_ARROW_ERRORS) as error:
-        raise IntegrityError(f"{where} is not a manifest: {error}") from error
+        raise IntegrityError(f"{where} is not a manifest ({error}); {DAMAGE_ADVICE}") from error
 
 
 def _cast_to_specified(table: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ckpt.block_io.read_plan import Target
-from ckpt.errors import LeafMismatch, LeafNotFound
+from ckpt.errors import DAMAGE_ADVICE, LeafMismatch, LeafNotFound
 from ckpt.format.manifest import Saved
 from ckpt.loading.finish_functions import Finish, dataclass_like, fill_scalar, finish_once, tuple_like
 from ckpt.state.alias_notes import AliasNote, read_alias_notes
@@ -86,7 +86,9 @@ class TargetMatcher:
             saved = self._lookup(name, name)
             nbytes = math.prod(saved.shape) * numpy_dtype(saved.dtype).itemsize
             if (stored := self._stored_bytes().get(name, 0)) != nbytes:
-                raise IntegrityError(f"leaf {name} of {self._where}: the manifest covers {stored:.0f} of {nbytes} bytes")
+                raise IntegrityError(
+                    f"leaf {name} of {self._where}: the manifest covers {stored:.0f} of {nbytes} bytes; {DAMAGE_ADVICE}"
+                )
             try:
                 leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
             except CkptError as error:
@@ -97,12 +99,8 @@ class TargetMatcher:
         return finish
 
     def _lookup(self, name: str, path: str) -> Saved:
-        saved = self._saved.get(name)
-        if saved is None:
-            raise IntegrityError(
-                f"leaf {path} is in the tree of {self._where} but in none of its manifests, so that the step can't be loaded; "
-                "load another step"
-            )
+        if (saved := self._saved.get(name)) is None:
+            raise IntegrityError(f"leaf {path} is in the tree of {self._where} but in none of its manifests; {DAMAGE_ADVICE}")
         return saved
 
     # --- with like -------------------------------------------------------------------------------------------

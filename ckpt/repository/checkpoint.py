@@ -14,7 +14,7 @@ from ckpt.block_io.pack_reader import is_bad_sector
 from ckpt.block_io.read_plan import Target
 from ckpt.block_io.replicated_store import from_nearest
 from ckpt.block_io.step_verification import verify_blocks
-from ckpt.errors import LeafNotFound
+from ckpt.errors import DAMAGE_ADVICE, LeafNotFound
 from ckpt.format.digest import is_cryptographic
 from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, require_known_format
 from ckpt.format.manifest import Manifest, Saved, join_manifests
@@ -108,7 +108,7 @@ class Checkpoint:
                     if has_rank_nodes(data):
                         self._tree = resolve_for_rank(self._tree, self._rank, max(1, self.commit.world_size))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise IntegrityError(f"{self.store.url}/{file.name} is not a tree: {error!r}") from error
+                raise IntegrityError(f"{self.store.url}/{file.name} is not a tree ({error!r}); {DAMAGE_ADVICE}") from error
         return self._tree
 
     def layouts(self) -> frozenset[str]:
@@ -143,7 +143,8 @@ class Checkpoint:
         except StoreError as error:
             if not is_bad_sector(error):
                 raise
-            raise IntegrityError(f"{store.url}/{file.name} of step {self.step} cannot be read: {error}") from error
+            where = f"{store.url}/{file.name} of step {self.step}"
+            raise IntegrityError(f"{where} cannot be read ({error}); {DAMAGE_ADVICE}") from error
         if not file.matches(data):
             raise IntegrityError(
                 f"{store.url}/{file.name} of step {self.step} is damaged: its digest is not that of the commit "

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt.errors import FormatError, StepNotFound
+from ckpt.errors import DAMAGE_ADVICE, FormatError, StepNotFound
 from ckpt.format import json_records
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.signature import NO_KEYS, KeyOption, Keys, as_keys
@@ -167,7 +167,7 @@ class Repository:
             others = f"it has {steps_text(have)}" if have else "it has no committed step"
             raise StepNotFound(f"{self.url} has no committed step {step}; {others}") from None
         if commit.step != step:
-            raise IntegrityError(f"{self.url}/{commit_name(step)} is the record of step {commit.step}")
+            raise IntegrityError(f"{self.url}/{commit_name(step)} is the record of step {commit.step}; {DAMAGE_ADVICE}")
         return commit
 
     def no_step_error(self) -> StepNotFound:

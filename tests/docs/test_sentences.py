@@ -78,6 +78,20 @@ def test_messages_have_at_most_200_characters(folder: str) -> None:
     assert long == []
 
 
+@pytest.mark.parametrize("folder", ["ckpt/repository", "ckpt/loading", "ckpt/format", "ckpt/block_io"])
+def test_errors_of_damaged_files_say_what_to_do(folder: str) -> None:
+    """Except those of a codec and of one block, which become a part of such a message."""
+    raises = [
+        (file, ast.unparse(node.exc))
+        for file in files_of(folder)
+        if Path(file).name not in ("block_check.py", "bounded_decode.py", "float_planes.py")
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Raise) and node.exc is not None and ast.unparse(node.exc).startswith("IntegrityError(")
+    ]
+    assert raises
+    assert [found for found in raises if not re.search(r"another step|DAMAGE_ADVICE|_damage_text", found[1])] == []
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_sentences_are_plain_english(folder: str) -> None:
     wrong = [
