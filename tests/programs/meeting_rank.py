@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import GroupError
-from ckpt.groups import EnvGroup, Group, SingleProcessGroup, as_group, detect, store_rendezvous
+from ckpt.groups import EnvGroup, Group, SingleProcessGroup, as_group, dead_ranks, detect
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.local.directory import LocalStore
 
@@ -224,7 +224,7 @@ def in_env(folder: Path) -> list[Group]:
     group = detect()
     assert isinstance(group, EnvGroup)
     group._timeout = float(os.environ.get("TIMEOUT", "60"))
-    store_rendezvous._SECOND_RANK_SECONDS = float(os.environ.get("SETTLE", "2"))
+    dead_ranks._SECOND_RANK_SECONDS = float(os.environ.get("SETTLE", "2"))
     print_line("waiting")
     group.meet_at(LocalStore(folder / "repository"))
     print_line("met")

@@ -45,12 +45,13 @@ def start_program(code: str, *arguments: str, **more: str) -> subprocess.Popen[s
 
 
 def assert_ends_well(process: subprocess.Popen[str]) -> None:
-    """Check that the process ends with status 0 and writes nothing to standard error."""
+    """Check that the process ends with status 0 and writes nothing to standard error, except about nodes that answer late."""
     try:
         _, stderr = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert (process.returncode, stderr) == (0, "")
+    errors = [line for line in stderr.splitlines() if "gets no calls until it answers" not in line]
+    assert (process.returncode, errors) == (0, [])
 
 
 @pytest.mark.parametrize("how", ["blocking", "background"])
