@@ -237,20 +237,27 @@ def main() -> None:
     console.print(f"{args.mib} MiB, {args.rounds} rounds, order of seed {args.seed}")
     args.folder.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
-    for name in args.device or DEVICES:
-        title, make = DEVICES[name]
-        console.print(f"{name}: {title}")
-        try:
-            with ExitStack() as stack:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-devices-", dir=args.folder)))
-                run = DeviceRun(stack.enter_context(make(folder, 4 * args.mib)), folder, args.mib)
-                run_device(run, args.rounds, random.Random(args.seed))
-        except Missing as missing:
-            console.print(f"  skipped: {missing}")
-            continue
-        lines += table(run, title)
-    print(cells("device", "work", "ckpt MB/s", "first", "best of fio", "ckpt / fio", "best fixed choice", "ckpt / fixed"))
-    print("|---|---|---:|---:|---|---:|---|---:|", *lines, sep="\n")
+    try:
+        for name in args.device or DEVICES:
+            lines += measured_lines(name, args)
+    finally:  # also after Ctrl-C
+        print(cells("device", "work", "ckpt MB/s", "first", "best of fio", "ckpt / fio", "best fixed choice", "ckpt / fixed"))
+        print("|---|---|---:|---:|---|---:|---|---:|", *lines, sep="\n")
+
+
+def measured_lines(name: str, args: argparse.Namespace) -> list[str]:
+    """Return the lines of the table for a device; none, if it can't be made here."""
+    title, make = DEVICES[name]
+    console.print(f"{name}: {title}")
+    try:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-devices-", dir=args.folder)))
+            run = DeviceRun(stack.enter_context(make(folder, 4 * args.mib)), folder, args.mib)
+            run_device(run, args.rounds, random.Random(args.seed))
+    except Missing as missing:
+        console.print(f"  skipped: {missing}")
+        return []
+    return list(table(run, title))
 
 
 if __name__ == "__main__":
