@@ -43,9 +43,9 @@ class FixedChoice:
     def apply(self) -> None:
         """Make this process use the choice."""
         if self.kind == "page cache":
-            from ckpt.block_io import read_threads
+            from ckpt.storage.local.directory import LocalStore
 
-            read_threads.READ_THREADS = self.count
+            LocalStore.parallel_reads = self.count  # type: ignore[assignment, method-assign]
         elif self.kind == "requests":
             from ckpt.block_io import tuned_reads
             from ckpt.storage.tuning.choice import Choice, ChoiceSpace

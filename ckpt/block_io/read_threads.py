@@ -8,20 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.storage.base.threads import WorkerThread, join_all
 
-READ_THREADS = 4
-"""The most threads that read blocks, unless a tuner chooses their number. Each has a read-ahead of its own in Linux, and fewer
-keep a disk waiting."""
-
 _MIN_PART_BYTES = 16 << 20
 """A thread for fewer bytes than this costs more than it saves."""
 
 _Work = Callable[[Iterable[BlockRead]], None]
 
 
-def run_in_threads(reads: Sequence[BlockRead], work: _Work) -> None:
+def run_in_threads(reads: Sequence[BlockRead], work: _Work, max_threads: int) -> None:
     """Run `work` in threads on contiguous parts of about equal bytes; the first error stops all threads and is raised."""
     total = sum(block.row.read_bytes for block in reads)
-    threads = max(1, min(READ_THREADS, len(reads), total // _MIN_PART_BYTES))
+    threads = max(1, min(max_threads, len(reads), total // _MIN_PART_BYTES))
     parts: list[list[BlockRead]] = [[] for _ in range(threads)]
     done = 0
     for block in reads:

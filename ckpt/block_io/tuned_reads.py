@@ -96,4 +96,4 @@ def run_reads(
         for reads in tuned:
             reads.remember()
     else:
-        run_in_threads(blocks, work)
+        run_in_threads(blocks, work, copies_of(store)[0].parallel_reads)

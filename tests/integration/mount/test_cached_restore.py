@@ -15,6 +15,7 @@ from helpers.mounts import why_no_fuse
 
 import ckpt
 from ckpt.storage.base.errors import IntegrityError
+from ckpt.storage.local.directory import LocalStore
 
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "slow_mount.py"
 
@@ -30,7 +31,7 @@ def drop_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_a_restore_reads_cached_bytes_of_a_fuse_mount_from_the_page_cache(tmp_path: Path) -> None:
+def test_reads_of_a_fuse_mount(tmp_path: Path) -> None:
     behind, mountpoint = tmp_path / "behind", tmp_path / "mount"
     behind.mkdir()
     mountpoint.mkdir()
@@ -41,6 +42,8 @@ def test_a_restore_reads_cached_bytes_of_a_fuse_mount_from_the_page_cache(tmp_pa
             while not os.path.ismount(mountpoint):
                 assert server.poll() is None
                 time.sleep(0.01)
+            assert LocalStore(mountpoint / "not" / "yet" / "made").parallel_reads == 8
+            assert LocalStore(behind).parallel_reads == 4
             ckpt.save(state, mountpoint, step=1, codec="none")
             drop_cache(mountpoint)
             ckpt.load(mountpoint, like=like)  # through the page cache

@@ -33,7 +33,9 @@ def run_with_target(target: int, reads: list[BlockRead], work: Callable[[Iterabl
 
 
 RUNS = pytest.mark.parametrize(
-    "run", [run_in_threads, partial(run_with_target, 4), partial(run_with_target, 8)], ids=["parts", "queue of 4", "queue of 8"]
+    "run",
+    [partial(run_in_threads, max_threads=4), partial(run_with_target, 4), partial(run_with_target, 8)],
+    ids=["parts", "queue of 4", "queue of 8"],
 )
 
 
@@ -54,7 +56,7 @@ def test_every_block_is_read_once(run: Run) -> None:
 
 def test_the_parts_of_threads_are_contiguous_and_of_about_equal_bytes() -> None:
     parts: list[list[int]] = []
-    run_in_threads(BLOCKS, lambda blocks: parts.append(positions(blocks)))
+    run_in_threads(BLOCKS, lambda blocks: parts.append(positions(blocks)), 4)
     assert [len(part) for part in parts] == [2500] * 4
     assert all(part == [*range(part[0], part[-1] + 1)] for part in parts)
 
@@ -62,7 +64,7 @@ def test_the_parts_of_threads_are_contiguous_and_of_about_equal_bytes() -> None:
 def test_few_bytes_and_no_bytes_are_read_by_the_caller_alone() -> None:
     for blocks in (BLOCKS[:20], []):
         threads: list[int] = []
-        run_in_threads(blocks, lambda blocks: threads.extend(threading.get_ident() for _ in blocks))  # noqa: B023
+        run_in_threads(blocks, lambda blocks: threads.extend(threading.get_ident() for _ in blocks), 4)  # noqa: B023
         assert threads == [threading.get_ident()] * len(blocks)
 
 

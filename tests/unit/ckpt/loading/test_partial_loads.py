@@ -75,7 +75,7 @@ def test_reading_a_slice_reads_only_those_bytes(tmp_path):
 def test_blocks_are_prefetched_only_where_they_do_not_follow_the_block_before(tmp_path, monkeypatch, only):
     """The read-ahead of Linux loads blocks that follow each other, into larger pages."""
     ckpt.save({f"{x}{i}": np.full(5 << 20, i, np.float32) for x in "abc" for i in range(3)}, tmp_path, codec="none")
-    monkeypatch.setattr("ckpt.block_io.read_threads.READ_THREADS", 1)
+    monkeypatch.setattr("ckpt.storage.local.directory.LocalStore.parallel_reads", 1)
     prefetched, events = [], []
     prefetch, read_into = LocalStore.prefetch, DescriptorReader.read_into
 
