@@ -160,4 +160,5 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def is_in_ranges(ranges: Ranges, number: int) -> bool:
+    """Return whether a number lies in one of these ranges, whose first and last numbers both belong to them."""
     return any(first <= number <= last for first, last in ranges)

@@ -14,10 +14,12 @@ from ckpt.recovery.run_log.run_spec import AttemptHost
 
 
 def is_lost(member: AttemptHost, report: AgentReport | None) -> bool:
+    """Return whether the agent that an attempt was assigned to is gone: it has no report, or was started again."""
     return report is None or report.incarnation != member.incarnation
 
 
 def lost_host_failure(view: DecisionInput, member: AttemptHost) -> Failure:
+    """Return the failure of an attempt by the loss of one of its hosts."""
     reports = [r for r in view.maybe_living.values() if r.attempt == view.run_state.attempt]
     reports = reports or [r for r in view.silent.values() if r.attempt == view.run_state.attempt]
     report = view.maybe_living.get(member.name)
@@ -70,6 +72,7 @@ def draft_failure_and_decision(view: DecisionInput, failure: Failure) -> list[Dr
 
 
 def draft_decisions(view: DecisionInput, failures: Sequence[Failure]) -> list[Draft]:
+    """Return the entry with the decision after these failures, the last of which is new."""
     run_state = view.run_state
     decision = decide(failures, run_state.budget, run_state.skip, run_state.before)
     asked = max((r.leaving for r in view.living.values()), default=0)

@@ -39,6 +39,8 @@ class CutOffAttempt:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
+    """The facts of the entry that begins a run: its name and what it runs."""
+
     run: str
     spec: RunSpec
     cut_off: CutOffAttempt | None = None
@@ -51,11 +53,15 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class LeadFacts:
+    """The facts of an entry that names the leading agent."""
+
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
+    """The facts of the start of an attempt: its hosts, and where rank 0 listens."""
+
     ranks: int
     members: tuple[AttemptHost, ...]
     address: str
@@ -88,6 +94,8 @@ class FailureSummary:
 
 @dataclass(frozen=True, slots=True)
 class DecisionFacts:
+    """The facts of a decision after a failure."""
+
     action: Literal["restart", "halt"]
     status: int | None = None
     wait: float = 0.0
@@ -102,6 +110,8 @@ class DecisionFacts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
+    """The facts of an entry about the memory namespaces, each with its nodes."""
+
     memory: _MemoryNodeLists
 
 
@@ -135,13 +145,15 @@ class NoteFacts:
 
 @dataclass(frozen=True, slots=True)
 class EndFacts:
+    """The facts of the end of a run: the exit status of `ckpt-run`, and whether the run may not continue."""
+
     status: int
     final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NoFacts:
-    pass
+    """The facts of an entry that has none."""
 
 
 def facts_of(entry: LogEntry, facts_type: type[F]) -> F:

@@ -162,4 +162,5 @@ def to_facts(memories: Sequence[MemoryNamespace]) -> list[list[tuple[str, str]]]
 
 
 def from_facts(facts: Sequence[Sequence[tuple[str, str]]]) -> tuple[MemoryNamespace, ...]:
+    """Return the memory namespaces that an entry lists as host and HOST:PORT of each node."""
     return tuple(MemoryNamespace(tuple((host, at) for host, at in nodes)) for nodes in facts)

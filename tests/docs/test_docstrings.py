@@ -131,3 +131,16 @@ def attribute_of_ckpt(name: str) -> object:
     for part in name.removeprefix("ckpt.").removeprefix("data.").split("."):
         found = getattr(found, part)
     return found
+
+
+def test_each_public_function_and_class_has_a_docstring() -> None:
+    """Those of modules. An overload has that of its function."""
+    missing = [
+        (str(path.relative_to(ROOT)), node.name)
+        for folder in ("ckpt", "storage", "aggregator", "recovery", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")
+        if not ast.get_docstring(node) and "overload" not in map(ast.unparse, node.decorator_list)
+    ]
+    assert missing == []
