@@ -145,7 +145,7 @@ class NoteFacts:
 
 @dataclass(frozen=True, slots=True)
 class EndFacts:
-    """The facts of the end of a run: the exit status of `ckpt-run`, and whether the run may not continue."""
+    """The facts of the end of a run: the exit status of `ckpt-run`, and whether the run ended by itself."""
 
     status: int
     final: bool = False
