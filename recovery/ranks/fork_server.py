@@ -56,8 +56,8 @@ _NATIVE_PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_")
 _ACCELERATOR_PREFIXES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/vfio", "/dev/neuron")
 _FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
 """Threads that their libraries restart after a fork: that of pyarrow's allocator."""
-_NEVER_IMPORTED = {"mpi4py"}
-"""Importing mpi4py starts MPI."""
+_NEVER_IMPORTED = {"mpi4py", "paddle"}
+"""Importing mpi4py starts MPI. Paddle turns its dynamic mode on for the thread that imports it, which no rank has."""
 _MAX_LEFT_OUT = 8
 """With more packages than this to leave out, there is no warm start."""
 _SET_PDEATHSIG = 1
