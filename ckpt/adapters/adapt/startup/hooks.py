@@ -70,6 +70,10 @@ HOOKS = (
         "fit saves at the interval that loses the least time, and resumes",
     ),
     Hook(
+        "paddle.Model", "paddle.hapi.model", "Model.fit", "ckpt.adapters.adapt.paddle:fit",
+        "fit saves at the interval that loses the least time, and resumes",
+    ),
+    Hook(
         "accelerate.Accelerator", "accelerate.accelerator", "Accelerator.prepare", "ckpt.adapters.adapt.accelerate:prepare",
         "save_state and load_state use ckpt, if the script calls them",
     ),
@@ -84,7 +88,7 @@ REFUSALS = (
     Refusal("deepspeed", "deepspeed", "the loop of the script saves its engine: call its save_checkpoint there"),
     Refusal("jax", "jax", _POSITION),
     Refusal("mindspore", "mindspore", _POSITION),
-    Refusal("paddle", "paddle", _POSITION),
+    Refusal("paddle", "paddle", f"outside of Model.fit, {_POSITION}"),
     Refusal("tensorflow", "tensorflow", f"outside of Model.fit, {_POSITION}"),
     Refusal("tf_keras", "tf_keras", "it is Keras 2: use Keras 3"),
     Refusal("torch", "torch", _POSITION),
@@ -93,7 +97,6 @@ REFUSALS = (
 _REFUSED_AT_IMPORT = {
     "deepspeed",
     "mindspore",
-    "paddle",
     "tf_keras",
 }  # the others are also imported by frameworks that are adapted
 _OWN_USES = {"ckpt.api", "ckpt.checkpointer"}

@@ -1,0 +1,42 @@
+"""`paddle.Model.fit` under `ckpt-run --adapt`: it gets the callback `Checkpoints`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+import ckpt
+from ckpt.adapters.adapt.intervals import describe, interval_from_env
+from ckpt.adapters.adapt.startup import hooks
+from ckpt.adapters.paddle_fit import Checkpoints
+
+_NAME = "paddle.Model"
+_KEEP = 3
+
+
+def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `original`, the method `Model.fit`, with a callback that saves to the repository of this training."""
+    if not paddle.in_dynamic_mode():
+        hooks.print_refused(_NAME, "it runs in the static mode of Paddle")
+        return original(*args, **kwargs)
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    given = bound.arguments.get("callbacks") or []
+    with hooks.training(_NAME) as url:
+        if url is None:
+            return original(*args, **kwargs)
+        every = interval_from_env()
+        saving = Checkpoints(url, every=every, keep=_KEEP)
+        bound.arguments["callbacks"] = [*(given if isinstance(given, (list, tuple)) else [given]), saving]
+        hooks.print_saves(_NAME, url, describe(every), _describe_start(url))
+        return original(*bound.args, **bound.kwargs)
+
+
+def _describe_start(url: str) -> str:
+    try:
+        found = ckpt.open(url).latest()
+    except ckpt.StepNotFound:
+        found = None
+    return "starts anew" if found is None else f"continues from step {found.step}"
