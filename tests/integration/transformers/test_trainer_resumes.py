@@ -121,11 +121,11 @@ BEST = {
 def test_a_kill_between_a_step_and_the_copy_of_its_best_model(tmp_path: Path) -> None:
     """The first model is the best. A kill leaves its step, and the repository of the best model has nothing yet."""
     arguments = BEST | {"greater_is_better": True, "max_steps": 8}
-    finish(tmp_path / "quiet", "quiet", evaluate=True, args=arguments)
-    run(tmp_path, "killed", kill_at=3, evaluate=True, args=arguments)
+    finish(tmp_path / "quiet", "quiet", evaluate=True, best_at=2, args=arguments)
+    run(tmp_path, "killed", kill_at=3, evaluate=True, best_at=2, args=arguments)
     assert ckpt.open(tmp_path / "out/ckpt").steps() == [2]
     shutil.rmtree(tmp_path / "out/ckpt-best")
-    finish(tmp_path, "again", resume=True, evaluate=True, args=arguments)
+    finish(tmp_path, "again", resume=True, evaluate=True, best_at=2, args=arguments)
     (last, weights, best, *_), *_ = lines(tmp_path, "again", 0, "end.jsonl")
     assert (last, best) == (8, 2)
     assert weights == lines(tmp_path / "quiet", "quiet", 0, "end.jsonl")[0][1]
@@ -135,7 +135,7 @@ def test_a_kill_between_a_step_and_the_copy_of_its_best_model(tmp_path: Path) ->
 def test_a_best_evaluation_between_two_saves(tmp_path: Path, limit: int | None) -> None:
     """The best evaluation is one whose model is not saved. Trainer then loads no model at the end, either."""
     arguments = BEST | {"greater_is_better": True, "max_steps": 10, "eval_steps": 1, "save_steps": 5, "save_total_limit": limit}
-    check_continuation(tmp_path, 7, evaluate=True, args=arguments)
+    check_continuation(tmp_path, 7, evaluate=True, best_at=2, args=arguments)
     (last, _, best, where, _), *_ = lines(tmp_path / "killed", "again", 0, "end.jsonl")
     assert (last, best, where) == (10, 2, None)
 
@@ -143,7 +143,7 @@ def test_a_best_evaluation_between_two_saves(tmp_path: Path, limit: int | None) 
 def test_a_best_model_among_more_evaluations_than_saves(tmp_path: Path) -> None:
     """Step 2 is the best evaluation and is saved. The resumed run finds its best model there, and not at the newest step."""
     arguments = BEST | {"greater_is_better": True, "max_steps": 7, "eval_steps": 1, "save_steps": 2}
-    check_continuation(tmp_path, 5, evaluate=True, args=arguments)
+    check_continuation(tmp_path, 5, evaluate=True, best_at=2, args=arguments)
     (last, _, best, where, _), *_ = lines(tmp_path / "killed", "again", 0, "end.jsonl")
     assert (last, best) == (7, 2)
     assert where.endswith("ckpt-best (step 2)")
@@ -151,15 +151,17 @@ def test_a_best_model_among_more_evaluations_than_saves(tmp_path: Path) -> None:
 
 def test_a_best_model_that_is_gone_is_named(tmp_path: Path) -> None:
     arguments = BEST | {"greater_is_better": True, "max_steps": 8}
-    run(tmp_path, "killed", kill_at=5, evaluate=True, args=arguments)
+    run(tmp_path, "killed", kill_at=5, evaluate=True, best_at=2, args=arguments)
     shutil.rmtree(tmp_path / "out/ckpt-best")
-    assert "the best model, of step 2, is in neither" in finish(tmp_path, "again", resume=True, evaluate=True, args=arguments)
+    assert "the best model, of step 2, is in neither" in finish(
+        tmp_path, "again", resume=True, evaluate=True, best_at=2, args=arguments
+    )
     assert lines(tmp_path, "again", 0, "end.jsonl")[0][2] == 6
 
 
 def test_the_best_model_before_the_newest_one_is_kept(tmp_path: Path) -> None:
     """A kill may leave a new best model whose step is not complete. The step before then refers to the best model before."""
-    finish(tmp_path, "quiet", evaluate=True, args=BEST | {"greater_is_better": False, "max_steps": 6})
+    finish(tmp_path, "quiet", evaluate=True, best_at=2, args=BEST | {"greater_is_better": False, "max_steps": 6})
     assert lines(tmp_path, "quiet", 0, "end.jsonl")[0][2] == 6
     steps = ckpt.open(tmp_path / "out/ckpt-best").steps()
     assert len(steps) == 2
