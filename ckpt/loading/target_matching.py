@@ -16,7 +16,7 @@ from ckpt.block_io.read_plan import Target
 from ckpt.errors import DAMAGE_ADVICE, LeafMismatch, LeafNotFound
 from ckpt.format.manifest import Saved
 from ckpt.loading.finish_functions import Finish, dataclass_like, fill_scalar, finish_once, tuple_like
-from ckpt.state.alias_notes import AliasNote, read_alias_notes
+from ckpt.state.alias_notes import RANK_ALIAS, AliasNote, read_alias_notes
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves import as_leaf, empty_leaf
 from ckpt.state.leaves.base import ArrayLeaf
@@ -253,8 +253,10 @@ class TargetMatcher:
             raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
         if "scalar" in node:
             return fill_scalar(target, node)
-        self.own_ranks[node["array"]] = own_ranks(node)
-        read_alias_notes(node, self.aliases, self.rank_aliases)
+        if "own" in node:
+            self.own_ranks[node["array"]] = own_ranks(node)
+        if "alias" in node or RANK_ALIAS in node:
+            read_alias_notes(node, self.aliases, self.rank_aliases)
         if target is leaf:
             self.targets.append((node["array"], target))
             return None
