@@ -21,16 +21,11 @@ class Deletion:
         self._is_deletable = is_deletable
         self._version, self._now = new_version(), time.time()
         self.seen: dict[str, PathRecord | None] = {}
-        """The last record of each path before the deletion."""
-        self.proposed: set[str] = set()
-        """The paths for which a tombstone was proposed."""
+        """The last record of each path that a member returned. It may be older than the one that was deleted."""
+        self.replaced: dict[str, PathRecord] = {}
+        """The paths for which a tombstone was proposed, each with the record that the last such tombstone replaces."""
         self.is_unsettled = False
         """Whether a member may have accepted a tombstone in a try that failed."""
-
-    @property
-    def targets(self) -> dict[str, PathRecord]:
-        """The records that were to be deleted, by path."""
-        return {path: file for path, file in self.seen.items() if file is not None and self._is_deletable(file)}
 
     def decide(self, name: str, value: RegisterValue | None) -> RegisterValue | None:
         """Return the tombstone for a register, or None to keep its value: the `Decide` of this deletion."""
@@ -41,21 +36,20 @@ class Deletion:
         self.seen[path] = current
         if current is None or not self._is_deletable(current):
             return None
-        self.proposed.add(path)
+        self.replaced[path] = current
         head = RecordHead("deleted", 0, self._now, self._now, self._version)
         return file_record.encode_record(PathRecord(file_record.next_head(head, current)))
 
     def deleted_files(self, after: Mapping[str, RegisterValue | None]) -> dict[str, PathRecord]:
         """Return the files that this deletion has deleted, by path. after: the value of each register now."""
-        return {path: file for path, file in self.targets.items() if self.is_done(path, after[f"/{path}"])}
+        return {path: file for path, file in self.replaced.items() if self.is_done(path, after[f"/{path}"])}
 
     def possibly_deleted(self, after: Mapping[str, RegisterValue | None]) -> set[str]:
         """Return the paths whose tombstones may have been collected already, or that another client has deleted.
 
         Their objects are left to a repair.
         """
-        targets = self.targets
-        return {path for path in self.proposed if self.is_unsettled and path not in targets and after[f"/{path}"] is None}
+        return {path for path in self.replaced if self.is_unsettled and after[f"/{path}"] is None}
 
     def on_outdated(self, may_be_taken: bool, _: int) -> None:
         """Note that a member may have accepted a tombstone: the `OnOutdated` of this deletion."""

@@ -161,7 +161,7 @@ class Namespace(NamespaceRecords):
             lambda current: (current.head.version, current.rename_token) == (before.head.version, before.rename_token)
         )
         after = self.update_record(old, deletion.decide)  # a file that was changed meanwhile stays
-        if file.layout is not None and is_own_token and old in deletion.targets and deletion.is_done(old, after):
+        if file.layout is not None and is_own_token and old in deletion.replaced and deletion.is_done(old, after):
             self._set_rename_token(new, moved.head.version, token, "")
 
     def _set_rename_token(self, path: str, version: str, old_token: str, new_token: str) -> PathRecord | None:

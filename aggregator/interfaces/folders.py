@@ -61,8 +61,9 @@ def remove_folder(namespace: Namespace, path: str) -> None:
     if (file is None or file.head.kind == "folder") and namespace.list(path):
         raise OSError(errno.ENOTEMPTY, "the folder is not empty", path)
     deletion = Deletion(lambda current: current.head.kind == "folder")
-    if file is not None:
-        namespace.update_record(path, deletion.decide)
+    after = None if file is None else namespace.update_record(path, deletion.decide)
+    if deletion.is_done(path, after):
+        return
     before = deletion.seen.get(path)
     if before is None or not before.exists:
         raise FileNotFoundError(errno.ENOENT, "no such folder", path)
