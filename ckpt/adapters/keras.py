@@ -21,6 +21,7 @@ from ckpt import pulse
 from ckpt.adapters import keras_fit
 from ckpt.adapters.keras_fit import Snapshot
 from ckpt.adapters.other_callbacks import OtherCallbacks
+from ckpt.adapters.running_fit import FitState
 from ckpt.checkpointer import Checkpointer
 from ckpt.repository.repository import Url
 from ckpt.repository.retention import Keep
@@ -95,6 +96,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._options = {"every": every, "keep": keep, **options}
         self._checkpointer: Checkpointer | None = None
         self._position = _Position()
+        self._fit_state = FitState(self._state, "{'model': model}")
         self._resume: _Resume | None = None
         self._has_restored = False
         self._random_at_end: Snapshot | None = None
@@ -179,7 +181,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
                 self._position.epoch, self._position.batch = self._position.epoch + 1, 0
             self._position.ended = True
             if self._loss is None or math.isfinite(self._loss):
-                self._checkpointer.save(self._position.step - 1, _TrainingState(self))
+                self._checkpointer.save(self._position.step - 1, self._fit_state)
         self._position.fit += 1
         _urls_of_ended_fits.add(self._checkpointer.repository.url)
         self._has_ended_fit = True
@@ -196,9 +198,9 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         done, before = self._position.step, self._steps_seen
         self._steps_seen = done
         if isinstance(self._every, int) and done % self._every and done // self._every > before // self._every:
-            self._checkpointer.save(done - 1, _TrainingState(self))  # one execution of several steps has passed the due one
+            self._checkpointer.save(done - 1, self._fit_state)  # one execution of several steps has passed the due one
         else:
-            self._checkpointer.step(done - 1, _TrainingState(self), loss=self._loss)
+            self._checkpointer.step(done - 1, self._fit_state, loss=self._loss)
 
     def _state(self) -> dict[str, Any]:
         model = self.model  # with jax, this moves the arrays back into the variables
@@ -329,16 +331,3 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
 
 _urls_of_ended_fits: set[str] = set()
 """The repositories of the fits that have ended in this process."""
-
-
-class _TrainingState:
-    """The state of a fit, which is collected only if a step is saved."""
-
-    def __init__(self, callback: Checkpoints) -> None:
-        self._callback = callback
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._callback._state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise TypeError("load a dict with some of its entries, such as {'model': model}")

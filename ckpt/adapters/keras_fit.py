@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any, Self
 
 import keras
 
+from ckpt.adapters.running_fit import caller_locals
 from ckpt.state.stateful import RandomState
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 
@@ -48,11 +48,9 @@ def locals_of_fit(model: Any) -> dict[str, Any]:
 
     Raises InvalidArgument outside of `fit`.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model and "epoch_iterator" in frame.f_locals:
-            return dict(frame.f_locals)
-        frame = frame.f_back  # type: ignore[assignment]
+    found = caller_locals("fit", lambda names: names.get("self") is model and "epoch_iterator" in names)
+    if found is not None:
+        return found
     raise InvalidArgument(
         "Checkpoints works in Model.fit of Keras 3, which does not run here: in a loop of your own, use ckpt.Checkpointer with "
         "the model as an entry of the state"

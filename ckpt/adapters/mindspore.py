@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
@@ -22,6 +21,7 @@ from ckpt.adapters.epoch_random import RandomSnapshot
 from ckpt.adapters.mindspore_dropout import Dropout as Dropout
 from ckpt.adapters.mindspore_dropout import resumable_dropout as resumable_dropout
 from ckpt.adapters.other_callbacks import OtherCallbacks
+from ckpt.adapters.running_fit import FitState, caller_locals
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import InvalidArgument
 from ckpt.repository.repository import Url
@@ -88,6 +88,7 @@ class Checkpoints(Callback):  # type: ignore[misc]
         self._checkpointer: Checkpointer | None = None
         self._uses = 0
         self._position = _Position()
+        self._fit_state = FitState(self._state, "{'net': net}")
         self._has_restored = False
         self._steps_restored = 0
         self._model: Any = None
@@ -145,7 +146,7 @@ class Checkpoints(Callback):  # type: ignore[misc]
         self._note(arguments)
         assert self._checkpointer is not None
         number = self._position.steps_before + self._position.step - 1
-        self._checkpointer.step(number, _TrainingState(self), loss=_loss_of(arguments.net_outputs))
+        self._checkpointer.step(number, self._fit_state, loss=_loss_of(arguments.net_outputs))
 
     def on_eval_begin(self, run_context: Any) -> None:
         """Mark the evaluation, so that `ckpt-run` does not count it as a hang: it takes longer than a step."""
@@ -163,7 +164,7 @@ class Checkpoints(Callback):  # type: ignore[misc]
         if position.step > self._steps_restored and _is_finite(run_context.original_args().net_outputs):
             position.ended = True
             position.epoch += position.step % position.batches == 0
-            self._checkpointer.save(position.steps_before + position.step - 1, _TrainingState(self))
+            self._checkpointer.save(position.steps_before + position.step - 1, self._fit_state)
         self._position = _Position(position.training + 1, steps_before=position.steps_before + position.step)
 
     # --- the training ------------------------------------------------------------------------------------------
@@ -258,27 +259,10 @@ class Checkpoints(Callback):  # type: ignore[misc]
         return position.epoch
 
 
-class _TrainingState:
-    """The state of a training, which is collected only if a step is saved."""
-
-    def __init__(self, callback: Checkpoints) -> None:
-        self._callback = callback
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._callback._state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise TypeError("load a dict with some of its entries, such as {'net': net}")
-
-
 def _training_model() -> Any:
     """Return the model whose training calls this; None where none does."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_train" and isinstance(frame.f_locals.get("self"), Model):
-            return frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    found = caller_locals("_train", lambda names: isinstance(names.get("self"), Model))
+    return None if found is None else found["self"]
 
 
 def _refuse_sink(*_: Any, **__: Any) -> None:

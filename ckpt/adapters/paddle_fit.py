@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import paddle
 from ckpt import pulse
 from ckpt.adapters.epoch_random import RandomSnapshot
 from ckpt.adapters.other_callbacks import OtherCallbacks
+from ckpt.adapters.running_fit import FitState, caller_locals
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import InvalidArgument
 from ckpt.repository.repository import Url
@@ -81,6 +81,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         self._options = {"every": every, "keep": keep, **options}
         self._checkpointer: Checkpointer | None = None
         self._position = _Position()
+        self._fit_state = FitState(self._state, "{'net': net}")
         self._resume: dict[str, Any] | None = None
         self._first_epoch = self._epoch = self._steps_saved = 0
         self._is_skipping = self._saves_at_epoch_begin = False
@@ -156,7 +157,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
             if position.batch == self._batches:  # otherwise num_iters has ended the fit
                 position.epoch, position.batch = position.epoch + 1, 0
                 self._note_epoch_begin()
-            checkpointer.save(position.step - 1, _FitState(self))
+            checkpointer.save(position.step - 1, self._fit_state)
         _urls_of_ended_fits.add(checkpointer.repository.url)
         self._close(None)
         if self._random_at_end is not None:  # what follows a fit that is not repeated draws the numbers that it drew then
@@ -250,7 +251,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
 
     def _save_if_due(self) -> None:
         assert self._checkpointer is not None
-        self._checkpointer.step(self._position.step - 1, _FitState(self), loss=self._loss)
+        self._checkpointer.step(self._position.step - 1, self._fit_state, loss=self._loss)
 
     def _entries(self) -> dict[str, Any]:
         """Return the parts of the model that a load fills."""
@@ -306,26 +307,11 @@ _urls_of_ended_fits: set[str] = set()
 """The repositories of the fits that have ended in this process."""
 
 
-class _FitState:
-    """The state of a fit, which is collected only if a step is saved."""
-
-    def __init__(self, callback: Checkpoints) -> None:
-        self._callback = callback
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._callback._state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise TypeError("load a dict with some of its entries, such as {'net': net}")
-
-
 def _locals_of_fit(model: Any) -> dict[str, Any]:
     """Return the local variables of the running `fit` of a model. Raises InvalidArgument outside of `fit`."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model and "train_loader" in frame.f_locals:
-            return dict(frame.f_locals)
-        frame = frame.f_back  # type: ignore[assignment]
+    found = caller_locals("fit", lambda names: names.get("self") is model and "train_loader" in names)
+    if found is not None:
+        return found
     raise InvalidArgument(
         "Checkpoints works in paddle.Model.fit, which does not run here: in a loop of your own, use ckpt.Checkpointer"
     )

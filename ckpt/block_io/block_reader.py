@@ -11,8 +11,6 @@ attributed to the right file.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Self
@@ -20,6 +18,7 @@ from typing import Self
 import numpy as np
 
 from ckpt.block_io.chunked_copy import CHUNK_BYTES, BlockSource, RangeSweep, copy_in_chunks
+from ckpt.block_io.copy_slots import small_copy_slots
 from ckpt.block_io.pack_reader import PackReader, grown
 from ckpt.block_io.read_plan import BlockRead, CellRun, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
 from ckpt.block_io.replicated_store import copies_of, from_nearest
@@ -36,20 +35,7 @@ _CHUNK_BYTES = 1 << 20
 """Bytes that are read through the page cache and hashed at once."""
 
 _SMALL_PIECE_BYTES = 64 << 10
-"""Pieces of fewer bytes on average are copied by one thread at a time: Python code takes most of the time of such a copy, and
-threads that compete for the lock of the interpreter are slower than one."""
-
-_small_copies = threading.Lock()
-
-
-def _after_fork() -> None:
-    """In a forked child: make a new lock, because a thread of the parent may have the old one."""
-    global _small_copies
-    _small_copies = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+"""Pieces of fewer bytes on average are copied by one thread at a time."""
 
 Progress = Callable[[int], None]
 """A function that is called with the number of stored bytes just read, from several threads."""
@@ -241,7 +227,7 @@ class BlockReader:
     def _copy_pieces(self, pieces: Iterable[RowPiece], data: Bytes, begin: int = 0) -> None:
         """Copy pieces to their targets. data: bytes of the raw block from `begin` on."""
         pieces = list(pieces)
-        with _small_copies if len(data) < _SMALL_PIECE_BYTES * len(pieces) else nullcontext():
+        with small_copy_slots.slot() if len(data) < _SMALL_PIECE_BYTES * len(pieces) else nullcontext():
             self._copy_listed_pieces(pieces, data, begin)
 
     def _copy_listed_pieces(self, pieces: list[RowPiece], data: Bytes, begin: int) -> None:

@@ -1,7 +1,4 @@
-"""How many threads of this process copy from the page cache at the same time: one for each processor.
-
-More threads evict each other's chunks from the processor's caches, between the copy of a chunk and its digest.
-"""
+"""How many threads of this process copy bytes of blocks at the same time."""
 
 from __future__ import annotations
 
@@ -13,15 +10,25 @@ from ckpt.support.runtime import processor_count
 
 
 class _CopySlots:
-    def __init__(self) -> None:
-        self._semaphore = threading.BoundedSemaphore(processor_count())
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._semaphore = threading.BoundedSemaphore(count)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._release_all)
+
+    def _release_all(self) -> None:
+        """In a forked child: the threads that are in a slot do not exist."""
+        self._semaphore = threading.BoundedSemaphore(self._count)
 
     def slot(self) -> AbstractContextManager[object]:
-        """Return a context that waits until fewer than `processor_count()` threads are in it."""
+        """Return a context that waits until a slot is free."""
         return self._semaphore
 
 
-copy_slots = _CopySlots()
+copy_slots = _CopySlots(processor_count())
+"""For copies from the page cache, one for each processor. More threads evict each other's chunks from the caches of the
+processor, between the copy of a chunk and its digest."""
 
-if hasattr(os, "register_at_fork"):  # the threads that are in a slot do not exist in the child
-    os.register_at_fork(after_in_child=copy_slots.__init__)  # type: ignore[misc]
+small_copy_slots = _CopySlots(1)
+"""For copies of small pieces. Python code takes most of their time, and threads that compete for the lock of the interpreter
+are slower than one."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import paddle
 
-import ckpt
 from ckpt.adapters.adapt.intervals import describe, interval_from_env
+from ckpt.adapters.adapt.start_text import describe_start
 from ckpt.adapters.adapt.startup import hooks
 from ckpt.adapters.paddle_fit import Checkpoints
 
@@ -30,13 +30,5 @@ def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         every = interval_from_env()
         saving = Checkpoints(url, every=every, keep=_KEEP)
         bound.arguments["callbacks"] = [*(given if isinstance(given, (list, tuple)) else [given]), saving]
-        hooks.print_saves(_NAME, url, describe(every), _describe_start(url))
+        hooks.print_saves(_NAME, url, describe(every), describe_start(url))
         return original(*bound.args, **bound.kwargs)
-
-
-def _describe_start(url: str) -> str:
-    try:
-        found = ckpt.open(url).latest()
-    except ckpt.StepNotFound:
-        found = None
-    return "starts anew" if found is None else f"continues from step {found.step}"
