@@ -1,4 +1,4 @@
-"""Measures durable saves with codec="auto" beside saves without a codec, on a disk of any speed.
+"""Compares durable saves with codec="auto" to saves without a codec, on a disk of any speed.
 
     python benchmarks/auto_codec.py FOLDER [--mb-per-second N] [--mib N] [--rounds N]
 

@@ -1,4 +1,4 @@
-"""Saves and loads one state on emulated devices, beside fio and beside fixed choices of ckpt's own.
+"""Saves and loads one state on emulated devices, and compares the speed to that of fio and to fixed choices of ckpt's own.
 
     python benchmarks/devices.py [FOLDER]                     all devices that this machine can emulate
     python benchmarks/devices.py --device slow --device fuse  some of them

@@ -1,4 +1,4 @@
-"""Loads arrays in PerRank that share memory with other arrays of the state: buffers of a module that is beside them.
+"""Loads arrays in PerRank that share memory with other arrays of the state: buffers of a module in the same state.
 
 A step has the value of each rank of what is wrapped, but it may have only the first rank's value of a buffer. So the elements
 of a wrapped array are set last. If as many ranks load as have saved, a buffer of which each rank has stored its own agrees
