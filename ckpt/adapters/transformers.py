@@ -91,7 +91,10 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        if self._ckpt_run is not None and not self.args.restore_callback_states_from_checkpoint:
+        if self._ckpt_run is None:
+            return
+        self._ckpt_run.best.update_trainer_state()
+        if not self.args.restore_callback_states_from_checkpoint:
             self._ckpt_run.restore_callbacks()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:

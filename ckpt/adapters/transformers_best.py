@@ -33,6 +33,8 @@ class BestModel:
         self._saver: Checkpointer | None = None
         self.step: int | None = None
         """The step of the best model that is saved."""
+        self._is_lost = False
+        """Whether the best model of the step from which the training continues is gone."""
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Wait until the last copy is committed."""
@@ -57,11 +59,8 @@ class BestModel:
         A kill between the commit of a step and that of its copy leaves a best model without a copy. It is copied now, because
         its step is deleted later. If the best model is gone, the best one of the further steps takes its place.
         """
-        state = self._trainer.state
-        self.step = step
-        if not step:
-            return
-        if self._limit is not None and step not in open_repository(self._copies_url()).step_numbers():
+        self.step, self._is_lost = step, False
+        if step and self._limit is not None and step not in open_repository(self._copies_url()).step_numbers():
             try:
                 self._load_from_steps(step)
             except (StepNotFound, IntegrityError):
@@ -69,10 +68,18 @@ class BestModel:
                     f"the best model, of step {step}, is in neither {self._copies_url()} nor {self._url}: the best one "
                     "of the next steps takes its place"
                 )
-                self.step = state.best_global_step = state.best_metric = None
-                return
-            self._copy(step)
-        state.best_model_checkpoint = self._text()
+                self.step, self._is_lost = None, True
+            else:
+                self._copy(step)
+        self.update_trainer_state()
+
+    def update_trainer_state(self) -> None:
+        """Name the best model in the state of the Trainer. Some versions of transformers read that state after `resume`."""
+        state = self._trainer.state
+        if self._is_lost:
+            state.best_global_step = state.best_metric = None
+        elif self.step:
+            state.best_model_checkpoint = self._text()
 
     def load(self) -> bool:
         """Load the best model at the end of the training; return whether it was saved here."""
