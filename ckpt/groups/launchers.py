@@ -73,6 +73,7 @@ _LAUNCHERS = (
     _Launcher("HOROVOD_RANK", "HOROVOD_SIZE", "", ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
     _Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE", is_scheduler=True),
     _Launcher("PMI_RANK", "PMI_SIZE", is_scheduler=True),  # MPICH, Intel MPI, Cray. PMIx alone has a rank and no size.
+    _Launcher("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", is_scheduler=True),  # mpirun_rsh of MVAPICH2
     _Launcher("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "LSB_JOBID", ("PMIX_NAMESPACE",), is_scheduler=True),  # jsrun of LSF
     _Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_JOB_ID", is_scheduler=True),
     # Not SLURM_NTASKS: the batch script has it too, and it is one process that starts the ranks.
@@ -196,6 +197,22 @@ def _addresses(cluster: dict[str, Any], kind: str) -> list[str]:
 # --- signs of other ranks --------------------------------------------------------------------------------------
 
 _SIZE_ENDINGS = ("SIZE", "WORLD_SIZE", "NUM_RANKS", "NRANKS", "NPROCS")
+
+_INDEX_AND_COUNTS = {
+    "PROCESS_ID|PROCESS_INDEX": ("NUM_PROCESSES", "PROCESS_COUNT"),  # scripts for jax.distributed.initialize
+    "NODE_RANK|NODE_INDEX": ("NUM_NODES", "NNODES"),  # torchrun by variables (PET_), SkyPilot, nodes of AWS Batch
+    "WORKER_ID|WORKER_INDEX": ("NUM_WORKER", "NUM_WORKERS", "GROUP_SIZE"),  # DMLC_, LWS_ (LeaderWorkerSet)
+    "TASK_INDEX": ("WORKER_NUM", "NUM_TASKS"),  # VC_ (Volcano)
+    "SLICE_ID": ("NUM_SLICES",),  # MEGASCALE_ (TPU slices)
+}
+"""Names of an index, and those of the count that must be above 1; both have the same prefix, or none."""
+
+_HOST_LISTS = ("SM_HOSTS", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "NEURON_PJRT_PROCESSES_NUM_DEVICES")
+"""Lists with an item for each host or process of a job, as JSON (SageMaker) or separated by commas."""
+
+_COORDINATORS = ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS", "MASTER_ADDR")
+_LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|\[?::1\]?)(:\d+)?")
+
 MAX_RANKS = 1 << 24
 """The most ranks of a job. A larger number is not a rank, and not a number of ranks."""
 
@@ -203,7 +220,8 @@ MAX_RANKS = 1 << 24
 def signs_of_other_ranks(environ: Environ = os.environ) -> list[str]:
     """Return the variables, as NAME=value, by which this process looks like one of many; none for an ordinary process.
 
-    They are the rank and size of any launcher with more than one rank, a rank above 0, and the local rank of a larger world.
+    They are the rank and size of any launcher with more than one rank, a rank above 0, the local rank of a larger world, an
+    index with a count above 1, and lists of several hosts.
     """
     names: dict[str, None] = {}
     for launcher in _launchers(environ):
@@ -213,16 +231,50 @@ def signs_of_other_ranks(environ: Environ = os.environ) -> list[str]:
         if (by_tensorflow := _tensorflow_rank(environ)) is not None and by_tensorflow.size > 1:
             names["TF_CONFIG"] = None
     for name in environ:
-        match = re.fullmatch(r"((?:\w+_)?)(RANK|RANKID|RANK_ID)", name)
-        if match is None or _number(environ, name) < 0 or _is_inherited(name, environ):
-            continue
-        more = {"LOCAL_RANK": ["WORLD_SIZE"], "RANK_ID": ["RANK_SIZE"]}.get(name, [])
-        sizes = [match[1] + ending for ending in _SIZE_ENDINGS] + more
-        if size := next((size for size in sizes if _number(environ, size) > 1), ""):
-            names |= dict.fromkeys((name, size))
-        elif match[2] == "RANK" and _number(environ, name) > 0:
-            names[name] = None
-    return [name if name == "TF_CONFIG" else f"{name}={environ[name]}" for name in names]
+        if _number(environ, name) >= 0 and not _is_inherited(name, environ):
+            names |= dict.fromkeys(_rank_signs(name, environ) or _index_signs(name, environ))
+    lists = [*(name for name in _HOST_LISTS if len(_items(environ.get(name, ""))) > 1), *_vertex_signs(environ)]
+    names |= dict.fromkeys(name for name in lists if not _is_inherited(name, environ))
+    return [name if _number(environ, name) < 0 else f"{name}={environ[name]}" for name in names]
+
+
+def _rank_signs(name: str, environ: Environ) -> tuple[str, ...]:
+    """Return the variables of a rank and its size, or of a rank above 0."""
+    match = re.fullmatch(r"((?:\w+_)?)(RANK|RANKID|RANK_ID)", name)
+    if match is None:
+        return ()
+    more = {"LOCAL_RANK": ["WORLD_SIZE"], "RANK_ID": ["RANK_SIZE"]}.get(name, [])
+    sizes = [match[1] + ending for ending in _SIZE_ENDINGS] + more
+    if size := next((size for size in sizes if _number(environ, size) > 1), ""):
+        return name, size
+    return (name,) if match[2] == "RANK" and _number(environ, name) > 0 else ()
+
+
+def _index_signs(name: str, environ: Environ) -> tuple[str, ...]:
+    """Return the variables of an index and its count, or of an index and the address at which the others meet."""
+    for indices, counts in _INDEX_AND_COUNTS.items():
+        if match := re.fullmatch(rf"((?:\w+_)?)(?:{indices})", name):
+            return next(((name, match[1] + count) for count in counts if _number(environ, match[1] + count) > 1), ())
+    if (
+        name == "JOB_COMPLETION_INDEX"
+    ):  # an Indexed Job of Kubernetes; without an address, its pods are independent of each other
+        found = (at for at in _COORDINATORS if environ.get(at) and not _LOOPBACK.fullmatch(environ[at]))
+        return next(((name, at) for at in found), ())
+    return ()
+
+
+def _vertex_signs(environ: Environ) -> list[str]:
+    """Return the variable of a job of Vertex AI in whose first two worker pools, which train the model, are several hosts."""
+    try:
+        config = json.loads(environ.get("CLUSTER_SPEC", ""))
+        pools = [_addresses(config["cluster"], name) for name in ("workerpool0", "workerpool1")]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+    return ["CLUSTER_SPEC"] if sum(map(len, pools)) > 1 else []
+
+
+def _items(text: str) -> list[str]:
+    return [item for item in re.split(r"[\s,\"\[\]]+", text) if item]
 
 
 def _number(environ: Environ, name: str) -> int:
@@ -233,5 +285,5 @@ def _number(environ: Environ, name: str) -> int:
 
 def _is_inherited(name: str, environ: Environ) -> bool:
     """Return whether a worker of Ray has inherited the variable from the process that started Ray on this host."""
-    prefixes = ("OMPI_", "PMI_", "PMIX_", "MPI_", "JSM_", "FLUX_", "SLURM_", "PALS_")
+    prefixes = ("OMPI_", "PMI_", "PMIX_", "MPI_", "MV2_", "JSM_", "FLUX_", "SLURM_", "PALS_", "TPU_")
     return "RAY_RAYLET_PID" in environ and name.startswith(prefixes)

@@ -74,6 +74,10 @@ OPEN_MPI = {
 PRTERUN = {"PMIX_NAMESPACE": "prterun-vm-19467@1", "PMIX_RANK": "1", "PMIX_HOSTNAME": "vm", "PRTE_LAUNCHED": "1"}
 """PMIx without MPI: no variable has the number of ranks."""
 
+MVAPICH = {
+    "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "2", "MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4",
+}  # fmt: skip
+
 JSRUN = {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_LOCAL_RANK": "1", "LSB_JOBID": "9"}
 
 FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_ID": "f2", "FLUX_JOB_NNODES": "1"}
@@ -114,6 +118,12 @@ SHELL = {
     "ACCELERATE_USE_CPU": "True", "LSB_JOBID": "9", "PBS_NUM_PPN": "4",
 }  # fmt: skip
 """A shell, a notebook and a pod, with variables that other programs set."""
+
+
+def cluster_spec(kind: str, index: int, **cluster: int) -> dict[str, str]:
+    """Return the CLUSTER_SPEC of a replica of Vertex AI; cluster: the number of replicas of each worker pool."""
+    pools = {name: [f"{name}-{i}:2222" for i in range(count)] for name, count in cluster.items()}
+    return {"CLUSTER_SPEC": json.dumps({"cluster": pools, "environment": "cloud", "task": {"type": kind, "index": index}})}
 
 
 def tf_config(kind: str, index: int, **cluster: int) -> dict[str, str]:
