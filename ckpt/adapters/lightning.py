@@ -19,7 +19,7 @@ from ckpt.adapters import lightning_packages
 from ckpt.adapters.adapt.intervals import interval_from_env
 from ckpt.adapters.lightning_deepspeed import is_between_updates
 from ckpt.adapters.lightning_io import CkptIO as CkptIO
-from ckpt.adapters.lightning_io import plugin_checks
+from ckpt.adapters.lightning_io import fabric_plugin_checks, plugin_checks
 from ckpt.adapters.lightning_loops import LoopPoints, Point
 from ckpt.adapters.lightning_state import TrainerState, is_sharded, require_supported_strategy, sharded_model
 from ckpt.checkpointer import Checkpointer
@@ -228,6 +228,11 @@ def callbacks_from_environment() -> list[Any]:
     if not os.environ.get(DIRECTORY_VARIABLE) or os.environ.get(_SWITCH) == "0":
         return plugin_checks()
     return [*plugin_checks(), Checkpoints._from_environment()]
+
+
+def fabric_callbacks() -> list[Any]:
+    """Return the callbacks that Lightning gives to every Fabric: once a CkptIO was made, one that refuses DeepSpeed."""
+    return fabric_plugin_checks()
 
 
 _SWITCH = "CKPT_LIGHTNING"

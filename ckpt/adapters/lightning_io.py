@@ -40,7 +40,8 @@ class CkptIO:
 
     Raises:
         InvalidArgument: At the start of `fit`, if the strategy ignores such plugins: DeepSpeedStrategy, ModelParallelStrategy
-            with save_distributed_checkpoint=True, and FSDPStrategy with state_dict_type="sharded".
+            with save_distributed_checkpoint=True, and FSDPStrategy with state_dict_type="sharded". In Fabric, at
+            `fabric.setup` with DeepSpeedStrategy; its FSDPStrategy and ModelParallelStrategy refuse plugins themselves.
         UnsupportedLeaf: A checkpoint has a value that can't be stored without pickle. The message has its name.
         FormatError: A file that is loaded was not written by this plugin.
     """
@@ -133,9 +134,27 @@ def _writes_itself(strategy: Any) -> bool:
     return uses_deepspeed(strategy) or is_sharded or getattr(strategy, "_state_dict_type", "") == "sharded"  # of FSDPStrategy
 
 
+class _FabricPluginCheck:
+    """A callback that refuses a Fabric whose strategy would ignore its CkptIO."""
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Raise InvalidArgument for DeepSpeed. Fabric calls this when a model and its optimizers are set up."""
+        strategy = fabric.strategy
+        if uses_deepspeed(strategy) and isinstance(strategy.checkpoint_io, CkptIO):
+            raise InvalidArgument(
+                f"{type(strategy).__name__} saves by its engine and ignores plugins=[CkptIO(url)]: remove it, and call "
+                "ckpt.adapters.deepspeed.attach(model._forward_module, url)"
+            )
+
+
 def plugin_checks() -> list[Any]:
     """Return the callbacks that each Trainer needs because of the plugins made so far."""
     return [lightning_packages.with_bases(_PluginCheck, lightning_packages.callback_bases("Callback"))()] if _is_used else []
+
+
+def fabric_plugin_checks() -> list[Any]:
+    """Return the callbacks that each Fabric needs because of the plugins made so far."""
+    return [_FabricPluginCheck()] if _is_used else []
 
 
 def _make(url: str | os.PathLike[str] | None, options: dict[str, Any]) -> CkptIO:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.refusal import refused
 from lightning.fabric import Fabric
+from lightning.fabric import strategies as fabric_strategies
 from lightning.pytorch import strategies
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -124,7 +125,6 @@ def test_value_that_needs_pickle_is_named_and_leaves_the_old_checkpoint(tmp_path
     assert plugin.load_checkpoint(tmp_path / "one.ckpt")["global_step"] == 5
 
 
-@pytest.mark.essential
 class Sharded(BoringModel):
     def configure_model(self) -> None:
         pass
@@ -141,6 +141,14 @@ def test_a_strategy_that_would_ignore_the_plugin_is_refused(tmp_path: Path) -> N
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.skipif(not hasattr(fabric_strategies, "ModelParallelStrategy"), reason="a newer version of Fabric has it")
+def test_a_sharded_strategy_of_fabric_refuses_the_plugin_itself(tmp_path: Path) -> None:
+    strategy = fabric_strategies.ModelParallelStrategy(lambda model, mesh: model, process_group_backend="gloo")
+    with pytest.raises(NotImplementedError, match="does not support setting a `CheckpointIO` plugin"):
+        Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=[CkptIO(tmp_path / "repositories")])
+
+
+@pytest.mark.essential
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu", plugins=[CkptIO(tmp_path / "repositories")])
     module = torch.nn.Linear(2, 2)
