@@ -15,11 +15,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt.adapters.accelerate_state import PreparedObjects, require_no_hooks
+from ckpt.adapters.accelerate_hooks import ENTRY, call_save_hooks, called_load_hooks
+from ckpt.adapters.accelerate_state import PreparedObjects
+from ckpt.api import load_step
 from ckpt.checkpointer import Checkpointer
+from ckpt.groups import as_group
+from ckpt.loading.group_load import LoadRequest
 from ckpt.repository.repository import Url
 from ckpt.repository.retention import Keep
 from ckpt.saving.handle import SaveHandle
+from ckpt.state.name_patterns import children
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.tiers.tier_spec import Tier
 
@@ -49,10 +54,12 @@ def attach(
     `accelerator.skip_first_batches(loader, count)` as with accelerate. The epoch then continues with the order and the random
     numbers of the one that was saved.
 
+    Hooks of `register_save_state_pre_hook` and `register_load_state_pre_hook` get a temporary folder, whose files are stored in
+    the step. A model that a load hook removes from its list keeps what the hook has loaded.
+
     Raises:
-        InvalidArgument: The Accelerator uses Megatron-LM or FSDP1; at a save or load, it has hooks of
-            `register_save_state_pre_hook` or `register_load_state_pre_hook`, which expect a folder, or a DeepSpeed engine that
-            `ckpt.adapters.deepspeed` refuses.
+        InvalidArgument: The Accelerator uses Megatron-LM or FSDP1; at a save or load, it has a DeepSpeed engine that
+            `ckpt.adapters.deepspeed` refuses, or a save hook has changed the weights in its list.
         CkptError: As for `ckpt.Checkpointer`.
     """
     return AttachedAccelerator(accelerator, url, keep=keep, tiers=tiers, **options)
@@ -77,7 +84,6 @@ class AttachedAccelerator:
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> SaveHandle:
         """Save a step in the background, and return its handle."""
         accelerator = self._accelerator
-        require_no_hooks(accelerator._save_model_state_pre_hook, "register_save_state_pre_hook")
         step = _step_of_name(output_dir)
         if step is None:
             step = self._next_step
@@ -87,7 +93,8 @@ class AttachedAccelerator:
                 "save_state where accelerator.sync_gradients is True",
                 step,
             )
-        handle = self._saver.save(step, self._prepared.entries())
+        files = call_save_hooks(accelerator, _folder_name(output_dir, step))
+        handle = self._saver.save(step, {**self._prepared.entries(), **files})
         self._next_step = step + 1
         accelerator.project_configuration.iteration += 1
         return handle
@@ -98,7 +105,6 @@ class AttachedAccelerator:
         Raises:
             InvalidArgument: There is no such folder, and the name does not end with the number of a step.
         """
-        require_no_hooks(self._accelerator._load_model_state_pre_hook, "register_load_state_pre_hook")
         step = None if input_dir is None else _step_of_name(input_dir)
         if input_dir is not None and (_is_folder_of_accelerate(input_dir) or (step is None and os.path.isdir(input_dir))):
             self._load_state(input_dir, *args, **kwargs)
@@ -107,12 +113,29 @@ class AttachedAccelerator:
             raise InvalidArgument(
                 f"load_state({input_dir!r}): there is no such folder, and the name does not end with a step number"
             )
+        if self._accelerator._load_model_state_pre_hook:
+            return self._load_with_hooks(input_dir, step)
+        return self._load_step(step)
+
+    def _load_step(self, step: int | None) -> int | None:
         state, start = self._saver.restore(self._prepared.entries(), step=step)
         if start == 0:
             return None
         self._next_step = start
         self._prepared.continue_from(state)
         return start - 1
+
+    def _load_with_hooks(self, input_dir: str | None, step: int | None) -> int | None:
+        """Load a step after its hooks are called, as accelerate does it."""
+        _, start = self._saver.restore({"accelerator": None}, step=step)
+        if start == 0:
+            return None
+        repository, number = self._saver.repository, start - 1
+        files: dict[str, Any] = {}
+        if ENTRY in dict(children(repository[number].tree(), "")):  # a save hook was registered
+            files = load_step(repository, number, LoadRequest({ENTRY: None}, group=as_group()))[ENTRY]
+        with called_load_hooks(self._accelerator, _folder_name(input_dir, number), files):
+            return self._load_step(number)
 
     def end_training(self) -> None:
         """Wait for the saves, then end the training as accelerate does."""
@@ -122,6 +145,11 @@ class AttachedAccelerator:
     def close(self) -> None:
         """Wait for the running saves, and release the repository; the Accelerator can't save any more."""
         self._saver.close()
+
+
+def _folder_name(name: str | os.PathLike[str] | None, step: int) -> str:
+    """Return the name of the folder that hooks get."""
+    return os.path.basename(os.path.normpath(name)) if name else f"checkpoint_{step}"
 
 
 def _is_folder_of_accelerate(name: str | os.PathLike[str]) -> bool:

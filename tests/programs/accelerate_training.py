@@ -107,6 +107,23 @@ def deepspeed_plugin(stage: int) -> Any:
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
+def register_hooks(accelerator: Accelerator) -> None:
+    """Let each rank write two files beside a checkpoint, one of them under a name that all ranks use, and read those of all."""
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        Path(folder, f"rank_{rank}.txt").write_text(str(rank))
+        Path(folder, "common.txt").write_text(f"of rank {rank}")
+
+    def load(models: Any, folder: str) -> None:
+        texts = [Path(folder, f"rank_{other}.txt").read_text() for other in range(ranks)]
+        assert texts == [str(other) for other in range(ranks)]
+        assert Path(folder, "common.txt").read_text() == "of rank 0"
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
 def main() -> None:
     fsdp2_on_cpu.choose_fsdp()
     seedable = OPTIONS.get("seedable", False)
@@ -128,6 +145,8 @@ def main() -> None:
     attach(accelerator, FOLDER / "run", keep=2)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
+    if OPTIONS.get("hooks"):
+        register_hooks(accelerator)
     if OPTIONS.get("resume"):
         accelerator.load_state()
         write("digests.jsonl", [progress.step, fsdp2_on_cpu.digest(model, [optimizer])])

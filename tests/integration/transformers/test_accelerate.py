@@ -24,6 +24,10 @@ def test_killed_loops_of_two_processes_go_on_as_before(tmp_path: Path) -> None:
     check_loop_continuation(tmp_path, 2, samples=28)
 
 
+def test_killed_loops_of_two_processes_with_hooks_that_write_files(tmp_path: Path) -> None:
+    check_loop_continuation(tmp_path, 2, samples=28, hooks=True)
+
+
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_data_without_a_length(tmp_path: Path, dispatch: bool) -> None:
     """The batch that is fetched ahead has the random numbers that it had, and the order is that of the start of the epoch."""
@@ -101,9 +105,86 @@ def test_a_folder_that_the_script_makes_for_other_files_is_no_checkpoint(tmp_pat
     attached.close()
 
 
-def test_hooks_that_expect_a_folder_are_refused(tmp_path: Path) -> None:
+class Average:
+    """The mean of the models that it has seen, as scripts keep it for diffusion models; no object of the Accelerator."""
+
+    value = 0.0
+
+    def save(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        assert Path(folder).name == "step_1"
+        assert len(models) == len(weights) == 1
+        Path(folder, "average").mkdir()
+        Path(folder, "average/value.txt").write_text(str(self.value))
+        Path(folder, "empty").touch()
+
+    def load(self, models: list[Any], folder: str) -> None:
+        assert len(models) == 1
+        assert Path(folder, "empty").read_bytes() == b""
+        self.value = float(Path(folder, "average/value.txt").read_text())
+
+
+def test_files_of_hooks_are_stored_in_the_step(tmp_path: Path) -> None:
     accelerator, _ = prepared()
-    attach(accelerator, tmp_path / "run")
-    accelerator.register_save_state_pre_hook(lambda *_: None)
-    with refused(ckpt.InvalidArgument, "register_save_state_pre_hook", "register_for_checkpointing"):
+    attached = attach(accelerator, tmp_path / "run")
+    average = Average()
+    accelerator.register_save_state_pre_hook(average.save)
+    accelerator.register_load_state_pre_hook(average.load)
+    model = accelerator._models[0]
+    for name, value in (("a/step_1", 0.5), ("b/step_1", 0.25)):
+        average.value = value
+        accelerator.save_state(name).result()
+    expected = model.weight.detach().clone()
+    average.value = 9
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert accelerator.load_state("step_1") == accelerator.load_state() == 1
+    assert average.value == 0.25
+    assert torch.equal(model.weight, expected)
+    assert not list(tmp_path.rglob("value.txt"))
+    attached.close()
+
+
+def test_a_model_that_a_hook_saves_and_loads_keeps_what_the_hook_has_loaded(tmp_path: Path) -> None:
+    """These are the hooks of the training scripts of diffusers: both remove the model from their list."""
+    accelerator, _ = prepared()
+    attached = attach(accelerator, tmp_path / "run")
+    model = accelerator._models[0]
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        torch.save({name: value + 1 for name, value in models[0].state_dict().items()}, f"{folder}/model.pt")
+        weights.pop()
+
+    def load(models: list[Any], folder: str) -> None:
+        models.pop().load_state_dict(torch.load(f"{folder}/model.pt", weights_only=True))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    accelerator.save_state("step_1").result()
+    expected = model.weight.detach() + 1
+    with torch.no_grad():
+        model.weight.zero_()
+    assert accelerator.load_state("step_1") == 1
+    assert torch.equal(model.weight, expected)
+    attached.close()
+
+
+def test_a_load_hook_without_a_save_hook_gets_an_empty_folder(tmp_path: Path) -> None:
+    accelerator, _ = prepared()
+    attached = attach(accelerator, tmp_path / "run")
+    found: list[Any] = []
+    accelerator.register_load_state_pre_hook(lambda models, folder: found.extend([len(models), *Path(folder).iterdir()]))
+    assert accelerator.load_state() is None
+    accelerator.save_state("step_1").result()
+    assert accelerator.load_state() == 1
+    assert found == [1]
+    attached.close()
+
+
+def test_a_hook_that_changes_the_weights_is_refused(tmp_path: Path) -> None:
+    accelerator, _ = prepared()
+    attached = attach(accelerator, tmp_path / "run")
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights[0].pop("bias"))
+    with refused(ckpt.InvalidArgument, "register_save_state_pre_hook", "changed the weights", "write its own file"):
         accelerator.save_state("step_1")
+    attached.close()
+    assert ckpt.open(tmp_path / "run").steps() == []
