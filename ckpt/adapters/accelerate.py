@@ -149,7 +149,8 @@ class AttachedAccelerator:
 
 def _folder_name(name: str | os.PathLike[str] | None, step: int) -> str:
     """Return the name of the folder that hooks get."""
-    return os.path.basename(os.path.normpath(name)) if name else f"checkpoint_{step}"
+    last = "" if name is None else os.path.basename(os.path.normpath(name))
+    return f"checkpoint_{step}" if last in ("", ".", "..") else last
 
 
 def _is_folder_of_accelerate(name: str | os.PathLike[str]) -> bool:

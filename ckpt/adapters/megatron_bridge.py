@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from megatron.bridge.training import checkpointing
 from megatron.core import dist_checkpointing
 
 from ckpt import api
 from ckpt.adapters import megatron
 from ckpt.adapters.megatron_async import AsyncCallsQueue, handle_of
+from ckpt.adapters.megatron_tracker import DelayedTrackers, repair_tracker
 from ckpt.errors import FormatError, StepNotFound
 from ckpt.storage.base.errors import InvalidArgument
 
@@ -30,6 +32,9 @@ class CkptManager(checkpointing.DefaultCheckpointManager):  # type: ignore[misc]
 
     DIR is the folder `checkpoint.save`. The small files of the Bridge (train state, configuration, trackers) stay in it, so
     that the Bridge finds the newest checkpoint as before. A checkpoint in the format of Megatron-Core is loaded, too.
+
+    A process may be killed at any moment. A tracker gets its new content at once, when the checkpoint is complete, and
+    only then old checkpoints are deleted. A tracker that is torn is made to name the newest complete checkpoint.
 
     checkpoint_config: the configuration `checkpoint` of the Bridge. `most_recent_k` also limits the steps of the repository,
         which keeps one more. `ckpt_format` must be "torch_dist".
@@ -45,27 +50,42 @@ class CkptManager(checkpointing.DefaultCheckpointManager):  # type: ignore[misc]
             )
         super().__init__(checkpoint_config)
         self._queue = AsyncCallsQueue()
+        self._trackers = DelayedTrackers()
         recent = checkpoint_config.most_recent_k
         # The tracker of the Bridge names the step before the newest one until it is updated.
         self._functions = _Functions(recent + 1 if recent > 0 else 2 if recent == 0 else None)
 
     def save(self, ctx: Any, callback_manager: Any = None) -> None:
         """Save a checkpoint; with `checkpoint.async_save`, return when the state is copied."""
-        with _replaced(dist_checkpointing=self._functions, schedule_async_save=self._schedule):
+        with _replaced(dist_checkpointing=self._functions, schedule_async_save=self._schedule), self._delayed_trackers():
             super().save(ctx, callback_manager)
 
     def load(self, ctx: Any) -> tuple[int, int]:
         """Load a checkpoint on any parallelism, and return its iteration and count of floating point operations."""
+        _repair(ctx.state.cfg.checkpoint.load)
         with _replaced(dist_checkpointing=self._functions):
             loaded: tuple[int, int] = super().load(ctx)
         return loaded
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
         """Finish the saves that are committed on all ranks; with `blocking`, wait for all saves."""
-        self._queue.maybe_finalize_async_calls(blocking)
-        if terminate:
-            self._queue.close()
-        super().finalize_async_saves(state, blocking, terminate)
+        with self._delayed_trackers():
+            self._queue.maybe_finalize_async_calls(blocking)
+            if terminate:
+                self._queue.close()
+            super().finalize_async_saves(state, blocking, terminate)
+
+    @contextmanager
+    def _delayed_trackers(self) -> Iterator[None]:
+        """Write trackers, and delete old checkpoints, after the code of the block has written all other files."""
+        cleanup = self._trackers.cleanup(_cleanup)
+        with _replaced(shutil=self._trackers, open=self._trackers.open, cleanup_old_non_persistent_checkpoint=cleanup):
+            try:
+                yield
+            except BaseException:
+                self._trackers.discard()
+                raise
+        self._trackers.finish(len(self._queue.async_calls))
 
     def _schedule(self, global_state: Any, async_request: Any) -> None:
         if handle_of(async_request) is None:  # a local checkpoint
@@ -75,6 +95,18 @@ class CkptManager(checkpointing.DefaultCheckpointManager):  # type: ignore[misc]
 
 
 _schedule_async_save: Callable[[Any, Any], None] = checkpointing.schedule_async_save
+_cleanup: Callable[..., None] = checkpointing.cleanup_old_non_persistent_checkpoint
+
+
+def _repair(load_dir: Any) -> None:
+    """Repair the tracker in a local folder, on rank 0."""
+    is_group = dist.is_initialized() and dist.get_world_size() > 1
+    try:
+        if load_dir and os.path.isdir(load_dir) and (not is_group or dist.get_rank() == 0):
+            repair_tracker(os.fspath(load_dir), _Functions(None).check_is_distributed_checkpoint)
+    finally:
+        if is_group:
+            dist.barrier()
 
 
 class _Functions:
@@ -111,11 +143,17 @@ def _module_for(checkpoint_dir: str | os.PathLike[str]) -> Any:
 @contextmanager
 def _replaced(**names: Any) -> Iterator[None]:
     """Replace globals of the module with which the Bridge saves and loads, which has no parameter for them."""
-    before = {name: getattr(checkpointing, name) for name in names}
+    before = {name: getattr(checkpointing, name, _MISSING) for name in names}
     try:
         for name, value in names.items():
             setattr(checkpointing, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(checkpointing, name, value)
+            if value is _MISSING:  # a built-in function
+                delattr(checkpointing, name)
+            else:
+                setattr(checkpointing, name, value)
+
+
+_MISSING = object()

@@ -194,6 +194,68 @@ def test_asynchronous_save_ends_when_it_is_committed(
     assert ckpt.open(tmp_path / "ckpt").steps() == [6, 7]
 
 
+class Killed(BaseException):
+    """Stands for the end of the process at this moment."""
+
+
+def killed(*args: Any, **options: Any) -> Any:
+    raise Killed
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_kill_before_the_configuration_is_written(bridge: ModuleType, tmp_path: Path, is_async: bool) -> None:
+    """The Bridge writes it after the trackers, so these would name a checkpoint that it can't load."""
+    manager = bridge.create_checkpoint_manager(global_state(tmp_path, 1).cfg.checkpoint)
+    save(bridge, manager, global_state(tmp_path, 1), Weights(1))
+    state = global_state(tmp_path, 2, async_save=is_async)
+    state.cfg.to_yaml = killed
+    with pytest.raises(Killed):
+        save(bridge, manager, state, Weights(2))
+        manager.finalize_async_saves(state, blocking=True)
+    assert newest_iteration(str(tmp_path), None) == (1, False)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    model = Weights(0)
+    assert load_contract(bridge, global_state(tmp_path, 0), model)[0] == 1
+    assert model.tensor.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "names a checkpoint without a configuration"])
+def test_a_torn_tracker_is_repaired(bridge: ModuleType, tmp_path: Path, damage: str) -> None:
+    manager = bridge.create_checkpoint_manager(global_state(tmp_path, 1).cfg.checkpoint)
+    for step in (1, 2):
+        save(bridge, manager, global_state(tmp_path, step), Weights(step))
+    file = Path(tracker(str(tmp_path), "latest"))
+    expected = 2
+    if damage == "empty":
+        file.write_bytes(b"")
+    elif damage == "half":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        (tmp_path / "iter_0000002" / "run_config.yaml").unlink()
+        expected = 1
+    model = Weights(0)
+    assert load_contract(bridge, global_state(tmp_path, 0), model)[0] == 1  # the model has this number in each step
+    assert model.tensor.tolist() == [expected] * 4
+    assert newest_iteration(str(tmp_path), None) == (expected, False)
+
+
+def test_old_checkpoints_are_deleted_when_the_new_one_is_complete(bridge: ModuleType, tmp_path: Path) -> None:
+    """With most_recent_k=1, a kill during the second save must leave the first one."""
+    kept: list[tuple[int, int, list[str]]] = []
+
+    def cleanup(folder: str, leave_ckpt_num: int, do_async: bool = False) -> None:
+        kept.append((leave_ckpt_num, newest_iteration(folder, None)[0], sorted(os.listdir(tmp_path / "iter_0000002"))))
+
+    changes = {"async_save": True, "most_recent_k": 1}
+    manager = bridge.create_checkpoint_manager(global_state(tmp_path, 1, **changes).cfg.checkpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt.adapters.megatron_bridge._cleanup", cleanup)
+        save(bridge, manager, global_state(tmp_path, 2, **changes), Weights(2))
+        assert not kept
+        manager.finalize_async_saves(global_state(tmp_path, 2), blocking=True, terminate=True)
+    assert kept == [(1, 2, ["run_config.yaml", "train_state.pt"])]
+
+
 def test_checkpoints_in_the_format_of_megatron_are_loaded(bridge: ModuleType, tmp_path: Path) -> None:
     """So a training that began without ckpt goes on with it."""
     state = global_state(tmp_path, 2)

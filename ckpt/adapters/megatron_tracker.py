@@ -1,0 +1,110 @@
+"""The tracker of Megatron-Bridge, two files with the number of the newest checkpoint, written when it is complete.
+
+The Bridge writes them in place, and before the configuration of the checkpoint. A process that is killed there could not resume.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+log = logging.getLogger("ckpt")
+
+TRACKERS = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
+_TRAIN_STATE, _CONFIGURATION = "train_state.pt", "run_config.yaml"
+_FOLDER = re.compile(r"iter_(\d+)")
+
+
+class DelayedTrackers:
+    """What the Bridge calls to write a tracker and to delete old checkpoints, both delayed until `finish`."""
+
+    def __init__(self) -> None:
+        self._written: dict[str, str] = {}
+        self._cleanups: list[Callable[[int], Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(shutil, name)  # this stands for the module
+
+    def copy(self, source: str, target: str) -> Any:
+        """Copy a file, as shutil does."""
+        if os.path.basename(target) not in TRACKERS:
+            return shutil.copy(source, target)
+        self._written[target] = str(shutil.copy(source, f"{target}.tmp"))
+        return target
+
+    def open(self, name: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        """Open a file, as the built-in function does."""
+        if mode == "w" and os.path.basename(os.fspath(name)) in TRACKERS:
+            self._written[os.fspath(name)] = name = f"{os.fspath(name)}.tmp"
+        return builtins.open(name, mode, *args, **options)
+
+    def cleanup(self, original: Callable[..., Any]) -> Callable[..., None]:
+        """Return a function that calls `original`, which keeps some of the newest checkpoints, at `finish`."""
+
+        def delayed(folder: str, leave_ckpt_num: int = 1, **options: Any) -> None:
+            self._cleanups.append(lambda unfinished: original(folder, leave_ckpt_num=leave_ckpt_num + unfinished, **options))
+
+        return delayed
+
+    def discard(self) -> None:
+        """Forget what is delayed, because a save has failed."""
+        self._written, self._cleanups = {}, []
+
+    def finish(self, unfinished: int) -> None:
+        """Give the trackers their names, and then delete old checkpoints. unfinished: the number of saves that still run."""
+        written, self._written = self._written, {}
+        for name, temporary in written.items():
+            _sync(temporary)
+            os.replace(temporary, name)
+        cleanups, self._cleanups = self._cleanups, []
+        for cleanup in cleanups:  # the folders of unfinished saves count as the newest checkpoints
+            cleanup(unfinished)
+
+
+def repair_tracker(folder: str, is_saved: Callable[[str], bool]) -> None:
+    """Make the tracker name the newest complete checkpoint if it is torn, or names one whose files are incomplete.
+
+    is_saved: whether the tensors of the checkpoint in a folder exist.
+    """
+    tracker = os.path.join(folder, TRACKERS[0])
+    if not os.path.isfile(tracker):
+        return
+    folders = {int(found[1]): os.path.join(folder, name) for name in os.listdir(folder) if (found := _FOLDER.fullmatch(name))}
+    named = _step_of(tracker)
+    if named is not None and _is_complete(folders.get(named), named):
+        return
+    for step in sorted(folders, reverse=True):
+        if _is_complete(folders[step], step) and is_saved(folders[step]):
+            log.warning("%s is torn or names an incomplete checkpoint: training continues from iteration %d", tracker, step)
+            temporary = shutil.copy(os.path.join(folders[step], _TRAIN_STATE), f"{tracker}.tmp")
+            _sync(temporary)
+            os.replace(temporary, tracker)
+            return
+
+
+def _is_complete(folder: str | None, step: int) -> bool:
+    """Return whether a folder has the small files of a checkpoint of the Bridge."""
+    if folder is None or _step_of(os.path.join(folder, _TRAIN_STATE)) != step:
+        return False
+    configuration = os.path.join(folder, _CONFIGURATION)
+    return os.path.isfile(configuration) and os.path.getsize(configuration) > 0
+
+
+def _step_of(train_state: str) -> int | None:
+    """Return the iteration in a file with the state of a training, None where it can't be read."""
+    try:
+        return int(torch.load(train_state, map_location="cpu", weights_only=True)["step"])
+    except Exception:  # torch.load raises errors of many kinds for a torn file
+        return None
+
+
+def _sync(name: str) -> None:
+    with builtins.open(name, "rb") as file:
+        os.fsync(file.fileno())
