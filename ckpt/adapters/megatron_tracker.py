@@ -1,6 +1,6 @@
 """The tracker of Megatron-Bridge, two files with the number of the newest checkpoint, written when it is complete.
 
-The Bridge writes them in place, and before the configuration of the checkpoint. A process that is killed there could not resume.
+The Bridge writes them in place, before the configuration of the checkpoint. A process that is killed there could not resume.
 """
 
 from __future__ import annotations
