@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -58,11 +59,14 @@ class BestModel:
 
         A kill between the commit of a step and that of its copy leaves a best model without a copy. It is copied now, because
         its step is deleted later. If the best model is gone, the best one of the further steps takes its place.
+
+        A kill between the commit of a copy and that of its step leaves a newer copy, which no step names. The copy of `step` is
+        then saved again: it becomes the newest one, and the other one is the first that is deleted.
         """
         self.step, self._is_lost = step, False
-        if step and self._limit is not None and step not in open_repository(self._copies_url()).step_numbers():
+        if step and self._limit is not None and step != self._newest_copy():
             try:
-                self._load_from_steps(step)
+                self._load_for_copy(step)
             except (StepNotFound, IntegrityError):
                 warn_user(
                     f"the best model, of step {step}, is in neither {self._copies_url()} nor {self._url}: the best one "
@@ -108,10 +112,26 @@ class BestModel:
     def _load_from_steps(self, step: int) -> None:
         load_step(self._steps_saver.repository, step, self._request())
 
+    def _newest_copy(self) -> int | None:
+        repository = open_repository(self._copies_url())
+        newest = repository.latest() if repository.step_numbers() else None
+        return None if newest is None else newest.step
+
+    def _load_for_copy(self, step: int) -> None:
+        """Load the best model from its copy, with which the next copies continue, or else from its step."""
+        if step in open_repository(self._copies_url()).step_numbers():
+            with suppress(IntegrityError):
+                self._open_saver().restore({"train": model_state(self._trainer)}, step=step)
+                return
+        self._load_from_steps(step)
+
     def _copy(self, step: int) -> None:
+        self._open_saver().save(step, {"train": model_state(self._trainer)})
+
+    def _open_saver(self) -> Checkpointer:
         if self._saver is None:
             self._saver = Checkpointer(self._copies_url(), every=None, keep=_COPIES)
-        self._saver.save(step, {"train": model_state(self._trainer)})
+        return self._saver
 
     def _copies_url(self) -> Url:
         if not isinstance(self._url, (str, os.PathLike)):

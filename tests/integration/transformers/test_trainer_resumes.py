@@ -131,6 +131,22 @@ def test_a_kill_between_a_step_and_the_copy_of_its_best_model(tmp_path: Path) ->
     assert weights == lines(tmp_path / "quiet", "quiet", 0, "end.jsonl")[0][1]
 
 
+def test_a_kill_between_the_copy_of_a_best_model_and_its_step(tmp_path: Path) -> None:
+    """The copy of step 6 is committed, and the step is not. After the resumed run, the newest copy is its best model."""
+    arguments = BEST | {"greater_is_better": True, "max_steps": 4}
+    finish(tmp_path, "killed", evaluate=True, best_at=2, args=arguments)
+    copies = tmp_path / "out/ckpt-best"
+    assert ckpt.open(copies).steps() == [2]
+    model = ckpt.load(copies)["train"]
+    ckpt.save({"train": "of a training that was abandoned"}, copies, 6)
+    finish(tmp_path, "again", resume=True, evaluate=True, best_at=2, args=arguments | {"max_steps": 8})
+    (last, _, best, where, _), *_ = lines(tmp_path, "again", 0, "end.jsonl")
+    assert (last, best) == (8, 2)
+    assert where.endswith("ckpt-best (step 2)")
+    assert ckpt.open(copies).latest().step == 2
+    assert str(ckpt.load(copies)["train"]) == str(model)
+
+
 @pytest.mark.parametrize("limit", [1, None])
 def test_a_best_evaluation_between_two_saves(tmp_path: Path, limit: int | None) -> None:
     """The best evaluation is one whose model is not saved. Trainer then loads no model at the end, either."""
