@@ -121,11 +121,19 @@ class _PluginCheck:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         strategy = trainer.strategy
-        if _writes_itself(strategy) and isinstance(strategy.checkpoint_io, CkptIO):
+        if _writes_itself(strategy) and _has_plugin(strategy):
             raise InvalidArgument(
                 f"{type(strategy).__name__} writes its checkpoints itself and ignores plugins=[CkptIO(url)]: write "
                 "callbacks=[Checkpoints(url, every=100)] of ckpt.adapters.lightning instead"
             )
+
+
+def _has_plugin(strategy: Any) -> bool:
+    """Return whether the plugin for checkpoints is a CkptIO, or a wrapper of one, such as AsyncCheckpointIO."""
+    plugin = strategy.checkpoint_io
+    while plugin is not None and not isinstance(plugin, CkptIO):
+        plugin = getattr(plugin, "checkpoint_io", None)
+    return plugin is not None
 
 
 def _writes_itself(strategy: Any) -> bool:
@@ -140,7 +148,7 @@ class _FabricPluginCheck:
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Raise InvalidArgument for DeepSpeed. Fabric calls this when a model and its optimizers are set up."""
         strategy = fabric.strategy
-        if uses_deepspeed(strategy) and isinstance(strategy.checkpoint_io, CkptIO):
+        if uses_deepspeed(strategy) and _has_plugin(strategy):
             raise InvalidArgument(
                 f"{type(strategy).__name__} saves by its engine and ignores plugins=[CkptIO(url)]: remove it, and call "
                 "ckpt.adapters.deepspeed.attach(model._forward_module, url)"

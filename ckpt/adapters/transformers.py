@@ -48,9 +48,21 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
     IterableDataset draws in each fetch from a generator from which the model draws, too; a warning names that generator.
 
     Raises:
-        InvalidArgument: At `train`, for FSDP1, hyperparameter search, and uploads of checkpoints to the hub; after the
-            first step, for what `ckpt.adapters.deepspeed` refuses.
+        InvalidArgument: At the definition of a class that names the other base class first; at `train`, for FSDP1,
+            hyperparameter search, and uploads of checkpoints to the hub; after the first step, for what
+            `ckpt.adapters.deepspeed` refuses.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse an order of base classes in which the methods of Trainer would be called instead of these."""
+        super().__init_subclass__(**options)
+        others = cls.__mro__[: cls.__mro__.index(CheckpointedTrainer)]
+        other = next((base for base in cls.__bases__ if base in others and issubclass(base, Trainer)), None)
+        if Trainer in others:
+            raise InvalidArgument(
+                f"class {cls.__name__} would not save with ckpt, because Trainer comes first: write "
+                f"class {cls.__name__}(CheckpointedTrainer, {(other or Trainer).__name__})"
+            )
 
     def __init__(self, *args: Any, ckpt: Url | None = None, **kwargs: Any) -> None:
         self._ckpt_url = ckpt

@@ -16,6 +16,7 @@ from lightning.fabric import strategies as fabric_strategies
 from lightning.pytorch import strategies
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from ckpt.adapters.lightning import CkptIO
 from ckpt.errors import FormatError, InvalidArgument, UnsupportedLeaf
@@ -59,6 +60,16 @@ def test_the_best_are_kept_and_the_last_is_resumed(tmp_path: Path, last: Any) ->
     repositories = len(list((tmp_path / "repositories").iterdir()))
     assert repositories == sum(not path.is_symlink() for path in files)  # those of removed checkpoints are deleted
     second.validate(Model(), ckpt_path="best")
+
+
+def test_saves_in_the_background_by_the_wrapper_of_lightning(tmp_path: Path) -> None:
+    plugin = AsyncCheckpointIO(CkptIO(tmp_path / "repositories"))
+    first = trainer(tmp_path, 2, plugin, save_last=True)
+    first.fit(Model())
+    second = trainer(tmp_path, 3, AsyncCheckpointIO(CkptIO(tmp_path / "repositories")), save_last=True)
+    second.fit(Model(), ckpt_path="last")
+    assert second.global_step == 15
+    assert len(list((tmp_path / "repositories").iterdir())) == 3
 
 
 def test_the_repository_of_a_file_that_lightning_replaces_by_a_link_is_deleted(tmp_path: Path) -> None:
@@ -131,12 +142,14 @@ class Sharded(BoringModel):
 
 
 @pytest.mark.skipif(not hasattr(strategies, "ModelParallelStrategy"), reason="a newer version of Lightning has it")
-def test_a_strategy_that_would_ignore_the_plugin_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_strategy_that_would_ignore_the_plugin_is_refused(tmp_path: Path, is_wrapped: bool) -> None:
+    plugin = CkptIO(tmp_path / "repositories")
     with refused(InvalidArgument, "ModelParallelStrategy", "ignores plugins=[CkptIO(url)]", "callbacks=[Checkpoints("):
         pl.Trainer(
             accelerator="cpu", devices=1, max_steps=1, limit_val_batches=0, logger=False, enable_progress_bar=False,
             default_root_dir=tmp_path, strategy=strategies.ModelParallelStrategy(process_group_backend="gloo"),
-            plugins=[CkptIO(tmp_path / "repositories")],
+            plugins=[AsyncCheckpointIO(plugin) if is_wrapped else plugin],
         ).fit(Sharded())  # fmt: skip
     assert not list(tmp_path.rglob("*.ckpt"))
 

@@ -12,7 +12,7 @@ from helpers.refusal import refused
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import ckpt
-from ckpt.adapters.transformers import Checkpoints, CkptTrainer
+from ckpt.adapters.transformers import CheckpointedTrainer, Checkpoints, CkptTrainer
 
 ROWS = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 4
 
@@ -30,6 +30,24 @@ def test_a_callback_alone(tmp_path: Path) -> None:
     trainer.add_callback(Checkpoints())
     with refused(ckpt.InvalidArgument, "CkptTrainer"):
         trainer.train()
+
+
+def test_the_mixin_behind_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The methods of Trainer would come before those of the mixin, so nothing would be saved to the repository."""
+    with refused(ckpt.InvalidArgument, "Behind", "class Behind(CheckpointedTrainer, Trainer)"):
+
+        class Behind(Trainer, CheckpointedTrainer):
+            pass
+
+    class Before(CheckpointedTrainer, Trainer):
+        pass
+
+    class Below(Before):
+        pass
+
+    monkeypatch.setenv("CKPT_DIR", str(tmp_path / "run"))
+    make(Below, tmp_path / "out", arguments={"save_strategy": "steps", "save_steps": 1}).train()
+    assert ckpt.open(tmp_path / "run").steps() == [1]
 
 
 def test_uploads_of_checkpoint_folders(tmp_path: Path) -> None:
