@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -14,15 +14,22 @@ from ckpt.storage.base.errors import InvalidArgument
 
 
 def digest(algorithm: str, data: Any) -> bytes:
-    """Return the digest of `data`: 16 bytes for xxh3-128, 32 for blake3."""
+    """Return the digest of any buffer: 16 bytes for xxh3-128, 32 for blake3."""
     if algorithm == "xxh3-128":
         return xxhash.xxh3_128_digest(data)
     return _blake3()(data).digest()  # type: ignore[no-any-return]
 
 
-def hasher(algorithm: str) -> Any:
-    """Return a hash object with update() and digest()."""
-    return xxhash.xxh3_128() if algorithm == "xxh3-128" else _blake3()()
+class Hasher(Protocol):
+    """A digest of bytes that arrive in parts, as in `hashlib`."""
+
+    def update(self, data: Any, /) -> object: ...
+    def digest(self) -> bytes: ...
+
+
+def hasher(algorithm: str) -> Hasher:
+    """Return a new hash object."""
+    return xxhash.xxh3_128() if algorithm == "xxh3-128" else _blake3()()  # type: ignore[no-any-return, return-value]
 
 
 def is_cryptographic(algorithm: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from ckpt.format.row_index import Integers, RowIndex, index_rows
 from ckpt.state.boxes import Box
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.support import arrow_columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = [
     "BlockLocation",
@@ -95,7 +98,7 @@ class Manifest:
         """The columns of a row. Those of bases are read only where a block is a difference."""
         self._starts = np.cumsum([0, *(group.row_count for group in groups)])
         self._lock = threading.Lock()  # one thread at a time may read a Parquet file
-        self._recent_reads: dict[tuple[int, Sequence[str]], Any] = {}
+        self._recent_reads: dict[tuple[int, Sequence[str]], pa.Table] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -260,7 +263,7 @@ class Manifest:
 
     _row_index: RowIndex | None = None
 
-    def _read(self, group: int, names: Sequence[str]) -> Any:
+    def _read(self, group: int, names: Sequence[str]) -> pa.Table:
         """Return columns of a row group. The last few are cached, since a reader queries its arrays one after the other."""
         with self._lock:
             if len(self.groups) == 1:
@@ -273,7 +276,7 @@ class Manifest:
             self._recent_reads[group, names] = table
             return table
 
-    def _take(self, rows: Integers | None, names: Sequence[str]) -> Any:
+    def _take(self, rows: Integers | None, names: Sequence[str]) -> pa.Table:
         """Return columns of these rows, in this order. rows: None for all rows."""
         import pyarrow as pa
 
@@ -319,7 +322,7 @@ class Manifest:
             keep[at] = np.all(np.minimum(begin + length, low + extent) > np.maximum(begin, low), axis=1)
         return which[keep], rows[keep]
 
-    def _check_lengths(self, table: Any) -> None:
+    def _check_lengths(self, table: pa.Table) -> None:
         """Raise IntegrityError where a row states impossible lengths."""
         names = ("position", "stored", "raw", "start", "nbytes")
         position, stored, raw, start, nbytes = (arrow_columns.numpy_array(table.column(name)) for name in names)
@@ -338,7 +341,7 @@ class Manifest:
         if np.any(plain & (stored != raw)):
             raise IntegrityError(f"{self.where}: a block without a codec has different stored and raw lengths; {DAMAGE_ADVICE}")
 
-    def _check_boxes(self, table: Any) -> None:
+    def _check_boxes(self, table: pa.Table) -> None:
         """Raise IntegrityError where a row is not a box of its array."""
         (whole, at), (offset, at_offset), (shape, at_shape) = (
             arrow_columns.flat_lists(table.column(n)) for n in manifest_parquet.LIST_COLUMNS
@@ -358,7 +361,7 @@ def _is_range(rows: Integers) -> bool:
     return not len(rows) or bool(rows[0] == 0 and np.all(np.diff(rows) == 1))
 
 
-def _rows_of_rank(pack: Any, rank: int | None) -> Any:
+def _rows_of_rank(pack: pa.ChunkedArray, rank: int | None) -> Integers:
     """Return the numbers of the rows in packs that `rank` wrote (None: in any pack)."""
     pack = arrow_columns.one_chunk(pack)
     rows = arrow_columns.valid_rows(pack)
@@ -366,4 +369,5 @@ def _rows_of_rank(pack: Any, rank: int | None) -> Any:
         return rows
     codes, names = arrow_columns.dictionary_codes(arrow_columns.take_rows(pack, rows))
     prefix = f"{rank}-"
-    return rows[np.array([name.rpartition("/")[2].startswith(prefix) for name in names])[codes]]
+    selected: Integers = rows[np.array([name.rpartition("/")[2].startswith(prefix) for name in names])[codes]]
+    return selected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.format import manifest_parquet
 from ckpt.format.block_difference import BaseBlock
@@ -12,6 +12,9 @@ from ckpt.format.digest import CELL_BYTES
 from ckpt.format.manifest_parquet import write_table
 from ckpt.state.boxes import Box
 from ckpt.support import arrow_columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class StoredBlock(NamedTuple):
@@ -44,10 +47,10 @@ class PlannedColumns:
     start: list[int]
     nbytes: list[int]
     block: list[int | None]
-    _arrow_columns: dict[str, Any] = field(default_factory=dict)
+    _arrow_columns: dict[str, pa.Array] = field(default_factory=dict)
     _cell_ranges: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def arrow_columns(self) -> dict[str, Any]:
+    def arrow_columns(self) -> dict[str, pa.Array]:
         """Return the columns as Arrow arrays; `block` is the index of each piece's block counted from 1, 0 for none."""
         if not self._arrow_columns:
             self._arrow_columns = {
@@ -87,7 +90,7 @@ def encode(columns: PlannedColumns, blocks: Sequence[StoredBlock], metadata: dic
     return write_table(build_table(columns, blocks), metadata)
 
 
-def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
+def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> pa.Table:
     """Return the rows as an Arrow table.
 
     The table is built by columns: making a Python object for each of its values would delay the training step.
@@ -98,11 +101,11 @@ def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
     of_block = planned_columns["block"]
     shared = list(zip(*blocks, strict=True)) if blocks else [()] * 9
 
-    def spread(column: int, kind: Callable[[Any], Any], missing: Any = None) -> Any:
+    def spread(column: int, kind: Callable[[Any], pa.Array], missing: Any = None) -> pa.Array:
         """Return a column of `blocks` with one value for each piece; missing: the value for pieces without a block."""
         return arrow_columns.compute_function("take", kind([missing, *shared[column]]), of_block)
 
-    def numbers(column: int) -> Any:
+    def numbers(column: int) -> pa.Array:
         return spread(column, arrow_columns.number_array, 0)
 
     columns = {
@@ -122,12 +125,13 @@ def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> Any:
     return pa.table({name: columns[name] for name in manifest_parquet.COLUMNS + manifest_parquet.BASE_COLUMNS})
 
 
-def _base_columns(bases: Sequence[BaseBlock | None], of_block: Any) -> dict[str, Any]:
+def _base_columns(bases: Sequence[BaseBlock | None], of_block: pa.Array) -> dict[str, pa.Array]:
     """Return the columns of the bases of blocks. of_block: the index of each piece's block counted from 1, 0 for none."""
     values = zip(
         *((None,) * len(manifest_parquet.BASE_COLUMNS) if base is None else base for base in (None, *bases)), strict=True
     )
-    make: dict[str, Callable[[Any], Any]] = {
+    numbers: Callable[[Any], pa.Array] = arrow_columns.number_array
+    make: dict[str, Callable[[Any], pa.Array]] = {
         "base_pack": arrow_columns.text_array,
         "base_codec": arrow_columns.text_array,
         "base_digest": arrow_columns.binary_array,
@@ -135,7 +139,7 @@ def _base_columns(bases: Sequence[BaseBlock | None], of_block: Any) -> dict[str,
     }
     made = {}
     for name, column in zip(manifest_parquet.BASE_COLUMNS, values, strict=True):
-        made[name] = arrow_columns.compute_function("take", make.get(name, arrow_columns.number_array)(column), of_block)
+        made[name] = arrow_columns.compute_function("take", make.get(name, numbers)(column), of_block)
         if name in manifest_parquet.TEXT_COLUMNS:
             made[name] = arrow_columns.dictionary_encoded(made[name])
     return made

@@ -9,12 +9,16 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ckpt.errors import DAMAGE_ADVICE
 from ckpt.format.parquet_memory_check import Footer, page_headers, read_footer
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.support import arrow_columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 ROWS_PER_GROUP = 32_768
 """Rows of a row group. A reader decodes only the row groups that have its leaves; smaller ones cost more than they save."""
@@ -56,11 +60,11 @@ class RowGroup:
 
     where: str
     row_count: int
-    _read: Callable[[list[str]], Any]
+    _read: Callable[[list[str]], pa.Table]
     has_bases: bool = False
     """Whether it has the columns of bases. Without them, they are read as nulls."""
 
-    def read(self, names: Sequence[str] = COLUMNS) -> Any:
+    def read(self, names: Sequence[str] = COLUMNS) -> pa.Table:
         """Return columns as an Arrow table of the specified types; raise IntegrityError where a type cannot be converted."""
         import pyarrow as pa
 
@@ -72,7 +76,7 @@ class RowGroup:
         return table
 
 
-def write_table(table: Any, metadata: dict[str, str]) -> bytes:
+def write_table(table: pa.Table, metadata: dict[str, str]) -> bytes:
     """Return the table as a Parquet file with `metadata` and the format version in its schema."""
     import pyarrow.parquet as pq
 
@@ -90,7 +94,7 @@ def write_table(table: Any, metadata: dict[str, str]) -> bytes:
     return sink.getvalue()
 
 
-def read_table(data: bytes, where: str) -> Any:
+def read_table(data: bytes, where: str) -> pa.Table:
     """Return a whole Parquet manifest as an Arrow table, its metadata in the schema; raise IntegrityError if it is not one."""
     with _raising_integrity_error(where):
         file = _open_parquet(data)
@@ -117,7 +121,7 @@ def require_plausible(data: bytes) -> Footer:
     return found
 
 
-def write_part(table: Any, metadata: dict[str, str]) -> bytes:
+def write_part(table: pa.Table, metadata: dict[str, str]) -> bytes:
     """Return the table of a rank part as an Arrow IPC stream with `metadata` in its schema.
 
     The committer reads each part once, for up to ten thousand ranks, and a Parquet file takes 15 times as long to open.
@@ -131,7 +135,7 @@ def write_part(table: Any, metadata: dict[str, str]) -> bytes:
     return sink.getvalue()
 
 
-def read_part(data: bytes, where: str) -> Any:
+def read_part(data: bytes, where: str) -> pa.Table:
     """Return the table that `write_part` wrote; raise IntegrityError where `data` is not one."""
     import pyarrow as pa
 
@@ -194,19 +198,19 @@ def read_row_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, 
         return groups, {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
 
 
-def row_group_of(table: Any, where: str) -> RowGroup:
+def row_group_of(table: pa.Table, where: str) -> RowGroup:
     """Return a table in memory as a row group."""
     return RowGroup(where, table.num_rows, table.select, "base_pack" in table.column_names)
 
 
-def empty_table(names: Sequence[str]) -> Any:
+def empty_table(names: Sequence[str]) -> pa.Table:
     """Return an empty table of these columns."""
     import pyarrow as pa
 
     return pa.table({name: pa.nulls(0, _specified_type(name)) for name in names})
 
 
-def as_plain_table(table: Any, with_bases: bool = False) -> Any:
+def as_plain_table(table: pa.Table, with_bases: bool = False) -> pa.Table:
     """Return the table with all columns of the specified types, text without dictionaries.
 
     with_bases: add the columns of bases, with nulls where the table has none.
@@ -227,11 +231,11 @@ def _columns_of(names: Sequence[str]) -> list[str]:
     return [*COLUMNS, *(BASE_COLUMNS if "base_pack" in names else ())]
 
 
-def _row_group_reader(file: Any, group: int) -> Callable[[list[str]], Any]:
+def _row_group_reader(file: pq.ParquetFile, group: int) -> Callable[[list[str]], pa.Table]:
     return lambda names: file.read_row_group(group, columns=names, use_threads=False)
 
 
-def _open_parquet(data: bytes) -> Any:
+def _open_parquet(data: bytes) -> pq.ParquetFile:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -250,7 +254,7 @@ def _open_parquet(data: bytes) -> Any:
     )
 
 
-def _without_dictionary(column: Any, name: str) -> Any:
+def _without_dictionary(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
     """Return a binary column without its dictionaries; raise ValueError where that needs too much memory."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -274,7 +278,7 @@ def _raising_integrity_error(where: str) -> Iterator[None]:
         raise IntegrityError(f"{where} is not a manifest ({error}); {DAMAGE_ADVICE}") from error
 
 
-def _cast_to_specified(table: Any) -> Any:
+def _cast_to_specified(table: pa.Table) -> pa.Table:
     """Return the table with columns of the specified types; other writers may have used wider or narrower types."""
     import pyarrow as pa
 
@@ -291,7 +295,7 @@ def _cast_to_specified(table: Any) -> Any:
     return table
 
 
-def _target_type(found: Any, name: str) -> Any:
+def _target_type(found: pa.DataType, name: str) -> pa.DataType:
     """Return the type to which a column of type `found` is cast; raise TypeError where it cannot be cast."""
     import pyarrow as pa
 
@@ -314,7 +318,7 @@ def _target_type(found: Any, name: str) -> Any:
     return specified
 
 
-def _specified_type(name: str) -> Any:
+def _specified_type(name: str) -> pa.DataType:
     import pyarrow as pa
 
     if name in TEXT_COLUMNS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.format import manifest_parquet
 from ckpt.format.block_difference import WIDTHS, BaseBlock
@@ -12,6 +12,9 @@ from ckpt.format.digest import CELL_BYTES
 from ckpt.state.boxes import Box
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.support import arrow_columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class Row(NamedTuple):
@@ -74,7 +77,7 @@ BlockLocation = tuple[str, int, int, str | None, int | None, BaseBlock | None]
 """The location of a block: the columns pack, position, stored, codec and checksum, and its base."""
 
 
-def rows_of_table(table: Any, where: str) -> list[Row]:
+def rows_of_table(table: pa.Table, where: str) -> list[Row]:
     """Return the rows of a table with all columns; raise IntegrityError where a base is invalid. where: the manifest."""
     columns = {name: arrow_columns.python_values(table.column(name)) for name in table.column_names}
     boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
@@ -82,7 +85,7 @@ def rows_of_table(table: Any, where: str) -> list[Row]:
     return list(map(Row._make, zip(*(made[name] for name in Row._fields), strict=True)))
 
 
-def locations_of_table(table: Any, where: str) -> Iterable[BlockLocation]:
+def locations_of_table(table: pa.Table, where: str) -> Iterable[BlockLocation]:
     """Return the location of the block of each row. where: the manifest."""
     names = ("pack", "position", "stored", "codec", "checksum")
     present = [name for name in table.column_names if name in (*names, *manifest_parquet.BASE_COLUMNS)]

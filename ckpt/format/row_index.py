@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt.support import arrow_columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Integers = npt.NDArray[np.int64]
 
@@ -41,7 +44,7 @@ class RowIndex(NamedTuple):
         return which, rows if self.row_order is None else self.row_order[rows]
 
 
-def index_rows(leaf_columns: Iterable[Any]) -> RowIndex:
+def index_rows(leaf_columns: Iterable[pa.ChunkedArray]) -> RowIndex:
     """Return the index of a table. leaf_columns: its column of leaf names, one Arrow array for each row group."""
     leaf_codes: dict[str, int] = {}
     parts = []

@@ -11,7 +11,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import Fenced, RanksMissing, SignatureError, StepNotFound, StepRefused
 from ckpt.format import manifest
@@ -35,6 +35,9 @@ from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, N
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.support.runtime import collector_paused
 from ckpt.version import __version__
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 log = logging.getLogger("ckpt")
 
@@ -84,7 +87,7 @@ class Committer:
             )
 
     def commit(
-        self, rows: Any, algorithm: str, packs: dict[str, int], written_bytes: int, *, sharded: bool,
+        self, rows: pa.Table, algorithm: str, packs: dict[str, int], written_bytes: int, *, sharded: bool,
         choices: AutomaticChoices,
     ) -> Checkpoint:  # fmt: skip
         """Commit the rows of an attempt, and return the checkpoint; in a group, publish them as a part and wait for the commit.
@@ -109,7 +112,7 @@ class Committer:
 
     def _commit_in_group(
         self,
-        rows: Any,
+        rows: pa.Table,
         extra: dict[str, str],
         packs: dict[str, int],
         written_bytes: int,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -119,13 +119,13 @@ def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
     return MergedStep(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed], buffers)
 
 
-def _read_parts(repo: Repository, listed: Sequence[ListedPart]) -> list[Any]:
+def _read_parts(repo: Repository, listed: Sequence[ListedPart]) -> list[pa.Table]:
     """Read the tables of the parts with several threads."""
     with DaemonThreadPool(min(_READ_THREADS, len(listed) or 1), "ckpt-parts") as pool:
         return list(pool.map(lambda part: _read_part(repo, part), listed))
 
 
-def _read_part(repo: Repository, part: ListedPart) -> Any:
+def _read_part(repo: Repository, part: ListedPart) -> pa.Table:
     from ckpt.format.manifest_parquet import read_part
 
     where = f"{repo.url}/{part.name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.block_io.staging_arena import round_up
 from ckpt.format.codec import CodecOption
@@ -18,6 +18,9 @@ from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.shared_objects import leaves_of_one_state
 from ckpt.state.tree import FlatState, flatten
 from ckpt.support.runtime import collector_paused
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def flatten_state(state: Any, group: Group) -> FlatState:
         return flatten(state, group.rank if group.size > 1 else None)
 
 
-def cuda_device_of(flat: FlatState) -> Any:
+def cuda_device_of(flat: FlatState) -> torch.device | None:
     """Return the first CUDA device that has a leaf of a state, or None."""
     devices = (leaf.cuda_device() for leaf in flat.leaves.values() if leaf.flat is None)
     return next((device for device in devices if device is not None), None)

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt.storage.base.errors import StoreError
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    Column: TypeAlias = pa.Array | pa.ChunkedArray
+
 # --- into Arrow --------------------------------------------------------------------------------------------------
 
 
-def number_array(values: Any, kind: str = "int64") -> Any:
+def number_array(values: npt.NDArray[Any] | Iterable[int | None], kind: str = "int64") -> pa.Array:
     """Return numbers as an Arrow array.
 
     values: a numpy array, or a sequence in which None is null. kind: the name of a numpy type.
@@ -35,21 +40,21 @@ def number_array(values: Any, kind: str = "int64") -> Any:
     return pa.Array.from_buffers(getattr(pa, kind)(), len(data), [valid, pa.py_buffer(data)])
 
 
-def text_array(values: Sequence[str | None]) -> Any:
+def text_array(values: Sequence[str | None]) -> pa.Array:
     """Return strings as an Arrow array; None is null."""
     import pyarrow as pa
 
     return _variable_length_array(pa.string(), [None if value is None else value.encode() for value in values])
 
 
-def binary_array(values: Sequence[bytes | None]) -> Any:
+def binary_array(values: Sequence[bytes | None]) -> pa.Array:
     """Return bytes as an Arrow array; None is null."""
     import pyarrow as pa
 
     return _variable_length_array(pa.binary(), values)
 
 
-def _variable_length_array(kind: Any, values: Sequence[bytes | None]) -> Any:
+def _variable_length_array(kind: pa.DataType, values: Sequence[bytes | None]) -> pa.Array:
     import pyarrow as pa
 
     valid = None
@@ -67,7 +72,7 @@ def _variable_length_array(kind: Any, values: Sequence[bytes | None]) -> Any:
 _MAX_BYTES = 2**31 - 1
 
 
-def _bitmap(flags: Sequence[bool]) -> Any:
+def _bitmap(flags: Sequence[bool]) -> pa.Buffer:
     import pyarrow as pa
 
     return pa.py_buffer(np.packbits(np.array(flags, bool), bitorder="little"))
@@ -84,24 +89,24 @@ def compute_function(function: str, *columns: Any, options: Any = None) -> Any:
     return call_function(function, list(columns), options)
 
 
-def cast(column: Any, kind: Any) -> Any:
+def cast(column: Column, kind: pa.DataType) -> Column:
     """Return the column as one of type `kind`; raise ArrowInvalid where a value does not fit."""
     from pyarrow._compute import CastOptions
 
     return column if column.type == kind else compute_function("cast", column, options=CastOptions.safe(kind))
 
 
-def take_rows(column: Any, rows: npt.NDArray[Any]) -> Any:
-    """Return the rows of an Arrow array or table with these numbers, in this order. rows: a numpy array."""
+def take_rows(column: Column | pa.Table, rows: npt.NDArray[np.integer[Any]]) -> Any:
+    """Return the rows of an Arrow array or table with these numbers, in this order; the result has the type of `column`."""
     return compute_function("take", column, number_array(rows))
 
 
-def dictionary_encoded(column: Any) -> Any:
+def dictionary_encoded(column: Column) -> Column:
     """Return a text column in dictionary encoding."""
     return compute_function("dictionary_encode", column)
 
 
-def valid_rows(column: Any) -> npt.NDArray[np.int64]:
+def valid_rows(column: pa.Array) -> npt.NDArray[np.int64]:
     """Return the numbers of the rows of an Arrow array that are not null."""
     if not column.null_count:
         return np.arange(len(column))
@@ -109,7 +114,7 @@ def valid_rows(column: Any) -> npt.NDArray[np.int64]:
     return np.flatnonzero(bits[column.offset : column.offset + len(column)])
 
 
-def one_chunk(column: Any) -> Any:
+def one_chunk(column: Column) -> pa.Array:
     """Return a column of a table as one Arrow array."""
     import pyarrow as pa
 
@@ -120,13 +125,13 @@ def one_chunk(column: Any) -> Any:
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
 
 
-def list_array(values: Sequence[Sequence[int]]) -> Any:
+def list_array(values: Sequence[Sequence[int]]) -> pa.ListArray:
     """Return a list column, built from flat numbers: pyarrow converts nested Python lists ten times as slowly."""
     lengths = [len(v) for v in values]
     return list_array_of_flat(np.fromiter(itertools.chain.from_iterable(values), np.int64, sum(lengths)), lengths)
 
 
-def list_array_of_flat(flat: npt.NDArray[Any], lengths: Sequence[int] | npt.NDArray[Any]) -> Any:
+def list_array_of_flat(flat: npt.NDArray[Any], lengths: Sequence[int] | npt.NDArray[Any]) -> pa.ListArray:
     """Return a list column of these numbers. lengths: how many numbers each row has."""
     import pyarrow as pa
 
@@ -138,7 +143,7 @@ def list_array_of_flat(flat: npt.NDArray[Any], lengths: Sequence[int] | npt.NDAr
 # --- out of Arrow ------------------------------------------------------------------------------------------------
 
 
-def numpy_array(column: Any) -> npt.NDArray[Any]:
+def numpy_array(column: Column) -> npt.NDArray[Any]:
     """Return a column of integers without nulls as a numpy array, without a copy."""
     column = one_chunk(column)
     kind = np.dtype(str(column.type))
@@ -146,7 +151,7 @@ def numpy_array(column: Any) -> npt.NDArray[Any]:
     return np.zeros(0, kind) if data is None else np.frombuffer(data, kind, len(column), column.offset * kind.itemsize)
 
 
-def numbers_or_zero(column: Any) -> npt.NDArray[Any]:
+def numbers_or_zero(column: Column) -> npt.NDArray[Any]:
     """Return a column of integers as a numpy array with 0 for nulls."""
     column = one_chunk(column)
     numbers = np.zeros(len(column), np.int64)
@@ -155,21 +160,21 @@ def numbers_or_zero(column: Any) -> npt.NDArray[Any]:
     return numbers
 
 
-def bool_array(column: Any) -> npt.NDArray[np.bool_]:
+def bool_array(column: Column) -> npt.NDArray[np.bool_]:
     """Return a Boolean column without nulls as a numpy array."""
     import pyarrow as pa
 
     return numpy_array(cast(column, pa.uint8())).astype(bool)
 
 
-def flat_lists(column: Any) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def flat_lists(column: Column) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return a list column as flat numbers, and the index of the first number of each row followed by their total."""
     column = one_chunk(column)
     ends = numpy_array(column.offsets)
     return numpy_array(column.values)[ends[0] : ends[-1]], ends - ends[0]
 
 
-def dictionary_codes(column: Any) -> tuple[npt.NDArray[Any], list[str]]:
+def dictionary_codes(column: Column) -> tuple[npt.NDArray[Any], list[str]]:
     """Return a text column without nulls as codes, and the list of texts that they index; some texts may be unused."""
     import pyarrow as pa
 
@@ -179,7 +184,7 @@ def dictionary_codes(column: Any) -> tuple[npt.NDArray[Any], list[str]]:
     return numpy_array(column.indices), column.dictionary.to_pylist()
 
 
-def _decoded_if_short(column: Any) -> Any:
+def _decoded_if_short(column: pa.Array) -> pa.Array:
     """Return the column, decoded to text if it has fewer rows than its dictionary has entries."""
     import pyarrow as pa
 
@@ -188,7 +193,7 @@ def _decoded_if_short(column: Any) -> Any:
     return column
 
 
-def python_values(column: Any) -> Iterable[Any]:
+def python_values(column: Column) -> Iterable[Any]:
     """Return a column as Python objects, through numpy where it has no nulls, which is ten times as fast as pyarrow."""
     import pyarrow as pa
 
