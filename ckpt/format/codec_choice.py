@@ -11,7 +11,7 @@ from dataclasses import dataclass
 MAX_STOLEN_SHARE = 0.02
 """The largest share of its processor time that a training may lose to compression."""
 
-_MIN_GAIN = 0.05
+MIN_GAIN = 0.05
 """The least share of the seconds to durable that a codec must save. Less does not justify decoding on every load."""
 
 _MIN_SECONDS = 1.0
@@ -117,7 +117,7 @@ def choose_codec(dtype: str, nbytes: int, candidates: Sequence[CodecSpeed], reso
     if against is not None:
         return _choice(dtype, None, None, against, without, without, resources)
     predictions = {codec: predict(codec, nbytes, resources) for codec in candidates}
-    faster = [c for c in candidates if predictions[c].durable_seconds <= (1 - _MIN_GAIN) * without.durable_seconds]
+    faster = [c for c in candidates if predictions[c].durable_seconds <= (1 - MIN_GAIN) * without.durable_seconds]
     fit = [c for c in faster if is_within_budget(predictions[c], resources)]
     best = _fastest(fit or faster or candidates, predictions)
     reason = FASTER if fit else OVER_BUDGET if faster else NOT_FASTER

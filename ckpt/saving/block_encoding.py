@@ -25,6 +25,8 @@ class EncodedBlock(NamedTuple):
     codec: str | None
     data: memoryview | None
     base: BaseBlock | None = None
+    has_encoded: bool | None = None
+    """Whether a codec that was chosen automatically encoded it, also if it did not shrink; None if nothing was chosen."""
 
 
 class BlockEncoder:
@@ -48,16 +50,18 @@ class BlockEncoder:
         found = self._difference(block, dtype, raw)
         if found is not None:
             return EncodedBlock(found.codec, found.stored, found.base)
+        is_automatic = block.codec == "auto"
         if config is None:
-            return EncodedBlock(None, None)
+            return EncodedBlock(None, None, has_encoded=False if is_automatic else None)
         with self._slots.slot():
             timer = EncodingTimer()
             encoded = codec.encode(config, raw, block.itemsize)
             speed, share = timer.stop(block.nbytes)
         shrinks = len(encoded) <= _MAX_ENCODED_FRACTION * block.nbytes
-        if block.codec == "auto":
+        if is_automatic:
             self._codecs.note_encoded(dtype, config, len(encoded) / block.nbytes if shrinks else 1.0, speed, share)
-        return EncodedBlock(config, encoded) if shrinks else EncodedBlock(None, None)
+        found_codec, data = (config, encoded) if shrinks else (None, None)
+        return EncodedBlock(found_codec, data, has_encoded=True if is_automatic else None)
 
     def _difference(self, block: Block, dtype: str, raw: Bytes) -> EncodedDifference | None:
         """Return the difference that is to be stored; None to store the block in full."""

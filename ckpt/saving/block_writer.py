@@ -10,7 +10,7 @@ from ckpt.block_io.staging_arena import Region, round_up
 from ckpt.format.digest import checksum, digest_and_cells
 from ckpt.format.manifest_encoding import StoredBlock
 from ckpt.format.pack import PackFile, PackWriter
-from ckpt.saving.block_encoding import BlockEncoder, block_place
+from ckpt.saving.block_encoding import BlockEncoder, EncodedBlock, block_place
 from ckpt.saving.buffer_shares import BufferDigests
 from ckpt.saving.changing_leaves import ChangingLeaves
 from ckpt.saving.codec_tuner import SaveCodecs
@@ -106,8 +106,16 @@ class BlockWriter:
         self.rows.append((staged.number, row))
 
     def _append(self, block: Block, region: Region) -> PreviousBlock:
+        self._parts.codecs.block_began()
+        encoded = EncodedBlock(None, None)
+        try:
+            encoded = self._encoder.encode(block, region.data[: block.nbytes])
+            return self._append_encoded(block, encoded, region)
+        finally:
+            self._parts.codecs.block_ended(block.nbytes, encoded.has_encoded)
+
+    def _append_encoded(self, block: Block, encoded: EncodedBlock, region: Region) -> PreviousBlock:
         parts = self._parts
-        encoded = self._encoder.encode(block, region.data[: block.nbytes])
         stored, padded, check = block.nbytes, region.data[: round_up(block.nbytes)], None
         if encoded.data is not None:
             with parts.slots.slot():

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.format import codec
 from ckpt.format.codec_choice import MAX_STOLEN_SHARE, CodecChoice, CodecSpeed, Resources, choose_codec, reason_against_any
 from ckpt.format.difference_choice import AutomaticChoices, DifferenceChoice, choose_differences
 from ckpt.saving.difference_speeds import DifferenceMeasurement, DifferenceSpeeds
+from ckpt.saving.save_rates import SaveRates, SaveTimer
 from ckpt.saving.store_speed import StoreSpeed
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.threads import WorkerThread, join_all
@@ -72,6 +73,8 @@ class CodecTuner:
         self._last_begin: float | None = None
         self._interval_seconds: float | None = None
         self._saves_running = 0
+        self._rates: dict[bool, SaveRates] = {}
+        """By whether the caller waits for the save."""
 
     def begin_save(self, conditions: SaveConditions) -> SaveCodecs:
         """Return the choices for one save, which must call `end` when it has ended."""
@@ -83,14 +86,24 @@ class CodecTuner:
                 self._interval_seconds = now - self._last_begin
             self._last_begin = now
             self._saves_running += 1
-        return SaveCodecs(self, conditions)
+        against = self.rates(conditions.caller_waits).reason_against()
+        could_encode_all = against is None and self.store.bytes_per_second() is not None
+        return SaveCodecs(self, conditions, against, SaveTimer(self._clock), could_encode_all)
 
-    def end_save(self) -> None:
-        """Record that a save has ended: the processors now belong to the training alone."""
+    def end_save(self, conditions: SaveConditions, timer: SaveTimer | None, could_encode_all: bool) -> None:
+        """Record that a save has ended: the processors now belong to the training alone. timer: None if the save failed."""
         times = self._times()
         with self._lock:
             self._saves_running -= 1
             self._last_end = times
+            if timer is not None:
+                rates = self._rates.get(conditions.caller_waits, SaveRates())
+                self._rates[conditions.caller_waits] = timer.update(rates, could_encode_all)
+
+    def rates(self, caller_waits: bool) -> SaveRates:
+        """Return how fast saves were for which the caller waited, or those in the background."""
+        with self._lock:
+            return self._rates.get(caller_waits, SaveRates())
 
     def resources(self, conditions: SaveConditions) -> Resources | None:
         """Return what a save can use; None while the speed of the store is unknown."""
@@ -152,9 +165,16 @@ class CodecTuner:
 class SaveCodecs:
     """The choices of one save. Writer threads share it; each entry of its two tables is replaced as a whole."""
 
-    def __init__(self, tuner: CodecTuner, conditions: SaveConditions) -> None:
+    def __init__(
+        self, tuner: CodecTuner, conditions: SaveConditions, against: str | None, timer: SaveTimer, could_encode_all: bool
+    ) -> None:
+        """against: why this save does not encode, whatever is predicted; None if it may."""
         self._tuner = tuner
         self._conditions = conditions
+        self._against = against
+        self._could_encode_all = could_encode_all
+        self._timer = timer
+        self._is_durable = False
         self._choices: dict[str, CodecChoice] = {}
         self._difference_choices: dict[str, DifferenceChoice] = {}
 
@@ -169,7 +189,10 @@ class SaveCodecs:
             speeds = self._tuner.speeds(dtype, raw, itemsize)
             if not speeds:
                 return None
-        choice = self._choices[dtype] = choose_codec(dtype, nbytes, speeds, resources)
+        choice = choose_codec(dtype, nbytes, speeds, resources)
+        if choice.codec is not None and self._against is not None:
+            choice = replace(choice, codec=None, reason=self._against)
+        self._choices[dtype] = choice
         return choice.codec
 
     def note_encoded(self, dtype: str, config: str, ratio: float, bytes_per_second: float, share: float) -> None:
@@ -200,6 +223,14 @@ class SaveCodecs:
         elif not _is_main_thread():
             self._tuner.differences.note(dtype, measured)
 
+    def block_began(self) -> None:
+        """Record that a thread begins to encode and write a block."""
+        self._timer.began()
+
+    def block_ended(self, nbytes: int, has_encoded: bool | None) -> None:
+        """As `SaveTimer.ended`."""
+        self._timer.ended(nbytes, has_encoded)
+
     def write_began(self) -> None:
         """Record that a thread started to write to the store."""
         self._tuner.store.write_began()
@@ -213,9 +244,12 @@ class SaveCodecs:
         """While this is open, all writer threads wait until the store has made their bytes durable."""
         threads = self._conditions.writers
         self._tuner.store.write_began(threads)
+        self._timer.began()
         try:
             yield
+            self._is_durable = True
         finally:
+            self._timer.ended()
             self._tuner.store.write_ended(0, threads, threads)
 
     def choices(self) -> AutomaticChoices:
@@ -227,7 +261,7 @@ class SaveCodecs:
 
     def end(self) -> None:
         """Record that the save has ended."""
-        self._tuner.end_save()
+        self._tuner.end_save(self._conditions, self._timer if self._is_durable else None, self._could_encode_all)
 
 
 def _is_main_thread() -> bool:

@@ -35,6 +35,8 @@ class StoreSpeed:
         self._clock = clock
         self._lock = threading.Lock()
         self._speed: float | None = None
+        self._is_first_window = True
+        """Not counted, unless a save ends with it: in its time, files are created and memory is mapped."""
         self._writing = 0
         self._changed_at = 0.0
         self._busy_seconds = 0.0
@@ -69,7 +71,7 @@ class StoreSpeed:
                 if is_end:  # in a small save, the time depends on the latency of calls rather than on the bytes
                     self._reset_window()
             elif (is_end or self._appends >= _WINDOW_APPENDS * writers) and self._busy_seconds >= _WINDOW_SECONDS:
-                self._end_window(writers)
+                self._end_window(writers, is_end)
 
     def _pass_time(self) -> None:
         now = self._clock()
@@ -78,7 +80,12 @@ class StoreSpeed:
             self._thread_seconds += self._writing * (now - self._changed_at)
         self._changed_at = now
 
-    def _end_window(self, writers: int) -> None:
+    def _end_window(self, writers: int, is_end: bool) -> None:
+        if self._is_first_window and not is_end:
+            self._is_first_window = False
+            self._reset_window()
+            return
+        self._is_first_window = False
         measured = self._bytes / self._busy_seconds
         is_saturated = self._thread_seconds >= _SATURATED_SHARE * writers * self._busy_seconds
         if self._speed is None:

@@ -70,6 +70,16 @@ def test_the_speed_of_a_store_is_known_after_some_writing() -> None:
     assert speed.bytes_per_second() == pytest.approx(500 * MIB, rel=0.1)
 
 
+def test_the_first_window_of_a_process_is_not_counted() -> None:
+    """There, files are created and memory is mapped for the first time: a fast store would seem slow enough for a codec."""
+    clock = Clock()
+    speed = StoreSpeed(clock.now)
+    _write(speed, clock, 4, 40 * MIB, 0.4)
+    assert speed.bytes_per_second() is None
+    _write(speed, clock, 4, 400 * MIB, 0.4)
+    assert speed.bytes_per_second() == pytest.approx(1000 * MIB, rel=0.3)  # the last appends of the first are in this window
+
+
 def test_a_store_that_waits_for_encoders_is_not_taken_for_slow() -> None:
     clock = Clock()
     speed = StoreSpeed(clock.now)

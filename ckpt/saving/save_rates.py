@@ -1,0 +1,142 @@
+"""How fast saves to one store were, with codecs and without, and which of both the next save uses.
+
+A prediction adds what was measured of the store and of a codec one by one. In a save, encoding competes with staging, digests
+and the writing itself, and a store seems slow while few threads write to it. So the prediction only proposes a codec. What
+decides is the rate of whole saves: raw bytes for each second until they were durable.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ckpt.format.codec_choice import MIN_GAIN
+
+MIN_MEASURED_SECONDS = 0.3
+"""The rate of a shorter save says more about its begin and end than about the store."""
+
+RETRY_SAVES = 16
+"""After as many saves, the way that was slower is tried once. The number doubles each time that it was slower again."""
+
+_MAX_RETRY_SAVES = 256
+_SAVE_WEIGHT = 0.5
+
+_FEW, _MOST = 0.1, 0.5
+"""Shares of the bytes of a save. A save that encoded fewer than `_FEW` was one without codecs."""
+
+IS_SLOWER = "saves with it took longer than without it"
+IS_TRIAL = "this save measures the rate without it"
+"""The reasons against a codec that is predicted to be faster, as the commit record has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRates:
+    """Rates in raw bytes a second, None until a save was measured. Pure: `observed` returns the next value."""
+
+    with_codecs: float | None = None
+    without: float | None = None
+    saves_since_with: int = 0
+    saves_since_without: int = 0
+    retry_saves: int = RETRY_SAVES
+    """The number of saves after which the slower way is tried again."""
+
+    @property
+    def encoding_is_faster(self) -> bool:
+        """Whether saves with codecs are clearly faster; also if one of both was never measured."""
+        if self.with_codecs is None or self.without is None:
+            return True
+        return self.with_codecs * (1 - MIN_GAIN) >= self.without
+
+    def reason_against(self) -> str | None:
+        """Return why the next save must not encode, None if it may."""
+        if self.with_codecs is None:
+            return None
+        if self.without is None:
+            return IS_TRIAL
+        if self.encoding_is_faster:
+            return IS_TRIAL if self.saves_since_without >= self.retry_saves else None
+        return None if self.saves_since_with >= self.retry_saves else IS_SLOWER
+
+    def observed(self, has_encoded: bool, bytes_per_second: float) -> SaveRates:
+        """Return the rates after one more save."""
+        was_faster = self.encoding_is_faster
+        if has_encoded:
+            rates = replace(
+                self, with_codecs=_average(self.with_codecs, bytes_per_second), saves_since_with=0,
+                saves_since_without=self.saves_since_without + 1,
+            )  # fmt: skip
+        else:
+            rates = replace(
+                self, without=_average(self.without, bytes_per_second), saves_since_without=0,
+                saves_since_with=self.saves_since_with + 1,
+            )  # fmt: skip
+        if rates.encoding_is_faster != was_faster:
+            return replace(rates, retry_saves=RETRY_SAVES)
+        was_retry = (self.saves_since_with if has_encoded else self.saves_since_without) >= self.retry_saves
+        return replace(rates, retry_saves=min(_MAX_RETRY_SAVES, 2 * self.retry_saves)) if was_retry else rates
+
+
+def _average(known: float | None, measured: float) -> float:
+    return measured if known is None else known + _SAVE_WEIGHT * (measured - known)
+
+
+class SaveTimer:
+    """Measures the rate of one save. Safe to use from many threads; a lock guards all attributes.
+
+    Only the time counts in which a thread encodes or writes a block, or waits until all are durable: between them, a save may
+    wait for the training.
+
+    clock: returns seconds, in any steady scale.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._active = 0
+        self._changed_at = 0.0
+        self._seconds = 0.0
+        self._raw_bytes = {True: 0, False: 0}
+        """By whether the blocks were encoded."""
+        self._other_bytes = 0
+
+    def began(self) -> None:
+        """Record that a thread begins with a block, or waits until all are durable."""
+        with self._lock:
+            self._pass_time()
+            self._active += 1
+
+    def ended(self, nbytes: int = 0, has_encoded: bool | None = None) -> None:
+        """Record that a thread has written a block of `nbytes` raw bytes.
+
+        has_encoded: whether a codec that was chosen automatically encoded it; None if nothing was chosen for it.
+        """
+        with self._lock:
+            self._pass_time()
+            self._active -= 1
+            if has_encoded is None:
+                self._other_bytes += nbytes
+            else:
+                self._raw_bytes[has_encoded] += nbytes
+
+    def _pass_time(self) -> None:
+        now = self._clock()
+        if self._active:
+            self._seconds += now - self._changed_at
+        self._changed_at = now
+
+    def update(self, rates: SaveRates, could_encode_all: bool) -> SaveRates:
+        """Return the rates after this save; the same where it says nothing about them.
+
+        could_encode_all: whether codecs were chosen from the first block on.
+        """
+        with self._lock:
+            encoded, plain = self._raw_bytes[True], self._raw_bytes[False]
+            total = encoded + plain
+            if self._seconds < MIN_MEASURED_SECONDS or self._other_bytes > _FEW * total:
+                return rates
+            has_encoded = encoded >= _FEW * total
+            if has_encoded and not could_encode_all and encoded < _MOST * total:
+                return rates
+            return rates.observed(has_encoded, total / self._seconds)
