@@ -88,7 +88,7 @@ def prepare(contents: Contents, options: HfOptions) -> HfModel:
                 f"leaf {array.leaf} has type {array.dtype}, which transformers can't read: leave it out with --only"
             )
     if not arrays:
-        raise CkptError(f"no array of {contents.checkpoint.where} is chosen, so that there is no model to write")
+        raise CkptError(f"no array of {contents.checkpoint.where} is chosen; choose those of a model with --only")
     chosen = replace(contents, arrays=arrays, tied={}, values={}, nodes={})
     return HfModel(chosen, adapter is not None, options)
 

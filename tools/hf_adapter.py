@@ -29,7 +29,7 @@ def find_adapter(names: Iterable[str], requested: str | None) -> str | None:
     found = sorted({parts[i] for parts in map(_split, names) if (i := _adapter_index(parts)) is not None})
     if requested is not None:
         if requested not in found:
-            has = f"there are {', '.join(found)}" if found else "the chosen leaves have no adapter"
+            has = f"use {', '.join(found)}" if found else "leave the option out, as the chosen leaves have no adapter"
             raise CkptError(f"--adapter {requested}: there is no adapter of this name; {has}")
         return requested
     if len(found) > 1:

@@ -131,14 +131,14 @@ class _Files:
         where = f"{self._folder}: {name}"
         if not hasattr(entry, "chunks"):
             if len(parts) != 1:
-                raise CkptError(f"{where} has {len(parts)} stored parts in {METADATA}, not one: the checkpoint is not complete")
+                raise CkptError(f"{where} has {len(parts)} stored parts in {METADATA}, not one: copy the folder again")
             return self._read_part(next(iter(parts.values())), where)
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         regions = []
         for chunk in entry.chunks:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             if box.offset not in parts:
-                raise CkptError(f"{where} lacks the part at {list(box.offset)} in {METADATA}: the checkpoint is not complete")
+                raise CkptError(f"{where} lacks the part at {list(box.offset)} in {METADATA}: copy the folder again")
             leaf = self._read_part(parts[box.offset], where)
             region = leaf.single_region if isinstance(leaf, FileLeaf) else None
             if region is None or region.shape != box.shape or leaf.dtype != dtype:
@@ -156,7 +156,9 @@ class _Files:
         name = str(info.relative_path)
         path = self._folder / name
         if name.startswith("/") or ".." in Path(name).parts:
-            raise CkptError(f"{where} is in {name!r}, which is outside of the folder; only files in it are read")
+            raise CkptError(
+                f"{where} is in {name!r}, which is outside of the folder, where no file is read: move it into the folder"
+            )
         if name not in self._open:
             try:
                 self._open[name] = open(path, "rb")

@@ -107,10 +107,10 @@ class FileLeaf(ArrayLeaf):
         self._attributes = attributes or {}
         if (covered := sum(box.size for box, _ in self._regions)) != size:
             raise CkptError(
-                f"its parts have {covered} elements, and the array has {size}: a file is missing, or was written twice"
+                f"its parts have {covered} elements, and the array has {size}: copy all files of the checkpoint again"
             )
         if not _is_tiled(self.shape, [box for box, _ in self._regions if box.size]):
-            raise CkptError("its parts overlap or reach beyond its shape: a file is damaged, or of another checkpoint")
+            raise CkptError("its parts overlap or reach beyond its shape: copy all files of the checkpoint again")
 
     @property
     def regions(self) -> list[tuple[Box, FileRegion]]:

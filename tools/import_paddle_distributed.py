@@ -23,6 +23,7 @@ from ckpt.tools.import_safetensors import read_safetensors_file
 _METADATA_NAME = re.compile(r"\d+\.metadata")
 _RECORDS = frozenset({"Metadata", "LocalTensorMetadata", "LocalTensorIndex"})
 _FILE_OF_RANK = re.compile(r"\d+_\d+\.(distcp|safetensors)")
+_COPY_ADVICE = "copy the metadata and the files of all ranks again"
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,9 @@ class _Files:
     def array(self, file: str | None, name: str, where: str) -> Any:
         """Return the array of a tensor in a file; raise CkptError where it is missing."""
         if file is None:
-            raise CkptError(f"{where} has a part that is in none of the files of the ranks: the checkpoint is not complete")
+            raise CkptError(f"{where} has a part that is in none of the files of the ranks: {_COPY_ADVICE}")
         if not isinstance(file, str) or not _FILE_OF_RANK.fullmatch(file):
-            raise CkptError(f"{where} is in {str(file)[:60]!r}, which is not a file that Paddle writes with the metadata")
+            raise CkptError(f"{where} is in {str(file)[:60]!r}, which is not a file that Paddle writes: {_COPY_ADVICE}")
         if file not in self._read:
             self._read[file] = self._arrays(self._metadata.parent / file, where)
         if name not in self._read[file]:
@@ -134,7 +135,7 @@ class _Files:
 
     def _arrays(self, path: Path, where: str) -> dict[str, Any]:
         if not path.is_file():
-            raise CkptError(f"{where} is in {path.name}, which is missing: copy the files of all ranks into the folder")
+            raise CkptError(f"{where} is in {path.name}, which is missing: {_COPY_ADVICE}")
         if path.suffix == ".safetensors":
             return dict(read_safetensors_file(path))
         arrays = read_pickle(path)
@@ -148,11 +149,11 @@ class _Files:
 def _joined(parts: list[_Part], stored: list[tuple[_Part, Any]], where: str) -> FileLeaf:
     """Return the leaf of a tensor of its parts; `stored` has those that are not empty, each with its array."""
     if not parts:
-        raise CkptError(f"{where} has no part: the checkpoint is not complete")
+        raise CkptError(f"{where} has no part: {_COPY_ADVICE}")
     dtype, whole = parts[0].dtype, parts[0].whole_shape
     ranks = {len(numbers) for part in parts for numbers in part.box}
     if len(ranks) > 1 or any((part.dtype, part.whole_shape) != (dtype, whole) for part in parts):
-        raise CkptError(f"{where} has parts of different types or shapes: the ranks have not saved the same tensor")
+        raise CkptError(f"{where} has parts of different types or shapes: {_COPY_ADVICE}")
     if whole is None:
         ends = [[o + n for o, n in zip(*part.box, strict=True)] for part in parts]
         whole = tuple(max(column) for column in zip(*ends, strict=True))

@@ -48,7 +48,9 @@ def read_index(source: Path) -> dict[str, str]:
         raise CkptError(f"{source} is not an index of a model ({error!r}): download it again") from error
     for name in names:
         if not isinstance(name, str) or name != os.path.basename(name):
-            raise CkptError(f"{source} names the file {name!r}, which is not in its folder; only files there are read")
+            raise CkptError(
+                f"{source} names the file {name!r}, which is not in its folder: move it there, and correct the name"
+            )
         if not (source.parent / name).is_file():
             raise CkptError(f"{source} names {name}, which is missing: download it")
     return dict(file_of)

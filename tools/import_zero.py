@@ -262,7 +262,8 @@ def leaf_of_parts(shape: tuple[int, ...], places: Sequence[Part], partitions: Se
         flat = getattr(partitions[part.rank], "single_region", None)  # None in a file of torch before 1.6
         if flat is None or not flat.is_contiguous or part.start + part.end - part.first > flat.shape[0]:
             raise CkptError(
-                "a partition of the checkpoint is shorter than its parameters, or is not in a file of torch 1.6 or newer"
+                f"the partition of rank {part.rank} is shorter than its parameters, or not in a file of torch 1.6 or newer: "
+                "convert the checkpoint with ds_to_universal, and import that"
             )
         offset = flat.offset + part.start * flat.itemsize
         for box in flat_boxes(shape, part.first, part.end):

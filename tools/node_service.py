@@ -163,7 +163,7 @@ def _end_node(node: _RunningNode, drain_seconds: float) -> None:
     ending.join(max(0.0, until - time.monotonic()) + _END_SECONDS)
     stuck = ending.is_alive()
     if stuck:
-        log.warning("calls under way were cut off: their clients did not let them end within %g s", drain_seconds)
+        log.warning("calls under way did not end within %g s and were cut off; use a larger --drain-seconds", drain_seconds)
     else:
         if node.metrics_server is not None:
             node.metrics_server.close()
@@ -181,7 +181,7 @@ def _end_service(node: _RunningNode, until: float) -> None:
         node.announced.close()
     aborted = node.server.drain(max(0.0, until - time.monotonic()))
     if aborted:
-        log.warning("%d uploads were discarded: they were not finished in time", aborted)
+        log.warning("%d uploads did not end in time and were discarded; use a larger --drain-seconds", aborted)
     if node.repair_leader is not None:
         node.repair_leader.close(max(0.0, until - time.monotonic()))
     node.server.shutdown()

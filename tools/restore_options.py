@@ -28,7 +28,9 @@ class RenameOption(click.ParamType):  # type: ignore[type-arg]
         try:
             re.sub(pattern, replacement, "")
         except (re.error, IndexError) as error:
-            self.fail(f"{value!r} is not a regular expression of Python and its replacement: {error}", param, ctx)
+            self.fail(
+                f"{value!r} is not a regular expression of Python and its replacement ({error}); write 'old=new'", param, ctx
+            )
         return pattern, replacement
 
 

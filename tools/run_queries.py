@@ -186,7 +186,7 @@ def drain(run_dir: Path, state: str | None) -> int:
         # Read the entries as an agent does, with the token of the job.
         run_state = RunState().apply_entries(_require_entries(opened, run_dir, state))
         if reason := _not_running_reason(run_state, {} if run_state.has_ended else _living_agents(run_dir, state)):
-            raise CkptError(reason)
+            raise CkptError(f"{reason}; see `ckpt-run why {_run_options(run_dir, state)}`")
         if opened.append(run_state.number, [Draft(run_state.attempt, "request", "drain", {})]):
             break
     emit(f"it saves and ends; see `ckpt-run status {_run_options(run_dir, state)}`")
@@ -212,7 +212,7 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
     entries, reports = _open_entries(run_dir, state), _living_agents(run_dir, state)
     run_state = RunState().apply_entries(entries)
     if reason := _not_running_reason(run_state, reports):
-        raise CkptError(reason)
+        raise CkptError(f"{reason}; see `ckpt-run why {_run_options(run_dir, state)}`")
     ranks = sum(member.count for member in run_state.members)
     if fail is not None and fail >= ranks:
         raise CkptError(f"there is no rank {fail}: the run has {format_count(ranks, 'rank')}, numbered from 0")
@@ -220,7 +220,7 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
         if name not in reports:
             raise CkptError(f"{name} is not a host of this run, which has {', '.join(sorted(reports))}")
     if set(lose) == set(reports):
-        raise CkptError("without any host nothing is decided; ckpt-run would continue from the last step when it is started")
+        raise CkptError("without any host nothing is decided until ckpt-run is started again; leave a host out of --lose")
     if fail is None and not lose:
         fail = 0
     supposed = [f"{name} is lost" for name in lose] + [f"rank {fail} is killed"] * (fail is not None)
@@ -249,12 +249,12 @@ def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
         raise CkptError(f"rank {rank} does not run on this host now: see `ckpt-run status {_run_options(run_dir, state)}`")
     pid = HeartbeatPage(page).read().pid
     if not pid:
-        raise CkptError(f"rank {rank} has not opened a Checkpointer yet, so its process is unknown; try again later")
+        raise CkptError(f"rank {rank} has not opened a Checkpointer yet, so its process is unknown; try again when it has")
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "abort": signal.SIGABRT}[fault]
     try:
         os.kill(pid, number)
     except ProcessLookupError as error:
-        raise CkptError(f"rank {rank}, process {pid}, has just ended") from error
+        raise CkptError(f"rank {rank}, process {pid}, has just ended; try again after its restart") from error
     emit(f"{number.name} was sent to rank {rank}, process {pid}")
     return 0
 

@@ -77,7 +77,9 @@ def verify_next_part(repo: Repository, step: int | None, share: float, as_json: 
             position.remember(chosen[-1])
         except OSError as error:
             common.print_error(
-                "ckpt-inspect", f"can't write {position.file}, so the next run begins at a random block: {error}"
+                "ckpt-inspect",
+                f"can't write {position.file} ({error}), so the next run begins at a random block; name a writable folder in "
+                "XDG_STATE_HOME",
             )
     bad_steps = [report for report in reports.values() if report.has_failed]
     if as_json:

@@ -42,6 +42,7 @@ from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
 from ckpt.storage.base.errors import InvalidArgument, Unavailable
+from ckpt.storage.base.fd_io import describe_os_error
 from ckpt.storage.node.client_credentials import ADDRESS_PATTERN, TOKEN_VARIABLE, NodeCredentials, is_insecure_allowed
 from ckpt.storage.node.security_options import VARIABLES
 from ckpt.storage.urls import OBJECT_SCHEMES
@@ -108,7 +109,7 @@ def split_url(url: str) -> tuple[str, str, dict[str, str]]:
     # urlsplit refuses a list of addresses that contains brackets.
     scheme, _, rest = url.partition("://")
     if scheme != NAMESPACE_SCHEME:
-        raise InvalidArgument(f"{url}: not a URL of a namespace, which begins with {NAMESPACE_SCHEME}://")
+        raise InvalidArgument(f"{url} is not a URL of a namespace; write {NAMESPACE_SCHEME}://host:port,host:port/path")
     location, _, query = rest.partition("?")
     names, _, path = location.partition("/")
     # parse_qs reads the + of 4+2 as a space.
@@ -167,19 +168,24 @@ def find_config(name: str) -> NamespaceConfig:
             tables = tomllib.load(opened).get("namespaces", {})
     except FileNotFoundError:
         raise InvalidArgument(
-            f"ckpt://{name}: {name} is not a list of host:port, and the file {file} that could configure it does not exist"
+            f"ckpt://{name}: {name} is not a list of host:port, and {file} does not exist; write host:port, or define it "
+            "in this file"
         ) from None
     except (tomllib.TOMLDecodeError, OSError) as error:
-        raise InvalidArgument(f"{file} can't be read: {error}") from error
+        raise InvalidArgument(f"{file} can't be read ({error}); correct it") from error
     if name not in tables:
-        raise InvalidArgument(f"{file} has no [namespaces.{name}]; it has {', '.join(sorted(tables)) or 'none'}")
+        raise InvalidArgument(
+            f"{file} has no [namespaces.{name}]; add it, or name one that it has ({', '.join(sorted(tables)) or 'none'})"
+        )
     return config_from_table(name, tables[name], f"{file}, [namespaces.{name}]")
 
 
 def _with_host_domain(config: NamespaceConfig, node_name: str, url: str) -> NamespaceConfig:
     """Return the configuration with each member as a failure domain of its own, and `node_name` as the one of this host."""
     if node_name not in [member.name for member in config.members] or any(member.location.domain for member in config.members):
-        raise InvalidArgument(f"{url}: near= names one of the nodes that the URL lists; for a name it is in the TOML file")
+        raise InvalidArgument(
+            f"{url}: near= names one of the nodes that the URL lists: give one of them; for a name, set it in the TOML file"
+        )
     members = tuple(replace(m, location=replace(m.location, domain=(m.name,))) for m in config.members)
     return replace(config, members=members, host_domain=(node_name,))
 
@@ -354,4 +360,4 @@ def _read_file(path: str) -> bytes:
     try:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
-        raise InvalidArgument(f"{path} can't be read: {error.strerror}") from error
+        raise InvalidArgument(f"{path} can't be read: {describe_os_error(error)}") from error

@@ -52,7 +52,7 @@ class EtcdCredentials:
         if url.startswith("https://"):
             return url
         if self.ca_file:
-            raise InvalidArgument(f"{url}: a certificate authority for etcd is given, so write https:// or only HOST:PORT")
+            raise InvalidArgument(f"{url}: a certificate authority for etcd is given: write https:// or only HOST:PORT")
         if self.user and not self.insecure and not is_loopback(urlsplit(url).hostname or ""):
             raise InvalidArgument(
                 f"the password of {self.user} would be sent to {url} without encryption: give {ETCD_VARIABLES['ca_file']}, "
@@ -85,7 +85,9 @@ class EtcdCredentials:
         try:
             return Path(self.password_file).expanduser().read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"the password of etcd in {self.password_file} can't be read: {error}") from error
+            raise InvalidArgument(
+                f"the password of etcd in {self.password_file} can't be read ({error}); name a readable text file"
+            ) from error
 
 
 def etcd_credentials_from_environment(overrides: Mapping[str, str] | None = None) -> EtcdCredentials:

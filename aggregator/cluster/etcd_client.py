@@ -22,6 +22,8 @@ _MAX_ANSWER_BYTES = 16 << 20
 _NOT_FOUND, _DENIED, _UNAUTHENTICATED = 5, {7, 16}, 16
 """gRPC status codes."""
 _OLD_TOKEN_MESSAGE = "revision of auth store is old"
+_PORT_ADVICE = "give the client port of etcd"
+_LOGIN_ADVICE = f"give {ETCD_VARIABLES['user']} and {ETCD_VARIABLES['password_file']}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,9 @@ class EtcdClient:
         """Restart the time of a lease; return False where the lease does not exist any more."""
         answer = self._call("lease/keepalive", {"ID": str(lease)})
         if not isinstance(result := answer.get("result"), dict):  # the answer is a stream, whose errors have HTTP status 200
-            raise Unavailable(f"etcd does not renew leases now: {answer.get('error')}")
+            raise Unavailable(
+                f"etcd does not renew leases now ({answer.get('error')}); check it with `etcdctl endpoint health`"
+            )
         return "TTL" in result
 
     def revoke_lease(self, lease: int) -> None:
@@ -172,7 +176,9 @@ class EtcdClient:
         answer = self._ask(endpoint, "auth/authenticate", json.dumps(login).encode(), seconds)
         token = answer.get("token")
         if not isinstance(token, str) or not token.isascii() or not token.isprintable():
-            raise StoreError(f"{endpoint}: the answer of etcd to the login of {self._credentials.user} has no valid token")
+            raise StoreError(
+                f"{endpoint}: the answer to the login of {self._credentials.user} has no valid token; {_PORT_ADVICE}"
+            )
         self._token = token
         return token
 
@@ -191,7 +197,7 @@ class EtcdClient:
         answer = _parse_answer(endpoint, text)
         # A stream reports this error with HTTP status 200.
         if isinstance(failure := answer.get("error"), dict) and failure.get("grpc_code") == _UNAUTHENTICATED:
-            raise _BadToken(f"{endpoint}: {failure.get('message')}")
+            raise _BadToken(f"{endpoint}: {failure.get('message')}; {_LOGIN_ADVICE}")
         return answer
 
 
@@ -217,16 +223,16 @@ def _http_error(endpoint: str, error: HTTPError) -> StoreError:
         answer = answer["error"] if isinstance(answer["error"], dict) else answer  # streams nest the error
         code, message = int(answer["code"] if "code" in answer else answer["grpc_code"]), str(answer["message"])
     except (ValueError, KeyError, TypeError, AttributeError, OSError, HTTPException):
-        return kind(f"{endpoint}: HTTP status {error.code} is not an answer of etcd; give the client port of etcd")
+        return kind(f"{endpoint}: HTTP status {error.code} is not an answer of etcd; {_PORT_ADVICE}")
     if code == _UNAUTHENTICATED or _OLD_TOKEN_MESSAGE in message:
-        return _BadToken(f"{endpoint}: {message}")
+        return _BadToken(f"{endpoint}: {message}; {_LOGIN_ADVICE}")
     if "user name is empty" in message:
-        return Refused(f"{endpoint}: {message}; give {ETCD_VARIABLES['user']} and {ETCD_VARIABLES['password_file']}")
+        return Refused(f"{endpoint}: {message}; {_LOGIN_ADVICE}")
     if code in _DENIED or "authentication failed" in message:
-        return Refused(f"{endpoint}: {message}")
+        return Refused(f"{endpoint}: {message}; {_LOGIN_ADVICE} of a user with the permission")
     if code == _NOT_FOUND:
         return NotFound(f"{endpoint}: {message}")
-    return kind(f"{endpoint}: {message}")
+    return kind(f"{endpoint}: {message}; see the log of etcd")
 
 
 def _parse_answer(endpoint: str, text: bytes) -> dict[str, Any]:
@@ -235,7 +241,7 @@ def _parse_answer(endpoint: str, text: bytes) -> dict[str, Any]:
     except ValueError:
         message = None
     if not isinstance(message, dict):
-        raise StoreError(f"{endpoint}: {len(text)} bytes are not an answer of etcd; give the client port of etcd")
+        raise StoreError(f"{endpoint}: {len(text)} bytes are not an answer of etcd; {_PORT_ADVICE}")
     return message
 
 
@@ -249,11 +255,11 @@ def _parse_item(found: Mapping[str, Any]) -> EtcdItem:
         key = b64decode(found["key"]).decode()
         return EtcdItem(key, b64decode(found.get("value", "")), int(found["mod_revision"]))
     except (KeyError, ValueError, TypeError) as error:
-        raise StoreError(f"an answer of etcd can't be read: {error!r}") from error
+        raise StoreError(f"an answer of etcd can't be read ({error!r}); {_PORT_ADVICE}") from error
 
 
 def _parse_int(found: Mapping[str, Any], key: str) -> int:
     try:
         return int(found[key])
     except (KeyError, ValueError, TypeError) as error:
-        raise StoreError(f"an answer of etcd has no valid {key}: {error!r}") from error
+        raise StoreError(f"an answer of etcd has no valid {key} ({error!r}); {_PORT_ADVICE}") from error

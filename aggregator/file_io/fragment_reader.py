@@ -146,5 +146,5 @@ class FragmentReader:
             f"{present_count - len(failed)} answer ({reasons})"
         )
         if failed and all(isinstance(error, DamagedFragment) for error in failed.values()):
-            return IntegrityError(message)
+            return IntegrityError(f"{message}; run `ckpt-node admin scrub`, and restore the file from a copy")
         return Unavailable(f"{message}; start the missing members, or run `ckpt-node admin status`")

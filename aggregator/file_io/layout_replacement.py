@@ -53,7 +53,8 @@ def replace_layout(
         relinked, unlinked = relink_objects(member_io, proposed_layouts[-1], new_names)
         if unlinked:
             raise StoreError(
-                f"{path}: another repair has deleted the new fragments while this one was stopped; the file stays as it was"
+                f"{path}: another repair has deleted the new fragments while this one was stopped, and the file is unchanged; "
+                "repair it again"
             )
         proposed_layouts.append(relinked)
 

@@ -240,7 +240,7 @@ class FileWriter(Writer):
                     self._object_by_member[member] = len(self._objects) - 1
                     return self._object_by_member[member]
         writer.abort()
-        raise StoreError(f"{self._path} was committed or aborted meanwhile")
+        raise StoreError(f"{self._path} was committed or aborted meanwhile; create a new writer")
 
     def _object_size_hint(self) -> int:
         """Return the expected bytes of the object of one member."""
@@ -261,7 +261,7 @@ class FileWriter(Writer):
         file may have been published.
         """
         if self._is_finished:
-            raise StoreError(f"{self._path} was committed or aborted already")
+            raise StoreError(f"{self._path} was committed or aborted already; create a new writer")
         now = time.time()
         head = RecordHead("file", self._length, now, now, self._version)
         if self._inline_data is not None:

@@ -227,7 +227,9 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     def _file_times(self, path: str) -> dict[str, Any]:
         info: dict[str, Any] = self.info(path)
         if "mtime" not in info:
-            raise FileNotFoundError(f"{path}: a folder that was not made, but has files in it, has no times")
+            raise FileNotFoundError(
+                f"{path}: a folder that was not made, but has files in it, has no times; make it with mkdir"
+            )
         return info
 
     # --- reading and writing -----------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         Raises OSError: EXDEV between two namespaces, EISDIR for a folder without `recursive`, and those of a rename.
         """
         if maxdepth is not None:
-            raise ValueError("mv moves a folder with all its content, so maxdepth can't be used")
+            raise ValueError("mv moves a folder with all its content, so leave maxdepth out")
         moves = self._plan_moves(path1, path2)
         folders = {old for old, _ in moves if self.info(old)["type"] == "directory"}  # find errors before the first move
         if folders and not recursive:

@@ -168,7 +168,7 @@ class ReplicatedRegisters:
                 return call()
             except Outdated as error:
                 if time.monotonic() > until:
-                    raise Unavailable(f"{error}; the members still change, or this process can't read the new ring") from error
+                    raise Unavailable(f"{error}; the members still change: run `ckpt-node admin status`") from error
                 self._invalidate_ring()
                 time.sleep(0.02)
 

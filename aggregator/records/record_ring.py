@@ -321,7 +321,7 @@ def decode_ring(value: RegisterValue) -> RecordRing:
         return _unpack_ring(*msgpack.unpackb(value.head))
     except (ValueError, TypeError) as error:
         raise IntegrityError(
-            f"the record ring can't be read: {error}; it is damaged, or was written by a newer version"
+            f"the record ring can't be read ({error}); install a newer ckpt-store, or if it is damaged replace the member"
         ) from error
 
 

@@ -111,7 +111,8 @@ class AttachedAccelerator:
             return None
         if input_dir is not None and step is None:
             raise InvalidArgument(
-                f"load_state({input_dir!r}): there is no such folder, and the name does not end with a step number"
+                f"load_state({input_dir!r}): there is no such folder, and the name does not end with a step number; "
+                "give a folder or such a name"
             )
         if self._accelerator._load_model_state_pre_hook:
             return self._load_with_hooks(input_dir, step)

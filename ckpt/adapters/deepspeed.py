@@ -172,7 +172,10 @@ class AttachedEngine:
         for step in steps:
             if self._read(saver, step, "engine.tag").get("engine", {}).get("tag") == tag:
                 return step
-        raise StepNotFound(f"no step of {saver.repository.url} has the tag {tag!r}; the steps are {steps}")
+        raise StepNotFound(
+            f"no step of {saver.repository.url} has the tag {tag!r}; give the tag of one of the steps {steps}, or tag=None "
+            "for the newest"
+        )
 
 
 def _is_deepspeed_folder(folder: Any, tag: Any) -> bool:

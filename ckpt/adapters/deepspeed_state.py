@@ -206,7 +206,10 @@ class EngineState:
             return None
         if key == _STEP or value.shape != elements.shape:
             if value.shape not in ((), (1,)):
-                raise ValueError(f"{key} of {name} has shape {list(value.shape)}, and the parameter {list(elements.shape)}")
+                raise ValueError(
+                    f"{key} of {name} has shape {list(value.shape)}, and the parameter {list(elements.shape)}: construct the "
+                    "model with the saved shapes"
+                )
             return empty_leaf("torch", value.dtype, value.shape, {}).value
         if key not in flat:
             existing = self._flat_state(partition).get(key)
@@ -276,7 +279,9 @@ def require_supported(engine: Any) -> None:
             "ckpt does not save a PipelineEngine of DeepSpeed: save each stage with ckpt.adapters.torch.ModelState"
         )
     if engine.mp_world_size > 1:
-        raise InvalidArgument("ckpt does not save tensor parallelism of DeepSpeed, whose parts have equal names on all ranks")
+        raise InvalidArgument(
+            "ckpt does not save tensor parallelism of DeepSpeed, whose parts have equal names on all ranks: turn it off"
+        )
     if engine.has_moe_layers:
         raise InvalidArgument("ckpt does not save experts of DeepSpeed's MoE: see experts= of ckpt.adapters.torch.ModelState")
     for feature in ("random_ltd_enabled", "curriculum_learning_enabled"):
@@ -344,7 +349,10 @@ def _common_value(first: Any, value: Any, what: str) -> Any:
 
     same = torch.equal(first, value) if isinstance(first, torch.Tensor) and isinstance(value, torch.Tensor) else first == value
     if not same:
-        raise LeafMismatch(f"{what} is {value}, and {first} for other parameters of its group, which DeepSpeed updates as one")
+        raise LeafMismatch(
+            f"{what} is {value}, and {first} for other parameters of its group, which DeepSpeed updates as one: divide the "
+            "parameters into groups as they were when saved"
+        )
     return first
 
 

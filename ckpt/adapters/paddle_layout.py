@@ -218,7 +218,9 @@ def flat_shard(tensor: Any, part: tuple[int, int], box: Box, shape: tuple[int, .
     for one in boxes:
         view = tensor.detach()[at : at + one.size].reshape(list(one.shape))
         if view.data_ptr() != tensor.data_ptr() + at * tensor.element_size():
-            raise InvalidArgument("ModelState: Paddle's views copy (FLAGS_use_stride_kernel=0), so a load could not fill them")
+            raise InvalidArgument(
+                "ModelState: Paddle's views copy, so a load could not fill them: set FLAGS_use_stride_kernel=1"
+            )
         views.append(view)
         at += one.size
     if not boxes:  # only the padding of the buffer

@@ -85,7 +85,9 @@ def open_peer(address: str, timeout_seconds: float = _CALL_SECONDS) -> Store:
                 "and CKPT_CA_FILE there, or CKPT_INSECURE=1 on all hosts"
             )
         if peer.token is None:
-            raise InvalidArgument(f"{peer.host_port} is not a whole address of a PeerMemory: its token is missing")
+            raise InvalidArgument(
+                f"the address {peer.host_port} of a PeerMemory lacks its token: give all of the text that its `address` is"
+            )
         return NodeStore(peer.host_port, NodeCredentials(peer.token, deadline_seconds=deadline_seconds, insecure=True))
     return NodeStore(peer.host_port, _tls_credentials(peer, deadline_seconds))
 
@@ -118,5 +120,8 @@ def load_from_peer(store: Store, step: int, timeout_seconds: float, what: str) -
         except (StepNotFound, Unavailable) as error:
             if time.monotonic() >= end:
                 reason = str(error) if isinstance(error, Unavailable) else "it has not been sent"
-                raise TimeoutError(f"timed out: {what} did not arrive within {timeout_seconds:g} s: {reason}") from error
+                raise TimeoutError(
+                    f"timed out: {what} did not arrive within {timeout_seconds:g} s: {reason}; read the log of the sender, or "
+                    "give a longer timeout"
+                ) from error
             time.sleep(_POLL_SECONDS)

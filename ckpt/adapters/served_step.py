@@ -38,10 +38,10 @@ class ServedStep:
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(options, dict) or (unknown := [name for name in options if name not in known]):
             given = ", ".join(unknown) if isinstance(options, dict) else repr(options)
-            raise InvalidArgument(f"model_loader_extra_config: ckpt has no option {given}; it has {', '.join(known)}")
+            raise InvalidArgument(f"model_loader_extra_config: ckpt has no option {given}; use {', '.join(known)}")
         for name, kind in _TYPES.items():
             if (value := options.get(name)) is not None and type(value) is not kind:
-                raise InvalidArgument(f"model_loader_extra_config: {name}={value!r} is not of type {kind.__name__}")
+                raise InvalidArgument(f"model_loader_extra_config: {name}={value!r}: give a value of type {kind.__name__}")
         return cls(**options)
 
     def with_number(self, group: Any) -> Self:

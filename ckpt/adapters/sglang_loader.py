@@ -68,7 +68,10 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
         if self._next is None:
             self._next = self._steps_of_update(path)
         if not self._next:
-            raise InvalidArgument(f"this model has weights of a second source, {path}: the load format ckpt has only one")
+            raise InvalidArgument(
+                f"this model has weights of a second source, {path}, and the load format ckpt has only one: export the "
+                "step first"
+            )
         loaded = self._models[path] = self._next.pop(0)
         tensors = loaded.step.tensors()
         if self.load_config.draft_model_idx is None:
@@ -85,7 +88,8 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
         new = self._find(now.options)
         if (missing := now.names - new.names) and now.options.strict:
             raise LeafNotFound(
-                f"step {new.step.step} lacks {len(missing)} weights of step {now.step.step}: {sorted(missing)[0]}"
+                f"step {new.step.step} lacks {len(missing)} weights of step {now.step.step}, such as {sorted(missing)[0]}: "
+                "save all weights in each step, or set strict to false"
             )
         return [new, now]
 

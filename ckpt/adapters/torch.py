@@ -188,7 +188,10 @@ class ModelState:
             packed = optimizer.state_dict()
             for number, values in packed["state"].items():
                 if not isinstance(number, int):
-                    raise InvalidArgument(f"{type(optimizer).__name__} has a state for {number!r}, which is not a parameter")
+                    raise InvalidArgument(
+                        f"{type(optimizer).__name__} has a state for {number!r}, which is not a parameter: store the optimizer "
+                        "beside ModelState, and not in it"
+                    )
                 state[mine[number]] = dict(values)
             for group in packed["param_groups"]:
                 members = [mine[number] for number in group["params"]]

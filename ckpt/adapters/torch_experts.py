@@ -170,7 +170,10 @@ def _rule(pattern: str, value: Any, model_group: Any) -> _Rule:
     given = value if isinstance(value, Experts) else Experts(value)
     ranks, mine = _ordered_ranks(given.group), own_rank()
     if mine not in ranks:
-        raise InvalidArgument(f"ModelState: experts={{{pattern!r}: …}}: rank {mine} is not in the group of ranks {list(ranks)}")
+        raise InvalidArgument(
+            f"ModelState: experts={{{pattern!r}: …}}: rank {mine} is not in the group of ranks {list(ranks)}; give the group "
+            "of the ranks that divide the experts, with this rank"
+        )
     position = ranks.index(mine)
     are_derived = isinstance(given.copies, str) and given.copies == "auto"
     if are_derived:
@@ -179,7 +182,8 @@ def _rule(pattern: str, value: Any, model_group: Any) -> _Rule:
         copies = ranks_of(given.copies)
         if mine not in copies:
             raise InvalidArgument(
-                f"ModelState: experts={{{pattern!r}: …}}: rank {mine} is not among the copies, ranks {list(copies)}"
+                f"ModelState: experts={{{pattern!r}: …}}: rank {mine} is not among the copies, ranks {list(copies)}; give the "
+                "group of the ranks that have the same experts as this rank"
             )
     return _Rule(re.compile(pattern), ranks, position, copies, are_derived, given.axis)
 

@@ -65,7 +65,10 @@ class StepEngine(CheckpointEngine):  # type: ignore[misc]
             InvalidArgument: The first actor rank was made without is_master.
         """
         if "address" not in metadata[0]:
-            raise InvalidArgument("the first actor rank is not the master of the checkpoint engine: verl sets is_master there")
+            raise InvalidArgument(
+                "the first actor rank is not the master of the checkpoint engine: construct its engine with "
+                "is_master=True, as verl does"
+            )
         address = metadata[0]["address"]
         return {"address": [address] * actor_wg_world_size}, {"address": [address] * rollout_world_size}
 

@@ -23,6 +23,7 @@ from ckpt.block_io.pack_reader import PackReader, grown
 from ckpt.block_io.read_plan import BlockRead, CellRun, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
 from ckpt.block_io.replicated_store import copies_of, from_nearest
 from ckpt.block_io.tuned_reads import ReadKind, read_kind, run_reads
+from ckpt.errors import FormatError
 from ckpt.format import block_difference, codec
 from ckpt.format.digest import CELL_BYTES, checksum, digest, hasher
 from ckpt.format.limits import MAX_BLOCK_BYTES
@@ -297,6 +298,11 @@ class BlockReader:
                     block_difference.add(self._base, raw, row.base.width, raw)
             except IntegrityError as error:
                 raise self._damage_error(row, f"codec ({error})") from error
+            except FormatError as error:  # a newer version may have written it
+                raise FormatError(
+                    f"leaf {row.leaf} of {self._where} can't be decoded ({error}): install a newer ckpt-store, or load "
+                    "another step"
+                ) from error
             except (CkptError, MemoryError, ImportError):
                 raise
             except Exception as error:  # codecs raise errors of any type

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from ckpt.errors import DAMAGE_ADVICE
 from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
 from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer
 
@@ -118,7 +119,9 @@ def from_nearest(
         if not last and (copy.url, name) in missing:
             continue
         if not last and (name, position) in _bad_blocks.get(copy.url, ()):
-            damage = IntegrityError(f"{copy.url}/{name} is damaged at byte {position}, as an earlier read found")
+            damage = IntegrityError(
+                f"{copy.url}/{name} is damaged at byte {position}, as an earlier read found; {DAMAGE_ADVICE}"
+            )
             continue
         try:
             return read(copy)

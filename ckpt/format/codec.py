@@ -18,6 +18,8 @@ from ckpt.storage.base.errors import InvalidArgument
 _SAFE_CODEC_IDS = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle", "float_planes"}
 """Lossless codecs from bytes to bytes that do not run code from the data (as `pickle` would)."""
 
+_CODEC_ADVICE = "use 'auto', 'none', a numcodecs codec or its configuration, or a mapping of leaf patterns to those"
+
 Codec = Any
 CodecOption = Codec | str | Mapping[str, Codec | str | None] | None
 
@@ -39,7 +41,7 @@ def codec_of(config: str) -> Codec:
     except FormatError:
         raise
     except Exception as error:
-        raise FormatError(f"codec configuration {config[:200]!r} is not understood: {error}") from error
+        raise FormatError(f"codec configuration {config[:200]!r} is not understood ({error}); {_CODEC_ADVICE}") from error
 
 
 def parse_option(option: CodecOption) -> Callable[[str], str | None]:
@@ -70,15 +72,12 @@ def _parse_one(option: Any) -> str | None:
     if not isinstance(option, Mapping):
         get_config = getattr(option, "get_config", None)
         if get_config is None:
-            raise FormatError(
-                f"codec {option!r} is not understood; use 'auto', 'none', a numcodecs codec or its configuration, "
-                "or a mapping of leaf patterns to those"
-            )
+            raise FormatError(f"codec {option!r} is not understood; {_CODEC_ADVICE}")
         option = get_config()
     try:
         config = json.dumps(option, sort_keys=True)
     except TypeError as error:
-        raise FormatError(f"codec configuration {option!r} is not understood: {error}") from error
+        raise FormatError(f"codec configuration {option!r} is not understood ({error}); {_CODEC_ADVICE}") from error
     sample = np.zeros(64, np.uint8)
     encoded = encode(config, sample, 8)  # raises here for a level or a name that the codec refuses
     try:
@@ -86,7 +85,10 @@ def _parse_one(option: Any) -> str | None:
     except MemoryError:
         raise
     except Exception as error:  # codecs raise errors of any type
-        raise FormatError(f"codec configuration {config[:200]} encodes data that it cannot decode: {error}") from error
+        raise FormatError(
+            f"codec configuration {config[:200]} encodes data that it cannot decode ({error}); change its parameters, or use "
+            "another codec"
+        ) from error
     return config
 
 
@@ -104,7 +106,9 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
     except MemoryError:
         raise
     except Exception as error:  # codecs raise errors of any type
-        raise FormatError(f"codec configuration {config[:200]} is not understood: {error}") from error
+        raise FormatError(
+            f"codec configuration {config[:200]} can't encode ({error}); change its parameters, or use another codec"
+        ) from error
     return encoded.view(np.uint8).data if isinstance(encoded, np.ndarray) else memoryview(encoded).cast("B")
 
 

@@ -117,9 +117,7 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
     the format wrote it.
     """
     if len(data) > MAX_RECORD_BYTES:
-        raise IntegrityError(
-            f"{where} has {len(data)} bytes, and a record has at most {MAX_RECORD_BYTES}: {_damage_text(where)}"
-        )
+        raise IntegrityError(_damage_text(where, f"it has {len(data)} bytes, and a record has at most {MAX_RECORD_BYTES}"))
     try:
         body = json.loads(data)
         claimed = body.pop("digest")
@@ -145,8 +143,8 @@ def require_known_format(version: Any, where: str, newest: int = FORMAT_VERSION)
         raise FormatError(f"{where} has format version {version}, this ckpt reads up to {newest}: install a newer ckpt-store")
 
 
-def _damage_text(where: str) -> str:
-    return f"{where} is damaged: it is not what was written; {DAMAGE_ADVICE}"
+def _damage_text(where: str, what: str = "it is not what was written") -> str:
+    return f"{where} is damaged: {what}; {DAMAGE_ADVICE}"
 
 
 def encode_commit(commit: CommitRecord) -> bytes:
@@ -167,7 +165,7 @@ def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord
     try:
         parse_line(commit.line, commit.left)
     except ValueError as error:
-        raise IntegrityError(f"{_damage_text(where)} ({error})") from error
+        raise IntegrityError(_damage_text(where, str(error))) from error
     if keys:
         body.pop("signature", None)
         keys.check("commit", _canonical_json(body), commit.signature, where)
@@ -192,7 +190,7 @@ def parse_body(kind: type[T], body: dict[str, Any], where: str) -> T:
     try:
         return decode_data(kind, body)
     except Malformed as error:
-        raise IntegrityError(f"{_damage_text(where)} ({error})") from error
+        raise IntegrityError(_damage_text(where, str(error))) from error
 
 
 def _canonical_json(body: dict[str, Any]) -> bytes:

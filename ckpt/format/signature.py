@@ -119,7 +119,7 @@ def read_key_file(file: Path) -> Keys:
     try:
         lines = [line.strip() for line in file.read_text("ascii").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"the key file {file} can't be read: {error}") from error
+        raise InvalidArgument(f"the key file {file} can't be read ({error}); name a readable text file") from error
     keys = []
     for number, line in enumerate(lines, 1):
         if line and not line.startswith("#"):

@@ -56,7 +56,7 @@ def parse_line(number: Any, left: Any) -> TrainingLine:
     found = TrainingLine(number, tuple((older, last) for older, last in left))
     for older, last in ((number, -1), *found.ancestry):
         if type(older) is not int or type(last) is not int or not 0 <= older <= number or last < -1:
-            raise ValueError(f"line {number!r} with {left!r}")
+            raise ValueError(f"training line {number!r} can't come after {left!r}")
     return found
 
 

@@ -106,7 +106,7 @@ class Group(ABC):
         """Return messages as flat bytes, without empty ones on either side, which some libraries do not accept."""
         for peer, _ in messages:
             if not 0 <= peer < self.size:
-                raise InvalidArgument(f"there is no rank {peer} in {self!r}")
+                raise InvalidArgument(f"there is no rank {peer} in {self!r}; give one from 0 to {self.size - 1}")
         return [(peer, data.cast("B")) for peer, data in messages if data.nbytes]
 
     def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:

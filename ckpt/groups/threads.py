@@ -63,5 +63,8 @@ class ThreadGroup(Group):
                     raise timeout_error(self, [peer], "an exchange", self._timeout)
                 letter = mail.popleft()
             if len(letter) != len(data):
-                raise GroupError(f"{self!r}: rank {peer} sent {len(letter)} bytes where {len(data)} were expected")
+                raise GroupError(
+                    f"{self!r}: rank {peer} sent {len(letter)} bytes where {len(data)} were expected; give the receiver "
+                    "memory of the length that is sent"
+                )
             data[:] = letter

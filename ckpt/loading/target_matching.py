@@ -13,9 +13,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ckpt.block_io.read_plan import Target
-from ckpt.errors import DAMAGE_ADVICE, LeafMismatch, LeafNotFound
+from ckpt.errors import DAMAGE_ADVICE, FormatError, LeafMismatch, LeafNotFound
 from ckpt.format.manifest import Saved
 from ckpt.loading.finish_functions import Finish, dataclass_like, fill_scalar, finish_once, tuple_like
+from ckpt.loading.mismatch_errors import first_few, kind_mismatch, naming_leaf, refused_state
 from ckpt.state.alias_notes import RANK_ALIAS, AliasNote, read_alias_notes
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves import as_leaf, empty_leaf
@@ -28,8 +29,8 @@ from ckpt.state.stateful import Stateful, as_stateful, get_attribute, method, st
 from ckpt.state.static_values import is_function, is_plain, static_fields
 from ckpt.state.torch_keys import has_named_parameters, mismatched_keys
 from ckpt.state.tree import Node, PerRank, flatten, join_path
-from ckpt.state.tree_rebuild import decode_key, empty_dict, rebuild
-from ckpt.storage.base.errors import CkptError, IntegrityError
+from ckpt.state.tree_rebuild import TreeError, decode_key, empty_dict, rebuild
+from ckpt.storage.base.errors import IntegrityError
 
 log = logging.getLogger("ckpt")
 
@@ -76,7 +77,10 @@ class TargetMatcher:
 
     def rebuild(self, node: Node) -> Finish:
         """Plan to load all of `node` into new arrays; return the function that returns the loaded value."""
-        return rebuild(node, self._new_array)
+        try:
+            return rebuild(node, self._new_array)
+        except TreeError as error:
+            raise FormatError(f"{self._where}: {error}") from error
 
     def _new_array(self, node: Node) -> Finish:
         name = node["array"]
@@ -84,15 +88,14 @@ class TargetMatcher:
         finish = self._new_arrays.get(key)
         if finish is None:  # a tied leaf is one array at all its paths
             saved = self._lookup(name, name)
-            nbytes = math.prod(saved.shape) * numpy_dtype(saved.dtype).itemsize
+            with naming_leaf(name, self._where):
+                nbytes = math.prod(saved.shape) * numpy_dtype(saved.dtype).itemsize
             if (stored := self._stored_bytes().get(name, 0)) != nbytes:
                 raise IntegrityError(
                     f"leaf {name} of {self._where}: the manifest covers {stored:.0f} of {nbytes} bytes; {DAMAGE_ADVICE}"
                 )
-            try:
+            with naming_leaf(name, self._where):
                 leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
-            except CkptError as error:
-                raise type(error)(f"leaf {name} of {self._where}: {error}") from error
             finish = self._new_arrays[key] = finish_once(leaf, name)
             self.targets.append((name, leaf))
             self.own_ranks[name] = own_ranks(node)
@@ -130,7 +133,7 @@ class TargetMatcher:
         if not self._is_selected(path) or (node is None and is_function(like)):
             return None
         if isinstance(node, dict) and "array" in node and node["kind"] != "bytes" and not self._is_traced_number(like, node):
-            raise self._kind_mismatch(like, node, path)
+            raise kind_mismatch(like, node, path, self._where)
         return self.rebuild(node)
 
     def _is_traced_number(self, like: Any, node: Node) -> bool:
@@ -160,7 +163,7 @@ class TargetMatcher:
 
     def _dict(self, like: dict[Any, Any], node: Node, path: str) -> Finish | None:
         if not (isinstance(node, dict) and "dict" in node):
-            raise self._kind_mismatch(like, node, path)
+            raise kind_mismatch(like, node, path, self._where)
         saved = {decode_key(k): v for k, v in node["dict"]}
         changed: list[tuple[Any, Finish]] = []
         for key, value in like.items():
@@ -190,12 +193,15 @@ class TargetMatcher:
 
     def _items(self, like: Any, nodes: Any, names: list[Any], path: str) -> list[Finish | None]:
         if len(nodes) != len(like):
-            raise LeafMismatch(f"leaf {path or '(root)'}: {self._where} has {len(nodes)} entries, `like` has {len(like)}")
+            raise LeafMismatch(
+                f"leaf {path or '(root)'}: {self._where} has {len(nodes)} entries, `like` has {len(like)}; give `like` as many "
+                "entries as were saved"
+            )
         return [self.match(v, n, join_path(path, name)) for v, n, name in zip(like, nodes, names, strict=True)]
 
     def _list(self, like: list[Any], node: Node, path: str) -> Finish | None:
         if not isinstance(node, list):
-            raise self._kind_mismatch(like, node, path)
+            raise kind_mismatch(like, node, path, self._where)
         parts = self._items(like, node, list(range(len(like))), path)
 
         def finish() -> Any:
@@ -209,7 +215,7 @@ class TargetMatcher:
     def _tuple(self, like: tuple[Any, ...], node: Node, path: str) -> Finish | None:
         tag = "namedtuple" if hasattr(like, "_fields") else "tuple"
         if not (isinstance(node, dict) and tag in node):
-            raise self._kind_mismatch(like, node, path)
+            raise kind_mismatch(like, node, path, self._where)
         parts = self._items(like, node[tag], list(getattr(like, "_fields", range(len(like)))), path)
         make = lambda: tuple_like(like, [v if p is None else p() for v, p in zip(like, parts, strict=True)])  # noqa: E731
         return make if any(parts) else None
@@ -217,7 +223,7 @@ class TargetMatcher:
     def _dataclass(self, like: Any, node: Node, path: str) -> Finish | None:
         fields = [f.name for f in dataclasses.fields(like)]
         if not (isinstance(node, dict) and "dataclass" in node) or node["fields"] != fields:
-            raise self._kind_mismatch(like, node, path)
+            raise kind_mismatch(like, node, path, self._where)
         static = static_fields(like)
         parts: dict[str, Finish] = {}
         for name, child in zip(fields, node["dataclass"], strict=True):
@@ -235,7 +241,7 @@ class TargetMatcher:
         if not self._is_selected(path):
             return None
         if not (isinstance(node, dict) and ("array" in node or "scalar" in node)):
-            raise self._kind_mismatch(leaf.value, node, path)
+            raise kind_mismatch(leaf.value, node, path, self._where)
         saved = self._lookup(node["array"], path) if "array" in node else Saved(node["dtype"], ())
         if saved.shape != leaf.shape:
             raise LeafMismatch(
@@ -295,9 +301,7 @@ class TargetMatcher:
             try:
                 made = stateful.set(finish())
             except Exception as error:
-                reason = " ".join(str(error).split())
-                message = f"leaf {path or '(root)'}: {_type_with_article(like)} refused the state of {self._where}: {reason}"
-                raise LeafMismatch(message) from error
+                raise refused_state(like, path, self._where, error) from error
             return made if stateful.replaces else like
 
         return load
@@ -327,8 +331,8 @@ class TargetMatcher:
         if self._selector is not None:
             loaded_keys |= current.keys()
         missing, unknown = mismatched_keys(module, current.keys(), loaded_keys)
-        differences = [f"{self._where} lacks {_first_few(missing)} of `like`"] * bool(missing)
-        differences += [f"`like` lacks {_first_few(unknown)} of {self._where}"] * bool(unknown)
+        differences = [f"{self._where} lacks {first_few(missing)} of `like`"] * bool(missing)
+        differences += [f"`like` lacks {first_few(unknown)} of {self._where}"] * bool(unknown)
         if differences:
             raise LeafMismatch(
                 f"leaf {path or '(root)'}: {', and '.join(differences)}; build {type(module).__name__} as it was when "
@@ -378,23 +382,3 @@ class TargetMatcher:
 
     def _has_selected_in_node(self, node: Node, path: str) -> bool:
         return any(self._is_selected(name) for name, _ in entries(node, path))
-
-    def _kind_mismatch(self, like: Any, node: Node, path: str) -> LeafMismatch:
-        saved = str(next(iter(node))) if isinstance(node, dict) else type(node).__name__
-        return LeafMismatch(
-            f"leaf {path or '(root)'}: {self._where} has {_with_article(saved)}, `like` has {_type_with_article(like)}; "
-            "give `like` the structure that was saved, or load without it"
-        )
-
-
-def _first_few(names: list[str]) -> str:
-    """Return the first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _type_with_article(value: Any) -> str:
-    return _with_article(type(value).__name__)
-
-
-def _with_article(name: str) -> str:
-    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"

@@ -21,6 +21,13 @@ _NUMBERS_PER_GROUP = 10**9
 """The distance between the first numbers of two groups that share a lease. No group makes so many attempts."""
 
 
+def rank_0_ended_error(size: int) -> RanksMissing:
+    """Return the error of another rank of `size` ranks for a step that rank 0 does not commit any more."""
+    return RanksMissing(
+        f"rank 0 of {size} has ended its saves, and no step can be committed any more; end it after the last save"
+    )
+
+
 class GroupLease:
     """The use of a writer lease by one group, or by a process alone, until `release` or `abandon`. One session owns it.
 
@@ -74,13 +81,15 @@ class GroupLease:
         try:
             body = json_records.load(self.writer.repo.store, "generation", name)
             if body["owner"] is None:
-                return RanksMissing(f"rank 0 of {self.size} has ended its saves: no step can be committed any more")
+                return rank_0_ended_error(self.size)
             owner = decode(ProcessIdentity, body["owner"])
         except (CkptError, KeyError, ValueError):
             return None
         if not is_dead(owner, this_process()):
             return None
-        return RanksMissing(f"rank 0 of {self.size} (process {owner.pid} on {owner.host}) is dead: no step can be committed")
+        return RanksMissing(
+            f"rank 0 of {self.size} (process {owner.pid} on {owner.host}) is dead and can't commit; restart the job"
+        )
 
     def release(self) -> bool:
         """End the saves of this group. The last user in this process releases the writer lease.

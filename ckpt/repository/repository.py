@@ -41,6 +41,8 @@ REPOSITORY_FOLDER = "ckpt"
 
 Url = str | os.PathLike[str] | Store
 
+_NO_STEP_ADVICE = "check the URL, or save a step first"
+
 
 def new_marker() -> bytes:
     """Return the content of the marker file of a new repository, with a new id."""
@@ -164,7 +166,7 @@ class Repository:
             commit = self.record(step)
         except NotFound:
             have = self.steps()
-            others = f"it has {steps_text(have)}" if have else "it has no committed step"
+            others = f"it has {steps_text(have)}" if have else _NO_STEP_ADVICE
             raise StepNotFound(f"{self.url} has no committed step {step}; {others}") from None
         if commit.step != step:
             raise IntegrityError(f"{self.url}/{commit_name(step)} is the record of step {commit.step}; {DAMAGE_ADVICE}")
@@ -172,7 +174,7 @@ class Repository:
 
     def no_step_error(self) -> StepNotFound:
         """Return the error of a load of the newest step where there is none."""
-        return StepNotFound(f"{self.url} has no committed step to load: check the URL, or save a step first")
+        return StepNotFound(f"{self.url} has no committed step to load: {_NO_STEP_ADVICE}")
 
     def record(self, step: int) -> CommitRecord:
         """Return the commit record stored for a step, without a check of its number; NotFound if it is missing."""

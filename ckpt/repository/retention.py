@@ -56,9 +56,11 @@ class Keep:
     def __post_init__(self) -> None:
         numbers = (self.last,) if self.every is None else (self.last, self.every)
         if any((as_integer(number) or 0) < 1 for number in numbers):
-            raise InvalidArgument(f"{self}: at least the last step must be kept, and `every` is a positive number of steps")
+            raise InvalidArgument(
+                f"{self}: at least the last step must be kept, and `every` must be a positive number of steps"
+            )
         if not 1 <= (as_integer(self.copies) or 0) <= self.last:
-            raise InvalidArgument(f"{self}: `copies` is a number from 1 up to `last`: each copy belongs to a step that is kept")
+            raise InvalidArgument(f"{self}: `copies` must be from 1 to `last`: each copy belongs to a step that is kept")
 
 
 def as_keep(keep: int | Keep | None) -> Keep | None:

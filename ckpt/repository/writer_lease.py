@@ -208,7 +208,7 @@ class WriterLease:
                 return None
             return StoreError(
                 f"{self.repo.url}/{generation_name(self.generation)} is missing: the folder was deleted or emptied during a "
-                "save, and the steps in it are lost. Start the program again to save from the beginning"
+                "save, and the steps in it are lost; start the program again to save from the beginning"
             )
         owner, me = lease_holder(self.repo, newest), this_process()
         if owner and (owner.pid, is_alive(owner, me)) == (me.pid, True):

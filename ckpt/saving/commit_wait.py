@@ -13,7 +13,7 @@ from typing import TypeVar
 from ckpt.errors import RanksMissing, StepRefused
 from ckpt.format.json_records import CommitRecord
 from ckpt.groups.base import Group, ranks_text
-from ckpt.repository.group_lease import GroupLease
+from ckpt.repository.group_lease import GroupLease, rank_0_ended_error
 from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.failure_reports import ended_ranks, give_up_reason, noted_failure, read_failure
@@ -51,7 +51,7 @@ def gather_parts(
         one, instead = len(missing) == 1, other_step_text(repo.store, attempt, missing)
         return RanksMissing(
             f"{ranks_text(missing)} of {lease.size} did not write {'its' if one else 'their'} part of step {attempt.step} "
-            f"{why}; all ranks must save the same steps{instead}. Look at the log of "
+            f"{why}; all ranks must save the same steps{instead}; look at the log of "
             f"{'that rank' if one else 'those ranks'}; to save from one rank alone, give group=None"
         )
 
@@ -96,14 +96,14 @@ def await_commit(repo: Repository, lease: GroupLease, group: Group, attempt: Att
         if (noted := noted_failure(lease, group, attempt)) is not None:
             return noted
         if ended_ranks(lease, group):
-            return RanksMissing(f"rank 0 of {lease.size} has ended its saves: no step can be committed any more")
+            return rank_0_ended_error(lease.size)
         return lease.rank_0_error()
 
     commit = _poll(find_commit, lease, timeout_seconds, give_up_error)
     if commit is None:
         raise RanksMissing(
-            f"rank 0 of {lease.size} has not committed step {attempt.step} within {timeout_seconds:g} s; look at its log. "
-            f"Every rank of the group must save the same steps{other_step_text(repo.store, attempt, [0])}; to save from one "
+            f"rank 0 of {lease.size} has not committed step {attempt.step} within {timeout_seconds:g} s; look at its log; "
+            f"every rank of the group must save the same steps{other_step_text(repo.store, attempt, [0])}; to save from one "
             "rank alone pass group=None"
         )
     return commit

@@ -63,6 +63,6 @@ def _is_deferred(plan: SavePlan, block: Block, is_deferrable: Callable[[ArrayLea
 def changed_error(name: str, step: int) -> StateChanged:
     """Return the error for a leaf that was changed before it was staged."""
     return StateChanged(
-        f"leaf {name} was changed while step {step} was being staged, so the step is not saved. "
-        "Change attached parameters only through the optimizer's step(), or save without attach()"
+        f"leaf {name} was changed while step {step} was being staged, so the step is not saved; "
+        "change attached parameters only through the optimizer's step(), or save without attach()"
     )

@@ -84,8 +84,8 @@ class SaveHandle:
     def stall_error(self) -> SaveFailed:
         """Return the error to raise if the save makes no progress."""
         return SaveFailed(
-            f"saving step {self.step} has made no progress for {self._standstill.seconds:g} s: the store does not answer. The "
-            f"step is committed if it answers again while this program runs. {STORE_TIMEOUT_VARIABLE} sets the seconds"
+            f"saving step {self.step} has made no progress for {self._standstill.seconds:g} s: check the store; the step is "
+            f"committed if it answers again while this program runs ({STORE_TIMEOUT_VARIABLE} sets the seconds)"
         )
 
     def _wait_for(self, event: threading.Event) -> bool:
@@ -114,7 +114,9 @@ class SaveHandle:
         if timeout is None:
             self.require_end()
         elif not self._done.wait(timeout):
-            raise TimeoutError(f"saving step {self.step} has not ended after {timeout} s; it continues in the background")
+            raise TimeoutError(
+                f"saving step {self.step} has not ended after {timeout} s, and continues in the background; call result() again"
+            )
         self._is_error_seen = True
         if self._error is not None:
             raise self._error

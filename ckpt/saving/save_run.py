@@ -168,7 +168,7 @@ class SaveRun:
             if not self._committer.is_outcome_reported:
                 give_up_attempt(self._session, self._attempt, error)
         if isinstance(error, OSError):
-            store_error = StoreError(f"{self._where} failed: {error}")
+            store_error = StoreError(f"{self._where} failed ({error}); check the store, and save again")
             store_error.__cause__ = error
             error = store_error
         self._handle.end(checkpoint, self._session.lease.writer.explain_failure(error))

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckpt.errors import FormatError
+from ckpt.errors import DAMAGE_ADVICE, FormatError
 
 # Types of torch that numpy and older releases of ml_dtypes lack, with a numpy dtype of the same size.
 _FOREIGN = {
@@ -71,9 +71,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         else:
             dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
     except Exception as error:
-        raise FormatError(f"unknown element type {name!r}: a newer ckpt or ml_dtypes may know it") from error
+        raise FormatError(
+            f"unknown element type {name!r}: install a newer ckpt-store and ml_dtypes, one of which may know it"
+        ) from error
     if dtype.hasobject:
-        raise FormatError(f"element type {name!r} consists of Python objects and is not loaded")
+        raise FormatError(f"element type {name!r} consists of Python objects, which are not loaded; {DAMAGE_ADVICE}")
     return dtype
 
 

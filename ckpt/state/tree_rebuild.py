@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.errors import FormatError
+from ckpt.errors import DAMAGE_ADVICE, FormatError
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.tree import FACTORIES, Node
 
@@ -24,6 +24,10 @@ namedtuple_type: Callable[..., Any] = collections.namedtuple  # the field names 
 
 MakeArray = Callable[[Node], Callable[[], Any]]
 """From an array node to a function that returns the array; the function is called after the data was read."""
+
+
+class TreeError(FormatError):
+    """This version cannot read the tree of a step. The message does not name the step: the caller adds it."""
 
 
 def rebuild(node: Node, make_array: MakeArray) -> Callable[[], Any]:
@@ -38,11 +42,13 @@ def rebuild(node: Node, make_array: MakeArray) -> Callable[[], Any]:
     if isinstance(node, list):
         return _sequence(node, make_array, list)
     if not isinstance(node, dict):
-        raise FormatError(f"the tree file has an entry that is not a node: {str(node)[:80]}")
+        raise TreeError(f"the tree file has an entry that is not a node: {str(node)[:80]}; {DAMAGE_ADVICE}")
     for tag, build in _BUILDERS.items():
         if tag in node:
             return build(node, make_array)
-    raise FormatError(f"the tree file has a node of an unknown kind ({', '.join(node)}): a newer ckpt may know it")
+    raise TreeError(
+        f"the tree file has a node of an unknown kind ({', '.join(node)}): install a newer ckpt-store, which may know it"
+    )
 
 
 def _sequence(nodes: list[Node], make_array: MakeArray, build: Callable[[list[Any]], Any]) -> Callable[[], Any]:
@@ -85,7 +91,7 @@ def decode_key(key: Node) -> Any:
 
 
 def _no_array(node: Node) -> Callable[[], Any]:
-    raise FormatError("the tree file has an array where a plain value belongs")
+    raise TreeError(f"the tree file has an array where a plain value belongs; {DAMAGE_ADVICE}")
 
 
 def _rebuild_namedtuple(node: Node, make_array: MakeArray) -> Callable[[], Any]:
@@ -144,7 +150,7 @@ def scalar_bytes(node: Node) -> bytes:
     """Return the bytes of a numpy scalar; raise FormatError where their number does not match the dtype."""
     data = base64.b64decode(node["scalar"])
     if len(data) != numpy_dtype(node["dtype"]).itemsize:
-        raise FormatError(f"the tree file has a {node['dtype']} of {len(data)} bytes")
+        raise TreeError(f"the tree file has a {node['dtype']} of {len(data)} bytes; {DAMAGE_ADVICE}")
     return data
 
 

@@ -72,7 +72,8 @@ def check_rename(value: Any) -> None:
                 compiled.sub(replacement, "")
         except (re.error, TypeError, IndexError) as error:
             raise InvalidArgument(
-                f"rename={{{pattern!r}: {replacement!r}}}: not a regular expression and its replacement: {error}"
+                f"rename={{{pattern!r}: {replacement!r}}}: not a regular expression and its replacement ({error}); write "
+                "them as for re.sub"
             ) from error
 
 

@@ -152,7 +152,7 @@ class BackgroundCopier:
     def _stalled_message(self) -> str:
         return (
             f"promoting step {self._current_step} to {self._target.repo.url} has made no progress for "
-            f"{store_timeout_seconds():g} s: a store does not answer. {STORE_TIMEOUT_VARIABLE} sets the seconds"
+            f"{store_timeout_seconds():g} s: check whether both stores answer ({STORE_TIMEOUT_VARIABLE} sets the seconds)"
         )
 
     def _record_progress(self) -> None:

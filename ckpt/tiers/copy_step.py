@@ -16,8 +16,9 @@ from functools import partial
 from ckpt.block_io.block_check import is_good_block
 from ckpt.block_io.pack_reader import is_bad_sector
 from ckpt.block_io.replicated_store import bad_files, clear_bad, from_nearest
-from ckpt.errors import Fenced
+from ckpt.errors import DAMAGE_ADVICE, Fenced
 from ckpt.format.json_records import CommitRecord, FileRecord
+from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest import Row
 from ckpt.format.pack import file_lengths
 from ckpt.repository import commit_publication
@@ -34,6 +35,7 @@ log = logging.getLogger("ckpt")
 
 _PIECE_BYTES = 16 << 20
 """The most bytes that are copied at once: a large block."""
+_ONE_WRITER_ADVICE = "check that no other program writes there, and save again"
 
 
 def promote(
@@ -66,7 +68,8 @@ def promote(
             files_to_sweep.update(existing.files())
     if missing:
         raise IntegrityError(
-            f"{target.repo.url} has a later save of step {step} without {missing[0].name}; the copy in {source.url} is kept"
+            f"{target.repo.url} has a later save of step {step} without {missing[0].name}, and the copy in {source.url} is "
+            f"kept; {DAMAGE_ADVICE}"
         )
     files_to_sweep.update(commit.files())
     target.prepare()
@@ -147,22 +150,30 @@ def _copy_pack(
     with _PackCopies(checkpoint.where, file.name) as source, store.create(file.name, file.nbytes) as writer:
         for begin, end, row in _copy_ranges(blocks, file.nbytes):
             if end - begin > len(buffer):
-                raise IntegrityError(f"{file.name} of {checkpoint.where} has a block of {end - begin} bytes")
+                raise IntegrityError(
+                    f"{file.name} of {checkpoint.where} has a block of {end - begin} bytes, and blocks have at most "
+                    f"{MAX_BLOCK_BYTES}; {DAMAGE_ADVICE}"
+                )
             view = buffer[: end - begin]
 
             def read(copy: Store, begin: int = begin, row: Row | None = row, view: memoryview = view) -> None:
                 source.read(copy, begin, view)
                 if row is not None and not is_good_block(algorithm, row, view[: row.stored]):
                     raise IntegrityError(
-                        f"leaf {row.leaf} of {checkpoint.where}: {copy.url}/{file.name}, block at byte {begin}, is damaged"
+                        f"leaf {row.leaf} of {checkpoint.where}: {copy.url}/{file.name}, block at byte {begin}, is damaged; "
+                        f"{DAMAGE_ADVICE}"
                     )
 
             from_nearest(checkpoint.store, read, file.name, begin, absent)
             if writer.append(view) != begin:
-                raise StoreError(f"copying {file.name} to {store.url}: a range was not written at byte {begin}")
+                raise StoreError(
+                    f"copying {file.name} to {store.url}: a range was not written at byte {begin}; {_ONE_WRITER_ADVICE}"
+                )
             progress()
         if writer.commit() != file.nbytes:
-            raise StoreError(f"copying {file.name} to {store.url}: the copy does not have {file.nbytes} bytes")
+            raise StoreError(
+                f"copying {file.name} to {store.url}: the copy does not have {file.nbytes} bytes; {_ONE_WRITER_ADVICE}"
+            )
 
 
 class _PackCopies:
@@ -181,13 +192,15 @@ class _PackCopies:
                 reader = self._readers[copy.url] = copy.open_once(self._name)
             count = reader.read_into(position, buffer)
         except NotFound as error:
-            raise IntegrityError(f"{pack_name} is missing") from error
+            raise IntegrityError(f"{pack_name} is missing; {DAMAGE_ADVICE}") from error
         except StoreError as error:
             if not is_bad_sector(error):
                 raise
-            raise IntegrityError(f"{pack_name} cannot be read at byte {position}: {error}") from error
+            raise IntegrityError(f"{pack_name} cannot be read at byte {position} ({error}); {DAMAGE_ADVICE}") from error
         if count != len(buffer):
-            raise IntegrityError(f"{pack_name} ends at byte {position + count}, {len(buffer) - count} bytes early")
+            raise IntegrityError(
+                f"{pack_name} ends at byte {position + count}, {len(buffer) - count} bytes early; {DAMAGE_ADVICE}"
+            )
 
     def __enter__(self) -> _PackCopies:
         return self

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ckpt.errors import DAMAGE_ADVICE
 from ckpt.groups.base import Group
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
@@ -24,7 +25,7 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
     record = open_tiers[-1].session.repo
     try:
         if group.rank == 0 and step >= 0 and record.record(step).step != step:
-            raise IntegrityError(f"{record.url}/{commit_name(step)} is not the record of step {step}")
+            raise IntegrityError(f"{record.url}/{commit_name(step)} is not the record of step {step}; {DAMAGE_ADVICE}")
     except CkptError as error:
         log.warning("the memory is not freed, because step %d can't be read from %s (%s)", step, record.url, error)
         return

@@ -22,6 +22,7 @@ log = logging.getLogger("ckpt")
 
 NOT_DRAINED = "could not be drained"
 """Marks a line of the report of `drain` about memory that must be kept."""
+_EXPORT_ADVICE = "copy the steps that you need with ckpt-restore"
 _ANSWER_SECONDS = 10.0
 
 
@@ -77,9 +78,11 @@ def _require_tier_note(repo: Repository) -> dict[str, Any] | None:
     except IntegrityError as error:
         if not _has_steps(repo):
             return None
-        raise IntegrityError(f"{error}. {repo.url} has steps and counts as not drained") from error
+        raise IntegrityError(f"{error}; {repo.url} has steps and counts as not drained: {_EXPORT_ADVICE}") from error
     if note is None and _has_steps(repo):
-        raise IntegrityError(f"{repo.url}/{TIER_NOTE_NAME} is missing, and {repo.url} has steps: it counts as not drained")
+        raise IntegrityError(
+            f"{repo.url}/{TIER_NOTE_NAME} is missing, and {repo.url} has steps and counts as not drained: {_EXPORT_ADVICE}"
+        )
     return note
 
 
@@ -91,7 +94,7 @@ def _drain_repository(repo: Repository) -> str:
     repos = [repo if url == repo.url else open_repository(url) for url in note["places"]]
     record = repos[-1]
     if record.identity() != note["id"]:
-        raise InvalidArgument(f"{record.url} is another repository now; copy the steps that you need with ckpt-restore")
+        raise InvalidArgument(f"{record.url} is another repository now; {_EXPORT_ADVICE}")
     source = TieredRepository([r for r in repos if r is not record])
     newest, there = max(r.newest() for r in source.places), record.newest()
     step = newest[1]

@@ -94,7 +94,7 @@ class _ResumableBatches:
             before = self._cursor
             yield from self
             if before == self._cursor:
-                raise CkptError(f"epoch {before.epoch} has no batch: there is no data")
+                raise CkptError(f"epoch {before.epoch} has no batch: give more samples, or a smaller global_batch")
 
     def state_dict(self) -> dict[str, int]:
         """Return the position after the last batch that the loop took. It is small, and the same on all ranks."""

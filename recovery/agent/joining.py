@@ -114,7 +114,7 @@ class Joining:
         if run_state.last is None and folder is not None and (nodes := nodes_with_objects(folder)):
             raise CkptError(
                 f"the log of the run is empty, but {nodes[0]} has steps of a run: the log was lost, or this is another "
-                f"--state. Give that --state, or another --run-dir; if nobody needs these steps, remove {folder}"
+                f"--state; give that --state, or another --run-dir; if nobody needs these steps, remove {folder}"
             )
 
     def _begin(self, reports: Mapping[str, Mapping[str, Any]], living: Mapping[str, AgentReport]) -> Joined | None:

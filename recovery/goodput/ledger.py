@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ckpt.recovery.goodput.time_category import TimeCategory
 from ckpt.storage.base.checked_decode import Malformed, decode, read_json
+from ckpt.storage.base.fd_io import describe_os_error
 
 log = logging.getLogger("ckpt.run")
 
@@ -139,7 +140,9 @@ class GoodputLedger:
                 del self._recent_spans[:final]
         except OSError as error:
             if not self._has_failed:
-                log.warning("%s can't be written: %s; it is tried again every half second", self._path.name, error.strerror)
+                log.warning(
+                    "%s can't be written: %s; it is tried again every half second", self._path.name, describe_os_error(error)
+                )
             self._has_failed = True
 
     def close(self, ended: bool = True) -> None:

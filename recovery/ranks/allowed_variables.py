@@ -20,17 +20,21 @@ ALLOWED_VARIABLES = frozenset({SKIP_VARIABLE, RESTORE_STEP_LIMIT_VARIABLE, loss_
 """The variables that an entry may set. All are read by ckpt alone."""
 
 _MOST_CHARACTERS = 100_000
+_WRITERS_ADVICE = "find out who else can write the run log"
 
 
 def allowed_environment(given: object) -> dict[str, str]:
     """Return the allowed variables of a `start` entry. The others are dropped, and a warning names them."""
     if not isinstance(given, Mapping):
-        log.warning("the run log gives the ranks an environment that is a %s; it is ignored", type(given).__name__)
+        log.warning(
+            "the run log gives the ranks an environment that is a %s, which is ignored; " + _WRITERS_ADVICE,
+            type(given).__name__,
+        )
         return {}
     accepted = {name: value for name, value in given.items() if name in ALLOWED_VARIABLES and _is_usable(value)}
     if dropped := sorted(map(repr, given.keys() - accepted.keys())):
         log.warning(
-            "the run log gives the ranks %s, which ckpt-run never sets; dropped. Look for who else can write the run log",
+            "the run log gives the ranks %s, which ckpt-run never sets; they are dropped; " + _WRITERS_ADVICE,
             ", ".join(dropped)[:500],
         )
     return accepted

@@ -18,6 +18,7 @@ from ckpt.recovery.ranks.rank_environment import LaunchSpec, build_rank_environm
 from ckpt.recovery.ranks.rank_process import RankProcess
 from ckpt.recovery.ranks.stop_ranks import stop_ranks
 from ckpt.storage.base.errors import CkptError, Unavailable
+from ckpt.storage.base.fd_io import describe_os_error
 from ckpt.training import import_report
 from ckpt.training.heartbeat_page import HeartbeatPage
 
@@ -72,7 +73,7 @@ def start(
     except OSError as error:
         stop_ranks(ranks, "")
         if error.errno in _TRANSIENT_ERRORS:
-            raise Unavailable(f"the ranks can't be started now: {error.strerror} ({error.filename or command[0]})") from error
+            raise Unavailable(f"{error.filename or command[0]} can't be started now: {describe_os_error(error)}") from error
         raise _start_error(command, error.strerror) from error
     return ranks
 

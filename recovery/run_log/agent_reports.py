@@ -149,7 +149,10 @@ def decode_reports(facts_by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         except Malformed as error:
             if name not in _warned_agents:
                 _warned_agents.add(name)
-                log.warning("the report of agent %s can't be read, and is passed over: %s", name, error)
+                log.warning(
+                    "the report of agent %s can't be read, and is passed over (%s); install the same version of ckpt-store "
+                    "on all hosts", name, error,
+                )  # fmt: skip
     return found
 
 

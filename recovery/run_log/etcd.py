@@ -64,13 +64,13 @@ class EtcdRunLog(RunLog):
                 entries.append(read_entry(number, self._trusted_value(item)))
             except UntrustedValue as error:
                 refused += 1
-                entries.append(placeholder_entry(number, f"{error}. Look for who else writes to {item.key} in etcd"))
+                entries.append(placeholder_entry(number, f"{error}; find out who else writes to {item.key} in etcd"))
         for key in found:
             self._warn_once(key, "%s in etcd is no entry that follows the others: it is ignored")
         if refused and not after and (refused == len(entries) or not self._signer.has_token):
             raise Refused(
                 f"the log of the run in {folder} is of a job with another token: of {len(entries)} entries {refused} can't be "
-                "trusted. Give the token of that run (--token-file, CKPT_TOKEN_FILE), or another NAME in --state"
+                "trusted; give the token of that run (--token-file, CKPT_TOKEN_FILE), or another NAME in --state"
             )
         return entries
 
@@ -115,7 +115,8 @@ class EtcdRunLog(RunLog):
             return self._signer.verify(item.key, item.value)
         if (value := strip_signature(item.value)) != item.value:
             self._warn_once(
-                self._prefix, "the signature of values in %s was not checked, as there is no token (CKPT_TOKEN_FILE)"
+                self._prefix,
+                "the signature of values in %s was not checked, as there is no token; set CKPT_TOKEN_FILE to check it",
             )
         return value
 

@@ -111,7 +111,9 @@ class BufferPool:
                     return map_huge_pages(length)
                 remaining_seconds = until - time.monotonic()
                 if remaining_seconds <= 0:
-                    raise Unavailable(f"no buffer of {length} bytes became free within {seconds:g} s: too many writers at once")
+                    raise Unavailable(
+                        f"no buffer of {length} bytes became free within {seconds:g} s; write with fewer clients at once"
+                    )
                 if reclaimed := next(filter(None, (loan.reclaim(seconds / 2) for loan in self._lent)), None):
                     self._idle.append(reclaimed)
                 else:

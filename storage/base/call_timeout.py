@@ -83,7 +83,7 @@ def call_in_thread(call: Callable[[], T], what: str) -> T:
         if future.done():
             raise
         raise Unavailable(
-            f"{what}: no answer for {seconds:g} s. A mount hangs, or its server is down; restore it or unmount it, "
+            f"{what}: no answer for {seconds:g} s, as a mount hangs or its server is down; restore it or unmount it, "
             f"and start again ({STORE_TIMEOUT_VARIABLE} sets the seconds)"
         ) from None
 

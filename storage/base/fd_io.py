@@ -19,13 +19,18 @@ _ADVICE_BY_ERRNO = {
     errno.EDQUOT: "the disk quota is used up: free space or keep fewer steps",
     errno.EACCES: "check the owner and mode of it and of its folder",
     errno.EPERM: "check the owner and mode of it and of its folder",
-    errno.EROFS: "the file system is read-only",
+    errno.EROFS: "mount the file system writable, or name another folder",
     errno.EIO: "the device reported an I/O error: check the disk",
     errno.ENOTDIR: "a part of this path is a file: name a folder",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n) or close some",
     errno.ENFILE: "this host has too many files open: raise the limit (sysctl fs.file-max) or close some",
-    errno.ENAMETOOLONG: "the path is too long for this file system",
+    errno.ENAMETOOLONG: "the path is too long for this file system: name a shorter one",
+    errno.EAGAIN: "a limit of this user or host is reached: end other processes, or raise it (ulimit -u)",
+    errno.ENOMEM: "the host has no memory left: free some",
+    errno.EISDIR: "a folder has this name: remove it, or name another path",
+    errno.ESTALE: "the server of this network file system has replaced the file: try again, or mount it again",
 }
+_OTHER_ADVICE = "see the log of the kernel (dmesg), and check the file system"
 
 
 _REFUSED_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
@@ -48,7 +53,7 @@ def convert_os_errors(action: str, where: str) -> Iterator[None]:
 
 def describe_os_error(error: OSError) -> str:
     """Return the message of an error, and what to do."""
-    return f"{error.strerror or error}; {_ADVICE_BY_ERRNO.get(error.errno or 0, 'see the cause')}"
+    return f"{error.strerror or error}; {_ADVICE_BY_ERRNO.get(error.errno or 0, _OTHER_ADVICE)}"
 
 
 def write_all(fd: int, data: memoryview, position: int, where: str) -> None:

@@ -34,7 +34,7 @@ def require_conditional_puts(store: Store, name: str) -> None:
         )
         if not _is_allowed_unfenced(store.url):
             raise Refused(
-                f"{what}. Use a store with conditional puts (docs/reference/stores.md lists them); if only one job at a time "
+                f"{what}; use a store with conditional puts (docs/reference/stores.md lists them); if only one job at a time "
                 f"writes there, set {UNFENCED_STORES_VARIABLE}={store.url}"
             )
         log.warning("%s; %s allows it", what, UNFENCED_STORES_VARIABLE)

@@ -51,7 +51,7 @@ def require_local_file_system(path: str | os.PathLike[str], what: str, advice: s
         kind = f"on {name}, which may be a network file system"
     raise StoreError(
         f"{where} is {kind}: {what} there can lose acknowledged changes, since SQLite needs a file system of one host; "
-        f"{advice}. If it is a file system of this host, set {LOCAL_FILE_SYSTEMS_VARIABLE}={_existing_parent(where)}"
+        f"{advice}; if it is a file system of this host, set {LOCAL_FILE_SYSTEMS_VARIABLE}={_existing_parent(where)}"
     )
 
 

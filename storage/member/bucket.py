@@ -374,7 +374,9 @@ def _escape_segment(part: str) -> str:
 def _encode_record(name: str, record: Record) -> bytes:
     value = record.value
     if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
-        raise StoreError(f"the record of {name} has {len(value.body)} bytes; a register takes at most {BODY_BYTES}")
+        raise StoreError(
+            f"the record of {name} has {len(value.body)} bytes; a register takes at most {BODY_BYTES}; write smaller files"
+        )
     promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
     packed: bytes = msgpack.packb(
         [name, promised, accepted, value and [value.head, value.body], record_checksum(name, promised, accepted, value)]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
 from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError
-from ckpt.storage.base.fd_io import convert_os_errors
+from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import is_temporary
@@ -246,7 +246,7 @@ class Device:
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise StoreError(f"moving {name} to {target} failed: {error.strerror}") from error
+            raise StoreError(f"moving {name} to {target} failed: {describe_os_error(error)}") from error
 
     def sweep(self, older_seconds: float) -> None:
         """Delete temporary files older than this of killed writers, for a folder without a node, which does it at its start."""

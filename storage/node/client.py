@@ -67,13 +67,15 @@ class NodeStore(Store):
         version, *fields = answer
         if version != wire.PROTOCOL_VERSION:
             raise Unavailable(
-                f"{self.url} has version {version} of the protocol, and this client {wire.PROTOCOL_VERSION}; install the same "
-                "version of ckpt on both"
+                f"{self.url} has version {version} of the protocol, and this client {wire.PROTOCOL_VERSION}; "
+                f"{wire.SAME_VERSION_ADVICE}"
             )
         try:
             return decode(MemberInfo, dict(zip(_INFO_FIELDS, fields, strict=False)))
         except Malformed as error:
-            raise Unavailable(f"{self.url} does not answer info by this protocol: {error}") from error
+            raise Unavailable(
+                f"{self.url} does not answer info by this protocol ({error}); {wire.SAME_VERSION_ADVICE}"
+            ) from error
 
     # --- objects -----------------------------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class NodeStore(Store):
             finally:
                 writer.close()  # raises the error of the node
             if answer is None:
-                raise Unavailable(f"{self.url} closed an append without an answer")
+                raise Unavailable(f"{self.url} closed an append without an answer; check that it runs")
             position: int = wire.unpack(answer)
             return position
 
@@ -282,11 +284,14 @@ class NodeStore(Store):
                 ) from error
             raise Unavailable(f"{self.url} failed in {action}: {text}; check that it runs") from error
         except pa.ArrowException as error:
-            raise StoreError(f"{self.url}: {action} failed: {next(iter(str(error).splitlines()), '')[:300]}") from error
+            text = next(iter(str(error).splitlines()), "")[:300]
+            raise StoreError(f"{self.url}: {action} failed: {text}; see the log of the node") from error
         except ValueError as error:
             if isinstance(error, CkptError):
                 raise
-            raise Unavailable(f"{self.url} does not answer {action} by this protocol: {error}") from error
+            raise Unavailable(
+                f"{self.url} does not answer {action} by this protocol ({error}); {wire.SAME_VERSION_ADVICE}"
+            ) from error
 
 
 class _NodeReader(Reader):
@@ -309,7 +314,9 @@ class _NodeReader(Reader):
             got = 0
             for piece in self._store.read(self._name, position + done, requested_bytes):
                 if got + len(piece) > requested_bytes:
-                    raise IntegrityError(f"{self._store.url} sent more bytes of {self._name} than requested")
+                    raise IntegrityError(
+                        f"{self._store.url} sent more bytes of {self._name} than requested; {wire.SAME_VERSION_ADVICE}"
+                    )
                 buffer[done + got : done + got + len(piece)] = piece
                 got += len(piece)
             done += got
@@ -349,7 +356,9 @@ class _NodeWriter(Writer):
         data = data.cast("B")
         if len(data) <= wire.MESSAGE_BYTES:
             return self._store.append(self._key, data)
-        raise StoreError(f"an append of {len(data)} bytes; a node takes {wire.MESSAGE_BYTES} at once")
+        raise StoreError(
+            f"{self._store.url}: an append of {len(data)} bytes is too long; append at most {wire.MESSAGE_BYTES} at once"
+        )
 
     def commit(self) -> int:
         length: int = self._store.call("commit", self._key)

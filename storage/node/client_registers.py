@@ -86,14 +86,16 @@ class NodeRegisters(Registers):
         try:
             answers = wire.decode_answers(data)
         except (TypeError, IndexError) as error:
-            raise Unavailable(f"{self._url} did not answer with records of registers: {error}") from error
+            raise Unavailable(
+                f"{self._url} did not answer with records of registers ({error}); {wire.SAME_VERSION_ADVICE}"
+            ) from error
         if len(answers) != expected:
-            raise Unavailable(f"{self._url} answered for {len(answers)} of {expected} registers")
+            raise Unavailable(f"{self._url} answered for {len(answers)} of {expected} registers; {wire.SAME_VERSION_ADVICE}")
         return answers
 
     def _check_flags(self, data: Any, expected: int) -> list[bool]:
         if not isinstance(data, list) or len(data) != expected:
-            raise Unavailable(f"{self._url} did not answer for {expected} registers")
+            raise Unavailable(f"{self._url} did not answer for {expected} registers; {wire.SAME_VERSION_ADVICE}")
         return data
 
 

@@ -84,7 +84,7 @@ def request_descriptors(address: FdServerAddress, verb: str, argument: str, seco
             raise ConnectionRefusedError(errno.ECONNREFUSED, "the process that answers does not have the secret")
         count, node_error = wire.unpack(answer)
         if node_error:
-            raise wire.decode_error(node_error) or StoreError(f"it can't {verb} {argument}")
+            raise wire.decode_error(node_error) or StoreError(f"it can't {verb} {argument}; see its log")
         if len(found) != count:  # this process has too many open files, or may not receive descriptors
             raise OSError(errno.EMFILE, f"received {len(found)} of {count} descriptors")
     except BaseException:

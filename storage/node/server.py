@@ -28,7 +28,7 @@ from ckpt.storage.node import fd_passing_server, wire
 from ckpt.storage.node.outgoing_object import OutgoingObject
 from ckpt.storage.node.register_verbs import RegisterVerbs
 from ckpt.storage.node.token_check import TokenCheck
-from ckpt.storage.node.upload_leases import UploadLeases
+from ckpt.storage.node.upload_leases import FULL_ADVICE, SHUTTING_DOWN, UploadLeases
 
 log = logging.getLogger("ckpt.node")
 
@@ -142,10 +142,11 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         verb = self._handlers.get(action.type)
         if verb is None:
             raise InvalidArgument(
-                f"this node has no call {action.type!r}: it has version {wire.PROTOCOL_VERSION} of the protocol"
+                f"this node, with version {wire.PROTOCOL_VERSION} of the protocol, has no call {action.type!r}; "
+                f"{wire.SAME_VERSION_ADVICE}"
             )
         if action.body.size > wire.MESSAGE_BYTES:
-            raise InvalidArgument(f"a message of {action.body.size} bytes is too long; the limit is {wire.MESSAGE_BYTES}")
+            raise InvalidArgument(f"a message of {action.body.size} bytes is too long; send at most {wire.MESSAGE_BYTES}")
         answer = verb(*wire.unpack(action.body))
         for part in answer if isinstance(answer, _PartedAnswer) else [answer]:
             yield flight.Result(wire.pack(part))
@@ -157,12 +158,12 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         def receive() -> Iterator[int]:
             key, nbytes, expected = wire.unpack(descriptor.command)
             if not 0 <= nbytes <= wire.MESSAGE_BYTES:
-                raise InvalidArgument(f"an append of {nbytes} bytes is refused; the limit is {wire.MESSAGE_BYTES}")
+                raise InvalidArgument(f"an append of {nbytes} bytes is refused; send at most {wire.MESSAGE_BYTES}")
             with self._buffers.borrow(nbytes, self._options.buffer_wait_seconds) as loan:
                 for chunk in reader:
                     data = wire.from_record_batch(chunk.data)
                     if loan.filled_bytes + len(data) > nbytes:
-                        raise InvalidArgument(f"received more than the {nbytes} bytes that the append announced")
+                        raise InvalidArgument(f"received more than {nbytes} bytes; announce all bytes of the append")
                     loan.append(data)
                 if loan.filled_bytes < nbytes:
                     raise IntegrityError(f"received {loan.filled_bytes} of {nbytes} bytes; send the append again")
@@ -184,7 +185,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     def _stream_object(self, ticket: flight.Ticket) -> flight.FlightDataStream:
         name, position, nbytes = wire.unpack(ticket.ticket)
         if min(position, nbytes) < 0:
-            raise InvalidArgument(f"{name} has no {nbytes} bytes at {position}")
+            raise InvalidArgument(f"{name} has no {nbytes} bytes at {position}; give no negative number")
         failpoint("node.get")
         sending = OutgoingObject(name, self._device.store.open(name))
 
@@ -238,18 +239,18 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         if self._options.read_only:
             raise Unavailable("this node is read-only: start it without --read-only")
         if self.is_draining:
-            raise Unavailable("this node is shutting down and accepts nothing new")
+            raise Unavailable(SHUTTING_DOWN)
 
     def _verb_put(self, name: str, data: bytes, new: bool) -> None:
         self._require_writable()
         if len(data) > (free := self.usage()[1]):
-            raise NoSpace(f"{name} of {len(data)} bytes does not fit: {free} bytes are free on this node")
+            raise NoSpace(f"{name} of {len(data)} bytes does not fit: {free} bytes are free on this node; {FULL_ADVICE}")
         (self._device.store.put_new if new else self._device.store.put)(name, data)
 
     def _verb_create(self, name: str, size_hint: int) -> str:
         self._require_writable()
         if size_hint < 0:
-            raise InvalidArgument(f"{name} can't have {size_hint} bytes")
+            raise InvalidArgument(f"{name} can't have {size_hint} bytes; give no negative number")
         return self.uploads.create(check_name(name), size_hint)
 
     def _verb_reserve(self, key: str, needed_bytes: int, requested_bytes: int) -> int:
@@ -353,7 +354,11 @@ def _log_and_convert_error(verb: str, error: Exception) -> CkptError:
     if isinstance(error, NotFound):
         return error
     if isinstance(error, CkptError | ValueError | TypeError):  # the last two mean arguments that the protocol does not have
-        client_error = error if isinstance(error, CkptError) else InvalidArgument(f"{verb} has invalid arguments: {error}")
+        client_error = (
+            error
+            if isinstance(error, CkptError)
+            else InvalidArgument(f"{verb} has invalid arguments ({error}); {wire.SAME_VERSION_ADVICE}")
+        )
         log.info("%s refused: %s", verb, client_error)
         return client_error
     log.error("%s failed: %s", verb, error, exc_info=error)

@@ -70,7 +70,7 @@ class TokenFile:
         try:
             tokens = tuple(filter(None, map(str.strip, self._file.read_text().splitlines())))
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"the token file {self._file} can't be read: {error}") from error
+            raise InvalidArgument(f"the token file {self._file} can't be read ({error}); name a readable text file") from error
         if min(map(len, tokens), default=0) < _MIN_TOKEN_CHARACTERS:
             raise InvalidArgument(
                 f"a token in {self._file} has {min(map(len, tokens), default=0)} characters; use {_MIN_TOKEN_CHARACTERS} or "

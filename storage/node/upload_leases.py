@@ -12,6 +12,10 @@ from ckpt.storage.base.errors import NoSpace, NotFound, Unavailable
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import LocalWriter
 
+FULL_ADVICE = "free space on its device, or add a node"
+SHUTTING_DOWN = "this node is shutting down; write to another node, or start it again"
+"""The message of a node that accepts no new upload."""
+
 
 class LeasedUpload:
     """One object that a client is writing."""
@@ -44,16 +48,16 @@ class UploadLeases:
         """Begin an upload and return its key; raise NoSpace if it does not fit beside what is reserved for other uploads."""
         with self._changed:
             if self._is_closed:
-                raise Unavailable("this node is shutting down and accepts nothing new")
+                raise Unavailable(SHUTTING_DOWN)
             free = self._free_bytes()
             if size_hint > free:
-                raise NoSpace(f"{name} of {size_hint} bytes does not fit: {free} bytes are free on this node")
+                raise NoSpace(f"{name} of {size_hint} bytes does not fit: {free} bytes are free on this node; {FULL_ADVICE}")
         upload = LeasedUpload(name, self._store.create(name, size_hint), size_hint)
         key = secrets.token_hex(16)
         with self._changed:
             if self._is_closed:
                 upload.writer.abort()
-                raise Unavailable("this node is shutting down and accepts nothing new")
+                raise Unavailable(SHUTTING_DOWN)
             self._uploads[key] = upload
         return key
 
@@ -91,7 +95,8 @@ class UploadLeases:
                 try:
                     if needed_bytes > before + free:
                         raise NoSpace(
-                            f"{needed_bytes - before} more bytes of {upload.name} do not fit: {free} are free on this node"
+                            f"{needed_bytes - before} more bytes of {upload.name} do not fit: {free} are free on this "
+                            f"node; {FULL_ADVICE}"
                         )
                     return self._reserve_file(upload, needed_bytes)
                 except BaseException:

@@ -21,6 +21,7 @@ from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.registers.base import Ballot, DamagedRecord, DirectChange, Record, RegisterAnswer, RegisterValue
 
 PROTOCOL_VERSION = 1
+SAME_VERSION_ADVICE = "install the same version of ckpt-store on both"
 
 PUT_BYTES = 1 << 20
 """Objects up to this size are put in one action, larger ones as an upload."""

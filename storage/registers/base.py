@@ -228,7 +228,9 @@ def is_final(answer: RegisterAnswer) -> bool:
 def require_same_value(record: RegisterAnswer, name: str, value: RegisterValue) -> None:
     """Raise Changed unless a final record has this value."""
     if not isinstance(record, Record) or record.value != value:
-        raise Changed(f"{name} was agreed on before with another value; this member belongs to another namespace")
+        raise Changed(
+            f"{name} was agreed on before with another value; this member belongs to another namespace: name it there only"
+        )
 
 
 def with_promise(record: RegisterAnswer, ballot: Ballot) -> Record | None:

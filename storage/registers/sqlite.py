@@ -353,7 +353,9 @@ def _decode_head(name: str, promised: bytes, accepted: bytes, total: int, head: 
 def _write_record(db: sqlite3.Connection, name: str, record: Record) -> None:
     value = record.value
     if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
-        raise StoreError(f"the record of {name} has {len(value.body)} bytes; a register takes at most {BODY_BYTES}")
+        raise StoreError(
+            f"the record of {name} has {len(value.body)} bytes; a register takes at most {BODY_BYTES}; write smaller files"
+        )
     promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
     total = record_checksum(name, promised, accepted, value)
     of_head = record_checksum(name, promised, accepted, value and RegisterValue(value.head))

@@ -356,7 +356,7 @@ def _open_file_system(url: str) -> tuple[Any, str]:
     try:
         file_system, root = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise UnknownScheme(f"{url}: {error or 'a package is missing'} (for {scheme}:// URLs)") from error
+        raise UnknownScheme(f"{url}: a package is missing ({error}); install the one for {scheme}:// URLs") from error
     except ValueError as error:
         if scheme in fsspec.available_protocols():
             raise StoreError(f"{url} cannot be opened: {error}; correct the URL") from error

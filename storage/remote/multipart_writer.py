@@ -89,7 +89,9 @@ class MultipartWriter(Writer):
         if isinstance(error, StoreError):
             raise StoreError(str(error)) from error
         if error is not None:
-            raise StoreError(f"uploading {self._url} failed: {error!r}; see the cause") from error
+            raise StoreError(
+                f"uploading {self._url} failed: {error!r}; check the server of the store, and save again"
+            ) from error
 
     def __del__(self) -> None:
         self._pieces.cancel()

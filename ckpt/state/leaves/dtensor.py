@@ -41,7 +41,8 @@ def _of_dtensor(value: Any) -> ArrayLeaf:
             leaf = leaf_of(local if within.shape == extent else local[within.slices()])
             if leaf.shape != box.shape:
                 raise TypeError(
-                    f"a DTensor of shape {list(shape)} with {list(placements)} whose local tensor has shape {list(extent)}"
+                    f"a DTensor of shape {list(shape)} with {list(placements)} has a local tensor of shape {list(extent)}: "
+                    "give DTensor.from_local the shape= and stride= of the whole tensor"
                 )
             parts.append(LeafShard(leaf, box, place.replica))
     plain = parts[0].leaf if parts else leaf_of(local)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.errors import FormatError
+from ckpt.errors import DAMAGE_ADVICE, FormatError
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.stateful import Stateful
 
@@ -16,12 +16,12 @@ def is_array(kind: type) -> bool:
 
 def as_leaf(value: Any) -> ArrayLeaf:
     """Raise TypeError, since no value of grain is an array."""
-    raise TypeError(f"a {type(value).__name__} is not an array")
+    raise TypeError(f"a {type(value).__name__} is not an array: store the iterator itself")
 
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
     """Raise FormatError, since no step has an array of grain."""
-    raise FormatError("the tree file has an array of grain, which has none: the file was changed")
+    raise FormatError(f"the tree file has an array of grain, which has none; {DAMAGE_ADVICE}")
 
 
 def as_stateful(value: Any) -> Stateful | None:

@@ -43,7 +43,9 @@ def state_of(optimizer: Any) -> dict[str, Any]:
     known = {id(tensor) for entries in found.values() for tensor in entries.values()}
     for name, by_parameter in optimizer._accumulators.items():
         if unknown := [owner for owner, tensor in by_parameter.items() if id(tensor) not in known]:
-            raise TypeError(f"its {name} of {unknown[0]} belongs to none of its parameters")
+            raise TypeError(
+                f"its {name} of {unknown[0]} belongs to none of its parameters: give it all parameters that it updates"
+            )
     return {"state": {number: entries for number, entries in found.items() if entries}, "param_groups": groups}
 
 
@@ -67,7 +69,7 @@ def set_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Set the tensors of an optimizer, of which a load has filled the existing ones in place; raise ValueError for a misfit."""
     parameters = parameters_of(optimizer)
     if ("lbfgs" in state) != isinstance(optimizer, paddle.optimizer.LBFGS):
-        raise ValueError("it is of another kind than the saved one")
+        raise ValueError("the saved optimizer is of another kind")
     saved_count = sum(len(group["params"]) for group in state["param_groups"])
     if saved_count != len(parameters):
         raise ValueError(f"it has {len(parameters)} parameters, and the saved one {saved_count}")

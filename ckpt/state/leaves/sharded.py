@@ -176,7 +176,9 @@ def as_leaf(value: Shard) -> ArrayLeaf:
         raise TypeError("a Shard without a local array has no dtype: give it an array of size 0")
     first = leaves[0]
     if any(leaf.dtype != first.dtype for leaf in leaves):
-        raise TypeError(f"the local arrays of a Shard differ in dtype: {', '.join(leaf.dtype for leaf in leaves)}")
+        raise TypeError(
+            f"the local arrays of a Shard have the dtypes {', '.join(leaf.dtype for leaf in leaves)}: give all of them one"
+        )
     if value.flat is not None:
         parts = _flat_shards(first, value)
     else:
@@ -197,7 +199,10 @@ def _flat_shards(leaf: ArrayLeaf, value: Shard) -> list[LeafShard]:
     end = value.flat + len(flat)
     if len(flat) and not 0 <= value.flat < end <= math.prod(value.global_shape):
         shape = list(value.global_shape)
-        raise TypeError(f"a flat shard of elements {value.flat} to {end} does not lie in an array of shape {shape}")
+        raise TypeError(
+            f"a flat shard of elements {value.flat} to {end} does not lie in an array of shape {shape}: correct flat= or "
+            "global_shape="
+        )
     parts = []
     at = 0
     for box in flat_boxes(value.global_shape, value.flat, end):
@@ -224,7 +229,8 @@ def require_in_bounds(part: LeafShard, shape: tuple[int, ...]) -> LeafShard:
         o < 0 or o + n > length for o, n, length in zip(box.offset, box.shape, shape, strict=True)
     ):
         raise TypeError(
-            f"a shard of shape {list(leaf.shape)} at {list(box.offset)} does not lie in an array of shape {list(shape)}"
+            f"a shard of shape {list(leaf.shape)} at {list(box.offset)} does not lie in an array of shape {list(shape)}: "
+            "correct its offset or the global shape"
         )
     return part
 

@@ -44,7 +44,7 @@ def as_leaf(value: torch.Tensor) -> ArrayLeaf:
     if value.is_cpu:
         return TorchLeaf(value)
     if value.is_meta:
-        raise TypeError("a tensor on the meta device has no data")
+        raise TypeError("a tensor on the meta device has no data: give it memory first, as module.to_empty(device=…) does")
     return TorchDeviceLeaf(value)
 
 

@@ -70,7 +70,7 @@ def test_a_forged_start_entry_starts_no_rank(server: EtcdProcess, tmp_path: Path
         monkeypatch.delenv("CKPT_TOKEN")
         refused = job.ask("drain")
         assert refused.returncode == 1
-        assert "Give the token of that run" in refused.stderr, "an unsigned request would be ignored"
+        assert "give the token of that run" in refused.stderr, "an unsigned request would be ignored"
         assert "was not checked, as there is no token" in job.ask("why").stderr
         monkeypatch.setenv("CKPT_TOKEN", TOKEN)
         assert job.ask("drain").returncode == 0
@@ -113,7 +113,7 @@ def test_keys_that_no_agent_writes_are_ignored(server: EtcdProcess, caplog: pyte
 def test_an_agent_with_another_token_or_none_takes_no_part(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
     assert _state(server).append(0, [Draft(0, "note", "first")])
     for token in ("another token, which is long enough, too", None):
-        with pytest.raises(Refused, match="Give the token of that run .*, or another NAME"):
+        with pytest.raises(Refused, match="give the token of that run .*, or another NAME"):
             _state(server, token).entries()
     with caplog.at_level(logging.WARNING):
         assert [entry.text for entry in _state(server, None, read_only=True).entries()] == ["first"]

@@ -131,9 +131,9 @@ def test_the_weights_and_the_logits_are_those_of_an_export(tmp_path: Path) -> No
 
     answers = dict(zip([*refused, *accepted], found["answers"], strict=True))
     assert answers["unknown option"] == (
-        "InvalidArgument: model_loader_extra_config: ckpt has no option steps; it has url, step, prefix, rename, strict"
+        "InvalidArgument: model_loader_extra_config: ckpt has no option steps; use url, step, prefix, rename, strict"
     )
-    assert answers["type of option"] == "InvalidArgument: model_loader_extra_config: step='1' is not of type int"
+    assert answers["type of option"] == "InvalidArgument: model_loader_extra_config: step='1': give a value of type int"
     assert answers["nothing saved"].startswith("StepNotFound: nothing has been saved to")
     assert answers["no such step"].endswith("has no committed step 9; it has steps 1, 2")
     assert answers["no url"].startswith("InvalidArgument: ")
@@ -200,7 +200,7 @@ def test_an_update_takes_the_newest_step_and_keeps_the_old_weights_if_it_fails(t
     assert (damaged["done"], damaged["digest"]) == (False, first)
     assert "Failed to update weights: leaf lm_head.weight of step 2" in damaged["message"]
     assert (missing["done"], missing["digest"]) == (False, first)
-    assert f"step 2 lacks 1 weights of step 1: {O_PROJ}" in missing["message"]
+    assert f"step 2 lacks 1 weights of step 1, such as {O_PROJ}" in missing["message"]
     assert (newer["done"], newer["digest"]) == (True, newest)
 
 

@@ -134,7 +134,7 @@ def test_a_wrong_token_reads_nothing(sender: CkptTransport) -> None:
     _, _, where = sender.metadata().partition("@")
     with pytest.raises(Refused, match="token"):
         sender.recv_checkpoint(0, f"peer://{'0' * 32}@{where}", 1, timedelta(seconds=5))
-    with pytest.raises(ckpt.InvalidArgument, match="its token is missing"):
+    with pytest.raises(ckpt.InvalidArgument, match="lacks its token"):
         sender.recv_checkpoint(0, f"peer://{where}", 1, timedelta(seconds=5))
     with pytest.raises(ckpt.InvalidArgument, match="is not an address of a PeerMemory"):
         open_peer(where)

@@ -109,7 +109,7 @@ def test_the_weights_and_the_tokens_are_those_of_an_export(tmp_path: Path, kind:
         assert "has the parts model: name that of the model" in parts
         assert (
             option
-            == "InvalidArgument: model_loader_extra_config: ckpt has no option steps; it has url, step, prefix, rename, strict"
+            == "InvalidArgument: model_loader_extra_config: ckpt has no option steps; use url, step, prefix, rename, strict"
         )
         assert len(older) == 64
         assert older != found["digest"]

@@ -51,7 +51,7 @@ def test_urls_and_configuration_files_are_parsed(tmp_path: Path, monkeypatch: py
     ("url", "message"),
     [
         ("ckpt://", "write ckpt://host:port"),
-        ("ckpt://nowhere/x", r"no \[namespaces.nowhere\]; it has a, b, c"),
+        ("ckpt://nowhere/x", r"no \[namespaces.nowhere\]; add it, or name one that it has \(a, b, c\)"),
         ("ckpt://a/x", "is not a member: use host:port"),
         ("ckpt://b/x", "unknown key 'wieght'"),
         ("ckpt://c/x", r"c.toml, \[namespaces.c\]: deadline_seconds is 'soon'; it must be a number of seconds"),

@@ -30,7 +30,7 @@ from ckpt.training import heartbeat_page
         ({"codec": {"id": "nonsense"}}, ckpt.FormatError, "nonsense"),
         ({"codec": {"id": "pickle"}}, ckpt.FormatError, "pickle"),
         ({"codec": {"id": "quantize", "digits": 1, "dtype": "f4"}}, ckpt.FormatError, "quantize"),  # loses digits
-        ({"codec": {"id": "blosc", "cname": "nonsense"}}, ckpt.FormatError, "not understood"),
+        ({"codec": {"id": "blosc", "cname": "nonsense"}}, ckpt.FormatError, "can't encode"),
         ({"codec": {"id": "zstd", "level": print}}, ckpt.FormatError, "not understood"),
         ({"codec": {"id": "zstd", "speed": 3}}, ckpt.FormatError, "not understood"),
         ({"codec": {"embed": 7}}, ckpt.FormatError, "7"),

@@ -66,7 +66,7 @@ def test_an_append_longer_than_a_message_needs_descriptors(tmp_path: Path, near_
                 writer.append(data)
                 assert writer.commit() == len(data)
             else:
-                with pytest.raises(StoreError, match="a node takes"):
+                with pytest.raises(StoreError, match="append at most"):
                     writer.append(data)
     finally:
         node.close()
