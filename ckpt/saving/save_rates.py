@@ -3,6 +3,9 @@
 A prediction adds what was measured of the store and of a codec one by one. In a save, encoding competes with staging, digests
 and the writing itself, and a store seems slow while few threads write to it. So the prediction only proposes a codec. What
 decides is the rate of whole saves: raw bytes for each second until they were durable.
+
+On a disk that takes 2 GB/s, a save of 2 GB was predicted to take 1.3 s with a codec and 1.6 s without. It took 2.2 s with
+it and 1.1 s without.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ _MAX_RETRY_SAVES = 256
 _SAVE_WEIGHT = 0.5
 
 _FEW, _MOST = 0.1, 0.5
-"""Shares of the bytes of a save. A save that encoded fewer than `_FEW` was one without codecs."""
+"""Shares of the bytes of a save. A save that encoded fewer than `_FEW` is one without codecs. If codecs could be chosen only
+after some blocks, because the speed of the store was unknown, a save is one with codecs if it encoded at least `_MOST`."""
 
 IS_SLOWER = "saves with it took longer than without it"
 IS_TRIAL = "this save measures the rate without it"
