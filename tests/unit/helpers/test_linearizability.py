@@ -53,7 +53,7 @@ def put_new(value: str, result: str | None, began: float, ended: float) -> Call:
         ([put_new("x", None, 0, LATE), put_new("y", "exists", 1, 2), get("x", 4, 5)], True),
     ],
 )
-def test_small_histories(calls: list[Call], expected: bool) -> None:
+def test_each_small_history_is_decided_right(calls: list[Call], expected: bool) -> None:
     assert is_linearizable(calls) is expected
 
 
