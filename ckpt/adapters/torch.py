@@ -189,8 +189,8 @@ class ModelState:
             for number, values in packed["state"].items():
                 if not isinstance(number, int):
                     raise InvalidArgument(
-                        f"{type(optimizer).__name__} has a state for {number!r}, which is not a parameter: store the optimizer "
-                        "beside ModelState, and not in it"
+                        f"{type(optimizer).__name__} has a state for {number!r}, which is not a parameter: save it under "
+                        "a name of its own instead of in ModelState"
                     )
                 state[mine[number]] = dict(values)
             for group in packed["param_groups"]:

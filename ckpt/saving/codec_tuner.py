@@ -88,9 +88,9 @@ class CodecTuner:
             self._saves_running += 1
         against = self.rates(conditions.caller_waits).reason_against()
         could_encode_all = against is None and self.store.bytes_per_second() is not None
-        return SaveCodecs(self, conditions, against, SaveTimer(self._clock), could_encode_all)
+        return SaveCodecs(self, conditions, against, SaveTimer(could_encode_all, self._clock))
 
-    def end_save(self, conditions: SaveConditions, timer: SaveTimer | None, could_encode_all: bool) -> None:
+    def end_save(self, conditions: SaveConditions, timer: SaveTimer | None) -> None:
         """Record that a save has ended: the processors now belong to the training alone. timer: None if the save failed."""
         times = self._times()
         with self._lock:
@@ -98,7 +98,7 @@ class CodecTuner:
             self._last_end = times
             if timer is not None:
                 rates = self._rates.get(conditions.caller_waits, SaveRates())
-                self._rates[conditions.caller_waits] = timer.update(rates, could_encode_all)
+                self._rates[conditions.caller_waits] = timer.update(rates)
 
     def rates(self, caller_waits: bool) -> SaveRates:
         """Return how fast saves were for which the caller waited, or those in the background."""
@@ -165,14 +165,11 @@ class CodecTuner:
 class SaveCodecs:
     """The choices of one save. Writer threads share it; each entry of its two tables is replaced as a whole."""
 
-    def __init__(
-        self, tuner: CodecTuner, conditions: SaveConditions, against: str | None, timer: SaveTimer, could_encode_all: bool
-    ) -> None:
+    def __init__(self, tuner: CodecTuner, conditions: SaveConditions, against: str | None, timer: SaveTimer) -> None:
         """against: why this save does not encode, whatever is predicted; None if it may."""
         self._tuner = tuner
         self._conditions = conditions
         self._against = against
-        self._could_encode_all = could_encode_all
         self._timer = timer
         self._is_durable = False
         self._choices: dict[str, CodecChoice] = {}
@@ -261,7 +258,7 @@ class SaveCodecs:
 
     def end(self) -> None:
         """Record that the save has ended."""
-        self._tuner.end_save(self._conditions, self._timer if self._is_durable else None, self._could_encode_all)
+        self._tuner.end_save(self._conditions, self._timer if self._is_durable else None)
 
 
 def _is_main_thread() -> bool:

@@ -244,8 +244,8 @@ def require_equal_replicas(digests_by_rank: Sequence[tuple[int, ReplicaDigests]]
             if expected != found:
                 raise StepRefused(
                     f"leaf {name}{_box_text(Box(tuple(offset), tuple(shape)))} differs between rank {other} and "
-                    f"rank {rank}, which should hold equal copies; find out where they drifted apart; wrap what each rank has "
-                    "for itself in ckpt.PerRank"
+                    f"rank {rank}, which should hold equal copies; find out why they differ, or wrap "
+                    "a value that each rank has for itself in ckpt.PerRank"
                 )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ckpt.format.codec_choice import MIN_GAIN
+from ckpt.saving.busy_time import BusyTime
 
 MIN_MEASURED_SECONDS = 0.3
 """The rate of a shorter save says more about its begin and end than about the store."""
@@ -92,24 +93,21 @@ class SaveTimer:
     Only the time counts in which a thread encodes or writes a block, or waits until all are durable: between them, a save may
     wait for the training.
 
+    could_encode_all: whether codecs were chosen from the first block on.
     clock: returns seconds, in any steady scale.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, could_encode_all: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._could_encode_all = could_encode_all
         self._lock = threading.Lock()
-        self._active = 0
-        self._changed_at = 0.0
-        self._seconds = 0.0
-        self._raw_bytes = {True: 0, False: 0}
-        """By whether the blocks were encoded."""
-        self._other_bytes = 0
+        self._working = BusyTime(clock)
+        self._raw_bytes: dict[bool | None, int] = {True: 0, False: 0, None: 0}
+        """By whether a codec that was chosen automatically encoded the blocks; None where nothing was chosen."""
 
     def began(self) -> None:
         """Record that a thread begins with a block, or waits until all are durable."""
         with self._lock:
-            self._pass_time()
-            self._active += 1
+            self._working.add_threads(1)
 
     def ended(self, nbytes: int = 0, has_encoded: bool | None = None) -> None:
         """Record that a thread has written a block of `nbytes` raw bytes.
@@ -117,30 +115,16 @@ class SaveTimer:
         has_encoded: whether a codec that was chosen automatically encoded it; None if nothing was chosen for it.
         """
         with self._lock:
-            self._pass_time()
-            self._active -= 1
-            if has_encoded is None:
-                self._other_bytes += nbytes
-            else:
-                self._raw_bytes[has_encoded] += nbytes
+            self._working.add_threads(-1)
+            self._raw_bytes[has_encoded] += nbytes
 
-    def _pass_time(self) -> None:
-        now = self._clock()
-        if self._active:
-            self._seconds += now - self._changed_at
-        self._changed_at = now
-
-    def update(self, rates: SaveRates, could_encode_all: bool) -> SaveRates:
-        """Return the rates after this save; the same where it says nothing about them.
-
-        could_encode_all: whether codecs were chosen from the first block on.
-        """
+    def update(self, rates: SaveRates) -> SaveRates:
+        """Return the rates after this save; the same where it says nothing about them."""
         with self._lock:
-            encoded, plain = self._raw_bytes[True], self._raw_bytes[False]
-            total = encoded + plain
-            if self._seconds < MIN_MEASURED_SECONDS or self._other_bytes > _FEW * total:
+            encoded, total = self._raw_bytes[True], self._raw_bytes[True] + self._raw_bytes[False]
+            if self._working.seconds < MIN_MEASURED_SECONDS or self._raw_bytes[None] > _FEW * total:
                 return rates
             has_encoded = encoded >= _FEW * total
-            if has_encoded and not could_encode_all and encoded < _MOST * total:
+            if has_encoded and not self._could_encode_all and encoded < _MOST * total:
                 return rates
-            return rates.observed(has_encoded, total / self._seconds)
+            return rates.observed(has_encoded, total / self._working.seconds)

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from ckpt.saving.busy_time import BusyTime
+
 _WINDOW_SECONDS = 0.3
 """Seconds of writing that make one measurement. A save to a fast store ends before that and never imports numcodecs."""
 
@@ -32,17 +34,12 @@ class StoreSpeed:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
         self._lock = threading.Lock()
         self._speed: float | None = None
         self._is_first_window = True
         """Not counted, unless a save ends with it: in its time, files are created and memory is mapped."""
-        self._writing = 0
-        self._changed_at = 0.0
-        self._busy_seconds = 0.0
-        """Seconds of the window in which at least one thread was writing."""
-        self._thread_seconds = 0.0
-        """The same, multiplied by the number of threads that were writing."""
+        self._writing = BusyTime(clock)
+        """The threads that write, in the time of the window."""
         self._bytes = 0
         self._appends = 0
 
@@ -53,8 +50,7 @@ class StoreSpeed:
     def write_began(self, threads: int = 1) -> None:
         """Record that threads started to write to the store, or wait until what they wrote is durable."""
         with self._lock:
-            self._pass_time()
-            self._writing += threads
+            self._writing.add_threads(threads)
 
     def write_ended(self, nbytes: int, writers: int, threads: int = 1) -> None:
         """Record that these threads have written `nbytes` bytes.
@@ -62,32 +58,23 @@ class StoreSpeed:
         writers: the number of threads that encode and write in this save.
         """
         with self._lock:
-            self._pass_time()
-            self._writing -= threads
+            self._writing.add_threads(-threads)
             self._bytes += nbytes
             self._appends += 1
             is_end = threads == writers
             if self._bytes < _WINDOW_BYTES:
                 if is_end:  # in a small save, the time depends on the latency of calls rather than on the bytes
                     self._reset_window()
-            elif (is_end or self._appends >= _WINDOW_APPENDS * writers) and self._busy_seconds >= _WINDOW_SECONDS:
+            elif (is_end or self._appends >= _WINDOW_APPENDS * writers) and self._writing.seconds >= _WINDOW_SECONDS:
                 self._end_window(writers, is_end)
 
-    def _pass_time(self) -> None:
-        now = self._clock()
-        if self._writing:
-            self._busy_seconds += now - self._changed_at
-            self._thread_seconds += self._writing * (now - self._changed_at)
-        self._changed_at = now
-
     def _end_window(self, writers: int, is_end: bool) -> None:
-        if self._is_first_window and not is_end:
-            self._is_first_window = False
+        is_first, self._is_first_window = self._is_first_window, False
+        if is_first and not is_end:
             self._reset_window()
             return
-        self._is_first_window = False
-        measured = self._bytes / self._busy_seconds
-        is_saturated = self._thread_seconds >= _SATURATED_SHARE * writers * self._busy_seconds
+        measured = self._bytes / self._writing.seconds
+        is_saturated = self._writing.thread_seconds >= _SATURATED_SHARE * writers * self._writing.seconds
         if self._speed is None:
             self._speed = measured
         elif is_saturated:
@@ -97,5 +84,5 @@ class StoreSpeed:
         self._reset_window()
 
     def _reset_window(self) -> None:
-        self._busy_seconds = self._thread_seconds = 0.0
+        self._writing.reset()
         self._bytes = self._appends = 0

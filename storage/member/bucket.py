@@ -43,6 +43,7 @@ from ckpt.storage.registers.base import (
     final_record,
     is_final,
     record_checksum,
+    require_record_fits,
     require_same_value,
     with_floor_promise,
     with_promise,
@@ -373,10 +374,7 @@ def _escape_segment(part: str) -> str:
 
 def _encode_record(name: str, record: Record) -> bytes:
     value = record.value
-    if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
-        raise StoreError(
-            f"the record of {name} has {len(value.body)} bytes; a register takes at most {BODY_BYTES}; write smaller files"
-        )
+    require_record_fits(name, value)
     promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
     packed: bytes = msgpack.packb(
         [name, promised, accepted, value and [value.head, value.body], record_checksum(name, promised, accepted, value)]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from ckpt.storage.base.errors import Changed
+from ckpt.storage.base.errors import Changed, StoreError
 from ckpt.storage.registers.fence_numbers import has_era
 
 ABSENT_NAME = "/ "
@@ -253,6 +253,14 @@ def can_change_directly(record: RegisterAnswer, change: DirectChange) -> bool:
     if isinstance(record, DamagedRecord) or is_final(record):
         return False
     return record.accepted == change.expected and record.promised <= change.expected
+
+
+def require_record_fits(name: str, value: RegisterValue | None) -> None:
+    """Raise StoreError if a value is longer than a register takes."""
+    if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
+        raise StoreError(
+            f"the record of {name} has {len(value.body)} bytes; a register takes at most {BODY_BYTES}; write smaller files"
+        )
 
 
 def record_checksum(name: str, promised: bytes, accepted: bytes, value: RegisterValue | None) -> int:

@@ -19,7 +19,6 @@ from ckpt.storage.base.errors import Outdated, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.file_system_kind import require_local_file_system
 from ckpt.storage.registers.base import (
-    BODY_BYTES,
     NO_BALLOT,
     REGISTERS_INCOMPLETE,
     Ballot,
@@ -37,6 +36,7 @@ from ckpt.storage.registers.base import (
     final_record,
     is_final,
     record_checksum,
+    require_record_fits,
     require_same_value,
     with_floor_promise,
     with_promise,
@@ -352,10 +352,7 @@ def _decode_head(name: str, promised: bytes, accepted: bytes, total: int, head: 
 
 def _write_record(db: sqlite3.Connection, name: str, record: Record) -> None:
     value = record.value
-    if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
-        raise StoreError(
-            f"the record of {name} has {len(value.body)} bytes; a register takes at most {BODY_BYTES}; write smaller files"
-        )
+    require_record_fits(name, value)
     promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
     total = record_checksum(name, promised, accepted, value)
     of_head = record_checksum(name, promised, accepted, value and RegisterValue(value.head))

@@ -66,9 +66,9 @@ def test_one_slow_save_is_forgotten() -> None:
     assert rates.encoding_is_faster
 
 
-def timed(*blocks: tuple[float, int, bool | None], gap: float = 0.0) -> SaveTimer:
+def timed(*blocks: tuple[float, int, bool | None], gap: float = 0.0, could_encode_all: bool = True) -> SaveTimer:
     clock = Clock()
-    timer = SaveTimer(clock.now)
+    timer = SaveTimer(could_encode_all, clock.now)
     for seconds, nbytes, has_encoded in blocks:
         timer.began()
         clock.seconds += seconds
@@ -81,19 +81,19 @@ def timed(*blocks: tuple[float, int, bool | None], gap: float = 0.0) -> SaveTime
 
 
 def test_the_time_counts_while_a_thread_works_and_until_all_is_durable() -> None:
-    rates = timed((1.0, GB, False), (2.0, GB, False), gap=100.0).update(SaveRates(), True)
+    rates = timed((1.0, GB, False), (2.0, GB, False), gap=100.0).update(SaveRates())
     assert rates == SaveRates(without=pytest.approx(0.5 * GB), saves_since_with=1)
 
 
 def test_threads_that_work_at_the_same_time_count_once() -> None:
     clock = Clock()
-    timer = SaveTimer(clock.now)
+    timer = SaveTimer(True, clock.now)
     timer.began()
     timer.began()
     clock.seconds += 1.0
     timer.ended(GB, True)
     timer.ended(GB, True)
-    assert timer.update(SaveRates(), True).with_codecs == pytest.approx(2 * GB)
+    assert timer.update(SaveRates()).with_codecs == pytest.approx(2 * GB)
 
 
 @pytest.mark.parametrize(
@@ -109,16 +109,16 @@ def test_threads_that_work_at_the_same_time_count_once() -> None:
 def test_saves_that_say_nothing_are_not_counted(
     blocks: list[tuple[float, int, bool | None]], could_encode_all: bool, counts: bool
 ) -> None:
-    assert (timed(*blocks).update(SaveRates(), could_encode_all) != SaveRates()) is counts
+    assert (timed(*blocks, could_encode_all=could_encode_all).update(SaveRates()) != SaveRates()) is counts
 
 
 def test_a_short_save_is_not_counted() -> None:
     clock = Clock()
-    timer = SaveTimer(clock.now)
+    timer = SaveTimer(True, clock.now)
     timer.began()
     clock.seconds += 0.2
     timer.ended(GB, True)
-    assert timer.update(SaveRates(), True) == SaveRates()
+    assert timer.update(SaveRates()) == SaveRates()
 
 
 def test_a_failed_save_is_not_counted() -> None:
