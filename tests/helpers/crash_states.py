@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -52,6 +53,19 @@ class CrashState:
             (root / folder).mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (root / name).write_bytes(content)
+
+
+def leave_out(name: str, *modules: Any) -> None:
+    """Let a function that makes something durable do nothing in each of these modules; one that makes a folder still does."""
+    makes_folder = name == "make_durable_root"
+
+    def without_fsync(path: Any, *_: Any) -> None:
+        if makes_folder:
+            os.makedirs(path, exist_ok=True)
+
+    for module in modules:
+        if hasattr(module, name):
+            setattr(module, name, without_fsync)
 
 
 def read_recording(log: Path) -> list[Change]:

@@ -108,7 +108,7 @@ def deepspeed_plugin(stage: int) -> Any:
 
 
 def register_hooks(accelerator: Accelerator) -> None:
-    """Let each rank write two files beside a checkpoint, one of them under a name that all ranks use, and read those of all."""
+    """Let each rank add two files to a checkpoint, one of them under a name that all ranks use, and read those of all ranks."""
     rank, ranks = accelerator.process_index, accelerator.num_processes
 
     def save(models: Any, weights: Any, folder: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.folders import PROGRAMS
-from helpers.mounts import why_no_fuse
+from helpers.mounts import unmount, wait_until_mounted, why_no_fuse
 
 pytestmark = pytest.mark.skipif(why_no_fuse() is not None, reason=why_no_fuse() or "")
 
@@ -105,16 +104,12 @@ def mount(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     folder.mkdir()
     server = subprocess.Popen([sys.executable, str(PROGRAMS / "passthrough_mount.py"), str(below), str(folder)])
     try:
-        deadline = time.monotonic() + 60
-        while not os.path.ismount(folder):
-            assert server.poll() is None
-            assert time.monotonic() < deadline, "the mount does not appear"
-            time.sleep(0.05)
+        wait_until_mounted(folder, server)
         yield folder, server
     finally:
         server.kill()
         server.wait()
-        subprocess.run([shutil.which("fusermount3") or "fusermount", "-uz", str(folder)], check=False)
+        unmount(folder)
 
 
 def start_program(

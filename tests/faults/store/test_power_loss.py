@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 from helpers.crash_states import CrashState, crash_states, read_recording
 from helpers.folders import TESTS
-from helpers.mounts import why_no_fuse
+from helpers.mounts import unmount, wait_until_mounted, why_no_fuse
 from helpers.nodes import directories
 from helpers.processes import SOAK, python_path
 
@@ -31,13 +29,11 @@ SAVES = """
 import os, sys
 import numpy as np
 import ckpt
+from helpers.crash_states import leave_out
 from ckpt.storage.local import directory, durable_writer, fsync
 
 mount, left_out = sys.argv[1:]
-for module in (directory, durable_writer, fsync):
-    if hasattr(module, left_out):
-        makes_root = left_out == "make_durable_root"
-        setattr(module, left_out, lambda path, *args: os.makedirs(path, exist_ok=True) if makes_root else None)
+leave_out(left_out, directory, durable_writer, fsync)
 for step in range(1, 6):
     state = {"weights": np.full(5000, step, np.int32), "step": step}
     ckpt.save(state, f"{mount}/run", step, keep=2, overwrite=True)
@@ -53,12 +49,11 @@ from pathlib import Path
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.storage.local import durable_writer, fsync
 from ckpt.storage.member import device
+from helpers.crash_states import leave_out
 from helpers.nodes import directories
 
 mount, left_out = sys.argv[1:]
-for module in (device, durable_writer, fsync):
-    if hasattr(module, left_out):
-        setattr(module, left_out, lambda *args: None)
+leave_out(left_out, device, durable_writer, fsync)
 namespace = Namespace(directories(Path(mount), 3))
 for number, (file, nbytes) in enumerate(eval(os.environ["CHANGES"])):
     if nbytes is None:
@@ -95,15 +90,11 @@ def record(tmp_path: Path, program: str, left_out: str = "nothing") -> Path:
         [sys.executable, str(TESTS / "programs" / "recording_mount.py"), str(below), str(mount), str(log)]
     )
     try:
-        deadline = time.monotonic() + 60
-        while not os.path.ismount(mount):
-            assert server.poll() is None
-            assert time.monotonic() < deadline, "the mount does not appear"
-            time.sleep(0.05)
+        wait_until_mounted(mount, server)
         env = os.environ | {"PYTHONPATH": python_path(), "CKPT_LOCAL_FILE_SYSTEMS": str(mount), "CHANGES": repr(CHANGES)}
         subprocess.run([sys.executable, "-c", program, str(mount), left_out], env=env, check=True, timeout=120)
     finally:
-        subprocess.run([shutil.which("fusermount3") or "fusermount", "-uz", str(mount)], check=False)
+        unmount(mount)
         server.wait(60)
     return log
 

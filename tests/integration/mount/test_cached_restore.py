@@ -6,12 +6,11 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.mounts import why_no_fuse
+from helpers.mounts import wait_until_mounted, why_no_fuse
 
 import ckpt
 from ckpt.storage.base.errors import IntegrityError
@@ -39,9 +38,7 @@ def test_reads_of_a_fuse_mount(tmp_path: Path) -> None:
     like = {"w": np.zeros_like(state["w"])}
     with subprocess.Popen([sys.executable, str(PROGRAM), str(behind), str(mountpoint), "--delay-ms=0"]) as server:
         try:
-            while not os.path.ismount(mountpoint):
-                assert server.poll() is None
-                time.sleep(0.01)
+            wait_until_mounted(mountpoint, server)
             assert LocalStore(mountpoint / "not" / "yet" / "made").parallel_reads == 8
             assert LocalStore(behind).parallel_reads == 4
             ckpt.save(state, mountpoint, step=1, codec="none")

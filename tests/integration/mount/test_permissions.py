@@ -8,12 +8,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers.mounts import unmount, wait_until_mounted
 from helpers.nodes import NodeProcess
 
 _FUSE = os.path.exists("/dev/fuse") and shutil.which("fusermount3") is not None
@@ -38,14 +38,10 @@ def _mounted(*options: str) -> Iterator[Path]:
     command = [sys.executable, "-m", "ckpt.tools.mount", "--allow-other", *options]
     process = subprocess.Popen([*command, f"ckpt://{node.address}/?redundancy=1x", str(folder)])
     try:
-        deadline = time.monotonic() + 60
-        while not os.path.ismount(folder):
-            assert process.poll() is None
-            assert time.monotonic() < deadline, "the mount does not appear"
-            time.sleep(0.05)
+        wait_until_mounted(folder, process)
         yield folder
     finally:
-        subprocess.run(["fusermount3", "-uz", str(folder)], check=False)
+        unmount(folder)
         process.wait(60)
         node.close()
         shutil.rmtree(base)
