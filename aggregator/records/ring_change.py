@@ -6,7 +6,7 @@ accepts each of them, and most of the new members must have the second:
 1. *moving*: each change of a record must be agreed by its old and by its new replica set. The old members are fenced, so that
    no client uses the old ring any more. Then every record is settled, which writes it to its new replica set.
 2. *moved*: only the new members keep the records. The old and the new members are fenced again, and forget the records that
-   other members keep now.
+   other members keep now. Members that lack a record get it.
 
 A fenced member refuses a call under an older ring, and the client reads the ring again. The members that can't be fenced must
 be fewer than any quorum. If the process is killed, the next ring change or a repair completes the change.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -160,6 +161,7 @@ def complete_ring_change(
     failpoint("ring.moved")
     _fence_ring(records, moving.previous, moved.epoch, destroyed)
     _drop_moved_records(records, moving, moved, names)
+    _settle_lagging_members(records, moved)
     log.warning("the records of %s are kept by %s now", records.url, ", ".join(s.name for s in moved.members))
     return moved
 
@@ -208,6 +210,29 @@ def _drop_moved_records(records: NamespaceRecords, moving: RecordRing, moved: Re
     _, errors = records.fan_out.ask({m: partial(forget, m) for m in moving.all_members}, records.commit_timeout_seconds)
     for member, error in errors.items():
         log.info("records that moved stay on %s: %s", member, error)
+
+
+def _settle_lagging_members(records: NamespaceRecords, ring: RecordRing) -> None:
+    """Write the records to the members of a new replica set that lack them.
+
+    A record moved when a quorum of its new replica set had it. A member that was slower refuses it once the ring has changed.
+    """
+    try:
+        answers, _ = records.scan("")
+        ballots: dict[str, dict[str, object]] = defaultdict(dict)
+        for member, scanned in answers.items():
+            for name, record in scanned:
+                ballots[name][member] = record.accepted if isinstance(record, Record) else None
+        lagging = []
+        for name, by_member in ballots.items():
+            if name.startswith(record_ring.RING_PREFIX):
+                continue
+            newest = {by_member.get(m) for m in ring.replica_set(name).members if m in answers}
+            if len(newest) > 1 or None in newest:
+                lagging.append(name)
+        records.settle(lagging)
+    except (Unavailable, Changed) as error:  # a quorum has each record; a repair writes it to the others
+        log.info("some records of %s are not on all members of their replica sets yet: %s", records.url, error)
 
 
 def _join_errors(errors: dict[str, StoreError]) -> str:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -303,6 +304,44 @@ def test_a_repair_enlarges_replica_sets_that_are_too_small(tmp_path: Path) -> No
     assert not repair.repair_namespace(namespace, found).failed
     require_whole(namespace, verify=True)
     assert record_members(namespace) == {"disk0", "disk1", "disk2", "disk3"}
+
+
+@pytest.mark.parametrize("change", ["repair", "rebalance", "removal"])
+def test_members_that_are_slow_in_a_ring_change_get_all_records(
+    tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new member writes records late, once a quorum has them and the ring has changed: it refuses them then."""
+    make_three_member_namespace(tmp_path, 3)
+    namespace = Namespace(directories(tmp_path, 5, redundancy="3x"))
+    slow, late = namespace.open_members["disk3"].registers, threading.Event()
+    accept, fence = slow.accept, slow.fence
+
+    def accept_late(*arguments: object, **options: object) -> list[bool]:
+        late.wait(60)
+        return accept(*arguments, **options)  # type: ignore[arg-type]
+
+    def count_fences(number: int) -> None:
+        fence(number)
+        if number >= moved_epoch:
+            late.set()
+
+    moved_epoch = namespace.ring.epoch + 2
+    monkeypatch.setattr(slow, "accept", accept_late)
+    monkeypatch.setattr(slow, "fence", count_fences)
+    if change == "repair":
+        done = repair.repair_namespace(
+            namespace, replace(scrub.scrub_namespace(namespace), insufficient_redundancy=parse_redundancy("3x"))
+        )
+    elif change == "rebalance":
+        done = rebalance.rebalance_fragments(namespace)
+    else:
+        done = rebalance.remove_member(namespace, "disk0")
+    assert not done.failed
+    assert late.is_set()
+    assert "disk3" in record_members(namespace)
+    found = scrub.scrub_namespace(namespace)
+    assert not found.lagging_paths
+    assert_all_files_exist(namespace)
 
 
 def test_rebalancing_enlarges_replica_sets_for_the_redundancy(tmp_path: Path) -> None:
