@@ -55,18 +55,23 @@ class NamespaceRecords(Membership):
             found[name[1:]] = file if file is not None and file.exists else None
         return found
 
-    def scan(self, prefix: str, wait_for_all: bool = True) -> tuple[ScannedRecords, dict[str, StoreError]]:
+    def scan(
+        self, prefix: str, wait_for_all: bool = True, is_fencing: bool = False
+    ) -> tuple[ScannedRecords, dict[str, StoreError]]:
         """Return the records of all names with a prefix by member, without bodies, and the errors of members without an answer.
 
-        wait_for_all: also wait for members whose answers are not needed. Raises Unavailable where so many members are missing
+        wait_for_all: also wait for members whose answers are not needed. is_fencing: fence each member before it lists, so that
+        it accepts no change of an earlier ring that is not in its list. Raises Unavailable where so many members are missing
         that a name could be overlooked.
         """
-        return self._replicated_registers.retry_outdated(partial(self._scan_by_ring, prefix, wait_for_all))
+        return self._replicated_registers.retry_outdated(partial(self._scan_by_ring, prefix, wait_for_all, is_fencing))
 
-    def _scan_by_ring(self, prefix: str, wait_for_all: bool) -> tuple[ScannedRecords, dict[str, StoreError]]:
+    def _scan_by_ring(self, prefix: str, wait_for_all: bool, is_fencing: bool) -> tuple[ScannedRecords, dict[str, StoreError]]:
         ring = self.ring
 
         def read(registers: Registers) -> tuple[list[tuple[str, RegisterAnswer]], bool]:
+            if is_fencing:
+                registers.fence(ring.fence_number)
             (absent,) = registers.read([ABSENT_NAME], ring.fence_number)
             return list(registers.scan_all(prefix, ring.fence_number)), isinstance(absent, Record)
 

@@ -148,7 +148,8 @@ def complete_ring_change(
     failpoint("ring.moving")
     _fence_ring(records, moving.previous, moving.epoch, destroyed)
     failpoint("ring.fenced")
-    answers, _ = records.scan("")
+    # A member that missed its fence could otherwise accept a change of the old ring after it has listed its records.
+    answers, _ = records.scan("", is_fencing=True)
     found = {name for scanned in answers.values() for name, _ in scanned}
     names = sorted(name for name in found if not name.startswith(record_ring.RING_PREFIX))
     for start in range(0, len(names), BATCH_PATHS):

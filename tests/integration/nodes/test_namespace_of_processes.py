@@ -157,3 +157,25 @@ def test_many_ranks_save_and_load_through_a_namespace(processes: list[NodeProces
     run_ranks(2, "load", url)
     run_ranks(1, "load", url)
     assert ckpt.open(url).steps() == [0, 1]
+
+
+def test_a_checkpoint_of_higher_redundancy_outlives_two_nodes(tmp_path: Path) -> None:
+    """The namespace was created by a save at 2x; a step that is saved at 4+2 outlives any two nodes."""
+    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(6)]
+    try:
+        url = f"ckpt://{','.join(n.address for n in nodes)}"
+        ckpt.save({"w": np.arange(10.0)}, f"{url}/first", 1)
+        state = {"w": np.random.default_rng(0).standard_normal((300, 1000)), "step": 1}
+        ckpt.save(state, f"{url}/run?redundancy=4+2", 1)
+        for node in nodes[2:4]:
+            node.kill()
+        program = (
+            "import sys, ckpt, numpy as np; got = ckpt.load(sys.argv[1])\n"
+            "print(np.array_equal(got['w'], np.random.default_rng(0).standard_normal((300, 1000))))"
+        )
+        command = [sys.executable, "-c", program, f"{url}/run?redundancy=4+2"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.stdout == "True\n", done.stderr
+    finally:
+        for node in nodes:
+            node.close()
