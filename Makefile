@@ -17,7 +17,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 * (os.cpu_count() or 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo cluster test test-fast test-frameworks bench soak lint docs map clean
+.PHONY: help demo cluster test test-fast list-frameworks test-frameworks bench soak lint docs map clean
 .SUFFIXES:
 .DELETE_ON_ERROR:
 
@@ -34,15 +34,18 @@ test: $(VENV)/.test
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/unit -m 'not soak'
 
-# A framework is a folder of tests/integration with requirements.txt (the newest versions), and requirements-lowest.txt.
+# A framework is a folder of tests/integration with requirements.txt (the newest versions), and mostly with requirements-lowest.txt.
 # without-dependencies.txt lists packages whose own requirements are not installed, unneeded.txt those that are removed again.
-FRAMEWORKS ?= $(patsubst tests/integration/%/requirements.txt,%,$(sort $(wildcard tests/integration/*/requirements.txt)))
 VERSIONS ?= newest
 REQUIREMENTS := requirements$(if $(filter lowest,$(VERSIONS)),-lowest).txt
+FRAMEWORKS ?= $(patsubst tests/integration/%/$(REQUIREMENTS),%,$(sort $(wildcard tests/integration/*/$(REQUIREMENTS))))
 # ESSENTIAL=1: the essential tests alone, in environments that take from .venv what it has (torch, jax), as CI does.
 ENVIRONMENT := $(VERSIONS)$(if $(ESSENTIAL),-shared)
 # mpi4py looks for the library of MPI in its own environment, and Lightning imports it if it is there.
 MPI := $(if $(ESSENTIAL),$(addprefix MPI4PY_LIBMPI=$(CURDIR)/,$(wildcard $(VENV)/lib/libmpi.so.12)))
+
+list-frameworks:
+	@echo $(FRAMEWORKS)
 
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)
 

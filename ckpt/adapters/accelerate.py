@@ -58,8 +58,9 @@ def attach(
     the step. A model that a load hook removes from its list keeps what the hook has loaded.
 
     Raises:
-        InvalidArgument: The Accelerator uses Megatron-LM or FSDP1; at a save or load, it has a DeepSpeed engine that
-            `ckpt.adapters.deepspeed` refuses, or a save hook has changed the weights in its list.
+        InvalidArgument: The Accelerator uses Megatron-LM or FSDP1; a Trainer of transformers trains with it, which does not
+            call its `save_state`; at a save or load, it has a DeepSpeed engine that `ckpt.adapters.deepspeed` refuses, or a
+            save hook has changed the weights in its list.
         CkptError: As for `ckpt.Checkpointer`.
     """
     return AttachedAccelerator(accelerator, url, keep=keep, tiers=tiers, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ class PreparedObjects:
         self._watch_loaders()
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader as accelerate does, and watch it."""
+        """Prepare a loader as accelerate does, and watch it. Raises InvalidArgument if a Trainer of transformers calls it."""
+        _require_own_loop()
         loader = self._prepare_data_loader(*args, **kwargs)
         self._watch_loaders()
         return loader
@@ -101,6 +103,18 @@ def _require_supported(accelerator: Any) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if kind == "FSDP" and getattr(plugin, "fsdp_version", 1) != 2:
         raise InvalidArgument("ckpt does not save FSDP1 of accelerate: set fsdp_version to 2")
+
+
+def _require_own_loop() -> None:
+    """Raise InvalidArgument if a Trainer of transformers is training: it does not save its checkpoints by `save_state`."""
+    frame = sys._getframe() if "transformers.trainer" in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.trainer":
+            raise InvalidArgument(
+                "a Trainer of transformers does not call save_state of its Accelerator, so attach(trainer.accelerator, url) "
+                "would save nothing: use ckpt.adapters.transformers.CkptTrainer"
+            )
+        frame = frame.f_back
 
 
 def require_no_hooks(hooks: dict[Any, Any], name: str) -> None:

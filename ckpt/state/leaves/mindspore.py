@@ -153,6 +153,11 @@ class HostTensorLeaf(HostLeaf):
         self.nbytes = self.array.nbytes
         self.flat = flat_bytes(self.array)
 
+    def target(self) -> ArrayLeaf:
+        # MindSpore 2.7 gives a copy of a view, and of a result of a kernel.
+        is_copy = not isinstance(self.value, ms.Parameter) and not views_have_addresses()
+        return _CheckedTarget(self.value, self.dtype, self.shape) if is_copy else self
+
     def attributes(self) -> dict[str, Any]:
         return _attributes(self.value)
 
@@ -200,6 +205,24 @@ class _CopyTarget(NumpyLeaf):
             self._target.copy_(made)
         elif made.size:
             self._target[...] = made
+        return self._target
+
+
+class _CheckedTarget(_CopyTarget):
+    """Bytes on the host for a tensor of MindSpore 2.7, whose `asnumpy` may be a copy; then `finish` assigns the elements."""
+
+    __slots__ = ()
+
+    def finish(self) -> Any:
+        bits = self.value.view(np.uint16) if self.dtype == "bfloat16" else self.value
+        np.copyto(_host_array(self._target), bits)
+        if self.nbytes and _host_array(self._target.copy()).tobytes() != bits.tobytes():
+            try:
+                self._target[...] = _new_tensor(self.value, self.dtype)
+            except RuntimeError as error:  # MindSpore has no such kernel for bfloat16 on the host
+                raise TypeError(
+                    f"MindSpore {ms.__version__} can't set a view of {self.dtype}: store the whole tensor"
+                ) from error
         return self._target
 
 

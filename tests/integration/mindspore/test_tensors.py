@@ -132,6 +132,43 @@ def test_a_transposed_tensor_has_the_values_that_the_user_sees(tmp_path: Path) -
     assert like["t"].asnumpy().tolist() == value.asnumpy().tolist()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_view_sets_the_elements_of_its_tensor(tmp_path: Path, first: int, dtype: str) -> None:
+    def tensor(values: list[int]) -> Any:
+        return ms.Tensor(values, ms.int32).astype(getattr(ms, "bool_" if dtype == "bool" else dtype))
+
+    ckpt.save({"view": tensor([1, 0, 1])}, tmp_path, 0)
+    base = tensor([0] * 6)
+    like = {"view": base[first : first + 3]}
+    ckpt.load(tmp_path, like=like)
+    assert like["view"].astype(ms.int32).asnumpy().tolist() == [1, 0, 1]
+    expected = [0] * first + [1, 0, 1] + [0] * (3 - first)
+    assert base.astype(ms.int32).asnumpy().tolist() == expected
+
+
+def test_a_view_of_bfloat16_is_filled_or_refused(tmp_path: Path) -> None:
+    ckpt.save({"view": ms.Tensor([1.0, 2.0], ms.bfloat16)}, tmp_path, 0)
+    base = ms.Tensor([0.0] * 4, ms.bfloat16)
+    whole = {"view": ms.Tensor([0.0, 0.0], ms.bfloat16)}
+    ckpt.load(tmp_path, like=whole)
+    assert whole["view"].astype(ms.float32).asnumpy().tolist() == [1, 2]
+    if leaves.views_have_addresses():
+        ckpt.load(tmp_path, like={"view": base[1:3]})
+        assert base.astype(ms.float32).asnumpy().tolist() == [0, 1, 2, 0]
+    else:
+        with refused(ckpt.LeafMismatch, "leaf view", "store the whole tensor"):
+            ckpt.load(tmp_path, like={"view": base[1:3]})
+
+
+def test_the_result_of_a_kernel_is_filled(tmp_path: Path) -> None:
+    ckpt.save({"sum": ms.Tensor([1.0, 2.0])}, tmp_path, 0)
+    like = {"sum": ms.ops.ones((2,), ms.float32) + 3}
+    ckpt.load(tmp_path, like=like)
+    assert (like["sum"] * 2).asnumpy().tolist() == [2, 4]
+    assert like["sum"].asnumpy().tolist() == [1, 2]
+
+
 def _sparse() -> Any:
     return ms.COOTensor(ms.Tensor([[0, 1]], ms.int32), ms.Tensor([1.0]), (2, 2))
 

@@ -12,6 +12,7 @@ from helpers.refusal import refused
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import ckpt
+from ckpt.adapters.accelerate import attach
 from ckpt.adapters.transformers import CheckpointedTrainer, Checkpoints, CkptTrainer
 
 ROWS = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 4
@@ -48,6 +49,14 @@ def test_the_mixin_behind_the_trainer(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CKPT_DIR", str(tmp_path / "run"))
     make(Below, tmp_path / "out", arguments={"save_strategy": "steps", "save_steps": 1}).train()
     assert ckpt.open(tmp_path / "run").steps() == [1]
+
+
+def test_the_accelerator_of_a_trainer(tmp_path: Path) -> None:
+    """A Trainer writes its checkpoints itself, and does not call save_state of its Accelerator."""
+    trainer = make(Trainer, tmp_path / "out")
+    attach(trainer.accelerator, tmp_path / "run")
+    with refused(ckpt.InvalidArgument, "would save nothing", "CkptTrainer"):
+        trainer.train()
 
 
 def test_uploads_of_checkpoint_folders(tmp_path: Path) -> None:
