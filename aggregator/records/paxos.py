@@ -45,7 +45,6 @@ from ckpt.aggregator.records.replica_set import (
 from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.registers.base import (
-    NO_BALLOT,
     REGISTERS_INCOMPLETE,
     Ballot,
     DamagedRecord,
@@ -54,6 +53,7 @@ from ckpt.storage.registers.base import (
     RegisterAnswer,
     Registers,
     RegisterValue,
+    can_propose_directly,
     floor_ballot,
 )
 
@@ -266,9 +266,8 @@ class ReplicatedRegisters:
             if not isinstance(record, Record):
                 continue
             new = update.decide(path, record.value)
-            # None needs two phases, because the first member may not have the newest value. A register without a value needs
-            # them in a later ring: a member may have a first value from an earlier ring, in which another member was the first.
-            if new is not None and (record.accepted != NO_BALLOT or fence_number <= 1):
+            # None needs two phases, because the first member may not have the newest value.
+            if new is not None and can_propose_directly(record, fence_number):
                 changes[path] = DirectChange(path, record.accepted, new)
         return changes
 

@@ -245,6 +245,15 @@ def can_accept(record: RegisterAnswer, ballot: Ballot, repair_damaged: bool) -> 
     return repair_damaged if isinstance(record, DamagedRecord) else record.promised <= ballot and not is_final(record)
 
 
+def can_propose_directly(record: Record, fence_number: int) -> bool:
+    """Return whether a client with this fence number may try a direct change of what it has read from the first member.
+
+    A register without a value needs two phases in a later ring: a member may have a first value from an earlier ring, in which
+    another member was the first.
+    """
+    return record.accepted != NO_BALLOT or fence_number <= 1
+
+
 def can_change_directly(record: RegisterAnswer, change: DirectChange) -> bool:
     """Return whether a register accepts a direct change.
 

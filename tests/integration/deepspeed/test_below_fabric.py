@@ -38,7 +38,8 @@ def process_group() -> Iterator[None]:
     use_gloo()
     with pytest.MonkeyPatch.context() as environment:
         for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"):
-            environment.delenv(name, raising=False)
+            environment.setenv(name, "")  # so that what the launch sets is removed at the end
+            environment.delenv(name)
         yield
         dist.destroy_process_group()
 

@@ -1,0 +1,408 @@
+"""A model of clients that change one record while its replica set is replaced, over the rules of the product.
+
+Members, messages and clients are values. A request may be delivered at any later time or never, also after its client has
+continued, and its reply may be lost. A client continues at any time with the answers that it has, as after a timeout. What a
+member does follows from the rules of `storage/registers/base.py` and `fence_numbers.py`. Which value a proposer chooses, and
+what is a quorum, follows from `aggregator/records/register_update.py` and `replica_set.py`.
+
+The value of the record is the list of the changes that made it. These promises are checked in every state:
+
+* An acknowledged value has all changes that were acknowledged before its change began.
+* Of any two acknowledged values, one continues the other.
+* Whoever reads now from any quorum finds all changes that were acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from ckpt.aggregator.placement.redundancy import quorum
+from ckpt.aggregator.records import register_update, replica_set
+from ckpt.aggregator.records.replica_set import ReplicaSet, VotingGroup
+from ckpt.storage.registers.base import (
+    NO_BALLOT,
+    REGISTERS_INCOMPLETE,
+    Ballot,
+    DirectChange,
+    Record,
+    RegisterAnswer,
+    RegisterValue,
+    can_accept,
+    can_change_directly,
+    can_propose_directly,
+    with_floor_promise,
+    with_promise,
+)
+from ckpt.storage.registers.fence_numbers import advance_fence, order_key
+from helpers.model_checking import Model
+
+PATH = "/x"
+_OUTDATED = "outdated"
+_LEAVING = "a"
+"""The member that leaves the replica set; `d` joins it."""
+
+
+def _group(members: str) -> VotingGroup:
+    return VotingGroup(tuple(members), quorum(1, len(members)))
+
+
+Step = tuple[Any, ...]
+
+
+class Rings(NamedTuple):
+    """The replica sets of the path: before, during and after the replacement of a member."""
+
+    old: ReplicaSet
+    moving: ReplicaSet
+    moved: ReplicaSet
+
+
+RINGS = Rings(ReplicaSet((_group("abc"),), 1), ReplicaSet((_group("abc"), _group("bcd")), 2), ReplicaSet((_group("bcd"),), 3))
+
+
+class MemberState(NamedTuple):
+    """What one member has stored."""
+
+    record: Record | None
+    fence: int
+    is_complete: bool
+
+
+Members = tuple[tuple[str, MemberState], ...]
+
+
+class Client(NamedTuple):
+    """One client: a writer that appends its number to the value, or the mover, which replaces the member."""
+
+    phase: str
+    ring: int = 0
+    tries: int = 0
+    answers: tuple[tuple[str, Any], ...] = ()
+    ballot: Ballot = NO_BALLOT
+    proposed: bytes = b""
+    floor: bytes = b""
+
+
+class Request(NamedTuple):
+    """A call on its way to a member. stage: the phase and try of the client that waits for its answer."""
+
+    client: int
+    stage: tuple[str, int]
+    member: str
+    call: tuple[Any, ...]
+
+
+class World(NamedTuple):
+    """A state of the model. agreed: the longest acknowledged value."""
+
+    members: Members
+    clients: tuple[Client, ...]
+    requests: frozenset[Request]
+    ring: int = 0
+    agreed: bytes = b""
+    error: str = ""
+
+
+class RegisterModel(Model[World]):
+    """The states of such clients and members.
+
+    writers: how many clients append. is_moved: whether the replica set is replaced meanwhile. tries: how often a client begins
+    anew before it gives up. is_direct: whether writers try a direct change first. lossy: whether replies can be lost of calls
+    that take effect. value: the first value. is_fencing: whether the mover fences a member before it lists its records.
+    """
+
+    def __init__(
+        self,
+        writers: int,
+        *,
+        is_moved: bool = False,
+        tries: int = 0,
+        is_direct: bool = True,
+        lossy: bool = False,
+        value: bytes = b"",
+        is_fencing: bool = True,
+    ) -> None:
+        self._writers, self._is_moved, self._tries, self._is_direct, self._lossy = writers, is_moved, tries, is_direct, lossy
+        self._value, self._is_fencing = value, is_fencing
+
+    def initial(self) -> World:
+        record = None
+        if self._value:
+            ballot = NO_BALLOT.next_step("w0")
+            record = Record(ballot, ballot, RegisterValue(self._value))
+        members = {name: MemberState(record, 1, True) for name in "abc"}
+        if self._is_moved:
+            members["d"] = MemberState(None, 0, False)
+        clients = [Client("idle")] * self._writers + [Client("move")] * self._is_moved
+        return World(tuple(members.items()), tuple(clients), frozenset(), agreed=self._value)
+
+    def error(self, state: World) -> str:
+        if state.error:
+            return state.error
+        members, replicas = dict(state.members), RINGS[state.ring]
+        answers = {m: _answer(members[m]) for m in replicas.members}
+        for voters in _write_quorums(replicas):
+            records = replica_set.undamaged_records({m: answers[m] for m in voters})
+            if replicas.can_write(records) and not (found := _log(replicas.newest(records))).startswith(state.agreed):
+                return f"{','.join(voters)} return {_text(found)}, but {_text(state.agreed)} was acknowledged"
+        return ""
+
+    def successors(self, state: World) -> Iterator[tuple[Step, World]]:
+        for step, after in self._all_steps(state):
+            yield step, after._replace(requests=_requests_that_matter(after))
+
+    def _all_steps(self, state: World) -> Iterator[tuple[Step, World]]:
+        for request in state.requests:
+            yield from self._deliver(state, request)
+        for number, client in enumerate(state.clients):
+            if client.phase == "idle":
+                for ring in {0, state.ring}:  # what a client knows of the ring may be old
+                    begun = client._replace(ring=ring, floor=state.agreed)
+                    yield ("idle", number, f"begins in ring {ring}"), self._begin(state, number, begun)
+            # A client that fails does no more than one that waits forever.
+            elif client.phase != "done" and (after := self._go_on(state, number)).clients[number].phase != "failed":
+                yield (client.phase, number, "ends with", client.answers), after
+
+    # --- members -----------------------------------------------------------------------------------------------
+
+    def _deliver(self, state: World, request: Request) -> Iterator[tuple[Step, World]]:
+        members = dict(state.members)
+        before = members[request.member]
+        after_call, answer = _execute(before, request.call)
+        members[request.member] = after_call
+        after = state._replace(members=tuple(members.items()), requests=state.requests - {request})
+        is_awaited = _is_awaited(state, request)
+        if is_awaited:
+            client = state.clients[request.client]
+            answered = client._replace(answers=tuple(sorted([*client.answers, (request.member, answer)])))
+            yield (request.call[0], request.client, request.member, answer), _with_client(after, request.client, answered)
+        if not is_awaited or (self._lossy and after_call != before):
+            yield (request.call[0], request.client, request.member, "nobody gets the answer"), after
+
+    # --- clients -----------------------------------------------------------------------------------------------
+
+    def _go_on(self, state: World, number: int) -> World:
+        client = state.clients[number]
+        if any(answer == _OUTDATED for _, answer in client.answers):
+            return self._begin(state, number, client._replace(ring=state.ring, tries=client.tries + 1))
+        return getattr(self, f"_after_{client.phase}")(state, number, client, dict(client.answers))  # type: ignore[no-any-return]
+
+    def _begin(self, state: World, number: int, client: Client) -> World:
+        """Begin the change of a client under the ring that it knows."""
+        if client.tries > self._tries:
+            return _with_client(state, number, client._replace(phase="failed", answers=()))
+        if number >= self._writers:  # the mover
+            return self._send(
+                state, number, client._replace(phase="scan"), RINGS.old.members, ("scan" if self._is_fencing else "read", 2)
+            )
+        replicas = RINGS[client.ring]
+        if len(replicas.groups) > 1 or not self._is_direct:
+            return self._prepare(state, number, client)
+        call = ("read", replicas.fence_number)
+        return self._send(state, number, client._replace(phase="propose"), replicas.members[:1], call)
+
+    def _after_propose(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
+        replicas = RINGS[client.ring]
+        record = answers.get(replicas.members[0])
+        new = self._decide(number, record.value) if isinstance(record, Record) else None
+        if new is None or not can_propose_directly(record, replicas.fence_number):
+            return self._prepare(state, number, client)
+        call = ("change", DirectChange(PATH, record.accepted, new), f"w{number}", replicas.fence_number)
+        changing = client._replace(phase="change", proposed=new.head, ballot=record.accepted)
+        return self._send(state, number, changing, replicas.members[:1], call)
+
+    def _after_change(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
+        replicas = RINGS[client.ring]
+        if not answers.get(replicas.members[0]):
+            return self._prepare(state, number, client)
+        change = DirectChange(PATH, client.ballot, RegisterValue(client.proposed))
+        call = ("change", change, f"w{number}", replicas.fence_number)
+        return self._send(state, number, client._replace(phase="spread"), replicas.members[1:], call)
+
+    def _after_spread(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
+        replicas = RINGS[client.ring]
+        if replicas.can_write({replicas.members[0], *(m for m, yes in answers.items() if yes)}):
+            return self._acknowledge(state, number, client)
+        return self._prepare(state, number, client)
+
+    def _prepare(self, state: World, number: int, client: Client, above: Ballot = NO_BALLOT) -> World:
+        ballot = Ballot(above.round + 1, f"p{number}.{client.tries}")
+        replicas = RINGS[client.ring]
+        call = ("prepare", ballot, replicas.fence_number)
+        return self._send(state, number, client._replace(phase="prepare", ballot=ballot), replicas.members, call)
+
+    def _after_prepare(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
+        replicas = RINGS[client.ring]
+        update = register_update.RegisterUpdate(lambda _, value: self._decide(number, value))
+        if not replicas.can_write(replica_set.undamaged_records(answers)):
+            return self._retry(state, number, client, NO_BALLOT)
+        proposals, _, highest = register_update.choose_values({PATH: replicas}, {PATH: answers}, client.ballot, update)
+        if PATH in update.found:  # there is no value, and the mover makes none
+            return self._acknowledge(state, number, client._replace(proposed=b""))
+        if PATH not in proposals:
+            return self._retry(state, number, client, highest)
+        value = proposals[PATH].value
+        call = ("accept", value, client.ballot, replicas.fence_number)
+        return self._send(state, number, client._replace(phase="accept", proposed=value.head), replicas.members, call)
+
+    def _after_accept(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
+        if RINGS[client.ring].can_write({m for m, yes in answers.items() if yes}):
+            return self._acknowledge(state, number, client)
+        return self._retry(state, number, client, client.ballot)
+
+    def _retry(self, state: World, number: int, client: Client, above: Ballot) -> World:
+        client = client._replace(tries=client.tries + 1)
+        if client.tries > self._tries:
+            return _with_client(state, number, client._replace(phase="failed", answers=()))
+        return self._prepare(state, number, client, above)
+
+    def _acknowledge(self, state: World, number: int, client: Client) -> World:
+        value, error = client.proposed, ""
+        if number >= self._writers:
+            return self._move_is_settled(state, number, client)
+        if not value.startswith(client.floor):
+            error = f"writer {number} got {_text(value)}, but {_text(client.floor)} was acknowledged before it began"
+        elif not value.startswith(state.agreed) and not state.agreed.startswith(value):
+            error = f"both {_text(value)} and {_text(state.agreed)} were acknowledged"
+        agreed = max(value, state.agreed, key=len)
+        done = _with_client(state, number, Client("done"))
+        return done._replace(agreed=agreed, error=error)
+
+    def _decide(self, number: int, value: RegisterValue | None) -> RegisterValue | None:
+        log, own = b"" if value is None else value.head, b"%d" % number
+        if number >= self._writers or own in log:  # the mover keeps the value, and a writer recognises its own change
+            return None
+        return RegisterValue(log + own)
+
+    def _send(self, state: World, number: int, client: Client, members: Any, call: tuple[Any, ...]) -> World:
+        client = client._replace(answers=())
+        stage = (client.phase, client.tries)
+        sent = {Request(number, stage, member, call) for member in members}
+        return _with_client(state, number, client)._replace(requests=state.requests | sent)
+
+    # --- the mover, as `aggregator/records/ring_change.py` -----------------------------------------------------
+
+    def _after_move(self, state: World, number: int, client: Client, _: Any) -> World:
+        members = dict(state.members)
+        # join_ring: it forgets earlier records, is fenced, and votes
+        members["d"] = MemberState(None, 2, True)
+        state = state._replace(members=tuple(members.items()), ring=1)
+        return self._send(state, number, client._replace(phase="fence", ring=1), RINGS.old.members, ("fence", 2))
+
+    def _after_fence(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
+        if not self._is_fenced(answers):
+            return _with_client(state, number, client._replace(phase="failed", answers=()))
+        return self._begin(state, number, client)
+
+    def _after_scan(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
+        missing = sum(m not in answers for m in RINGS.old.members)
+        if missing >= RINGS.old.groups[0].quorum.write:
+            return _with_client(state, number, client._replace(phase="failed", answers=()))
+        if all(not isinstance(r, Record) or r == Record() for r in answers.values()):  # no member lists the path
+            return self._move_is_settled(state, number, client)
+        return self._prepare(state, number, client)
+
+    def _move_is_settled(self, state: World, number: int, client: Client) -> World:
+        moved = state._replace(ring=2)
+        return self._send(moved, number, client._replace(phase="unfence", ring=2), RINGS.old.members, ("fence", 3))
+
+    def _after_unfence(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
+        if not self._is_fenced(answers):
+            return _with_client(state, number, client._replace(phase="failed", answers=()))
+        state = self._send(state, number, client._replace(phase="forget"), RINGS.moved.members, ("fence", 3))
+        drop = Request(number, ("forget", client.tries), _LEAVING, ("drop", 3))
+        return state._replace(requests=state.requests | {drop})
+
+    def _after_forget(self, state: World, number: int, client: Client, _: Any) -> World:
+        return _with_client(state, number, client._replace(phase="done", answers=()))
+
+    def _is_fenced(self, answers: dict[str, Any]) -> bool:
+        group = RINGS.old.groups[0]
+        return len(group.members) - len(answers) < min(group.quorum.write, group.quorum.read)
+
+
+def _execute(member: MemberState, call: tuple[Any, ...]) -> tuple[MemberState, Any]:
+    """Return a member after a call, and its answer."""
+    name, *arguments = call
+    fence = arguments[-1]
+    if order_key(fence) < order_key(member.fence):
+        return member, _OUTDATED
+    if name == "read":
+        return member, _answer(member)
+    fenced = member._replace(fence=advance_fence(member.fence, fence))
+    record = _answer(fenced)
+    if name == "scan":
+        return fenced, record
+    if name == "prepare":
+        promised = with_promise(record, arguments[0])
+        return (fenced._replace(record=promised), promised) if promised is not None else (fenced, record)
+    if name == "accept":
+        value, ballot = arguments[:2]
+        is_accepted = can_accept(record, ballot, False)
+        return (fenced._replace(record=Record(ballot, ballot, value)) if is_accepted else fenced), is_accepted
+    if name == "change":
+        change, writer = arguments[:2]
+        is_changed = can_change_directly(record, change)
+        ballot = change.expected.next_step(writer)
+        return (fenced._replace(record=Record(ballot, ballot, change.value)) if is_changed else fenced), is_changed
+    return fenced._replace(record=None) if name == "drop" else fenced, True
+
+
+def _requests_that_matter(state: World) -> frozenset[Request]:
+    """Return the requests without those that nobody waits for and that can't change anything any more."""
+    members = dict(state.members)
+    return frozenset(r for r in state.requests if _is_awaited(state, r) or not _is_late(members[r.member], r.call))
+
+
+def _is_awaited(state: World, request: Request) -> bool:
+    client = state.clients[request.client]
+    return request.stage == (client.phase, client.tries)
+
+
+def _is_late(member: MemberState, call: tuple[Any, ...]) -> bool:
+    """Return whether a call can't change a member at any later time. Promises, accepted ballots and fences only rise."""
+    if call[0] == "read" or order_key(call[-1]) < order_key(member.fence):
+        return True
+    record = _answer(member)
+    if call[0] in ("fence", "scan"):
+        return member.fence >= call[-1]
+    if not isinstance(record, Record):
+        return False
+    if call[0] in ("prepare", "accept"):
+        return record.promised > call[1 if call[0] == "prepare" else 2]
+    if call[0] == "change":
+        return record.promised > call[1].expected
+    return False
+
+
+def _answer(member: MemberState) -> RegisterAnswer:
+    if member.record is None:
+        return with_floor_promise(Record(), member.fence) if member.is_complete else REGISTERS_INCOMPLETE
+    return member.record if member.record.value is not None else with_floor_promise(member.record, member.fence)
+
+
+@lru_cache
+def _write_quorums(replicas: ReplicaSet) -> tuple[tuple[str, ...], ...]:
+    """Return the smallest sets of members that are a quorum in each group."""
+    members = replicas.members
+    found: list[tuple[str, ...]] = []
+    for count in range(1, len(members) + 1):
+        for voters in combinations(members, count):
+            if replicas.can_write(voters) and not any(set(each) <= set(voters) for each in found):
+                found.append(voters)
+    return tuple(found)
+
+
+def _with_client(state: World, number: int, client: Client) -> World:
+    return state._replace(clients=(*state.clients[:number], client, *state.clients[number + 1 :]))
+
+
+def _log(record: Record) -> bytes:
+    return b"" if record.value is None else record.value.head
+
+
+def _text(value: bytes) -> str:
+    return repr(value.decode())

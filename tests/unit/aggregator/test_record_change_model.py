@@ -1,0 +1,71 @@
+"""Every order of calls, lost replies and pauses of clients that change a record, in small models that are fully checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from helpers import register_model
+from helpers.model_checking import explore
+from helpers.processes import SOAK
+from helpers.register_model import RegisterModel
+
+from ckpt.aggregator.records.replica_set import ReplicaSet
+from ckpt.storage.registers.base import DirectChange, Record, RegisterAnswer
+
+MAX_STATES = 3_000_000
+
+
+def test_a_change_whose_replies_are_lost() -> None:
+    found = explore(RegisterModel(1, tries=1, lossy=True), MAX_STATES)
+    found.require_correct()
+    assert {"change", "spread", "prepare", "accept"} <= found.kinds
+
+
+def test_a_second_change_in_two_phases() -> None:
+    found = explore(RegisterModel(1, tries=2, lossy=True, value=b"9", is_direct=False), MAX_STATES)
+    found.require_correct()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="by make soak: 30 to 80 s")
+@pytest.mark.parametrize("value", [b"", b"9"])
+def test_two_direct_changes(value: bytes) -> None:
+    explore(RegisterModel(2, value=value), MAX_STATES).require_correct()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="by make soak: 30 to 80 s")
+@pytest.mark.parametrize("options", [{}, {"is_direct": False}, {"value": b"9", "is_direct": False}])
+def test_a_change_while_a_member_is_replaced(options: dict[str, object]) -> None:
+    found = explore(RegisterModel(1, is_moved=True, **options), MAX_STATES)  # type: ignore[arg-type]
+    found.require_correct()
+    assert {"accept", "scan", "unfence", "forget", "drop"} <= found.kinds
+
+
+def test_a_member_that_lists_before_it_is_fenced_loses_a_change() -> None:
+    """The fault that the model found in the product: a member accepted a change of the old ring after it was listed."""
+    found = explore(RegisterModel(1, is_moved=True, is_fencing=False), MAX_STATES)
+    assert "'0' was acknowledged" in found.error
+    assert any(step.startswith("scan") for step in found.steps)
+
+
+def test_a_direct_change_in_spite_of_a_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def can_change(record: RegisterAnswer, change: DirectChange) -> bool:
+        return isinstance(record, Record) and record.accepted == change.expected
+
+    monkeypatch.setattr(register_model, "can_change_directly", can_change)
+    assert explore(RegisterModel(2), MAX_STATES).error
+
+
+def test_a_promise_that_a_lower_ballot_replaces_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(register_model, "with_promise", lambda record, ballot: Record(ballot, record.accepted, record.value))
+    assert explore(RegisterModel(2, is_direct=False), MAX_STATES).error
+
+
+def test_a_proposer_that_takes_the_oldest_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def oldest(_: ReplicaSet, records: Mapping[str, Record]) -> Record:
+        return min(records.values(), key=lambda record: record.accepted)
+
+    monkeypatch.setattr(ReplicaSet, "newest", oldest)
+    assert explore(RegisterModel(1, is_direct=False), MAX_STATES).error
