@@ -266,12 +266,11 @@ def acquire_lease(repo: Repository, serials: SerialCounter | None = None) -> Wri
     lease = WriterLease(repo, generation, process.token, serials)
     try:
         require_conditional_puts(repo.store, generation_name(lease.generation))
-    except StoreError as error:
-        fenced = lease.explain_failure(error)  # a newer writer may have deleted the record meanwhile
+    except BaseException as error:
+        explained = lease.explain_failure(error)  # a newer writer may have deleted the record meanwhile
         lease.release()
-        raise fenced or error
-    except BaseException:
-        lease.release()
+        if isinstance(explained, Fenced):
+            raise explained from error
         raise
     return lease
 
