@@ -116,7 +116,9 @@ def split_url(url: str) -> tuple[str, str, dict[str, str]]:
     options = {key: unquote(value) for key, _, value in (item.partition("=") for item in query.split("&")) if key}
     if unknown := set(options) - {"redundancy", "near"}:
         raise InvalidArgument(f"{url}: unknown option {sorted(unknown)[0]!r}; use redundancy= or near=")
-    return _strip_at(unquote(names)), unquote(path).strip("/"), options
+    if "\0" in (unquoted := unquote(names)):
+        raise InvalidArgument(f"{url!r} has a zero byte in the names of the members; write {NAMESPACE_SCHEME}://host:port/path")
+    return _strip_at(unquoted), unquote(path).strip("/"), options
 
 
 def join_url(names: str, path: str = "", **options: str | None) -> str:

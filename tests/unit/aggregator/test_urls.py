@@ -59,6 +59,7 @@ def test_urls_and_configuration_files_are_parsed(tmp_path: Path, monkeypatch: py
         ("ckpt://h:1,h:2/x?redundancy=3x", "needs 3 members, there are 2"),
         ("ckpt://h:1,h:2/x?redundancy=much", "use 1x, 2x, 3x"),
         ("ckpt://h:1/x?what=1", "unknown option 'what'"),
+        ("ckpt://~\0,h:1/x", "zero byte in the names of the members"),
     ],
 )
 def test_wrong_urls_are_refused_with_the_reason(
