@@ -290,6 +290,8 @@ def _cast_to_specified(table: pa.Table) -> pa.Table:
         kind = _target_type(column.type, name)
         if kind != column.type:
             table = table.set_column(i, name, arrow_columns.cast(column, kind))
+        if name in TEXT_COLUMNS:
+            table.column(i).validate(full=True)  # Parquet does not check that text is UTF-8
         if column.null_count and name not in _NULLABLE_COLUMNS:
             raise ValueError(f"column {name} has rows without a value")
     return table

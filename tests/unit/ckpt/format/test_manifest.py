@@ -1,15 +1,20 @@
 """The manifest keeps every column, and the write plan puts every byte into one block."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckpt
 from ckpt.block_io.staging_arena import round_up
 from ckpt.format import manifest, manifest_encoding
 from ckpt.format.block_difference import WIDTHS, BaseBlock
 from ckpt.saving.write_plan import PIECE_ALIGNMENT, LeafSpec, plan_blocks, stage_block
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.numpy import NumpyLeaf
+from ckpt.storage.base.errors import IntegrityError
 
 
 @settings(max_examples=40)
@@ -85,3 +90,19 @@ def test_the_manifest_keeps_every_column(data, blocks):
             assert row.base == block.base
             first, last = start // 262144, -(-(start + nbytes) // 262144)
             assert row.cells == block.cells[8 * first : 8 * last]
+
+
+@pytest.mark.parametrize("column", ["leaf", "dtype", "pack"])
+def test_text_that_is_not_utf8_is_refused(tmp_path, column):
+    """Parquet stores any bytes as text. The rows are read late, so the error must come from there, too."""
+    ckpt.save({"name": np.zeros(3)}, tmp_path, 1)
+    (path,) = tmp_path.glob("steps/1/manifest/*.parquet")
+    table = pq.read_table(path)
+    at = table.schema.get_field_index(column)
+    field = table.schema.field(column)
+    wrong = pa.array([b"\xff\xfe"] * len(table)).view(pa.string())
+    if pa.types.is_dictionary(field.type):
+        wrong = wrong.dictionary_encode().cast(field.type, safe=False)
+    pq.write_table(table.set_column(at, field, wrong), path)
+    with pytest.raises(IntegrityError, match="manifest"):
+        manifest.decode(path.read_bytes(), "manifest").totals()
