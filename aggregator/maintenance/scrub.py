@@ -20,8 +20,9 @@ from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import PathRecord, fragment_bytes
 from ckpt.aggregator.records.paxos import BATCH_PATHS
+from ckpt.aggregator.records.replica_set import ballots_by_name, is_lagging
 from ckpt.storage.base.errors import CkptError, NotFound, StoreError
-from ckpt.storage.registers.base import DamagedRecord, Record
+from ckpt.storage.registers.base import DamagedRecord
 
 log = logging.getLogger("ckpt")
 
@@ -163,10 +164,7 @@ def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tup
     newest. Lagging and unreadable paths, and missing members, are noted in `found`.
     """
     answers, errors = namespace.scan("/")
-    ballots: dict[str, dict[str, object]] = defaultdict(dict)
-    for member, given in answers.items():
-        for name, record in given:
-            ballots[name][member] = record.accepted if isinstance(record, Record) else None
+    ballots = ballots_by_name(answers)
     paths = sorted(ballots)
     records: dict[str, PathRecord] = {}
     named: set[str] = set()
@@ -189,9 +187,7 @@ def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tup
     for start in range(0, len(paths), BATCH_PATHS):
         batch = paths[start : start + BATCH_PATHS]
         for name, value in namespace.read_records(batch).items():
-            replicas = [m for m in namespace.ring.replica_set(name).members if m in answers]
-            ballots_of_replicas = {ballots[name].get(m) for m in replicas}
-            if len(ballots_of_replicas) > 1 or None in ballots_of_replicas:
+            if is_lagging(namespace.ring.replica_set(name), ballots[name], answers):
                 found.lagging_paths.append(name[1:])
             if value is None:
                 continue

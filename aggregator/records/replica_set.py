@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt.aggregator.placement.redundancy import Quorum
@@ -69,6 +70,21 @@ def is_unanimous(got: Mapping[str, RegisterAnswer], is_quorum: Callable[[Collect
     """Return whether these answers to a read are a quorum and all the same."""
     records = undamaged_records(got)
     return is_quorum(records) and len({r.accepted for r in records.values()}) == 1
+
+
+def ballots_by_name(scanned: Mapping[str, Iterable[tuple[str, RegisterAnswer]]]) -> dict[str, dict[str, Ballot | None]]:
+    """Return the ballot of each register's value by name and member, None for a damaged record. scanned: listings by member."""
+    found: dict[str, dict[str, Ballot | None]] = defaultdict(dict)
+    for member, listed in scanned.items():
+        for name, record in listed:
+            found[name][member] = record.accepted if isinstance(record, Record) else None
+    return found
+
+
+def is_lagging(replicas: ReplicaSet, ballots: Mapping[str, Ballot | None], answering: Collection[str]) -> bool:
+    """Return whether the answering members of a replica set have different values, or one has none or a damaged record."""
+    found = {ballots.get(m) for m in replicas.members if m in answering}
+    return len(found) > 1 or None in found
 
 
 def undamaged_records(got: Mapping[str, RegisterAnswer]) -> dict[str, Record]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ from ckpt.aggregator.records import record_ring
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.record_ring import RecordRing
+from ckpt.aggregator.records.replica_set import ballots_by_name, is_lagging
 from ckpt.storage.base.errors import Changed, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord, Record, is_final
@@ -220,17 +220,11 @@ def _settle_lagging_members(records: NamespaceRecords, ring: RecordRing) -> None
     """
     try:
         answers, _ = records.scan("")
-        ballots: dict[str, dict[str, object]] = defaultdict(dict)
-        for member, scanned in answers.items():
-            for name, record in scanned:
-                ballots[name][member] = record.accepted if isinstance(record, Record) else None
-        lagging = []
-        for name, by_member in ballots.items():
-            if name.startswith(record_ring.RING_PREFIX):
-                continue
-            newest = {by_member.get(m) for m in ring.replica_set(name).members if m in answers}
-            if len(newest) > 1 or None in newest:
-                lagging.append(name)
+        lagging = [
+            name
+            for name, ballots in ballots_by_name(answers).items()
+            if not name.startswith(record_ring.RING_PREFIX) and is_lagging(ring.replica_set(name), ballots, answers)
+        ]
         records.settle(lagging)
     except (Unavailable, Changed) as error:  # a quorum has each record; a repair writes it to the others
         log.info("some records of %s are not on all members of their replica sets yet: %s", records.url, error)

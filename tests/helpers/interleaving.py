@@ -18,13 +18,13 @@ class Killed(BaseException):
 
 
 class _Actor:
-    def __init__(self, name: str, run: Callable[[], None]) -> None:
+    def __init__(self, name: str, run: Callable[[], None], given_back: threading.Semaphore) -> None:
         self.name, self.turn, self.is_killed, self.has_ended = name, threading.Semaphore(0), False, False
         self.error: BaseException | None = None
         self.asleep_until = 0
         """The step of the run at which it may continue."""
-        self._run = run
-        self.thread = threading.Thread(target=self._main, args=(), daemon=True)
+        self._run, self._given_back = run, given_back
+        self.thread = threading.Thread(target=self._main, daemon=True)
 
     def _main(self) -> None:
         _current.actor = self
@@ -37,9 +37,7 @@ class _Actor:
         except BaseException as error:
             self.error = error
         self.has_ended = True
-        self.given_back.release()
-
-    given_back: threading.Semaphore
+        self._given_back.release()
 
 
 class Interleaving:
@@ -60,9 +58,7 @@ class Interleaving:
 
     def add(self, name: str, run: Callable[[], None]) -> None:
         """Add an actor; it begins when `run` chooses it first."""
-        actor = _Actor(name, run)
-        actor.given_back = self._given_back
-        self._actors.append(actor)
+        self._actors.append(_Actor(name, run, self._given_back))
 
     def run(self) -> dict[str, BaseException | None]:
         """Let the actors take turns until each has ended or was killed. Return the error of each."""
@@ -85,16 +81,14 @@ class Interleaving:
 
     def _next(self, living: list[_Actor], current: _Actor | None) -> _Actor:
         now, draw = len(self.steps), self._rng.random()
-        if current in living:
+        if current is not None and current in living:
             if draw < self._kills and len(living) > 1:
-                assert current is not None
                 current.is_killed = True
                 living.remove(current)
                 self.steps.append(f"{current.name} is killed")
             elif draw < self._kills + self._sleeps:
-                assert current is not None
                 current.asleep_until = now + self._rng.choice([3, 10, 30, 100, 200])
-            elif draw < 0.7 and current is not None and current.asleep_until <= now:
+            elif draw < 0.7 and current.asleep_until <= now:
                 return current
         awake = [a for a in living if a.asleep_until <= now] or living
         return self._rng.choice(awake)

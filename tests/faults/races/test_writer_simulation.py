@@ -51,13 +51,13 @@ def test_a_seed_repeats_its_run(tmp_path: Path) -> None:
 
 
 def must_find(kind: str, folder: Path) -> None:
-    """Fail unless one of the seeds finds a broken promise."""
+    """Fail unless one of the seeds finds a broken promise. An error of a writer is none."""
     for seed in range(3_000):
         try:
             run(kind, folder / str(seed), seed)
         except AssertionError as error:
-            print(str(error)[:200])
-            return
+            if any(promise in str(error) for promise in ("has lost", "is lost", "was replaced by")):
+                return
     raise AssertionError("3,000 seeds found nothing")
 
 
