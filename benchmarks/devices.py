@@ -23,7 +23,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -33,7 +32,7 @@ from statistics import median
 
 import fio_sweep
 from device_work import FixedChoice, Work
-from emulated_devices import DEVICES, Device, Missing
+from emulated_devices import DEVICES, Device, Missing, new_folder
 from fio_sweep import FioRun
 from probes import drop_file
 from rich.console import Console
@@ -251,7 +250,7 @@ def measured_lines(name: str, args: argparse.Namespace) -> list[str]:
     console.print(f"{name}: {title}")
     try:
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-devices-", dir=args.folder)))
+            folder = stack.enter_context(new_folder(args.folder / f"ckpt-devices-{os.getpid()}"))
             run = DeviceRun(stack.enter_context(make(folder, 4 * args.mib)), folder, args.mib)
             run_device(run, args.rounds, random.Random(args.seed))
     except Missing as missing:

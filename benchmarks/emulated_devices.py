@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,6 +59,20 @@ class Device:
 
 MakeDevice = Callable[[Path, int], AbstractContextManager[Device]]
 """Makes a device. Its arguments are a folder on the disk under test, and the MiB that it stores at most."""
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder for a `with` block.
+
+    The caller chooses its name, so that it is removed whenever an interrupt comes. `tempfile` makes a folder before it
+    returns the name.
+    """
+    try:
+        folder.mkdir()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- disks -----------------------------------------------------------------------------------------------------
@@ -120,8 +134,8 @@ def _limited(folder: Path, speed: DiskSpeed) -> Iterator[LimitedDisk]:
 def memory_disk(folder: Path, mib: int) -> Iterator[Device]:
     if not os.path.ismount("/dev/shm"):
         raise Missing("no tmpfs at /dev/shm")
-    with tempfile.TemporaryDirectory(prefix=f"ckpt-bench-{os.getpid()}-", dir="/dev/shm") as memory:
-        yield Device(memory, is_memory=True)
+    with new_folder(Path("/dev/shm", f"ckpt-bench-{os.getpid()}-memory")) as memory:
+        yield Device(str(memory), is_memory=True)
 
 
 @contextmanager
@@ -132,16 +146,16 @@ def large_sectors(folder: Path, mib: int) -> Iterator[Device]:
     mountpoint.mkdir()
     with image.open("wb") as file:
         file.truncate((mib + 256) << 20)
-    loop = _run("losetup", "--find", "--show", "--sector-size", "4096", "--direct-io=on", str(image)).strip()
     try:
+        loop = _run("losetup", "--find", "--show", "--sector-size", "4096", "--direct-io=on", str(image)).strip()
         _run("mkfs.ext4", "-q", "-m", "0", loop)
         _run("mount", loop, str(mountpoint))
-        try:
-            yield Device(str(mountpoint))
-        finally:
-            _clean("umount", str(mountpoint))
+        yield Device(str(mountpoint))
     finally:
-        _clean("losetup", "--detach", loop)
+        if os.path.ismount(mountpoint):
+            _clean("umount", str(mountpoint))
+        for loop in _run("losetup", "--associated", str(image), "--noheadings", "--output", "NAME").split():
+            _clean("losetup", "--detach", loop)
         image.unlink()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -45,8 +46,12 @@ def run(folder: Path, *arguments: str) -> str:
 
 def left_behind(folder: Path, benchmark: subprocess.Popen[str]) -> list[Path]:
     """Return the folders and control groups that a run has made and not removed."""
-    name = f"ckpt-bench-{benchmark.pid}-*"
-    return [*folder.iterdir(), *(path for parent in (Path("/dev/shm"), *GROUPS) for path in parent.glob(name))]
+    return [*folder.iterdir(), *made_by(benchmark.pid)]
+
+
+def made_by(process: int) -> list[Path]:
+    """Return the folders and control groups outside of the folder of a run."""
+    return [path for parent in (Path("/dev/shm"), *GROUPS) for path in parent.glob(f"ckpt-bench-{process}-*")]
 
 
 def table_rows(printed: str) -> dict[str, list[str]]:
@@ -95,3 +100,57 @@ def test_an_interrupt_removes_the_device(tmp_path: Path, number: signal.Signals)
         pytest.skip(skipped[0])
     assert benchmark.returncode
     assert not left_behind(tmp_path, benchmark)
+
+
+# Makes a device again and again, with an interrupt before the first line that runs, before the second one, and so on until it
+# is made before the interrupt comes. Prints what is left of each. Lines of `subprocess` don't count: Popen forgets a child
+# whose start is interrupted.
+INTERRUPTED_PROGRAM = """
+import json, subprocess, sys, tempfile
+from pathlib import Path
+import emulated_devices
+
+folder, name = Path(sys.argv[1]), sys.argv[2]
+files = {emulated_devices.__file__, sys.modules["disk_limits"].__file__, tempfile.__file__}
+tempfile._get_candidate_names()  # an interrupt in here would leave a lock
+
+def interrupt_before(line):
+    def trace(frame, event, argument):
+        nonlocal line
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            line -= 1
+            if line < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+    return trace
+
+for line in range(10_000):
+    try:
+        sys.settrace(interrupt_before(line))
+        with emulated_devices.new_folder(folder / "work") as work, emulated_devices.DEVICES[name][1](work, 1):
+            sys.settrace(None)
+            break
+    except KeyboardInterrupt:
+        loops = subprocess.run(["losetup", "--list", "--noheadings", "--output", "BACK-FILE"], capture_output=True, text=True)
+        print(json.dumps({"line": line, "folder": (folder / "work").exists(), "loops": loops.stdout.count(str(folder))}))
+    except emulated_devices.Missing as missing:
+        print(json.dumps({"missing": str(missing)}))
+        break
+"""
+
+
+@pytest.mark.parametrize("device", ["memory", "slow", "sectors"])
+def test_an_interrupt_before_any_line_removes_the_device(tmp_path: Path, device: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_PROGRAM, str(tmp_path), device]
+    with subprocess.Popen(command, cwd=BENCHMARKS, stdout=subprocess.PIPE, text=True) as program:
+        printed, _ = program.communicate(timeout=600)
+    assert not program.returncode
+    runs = [json.loads(line) for line in printed.splitlines()]
+    if "missing" in runs[-1]:
+        pytest.skip(runs[-1]["missing"])
+    assert len(runs) > 5
+    assert [run for run in runs if run["folder"] or run["loops"]] == []
+    assert made_by(program.pid) == []
