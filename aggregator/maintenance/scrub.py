@@ -228,6 +228,32 @@ def _file_health(
     return FileHealth(path, file, lost, spare, damaged)
 
 
+_CheckedRange = tuple[int, int, bytes]
+"""A fragment to verify: its position in the object, its length in bytes, and its cell checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ObjectCheck:
+    """An object of one member whose fragments are to be verified."""
+
+    path: str
+    name: str
+    ranges: list[_CheckedRange]
+
+    @property
+    def nbytes(self) -> int:
+        return _total_bytes(self.ranges)
+
+
+@dataclass(slots=True)
+class _MemberFindings:
+    """What the check of one member found. Only the thread of this check changes it."""
+
+    damaged_positions: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    """The positions of damaged fragments by path and object name."""
+    unchecked_bytes: int = 0
+
+
 def _verify_objects(
     namespace: Namespace,
     records: Mapping[str, PathRecord],
@@ -236,52 +262,79 @@ def _verify_objects(
     progress: ByteProgress,
 ) -> dict[str, dict[str, set[int]]]:
     """Let all members verify their fragments at once, and return the positions of damaged ones by path and object name."""
-    jobs: dict[str, list[tuple[str, str, list[tuple[int, int, bytes]]]]] = defaultdict(list)
+    checks: dict[str, list[_ObjectCheck]] = defaultdict(list)
     for path, file in records.items():
-        if file.layout is None:
-            continue
-        length = partial(fragment_bytes, redundancy=file.layout.redundancy)
-        ranges: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
-        for stripe in file.layout.stripes:
-            for fragment in stripe.fragments:
-                if fragment is not None:
-                    ranges[fragment.object_index].append((fragment.position, length(stripe.nbytes), fragment.cell_checksums))
-        for object_index, object_ranges in ranges.items():
-            member_object = file.layout.objects[object_index]
-            if member_object.member not in objects_by_member:
-                found.unchecked_bytes += sum(n for _, n, _ in object_ranges)
-            elif member_object.name in objects_by_member[member_object.member]:
-                jobs[member_object.member].append((path, member_object.name, object_ranges))
+        for member, check in _checks_of_file(path, file):
+            if member not in objects_by_member:
+                found.unchecked_bytes += check.nbytes
+            elif check.name in objects_by_member[member]:
+                checks[member].append(check)
+    calls = {member: partial(_verify_member, namespace, member, checks[member], progress) for member in checks}
+    answers, errors = namespace.member_io.read_fan_out.ask(calls, float(1 << 30))
+    for member, error in errors.items():
+        log.warning("the objects on %s could not be verified: %s", member, error)
+        found.unchecked_bytes += sum(check.nbytes for check in checks[member])
     damaged_positions: dict[str, dict[str, set[int]]] = defaultdict(dict)
-
-    def verify(member: str) -> None:
-        for path, name, object_ranges in jobs[member]:
-            for batch in _split_by_bytes(object_ranges):
-                try:
-                    damaged = namespace.open_members[member].verify(name, batch)
-                except StoreError as error:
-                    if isinstance(error, NotFound) and not _is_referenced(namespace, path, name):
-                        break  # the file was replaced or moved meanwhile
-                    log.warning("the object %s on %s could not be verified: %s", name, member, error)
-                    found.unchecked_bytes += sum(n for _, n, _ in batch)
-                    continue
-                progress(sum(n for _, n, _ in batch))
-                if damaged:
-                    damaged_positions[path].setdefault(name, set()).update(batch[i][0] for i in damaged)
-
-    namespace.member_io.read_fan_out.ask({member: partial(verify, member) for member in jobs}, float(1 << 30))
+    for findings in answers.values():
+        found.unchecked_bytes += findings.unchecked_bytes
+        for (path, name), positions in findings.damaged_positions.items():
+            damaged_positions[path][name] = positions
     return damaged_positions
 
 
-def _is_referenced(namespace: Namespace, path: str, name: str) -> bool:
-    """Return whether the current record of a path names an object."""
-    file = namespace.stat(path)
+def _checks_of_file(path: str, file: PathRecord) -> Iterable[tuple[str, _ObjectCheck]]:
+    """Yield the check of each object of a file, with the member that has the object."""
+    if file.layout is None:
+        return
+    length = partial(fragment_bytes, redundancy=file.layout.redundancy)
+    ranges: dict[int, list[_CheckedRange]] = defaultdict(list)
+    for stripe in file.layout.stripes:
+        for fragment in stripe.fragments:
+            if fragment is not None:
+                ranges[fragment.object_index].append((fragment.position, length(stripe.nbytes), fragment.cell_checksums))
+    for object_index, object_ranges in ranges.items():
+        member_object = file.layout.objects[object_index]
+        yield member_object.member, _ObjectCheck(path, member_object.name, object_ranges)
+
+
+def _verify_member(
+    namespace: Namespace, member: str, checks: Iterable[_ObjectCheck], progress: ByteProgress
+) -> _MemberFindings:
+    """Let one member verify its objects, and return what it found."""
+    findings = _MemberFindings()
+    for check in checks:
+        for batch in _split_by_bytes(check.ranges):
+            try:
+                damaged = namespace.open_members[member].verify(check.name, batch)
+            except StoreError as error:
+                if isinstance(error, NotFound) and not _may_be_referenced(namespace, check.path, check.name):
+                    break  # the file was replaced or moved meanwhile
+                log.warning("the object %s on %s could not be verified: %s", check.name, member, error)
+                findings.unchecked_bytes += _total_bytes(batch)
+                continue
+            progress(_total_bytes(batch))
+            if damaged:
+                positions = findings.damaged_positions.setdefault((check.path, check.name), set())
+                positions.update(batch[i][0] for i in damaged)
+    return findings
+
+
+def _total_bytes(ranges: Iterable[_CheckedRange]) -> int:
+    return sum(nbytes for _, nbytes, _ in ranges)
+
+
+def _may_be_referenced(namespace: Namespace, path: str, name: str) -> bool:
+    """Return whether the current record of a path names an object, or can't be read now."""
+    try:
+        file = namespace.stat(path)
+    except CkptError:
+        return True
     return file is not None and file.layout is not None and name in [o.name for o in file.layout.objects]
 
 
-def _split_by_bytes(ranges: Iterable[tuple[int, int, bytes]]) -> Iterable[list[tuple[int, int, bytes]]]:
+def _split_by_bytes(ranges: Iterable[_CheckedRange]) -> Iterable[list[_CheckedRange]]:
     """Yield the ranges, ordered by position, in batches of about 64 MiB."""
-    batch: list[tuple[int, int, bytes]] = []
+    batch: list[_CheckedRange] = []
     total = 0
     for each in sorted(ranges):
         batch.append(each)

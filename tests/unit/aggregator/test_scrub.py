@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import sqlite3
 import threading
@@ -11,10 +12,13 @@ from pathlib import Path
 import pytest
 from helpers.damaged_namespaces import assert_whole, content, filled_namespace, large_file
 from helpers.nodes import directories
+from helpers.registers import Flaky
 from helpers.whole_namespaces import require_whole
 
+from ckpt.aggregator.cluster import fanout
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair, scrub
+from ckpt.aggregator.records.file_record import fragment_bytes
 from ckpt.storage.registers.base import DamagedRecord, Record
 from ckpt.storage.testing import random_bytes
 
@@ -68,6 +72,51 @@ def test_a_scrub_that_could_not_check_all_bytes_is_not_whole(tmp_path: Path) -> 
     assert found.unchecked_bytes > 0
     assert (found.missing_members, found.damaged_files) == ({}, []), "they existed when it began"
     assert not found.is_whole
+
+
+def test_bytes_whose_record_cannot_be_read_during_a_scrub_count_as_unchecked(tmp_path: Path) -> None:
+    """The objects vanish, and no member answers whether a record still names them."""
+    namespace = Namespace(directories(tmp_path, 4))
+    for i in range(20):
+        namespace.put(f"f{i}", random_bytes(50_000, i))
+    layouts = [file.layout for i in range(20) if (file := namespace.stat(f"f{i}")) is not None]
+    stored_bytes = sum(fragment_bytes(50_000, layout.redundancy) * len(layout.objects) for layout in layouts if layout)
+    lock, verified = threading.Lock(), [0]
+
+    def lose(nbytes: int) -> None:
+        with lock:
+            verified[0] += nbytes
+            for folder in tmp_path.glob("disk*/objects/*"):
+                shutil.rmtree(folder, ignore_errors=True)
+            for name, member in namespace.open_members.items():
+                member.registers = namespace._member_registers[name] = Flaky(member.registers, random.Random(0), 1.0)
+
+    found = scrub.scrub_namespace(namespace, True, lose)
+    assert 0 < verified[0] < stored_bytes
+    assert verified[0] + found.unchecked_bytes == stored_bytes
+    assert not found.is_whole
+    namespace.close()
+
+
+def test_the_bytes_of_a_member_with_too_many_unanswered_calls_count_as_unchecked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its check does not even begin."""
+    monkeypatch.setattr(fanout, "_SLOW_CALL_SECONDS", -1.0)  # calls count as unanswered at once
+    namespace = Namespace(directories(tmp_path, 4))
+    namespace.put("file", random_bytes(50_000))
+    file = namespace.stat("file")
+    assert file is not None
+    assert file.layout is not None
+    member, answered = file.layout.objects[0].member, threading.Event()
+    fan_out = namespace.member_io.read_fan_out
+    calls = [fan_out.submit(member, answered.wait) for _ in range(fan_out._max_calls_per_member)]
+    found = scrub.scrub_namespace(namespace, True)
+    answered.set()
+    assert all(call.result(30) for call in calls)
+    assert found.unchecked_bytes == fragment_bytes(50_000, file.layout.redundancy)
+    assert not found.is_whole
+    namespace.close()
 
 
 def test_files_deleted_during_a_scrub_do_not_count_as_unchecked(tmp_path: Path) -> None:
