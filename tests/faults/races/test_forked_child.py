@@ -120,6 +120,7 @@ handle = saver.save(0, {{"weight": weight}})
 in_child(lambda: optimizer.step())
 handle.result()
 saver.close()
+assert not ckpt.load(url)["weight"].any(), "the child changed what the parent saves"
 """
     finish(python(code, tmp_path))
 

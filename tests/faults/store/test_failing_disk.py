@@ -111,6 +111,7 @@ LocalStore(sys.argv[1] + "/home/user").put("a/b", b"x")
         parent.chmod(parent.stat().st_mode | 0o11)
         parent = parent.parent
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    assert (tmp_path / "home/user/a/b").read_bytes() == b"x"
 
 
 WRITES: dict[str, Callable[[LocalStore, bytes], Any]] = {

@@ -191,7 +191,9 @@ def test_a_malformed_row_of_a_run_database_raises_no_raw_error(rng: random.Rando
         row = [at, attempt, kind, text, json.dumps(facts)]
         column = rng.randrange(len(row))
         row[column] = rng.choice([*STRANGE, b"", b"[" * 100_000, _bytes(_mutated(facts, rng), rng)])
-        read_row(1, *row)
+        entry = read_row(1, *row)
+        assert entry.number == 1
+        assert isinstance(entry.text, str)
 
 
 def test_new_fields_of_run_log_entries_are_ignored() -> None:

@@ -91,6 +91,7 @@ def test_a_folder_of_files_may_be_deleted_during_a_training(tmp_path: Path) -> N
     plugin = CkptIO(tmp_path / "repositories")
     for folder in ("first", "second"):
         plugin.save_checkpoint({"number": 1}, tmp_path / folder / "a.ckpt")
+        assert plugin.load_checkpoint(tmp_path / folder / "a.ckpt") == {"number": 1}
         shutil.rmtree(tmp_path / folder)
     plugin.teardown()
 

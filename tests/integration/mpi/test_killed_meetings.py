@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers.meetings import env_groups, gather, meet, rank_process, start_through_a_launcher, words
+from helpers.meetings import env_groups, gather, meet, rank_process, reports, start_through_a_launcher, words
 from helpers.meetings import folder as folder
 from helpers.processes import finish, until
 from helpers.repositories import files
@@ -100,7 +100,8 @@ def test_ranks_started_by_different_shells_meet(folder: Path, shell: str, settle
             finish(launcher)
         else:
             until(lambda: (folder / "1.json").exists())
-        until(lambda: len([*folder.glob("?.json")]) == 2)
+        until(lambda: len([file for file in folder.glob("?.json") if file.stat().st_size]) == 2)
+        assert reports(folder, 2) == [[f"environment (RANK, WORLD_SIZE), rank {rank} of 2"] for rank in range(2)]
     finally:
         with suppress(ProcessLookupError):
             os.kill(other, signal.SIGKILL)

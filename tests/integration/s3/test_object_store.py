@@ -183,7 +183,9 @@ def test_the_service_specific_endpoint_wins(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_endpoint)
-    ObjectStore(bucket).put("a", b"x")
+    store = ObjectStore(bucket)
+    store.put("a", b"x")
+    assert store.get("a") == b"x"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
 
-from ckpt.storage.base.errors import StoreError, UnknownScheme
+from ckpt.storage.base.errors import NotFound, StoreError, UnknownScheme
 from ckpt.storage.remote.fsspec_store import FsspecStore
-from ckpt.storage.testing import StoreContract, object_lengths, write_object
+from ckpt.storage.testing import StoreContract, object_lengths, run_simultaneously, write_object
 from ckpt.storage.urls import open_store
 
 
@@ -48,7 +48,18 @@ class TestPicky(StoreContract):
         return FsspecStore(f"picky://{tmp_path}/store")
 
     def test_readers_see_one_version_of_a_replaced_object(self, store: Any) -> None:
-        pytest.skip("a server that renames only to a free name leaves a moment without the object")
+        """A server that renames only to a free name leaves a moment without the object, but no reader sees parts of two."""
+        versions = [bytes([i]) * 50_000 for i in range(8)]
+        store.put("a", versions[0])
+
+        def replace_all() -> None:
+            for version in versions:
+                store.put("a", version)
+
+        replaced, *seen = run_simultaneously([replace_all, *[lambda: store.get("a")] * 6])
+        assert replaced is None
+        assert [data for data in seen if not isinstance(data, NotFound) and data not in versions] == []
+        assert store.get("a") == versions[-1]
 
 
 def test_an_unknown_scheme_lists_the_possible_ones() -> None:

@@ -88,7 +88,12 @@ def test_a_failed_request_gives_its_place_back() -> None:
     for _ in range(3):
         with suppress(OSError), load.tuner.request():
             raise OSError("the disk")
-    load.end(load.begin())
+    began: list[Request] = []
+    thread = threading.Thread(target=lambda: began.append(load.begin()), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert len(began) == 1, "the next request waits for the place of a failed one"
+    load.end(began[0])
 
 
 def test_never_more_requests_are_in_flight_than_chosen() -> None:
