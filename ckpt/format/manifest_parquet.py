@@ -43,11 +43,11 @@ FORMAT_WITH_BASES = 2
 
 _MAX_EXPANSION = 256
 _EXTRA_BYTES = 16 << 20
-"""The memory of a manifest is limited to _MAX_EXPANSION times its length plus _EXTRA_BYTES. Real manifests need about 20 times
+"""The memory of a manifest is limited to _MAX_EXPANSION times its length plus _EXTRA_BYTES. Real manifests need about 40 times
 their length."""
 
-_MAX_COLUMN_BYTES = 1 << 30
-"""The most bytes of a binary column of a row group that is decoded from a dictionary."""
+_VALUE_BYTES = 8
+"""The memory of a value in a decoded column: a number, an item of a list, or the offset of a text."""
 
 _NULLABLE_COLUMNS = {"pack", "codec", "checksum", *BASE_COLUMNS}
 _ARROW_ERRORS = (KeyError, ValueError, TypeError, OSError, NotImplementedError)
@@ -98,7 +98,12 @@ def read_table(data: bytes, where: str) -> pa.Table:
     """Return a whole Parquet manifest as an Arrow table, its metadata in the schema; raise IntegrityError if it is not one."""
     with _raising_integrity_error(where):
         file = _open_parquet(data)
-        return _cast_to_specified(file.read(columns=_columns_of(file.schema_arrow.names), use_threads=False))
+        table = file.read(columns=_columns_of(file.schema_arrow.names), use_threads=False)
+        return _cast_to_specified(_without_dictionaries(table, _max_memory(data)))
+
+
+def _max_memory(data: bytes) -> int:
+    return _MAX_EXPANSION * len(data) + _EXTRA_BYTES
 
 
 def require_plausible(data: bytes) -> Footer:
@@ -107,14 +112,15 @@ def require_plausible(data: bytes) -> Footer:
     The footer and the header of each page claim lengths, and Arrow allocates what the pages claim.
     """
     found = read_footer(data)
-    most = _MAX_EXPANSION * len(data) + _EXTRA_BYTES
+    most = _max_memory(data)
     stated = in_pages = values = 0
     for column in found.columns:
         stated += column.uncompressed_bytes
         for page in page_headers(data, column.begin, column.end):
             in_pages += page.uncompressed_bytes
             values += page.value_count
-    if max(stated, in_pages, values, found.row_count) > most:
+    values = max(values, found.row_count * len({column.name for column in found.columns}))
+    if max(stated, in_pages, _VALUE_BYTES * values) > most:
         raise ValueError(
             f"it claims {found.row_count} rows, {values} values and {max(stated, in_pages)} bytes, but has {len(data)} bytes"
         )
@@ -141,7 +147,8 @@ def read_part(data: bytes, where: str) -> pa.Table:
 
     with _raising_integrity_error(where):
         require_uncompressed(data)
-        return _cast_to_specified(pa.ipc.open_stream(pa.BufferReader(data)).read_all())
+        table = pa.ipc.open_stream(pa.BufferReader(data)).read_all()
+        return _cast_to_specified(_without_dictionaries(table, _max_memory(data)))
 
 
 def require_uncompressed(data: bytes) -> None:
@@ -194,7 +201,8 @@ def read_row_groups(data: bytes, where: str) -> tuple[list[RowGroup], dict[str, 
             kind = schema.field(name).type
             _target_type(kind.value_type if name in BINARY_COLUMNS and pa.types.is_dictionary(kind) else kind, name)
         lengths = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-        groups = [RowGroup(where, n, _row_group_reader(file, i), has_bases) for i, n in enumerate(lengths)]
+        most = _max_memory(data)
+        groups = [RowGroup(where, n, _row_group_reader(file, i, most), has_bases) for i, n in enumerate(lengths)]
         return groups, {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
 
 
@@ -231,8 +239,8 @@ def _columns_of(names: Sequence[str]) -> list[str]:
     return [*COLUMNS, *(BASE_COLUMNS if "base_pack" in names else ())]
 
 
-def _row_group_reader(file: pq.ParquetFile, group: int) -> Callable[[list[str]], pa.Table]:
-    return lambda names: file.read_row_group(group, columns=names, use_threads=False)
+def _row_group_reader(file: pq.ParquetFile, group: int, most: int) -> Callable[[list[str]], pa.Table]:
+    return lambda names: _without_dictionaries(file.read_row_group(group, columns=names, use_threads=False), most)
 
 
 def _open_parquet(data: bytes) -> pq.ParquetFile:
@@ -241,8 +249,8 @@ def _open_parquet(data: bytes) -> pq.ParquetFile:
 
     # No threads: a thread of Arrow rarely aborts the process at exit (apache/arrow#34314).
     found = require_plausible(data)
-    # Text stays in its dictionary. A binary column with a dictionary stays in it until `_without_dictionary` has checked the
-    # decoded length, since every row may refer to one long value. Binary columns that ckpt writes have no dictionary.
+    # Text stays in its dictionary. A binary column with a dictionary stays in it until `_without_dictionaries` has checked
+    # the decoded length, since every row may refer to one long value. Binary columns that ckpt writes have no dictionary.
     names = {column.name for column in found.columns}
     with_dictionary = {column.name for column in found.columns if column.has_dictionary}
     return pq.ParquetFile(
@@ -254,18 +262,25 @@ def _open_parquet(data: bytes) -> pq.ParquetFile:
     )
 
 
-def _without_dictionary(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
-    """Return a binary column without its dictionaries; raise ValueError where that needs too much memory."""
+def _without_dictionaries(table: pa.Table, most: int) -> pa.Table:
+    """Return the table with binary columns without dictionaries; raise ValueError where they need more than `most` bytes."""
     import pyarrow as pa
+
+    encoded = [name for name in BINARY_COLUMNS if name in table.column_names and pa.types.is_dictionary(table[name].type)]
+    if not encoded:
+        return table
     import pyarrow.compute as pc
 
     total = 0
-    for chunk in column.chunks:
+    for chunk in (chunk for name in encoded for chunk in table[name].chunks):
         lengths = pc.binary_length(chunk.dictionary)
         total += pc.sum(pc.cast(pc.take(lengths, chunk.indices), pa.int64())).as_py() or 0
-    if total > _MAX_COLUMN_BYTES:
-        raise ValueError(f"column {name} decodes to {total} bytes")
-    return column.cast(column.type.value_type)
+    if total > most:
+        raise ValueError(f"{' and '.join(encoded)} decode to {total} bytes")
+    for name in encoded:
+        column = table[name]
+        table = table.set_column(table.column_names.index(name), name, column.cast(column.type.value_type))
+    return table
 
 
 @contextmanager
@@ -280,13 +295,9 @@ def _raising_integrity_error(where: str) -> Iterator[None]:
 
 def _cast_to_specified(table: pa.Table) -> pa.Table:
     """Return the table with columns of the specified types; other writers may have used wider or narrower types."""
-    import pyarrow as pa
 
     for i, name in enumerate(table.column_names):
         column = table.column(i)
-        if name in BINARY_COLUMNS and pa.types.is_dictionary(column.type):
-            column = _without_dictionary(column, name)
-            table = table.set_column(i, name, column)
         kind = _target_type(column.type, name)
         if kind != column.type:
             table = table.set_column(i, name, arrow_columns.cast(column, kind))

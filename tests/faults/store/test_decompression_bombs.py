@@ -6,13 +6,12 @@ import bz2
 import io
 import json
 import lzma
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.processes import finish, python
 
 from ckpt.format import manifest_parquet
 from ckpt.storage.base.errors import IntegrityError
@@ -45,19 +44,20 @@ def _stream(name: str) -> bytes:
 
 
 _CHILD = """
-import resource, sys
+import sys
 import numpy as np
 import numcodecs
 from ckpt.format import codec
+from helpers.peak_memory import peak_bytes
 stored, out = open(sys.argv[1], "rb").read(), np.empty(1 << 20, np.uint8)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_bytes()
 try:
     codec.decode(sys.argv[2], memoryview(stored), out)
 except MemoryError:
     raise
 except Exception as error:
     print(type(error).__name__)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before << 10)
+print(peak_bytes() - before)
 """
 
 
@@ -65,11 +65,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before << 10)
 def test_decoding_a_bomb_takes_little_memory(name: str, tmp_path: Path) -> None:
     path = tmp_path / "bomb"
     path.write_bytes(_stream(name))
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(path), json.dumps({"id": name})], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    kind, taken = done.stdout.split()
+    kind, taken = finish(python(_CHILD, path, json.dumps({"id": name})), timeout=300).split()
     assert kind
     assert int(taken) < _ALLOWED
 
@@ -96,11 +92,44 @@ def _parquet(rows: int, *, cells: bytes = b"", dictionary: bool = False) -> byte
 def test_a_manifest_that_decodes_to_far_more_than_its_length_is_refused() -> None:
     for data in (_parquet(200, cells=bytes(1 << 20)), _parquet(3000, cells=bytes(1 << 19), dictionary=True)):
         assert len(data) < 1 << 18
-        with pytest.raises(IntegrityError, match=r"claims|decodes to"):
+        with pytest.raises(IntegrityError, match=r"claims|decode to"):
             manifest_parquet.read_table(data, "x")
-        with pytest.raises(IntegrityError, match=r"claims|decodes to"):
+        with pytest.raises(IntegrityError, match=r"claims|decode to"):
             groups, _ = manifest_parquet.read_row_groups(data, "x")
             groups[0].read()
+
+
+def _without_variety(rows: int) -> bytes:
+    """Return a manifest of equal rows, with dictionaries in all columns, so that a row takes a fraction of a byte."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(io.BytesIO(_parquet(1)))
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, table.schema, compression="zstd", use_dictionary=True, write_statistics=False) as writer:
+        for begin in range(0, rows, 1 << 18):
+            writer.write_table(table.take([0] * min(1 << 18, rows - begin)))
+    return sink.getvalue()
+
+
+def test_a_small_manifest_of_very_many_rows_is_refused() -> None:
+    data = _without_variety(1 << 20)
+    assert len(data) < 1 << 17  # as rows of Python, they would take gigabytes
+    with pytest.raises(IntegrityError, match="claims 1048576 rows"):
+        manifest_parquet.read_row_groups(data, "x")
+    with pytest.raises(IntegrityError, match="claims 1048576 rows"):
+        manifest_parquet.read_table(data, "x")
+    assert manifest_parquet.read_table(_without_variety(100_000), "x").num_rows == 100_000
+
+
+def test_the_binary_columns_together_are_limited() -> None:
+    # 100 rows refer to one value of 256 KiB: 25 MiB from a file of 4 KiB, which may take 17 MiB.
+    data = _parquet(100, cells=bytes(1 << 18), dictionary=True)
+    assert len(data) < 1 << 13
+    with pytest.raises(IntegrityError, match="cells decode to 26214400 bytes"):
+        manifest_parquet.read_table(data, "x")
+    groups, _ = manifest_parquet.read_row_groups(data, "x")
+    with pytest.raises(IntegrityError, match="cells decode to 26214400 bytes"):
+        groups[0].read(["cells"])
 
 
 @pytest.mark.parametrize("dictionary", [False, True])

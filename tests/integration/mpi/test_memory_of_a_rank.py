@@ -14,22 +14,20 @@ import ckpt
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts and kills processes as Linux has them")
 MEMORY = """
-import resource, sys
+import sys
 import numpy as np
 import ckpt
 from ckpt.groups.threads import ThreadGroup
+from helpers.peak_memory import peak_bytes
 from helpers.rank_threads import RemoteStore, all_well, on_ranks
 import ckpt.loading.shared_read
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 ckpt.loading.shared_read.LocalStore = RemoteStore
 ranks = int(sys.argv[2])
 if sys.argv[3] == "messages":
     ckpt.loading.shared_read.SharedWindow.create = lambda *_: None
 targets = [np.ones((16384, 8192 // ranks), np.float32) for _ in range(ranks)]
-before = peak()
+before = peak_bytes()
 
 def load(group):
     mine = targets[group.rank]
@@ -38,7 +36,7 @@ def load(group):
     assert (mine == 7).all()
 
 all_well(on_ranks(ranks, load))
-print(peak() - before)
+print(peak_bytes() - before)
 """
 
 

@@ -24,13 +24,14 @@ _ALLOWED = 300 << 20
 """More than imports need, and a fraction of `_LONG`."""
 
 _CHILD = """
-import resource, sys
+import sys
 import ckpt, numpy, pyarrow.parquet
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+from helpers.peak_memory import peak_bytes
+before = peak_bytes()
 try:
     ckpt.load(sys.argv[1], step=5, strict=True)
 except ckpt.IntegrityError as error:
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, error)
+    print(peak_bytes() - before, error)
 else:
     print(-1)
 """
@@ -112,17 +113,18 @@ def test_a_block_that_decodes_to_another_length_is_damaged(tmp_path: Path, nbyte
 
 
 _MEASURED = """
-import resource, sys
+import sys
 import ckpt, numpy, pyarrow.parquet
+from helpers.peak_memory import peak_bytes
 from ckpt.aggregator.file_io.namespace import open_namespace
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_bytes()
 try:
     exec(sys.argv[1])
 except (ckpt.IntegrityError, ckpt.GroupError) as error:
     print(type(error).__name__, error)
 else:
     print("done")
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+print(peak_bytes() - before)
 """
 
 
