@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ def why(run_dir: Path, state: str | None, as_json: bool) -> int:
     """Print what was decided, and why."""
     from ckpt.recovery.run_log.base import entry_to_json
 
-    entries = _open_entries(run_dir, state)
+    entries = _read_entries(run_dir, state)
     for entry, after in zip_longest(entries, entries[1:]):
         is_repeated = entry.kind == "stop" and after is not None and after.kind == "stop"  # the next one has the agreed step
         if as_json:
@@ -74,7 +75,7 @@ def status(run_dir: Path, state: str | None) -> int:
     """Show what a run does now: its hosts, and the ranks of this host. Exit status: 0 it runs, 1 it does not."""
     from ckpt.recovery.run_log.run_state import RunState
 
-    entries = _open_entries(run_dir, state)
+    entries = _read_entries(run_dir, state)
     run_state = RunState().apply_entries(entries)
     reports = _living_agents(run_dir, state)
     if reason := _not_running_reason(run_state, reports):
@@ -114,6 +115,12 @@ def status(run_dir: Path, state: str | None) -> int:
     for text in run_state.stragglers.values():
         emit(common.printable(text))
     return 0
+
+
+def _require_running(run_state: RunState, reports: Mapping[str, AgentReport], run_dir: Path, state: str | None) -> None:
+    """Raise CkptError with the reason if a run is not running."""
+    if reason := _not_running_reason(run_state, reports):
+        raise CkptError(f"{reason}; see `ckpt-run why {_run_options(run_dir, state)}`")
 
 
 def _not_running_reason(run_state: RunState, reports: Mapping[str, AgentReport]) -> str:
@@ -165,11 +172,8 @@ def _living_agents(run_dir: Path, state: str | None) -> dict[str, AgentReport]:
     from ckpt.recovery.run_log.agent_reports import find_living_agents
     from ckpt.recovery.run_log.base import open_run_log
 
-    opened = open_run_log(run_dir, state, read_only=True)
-    try:
+    with closing(open_run_log(run_dir, state, read_only=True)) as opened:
         return find_living_agents(opened)
-    finally:
-        opened.close()
 
 
 @click.command("ckpt-run drain", context_settings=HELP_SETTINGS)
@@ -181,14 +185,14 @@ def drain(run_dir: Path, state: str | None) -> int:
     from ckpt.recovery.run_log.run_state import RunState
 
     _require_run(run_dir, state)
-    opened = open_run_log(run_dir, state)
-    while True:
-        # Read the entries as an agent does, with the token of the job.
-        run_state = RunState().apply_entries(_require_entries(opened, run_dir, state))
-        if reason := _not_running_reason(run_state, {} if run_state.has_ended else _living_agents(run_dir, state)):
-            raise CkptError(f"{reason}; see `ckpt-run why {_run_options(run_dir, state)}`")
-        if opened.append(run_state.number, [Draft(run_state.attempt, "request", "drain", {})]):
-            break
+    # Opened as an agent opens it, with the token of the job, which signs the request.
+    with closing(open_run_log(run_dir, state)) as opened:
+        is_appended = False
+        while not is_appended:  # another entry may be appended first
+            run_state = RunState().apply_entries(_require_entries(opened, run_dir, state))
+            reports = {} if run_state.has_ended else _living_agents(run_dir, state)
+            _require_running(run_state, reports, run_dir, state)
+            is_appended = opened.append(run_state.number, [Draft(run_state.attempt, "request", "drain", {})])
     emit(f"it saves and ends; see `ckpt-run status {_run_options(run_dir, state)}`")
     return 0
 
@@ -209,10 +213,9 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
     from ckpt.recovery.coordinator.dry_run import predict_entries
     from ckpt.recovery.run_log.run_state import RunState
 
-    entries, reports = _open_entries(run_dir, state), _living_agents(run_dir, state)
+    entries, reports = _read_entries(run_dir, state), _living_agents(run_dir, state)
     run_state = RunState().apply_entries(entries)
-    if reason := _not_running_reason(run_state, reports):
-        raise CkptError(f"{reason}; see `ckpt-run why {_run_options(run_dir, state)}`")
+    _require_running(run_state, reports, run_dir, state)
     ranks = sum(member.count for member in run_state.members)
     if fail is not None and fail >= ranks:
         raise CkptError(f"there is no rank {fail}: the run has {format_count(ranks, 'rank')}, numbered from 0")
@@ -271,7 +274,7 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
     from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
     from ckpt.recovery.run_log.run_state import is_failure
 
-    entries, seconds = _open_entries(run_dir, state), total_seconds_by_category(run_dir)
+    entries, seconds = _read_entries(run_dir, state), total_seconds_by_category(run_dir)
     failures = sum(map(is_failure, entries))
     missing_hosts = _hosts_without_ledger(run_dir, entries)
     if state is not None and not seconds:
@@ -339,17 +342,17 @@ def _run_options(run_dir: Path, state: str | None) -> str:
     return f"--run-dir {run_dir}" if state is None else f"--run-dir {run_dir} --state {state}"
 
 
-def _open_entries(run_dir: Path, state: str | None) -> list[LogEntry]:
+def _read_entries(run_dir: Path, state: str | None) -> list[LogEntry]:
+    """Return the entries of a run, in their order; raise CkptError if there is no run, or it has not begun."""
     from ckpt.recovery.run_log.base import open_run_log
 
     _require_run(run_dir, state)
-    opened = open_run_log(run_dir, state, read_only=True)
-    entries = _require_entries(opened, run_dir, state)
-    opened.close()
-    return entries
+    with closing(open_run_log(run_dir, state, read_only=True)) as opened:
+        return _require_entries(opened, run_dir, state)
 
 
 def _require_entries(opened: RunLog, run_dir: Path, state: str | None) -> list[LogEntry]:
+    """Return the entries of a run log; raise CkptError if it has none."""
     entries = opened.entries()
     if not entries:
         raise CkptError(f"the run in {state or run_dir} has not begun: check --run-dir and --state")

@@ -286,7 +286,7 @@ def test_status_shows_only_ranks_of_the_present_attempt(
         pulse.close()
         doing: Literal["running", "idle"] = "running" if attempt else "idle"
         reports[name] = AgentReport(name, f"{name}-1", 0.0, 1, str(tmp_path / name), "logs", "a", 1, attempt, doing)
-    monkeypatch.setattr(run_queries, "_open_entries", lambda *_: entries)
+    monkeypatch.setattr(run_queries, "_read_entries", lambda *_: entries)
     monkeypatch.setattr(run_queries, "_living_agents", lambda *_: reports)
     assert run_queries.status.main(["--run-dir", str(tmp_path)], standalone_mode=False) == 0
     shown = capfd.readouterr().out

@@ -106,8 +106,8 @@ def test_a_report_without_a_ledger_names_the_hosts_that_have_one(
     run_asked_to_end: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run log is elsewhere, and names the hosts that have ledgers."""
-    entries = run_queries._open_entries(run_asked_to_end, None)
-    monkeypatch.setattr(run_queries, "_open_entries", lambda *_: entries)
+    entries = run_queries._read_entries(run_asked_to_end, None)
+    monkeypatch.setattr(run_queries, "_read_entries", lambda *_: entries)
     with pytest.raises(CkptError, match="has no ledger of this run; give the --run-dir of a or b"):
         query(run_queries.report, run_asked_to_end / "none", "--state", "etcd://127.0.0.1:1/lab")
 
