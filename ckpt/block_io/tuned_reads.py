@@ -11,8 +11,8 @@ from ckpt.block_io.read_threads import run_from_queue, run_in_threads
 from ckpt.block_io.replicated_store import copies_of
 from ckpt.format.limits import BLOCK_BYTES
 from ckpt.storage.base.store import Store
-from ckpt.storage.tuning.learned import read_tuner, remember
-from ckpt.storage.tuning.spaces import DISK, NETWORK, of_whole_blocks
+from ckpt.storage.tuning.device_kinds import DISK, NETWORK, of_whole_blocks
+from ckpt.storage.tuning.learned_choices import read_tuner, remember
 from ckpt.storage.tuning.tuner import Tuner
 
 ReadKind = Literal["streamed", "buffered"]

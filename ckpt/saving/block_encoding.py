@@ -10,7 +10,7 @@ from ckpt.format.block_difference import BaseBlock
 from ckpt.saving.codec_tuner import EncodingTimer, SaveCodecs
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import BlockPlace
-from ckpt.saving.differences import DifferenceEncoder, DifferenceSource, EncodedDifference
+from ckpt.saving.difference_encoder import DifferenceEncoder, DifferenceSource, EncodedDifference
 from ckpt.saving.save_plan import SavePlan
 from ckpt.saving.write_plan import Block, LeafSpec
 from ckpt.state.leaves.base import Bytes

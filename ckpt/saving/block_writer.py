@@ -16,7 +16,7 @@ from ckpt.saving.changing_leaves import ChangingLeaves
 from ckpt.saving.codec_tuner import SaveCodecs
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import BlockPlace, PreviousBlock, PreviousBlockIndex, PreviousBlocks
-from ckpt.saving.differences import DifferenceSource
+from ckpt.saving.difference_encoder import DifferenceSource
 from ckpt.saving.nan_guard import NanGuard
 from ckpt.saving.save_plan import SavePlan
 from ckpt.saving.staging import StagedBlock

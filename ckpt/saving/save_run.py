@@ -23,7 +23,7 @@ from ckpt.saving.committer import Committer
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import PreviousBlockIndex, StepBlocks
 from ckpt.saving.deferred_blocks import DeferredBlocks, find_deferred_blocks
-from ckpt.saving.differences import DifferenceSource, newest_step, place_history_of
+from ckpt.saving.difference_encoder import DifferenceSource, newest_step, place_history_of
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_guard import NanGuard
 from ckpt.saving.options import Options

@@ -18,7 +18,7 @@ from helpers.processes import SOAK
 from helpers.runs import RANKS, Run, assert_result, kill_ranks
 from helpers.runs import start as start
 
-from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES
+from ckpt.recovery.policy.restart_decision import MAX_REPEATED_FAILURES
 
 
 def test_a_job_without_a_fault_ends_well(start: Callable[..., Run]) -> None:

@@ -13,7 +13,7 @@ from helpers.faulty_runs import start as start
 from helpers.host_runs import job as job
 from helpers.runs import assert_no_memory_is_left
 
-from ckpt.recovery.policy.decide import MAX_REPEATED_FAILURES
+from ckpt.recovery.policy.restart_decision import MAX_REPEATED_FAILURES
 
 
 @pytest.mark.parametrize(

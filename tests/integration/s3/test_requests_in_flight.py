@@ -13,7 +13,7 @@ import pytest
 import ckpt
 from ckpt.adapters.weights import iterate_weights
 from ckpt.storage.remote.object_store import ObjectStore
-from ckpt.storage.tuning import learned
+from ckpt.storage.tuning import learned_choices
 
 pytest_plugins = ["helpers.moto_server"]
 
@@ -47,7 +47,7 @@ class RequestCounter:
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> RequestCounter:
-    learned.forget_tuners()
+    learned_choices.forget_tuners()
     return RequestCounter(monkeypatch)
 
 

@@ -10,7 +10,14 @@ from helpers.agent_worlds import agent, failure, world
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.recovery.policy.decide import Budget, Failure, choose_hosts, decide, next_restore_step_limit, suspected_hosts
+from ckpt.recovery.policy.restart_decision import (
+    Budget,
+    Failure,
+    choose_hosts,
+    decide,
+    next_restore_step_limit,
+    suspected_hosts,
+)
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import (
     HostFailure,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.recovery.policy.decide import Budget, Failure, decide, suspected_hosts
+from ckpt.recovery.policy.restart_decision import Budget, Failure, decide, suspected_hosts
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, NewestStep
 
 BEFORE, AFTER = MemoryNamespace((("a", "a:1"),)), MemoryNamespace((("a", "a:2"),))

@@ -17,7 +17,7 @@ from helpers.states import assert_same
 import ckpt
 from ckpt.format import manifest_parquet
 from ckpt.groups.base import Group
-from ckpt.saving.differences import DifferenceSize, difference_pays, is_usable_base
+from ckpt.saving.difference_encoder import DifferenceSize, difference_pays, is_usable_base
 
 SAVE_ONE = """
 import sys, ckpt

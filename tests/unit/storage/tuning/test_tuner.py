@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from ckpt.storage.tuning.choice import Choice
+from ckpt.storage.tuning.device_kinds import DISK, NETWORK
 from ckpt.storage.tuning.search import start
-from ckpt.storage.tuning.spaces import DISK, NETWORK
 from ckpt.storage.tuning.tuner import MIN_MEASURED_BYTES, Request, Tuner
 
 MIB = 1 << 20
