@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ckpt.support.other_package import warn_of_other_package
+from ckpt.support.source_checkout import require_all_parts
 from ckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
+require_all_parts()
 warn_of_other_package()
 
 

@@ -79,3 +79,11 @@ def test_the_other_in_a_folder_of_its_own(site: Path, tmp_path: Path) -> None:
     hidden = run(site, "-c", f"import sys; sys.path.append({str(tmp_path / 'other')!r}); import ckpt")
     assert hidden.returncode == 0
     assert f"{tmp_path / 'other'} has another project" in hidden.stderr
+
+
+def test_a_folder_of_checkpoints_with_the_name_of_the_module_hides_nothing(site: Path) -> None:
+    """Unlike an editable install, an installed package is found before a folder `ckpt` without an `__init__.py`."""
+    (site.parent / "ckpt").mkdir()
+    imported = run(site, "-c", "import ckpt; print(ckpt.save)")
+    assert imported.returncode == 0, imported.stderr
+    assert imported.stderr == ""
