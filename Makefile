@@ -17,7 +17,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 * (os.cpu_count() or 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo cluster test test-fast list-frameworks test-frameworks bench soak lint docs map clean
+.PHONY: help demo cluster test test-fast list-frameworks test-frameworks bench soak lint docs map map-docs clean
 .SUFFIXES:
 .DELETE_ON_ERROR:
 
