@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Callable
 
-from ckpt.recovery.policy.restart_decision import describe_failure
+from ckpt.recovery.policy.failure import describe_failure
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, HostFailure
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import EndFacts, facts_of

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpt.recovery.coordinator.decision_input import DecisionInput
-from ckpt.recovery.policy.restart_decision import Cause, Failure, decide
+from ckpt.recovery.policy.failure import Cause, Failure
+from ckpt.recovery.policy.restart_decision import decide
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
 from ckpt.recovery.run_log.base import Draft
 from ckpt.recovery.run_log.entry_drafts import draft_decision, draft_failure

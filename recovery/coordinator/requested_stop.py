@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckpt.recovery.coordinator.decision_input import DecisionInput
 from ckpt.recovery.coordinator.failure_entries import draft_failure_and_decision, make_failure
 from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
-from ckpt.recovery.policy.restart_decision import Cause, Failure
+from ckpt.recovery.policy.failure import Cause, Failure
 from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import Draft
 from ckpt.recovery.run_log.entry_drafts import draft_stop

@@ -16,7 +16,8 @@ from statistics import fmean
 
 from ckpt.recovery.goodput import ledger
 from ckpt.recovery.goodput.time_category import TIME_CATEGORIES, TimeCategory
-from ckpt.recovery.policy.restart_decision import Budget, Cause, Decision, Failure, decide
+from ckpt.recovery.policy.failure import Cause, Failure
+from ckpt.recovery.policy.restart_decision import Budget, Decision, decide
 from ckpt.training.save_interval import daly_interval_seconds
 
 _DECIDE_SECONDS = 0.01

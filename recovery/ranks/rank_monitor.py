@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ckpt.recovery.goodput.time_category import TimeCategory, rank_time_category
+from ckpt.recovery.policy.failure import Cause
 from ckpt.recovery.policy.hang_limits import HangLimits
-from ckpt.recovery.policy.restart_decision import Cause
 from ckpt.recovery.policy.stragglers import PaceMeter, RankPace
 from ckpt.recovery.ranks import processes, rank_stacks
 from ckpt.recovery.ranks.hang_detection import HangDetector, find_slowest_rank

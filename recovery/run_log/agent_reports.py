@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ckpt.recovery.goodput.time_category import TimeCategory
-from ckpt.recovery.policy.restart_decision import PLANNED_CAUSES, Cause
+from ckpt.recovery.policy.failure import PLANNED_CAUSES, Cause
 from ckpt.recovery.policy.stragglers import RankPace
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.storage.base.checked_decode import Malformed, decode

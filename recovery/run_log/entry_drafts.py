@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt.recovery.policy.coordinated_stop import StopRequest
-from ckpt.recovery.policy.restart_decision import Decision, Failure
+from ckpt.recovery.policy.failure import Failure
+from ckpt.recovery.policy.restart_decision import Decision
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import Draft

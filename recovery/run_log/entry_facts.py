@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from ckpt.groups.launchers import MAX_RANKS
-from ckpt.recovery.policy.restart_decision import Failure
+from ckpt.recovery.policy.failure import Failure
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.recovery.policy.coordinated_stop import StopRequest
-from ckpt.recovery.policy.restart_decision import Failure
+from ckpt.recovery.policy.failure import Failure
 from ckpt.recovery.run_log.base import LogEntry, placeholder_entry
 from ckpt.recovery.run_log.entry_facts import (
     DecisionFacts,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ckpt.recovery.policy.restart_decision import Failure
+from ckpt.recovery.policy.failure import Failure
 
 _MAX_OLDER = 3
 

@@ -6,14 +6,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ckpt.recovery.policy.failure import PLANNED_CAUSES, Failure
+from ckpt.recovery.policy.host_choice import worth_waiting_seconds
 from ckpt.recovery.policy.loss_rollback import rollback_environment
-from ckpt.recovery.policy.restart_decision import (
-    PLANNED_CAUSES,
-    Budget,
-    Failure,
-    next_restore_step_limit,
-    worth_waiting_seconds,
-)
+from ckpt.recovery.policy.restart_decision import Budget, next_restore_step_limit
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt.recovery.coordinator.decision_input import DecisionInput
 from ckpt.recovery.coordinator.transitions import draft_next_entries
-from ckpt.recovery.policy.restart_decision import Failure
+from ckpt.recovery.policy.failure import Failure
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import (
     AgentReport,

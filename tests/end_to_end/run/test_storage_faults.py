@@ -20,7 +20,8 @@ from helpers.repositories import snapshot
 from helpers.runs import RANKS, memory_folder_of
 
 import ckpt
-from ckpt.recovery.policy.restart_decision import MAX_REPEATED_FAILURES, Budget, Failure, decide
+from ckpt.recovery.policy.failure import Failure
+from ckpt.recovery.policy.restart_decision import MAX_REPEATED_FAILURES, Budget, decide
 
 
 def test_a_job_continues_after_a_storage_node_is_killed(start: Starter, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from ckpt.recovery.agent.metrics import render_metrics
 from ckpt.recovery.coordinator.decision_input import DecisionInput
 from ckpt.recovery.coordinator.transitions import draft_next_entries
 from ckpt.recovery.goodput.ledger import LEDGER_FILE, read_ledger_file
-from ckpt.recovery.policy.restart_decision import Failure
+from ckpt.recovery.policy.failure import Failure
 from ckpt.recovery.policy.stragglers import RankPace
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure, SlowestRank, decode_reports

@@ -10,14 +10,9 @@ from helpers.agent_worlds import agent, failure, world
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.recovery.policy.restart_decision import (
-    Budget,
-    Failure,
-    choose_hosts,
-    decide,
-    next_restore_step_limit,
-    suspected_hosts,
-)
+from ckpt.recovery.policy.failure import Failure
+from ckpt.recovery.policy.host_choice import choose_hosts, suspected_hosts
+from ckpt.recovery.policy.restart_decision import Budget, decide, next_restore_step_limit
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import (
     HostFailure,

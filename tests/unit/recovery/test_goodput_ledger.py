@@ -31,7 +31,7 @@ from ckpt.recovery.goodput.ledger import (
     total_seconds_by_category,
 )
 from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
-from ckpt.recovery.policy.restart_decision import Failure
+from ckpt.recovery.policy.failure import Failure
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.base import Draft, LogEntry
 from ckpt.recovery.run_log.run_spec import RunSpec

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from helpers.agent_worlds import agent, world
 
-from ckpt.recovery.policy.restart_decision import Failure, worth_waiting_seconds
+from ckpt.recovery.policy.failure import Failure
+from ckpt.recovery.policy.host_choice import worth_waiting_seconds
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import HostFailure
 from ckpt.recovery.run_log.base import LogEntry

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ckpt.recovery.policy.restart_decision import Budget, Failure, decide, suspected_hosts
+from ckpt.recovery.policy.failure import Failure
+from ckpt.recovery.policy.host_choice import suspected_hosts
+from ckpt.recovery.policy.restart_decision import Budget, decide
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, NewestStep
 
 BEFORE, AFTER = MemoryNamespace((("a", "a:1"),)), MemoryNamespace((("a", "a:2"),))

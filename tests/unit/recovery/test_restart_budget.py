@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ckpt.recovery.policy.restart_decision import MAX_REPEATED_FAILURES, Budget, Failure, decide
+from ckpt.recovery.policy.failure import Failure
+from ckpt.recovery.policy.restart_decision import MAX_REPEATED_FAILURES, Budget, decide
 
 
 def failure(step: int = 5, committed: int = 4, cause: str = "signal") -> Failure:

@@ -21,7 +21,8 @@ from ckpt.recovery.goodput.simulator import (
     simulate_intervals,
     total_seconds_by_category,
 )
-from ckpt.recovery.policy.restart_decision import MAX_REPEATED_FAILURES, Budget, Decision, Failure
+from ckpt.recovery.policy.failure import Failure
+from ckpt.recovery.policy.restart_decision import MAX_REPEATED_FAILURES, Budget, Decision
 
 seconds = st.floats(0, 100)
 worlds = st.builds(
