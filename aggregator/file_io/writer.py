@@ -65,15 +65,16 @@ class FileWriter(Writer):
         self._fence_number = publisher.fence_number
         self._previous_layouts: list[FileLayout] = []  # the same objects under the names that they had before a new era
         self._lock = threading.Lock()
-        self._stripes: list[Stripe | None] = []
+        """Guards changes of the following attributes while threads append."""
+        self._stripes: list[Stripe | None] = []  # None for one that is being written, or whose append failed
         self._next_position = 0
         self._length = 0
         self._inline_data: bytes | None = b""  # the whole content while the file is small
         self._objects: list[MemberObject] = []
-        self._writers: list[Writer | None] = []
-        self._object_by_member: dict[str, int] = {}
-        self._opening_locks: dict[str, threading.Lock] = {}
-        self._failed_members: dict[str, StoreError] = {}
+        self._writers: list[Writer | None] = []  # of each of these objects; None for those of the file to append to
+        self._object_by_member: dict[str, int] = {}  # the index of the object that this writer has made there
+        self._opening_locks: dict[str, threading.Lock] = {}  # by member, so that its object is created once
+        self._failed_members: dict[str, StoreError] = {}  # they get no more fragments of this file
         self._is_finished = False
         base = condition.base
         if base is not None and base.inline_data is not None:
@@ -200,8 +201,10 @@ class FileWriter(Writer):
         return [m for m in self._candidates() if not self._member_io.fan_out.health.is_down(m.name)]
 
     def _too_few_members_error(self) -> StoreError:
-        is_full = any(isinstance(e, NoSpace) for e in self._failed_members.values())
-        reasons = "".join(f"; {name}: {error}" for name, error in self._failed_members.items())
+        with self._lock:  # other appends may note failed members meanwhile
+            failed = dict(self._failed_members)
+        is_full = any(isinstance(error, NoSpace) for error in failed.values())
+        reasons = "".join(f"; {name}: {error}" for name, error in failed.items())
         return (NoSpace if is_full else Unavailable)(
             f"{self._path} needs {self._redundancy.min_write_fragments} members for {self._redundancy}, "
             f"{len(self._candidates())} of {len(self._member_io.locations)} accept writes{reasons}; start or add members, or "
@@ -209,8 +212,10 @@ class FileWriter(Writer):
         )
 
     def _mark_failed(self, member: str, error: StoreError) -> None:
-        if member not in self._failed_members:
-            self._failed_members[member] = error
+        with self._lock:
+            is_first = member not in self._failed_members
+            self._failed_members.setdefault(member, error)
+        if is_first:
             log.warning("%s of %s is written without %s: %s", self._path, self._member_io.url, member, error)
 
     def _append_call(self, member: str, data: memoryview) -> Callable[[], tuple[int, int]]:
@@ -270,7 +275,7 @@ class FileWriter(Writer):
             stripes = tuple(stripe for stripe in self._stripes if stripe is not None)
             if len(stripes) < len(self._stripes):
                 raise StoreError(f"{self._path}: an append failed, so that the file can't be committed; write it again")
-            layout = FileLayout(self._redundancy, tuple(self._objects), _truncate_stripes(stripes, self._length))
+            layout = FileLayout(self._redundancy, tuple(self._objects), file_record.truncate_stripes(stripes, self._length))
             failpoint("namespace.commit")
             lost = LostFragments(frozenset(self._commit_objects()))
             file = PathRecord(head, layout=self._rebuild_lost(layout, lost))
@@ -389,12 +394,3 @@ class FileWriter(Writer):
 def _object_names(layout: FileLayout | None) -> set[str]:
     """Return the names of the objects of a layout."""
     return set() if layout is None else {o.name for o in layout.objects}
-
-
-def _truncate_stripes(stripes: Sequence[Stripe], length: int) -> tuple[Stripe, ...]:
-    """Return the stripes of a file that was truncated to `length`, so that later appends follow them."""
-    return tuple(
-        replace(s, visible_bytes=length - s.start) if s.start + s.visible_bytes > length else s
-        for s in stripes
-        if s.start < length
-    )

@@ -187,6 +187,15 @@ def min_fragments(layout: FileLayout, stripes: Sequence[Stripe] | None = None) -
     return min((sum(f is not None for f in s.fragments) for s in chosen), default=layout.redundancy.total_fragments)
 
 
+def truncate_stripes(stripes: Sequence[Stripe], length: int) -> tuple[Stripe, ...]:
+    """Return the stripes of a file that was truncated to `length`, so that later appends follow them."""
+    return tuple(
+        replace(s, visible_bytes=length - s.start) if s.start + s.visible_bytes > length else s
+        for s in stripes
+        if s.start < length
+    )
+
+
 def drop_unused_objects(layout: FileLayout) -> FileLayout:
     """Return the layout without objects that have no fragment."""
     used = sorted({f.object_index for s in layout.stripes for f in s.fragments if f is not None})

@@ -51,21 +51,21 @@ def change_ring(
     """
     records.invalidate_ring()
     old = records.ring
-    members = tuple(MemberLocation(s.name, s.domain) for s in sorted(locations, key=lambda s: s.name))
-    names = {s.name for s in members}
+    members = tuple(MemberLocation(member.name, member.domain) for member in sorted(locations, key=lambda member: member.name))
+    names = {member.name for member in members}
     removed_members = tuple(sorted(({*old.removed_members, removed_member} - names) - {""}))
     tolerated_losses = max(tolerated_losses, old.tolerated_losses)
     if set(members) == set(old.members) and (removed_members, tolerated_losses) == (old.removed_members, old.tolerated_losses):
         return complete_ring_change(records, removed_member if is_destroyed else "", progress)
     if not members:
         raise InvalidArgument(f"{records.url}: no member is left to keep the records; name a member that stays")
-    if names != {s.name for s in old.members}:
+    if names != {member.name for member in old.members}:
         records.update_domains(records.config.credentials.deadline_seconds, wait_for_all=True)
         records.check_devices(names)
         _prepare_members(records, old, names)
     previous = old.previous or replace(old, agreed_by=None, member_fence_number=0)
     if is_destroyed and len(previous.members) == 2:  # every change took both members, so the other one has all records
-        previous = replace(previous, members=tuple(s for s in previous.members if s.name != removed_member))
+        previous = replace(previous, members=tuple(member for member in previous.members if member.name != removed_member))
     _agree_on_ring(
         records,
         old,
@@ -85,7 +85,7 @@ def ensure_record_redundancy(records: NamespaceRecords, redundancy: Redundancy) 
     while not (ring := records.ring).can_tolerate(tolerated, len(records.locations)):
         members = list(records.with_known_domains(ring.members))
         if len(members) < 2 * tolerated:
-            members += [s for s in records.locations if s.name not in ring.all_members]
+            members += [member for member in records.locations if member.name not in ring.all_members]
         if ring.epoch > last_epoch:
             last_epoch, takeover_at = ring.epoch, time.monotonic() + patience * random.uniform(0.5, 1)
         if ring.previous is not None and time.monotonic() < takeover_at:  # another client changes the ring, or was killed
@@ -163,7 +163,7 @@ def complete_ring_change(
     _fence_ring(records, moving.previous, moved.epoch, destroyed)
     _drop_moved_records(records, moving, moved, names)
     _settle_lagging_members(records, moved)
-    log.warning("the records of %s are kept by %s now", records.url, ", ".join(s.name for s in moved.members))
+    log.warning("the records of %s are kept by %s now", records.url, ", ".join(member.name for member in moved.members))
     return moved
 
 
@@ -184,13 +184,17 @@ def _agree_on_ring(records: NamespaceRecords, old: RecordRing, new: RecordRing, 
         )
     failpoint("ring.decided")
     informed = record_ring.publish_ring(registers, new, records.fan_out, seconds)
-    if new.previous is None and 2 * sum(s.name in informed for s in new.members) <= len(new.members):
+    if new.previous is None and 2 * sum(member.name in informed for member in new.members) <= len(new.members):
         raise Unavailable(f"most of the new members ({', '.join(new.all_members)}) do not answer any more; start them")
 
 
 def _fence_ring(records: NamespaceRecords, ring: RecordRing, epoch: int, destroyed: str) -> None:
     """Fence the members of a ring, so that nothing can be agreed under an older ring any more."""
-    calls = {s.name: partial(records.open_members[s.name].registers.fence, epoch) for s in ring.members if s.name != destroyed}
+    calls = {
+        member.name: partial(records.open_members[member.name].registers.fence, epoch)
+        for member in ring.members
+        if member.name != destroyed
+    }
     _, errors = records.fan_out.ask(calls, records.commit_timeout_seconds)
     if len(errors) >= min(ring.quorum.write, ring.quorum.read):
         raise Unavailable(
@@ -208,7 +212,9 @@ def _drop_moved_records(records: NamespaceRecords, moving: RecordRing, moved: Re
         moved_names = [name for name in names if member not in moved.replica_set(name).members]
         registers.drop(moved_names, moved.epoch)
 
-    _, errors = records.fan_out.ask({m: partial(forget, m) for m in moving.all_members}, records.commit_timeout_seconds)
+    _, errors = records.fan_out.ask(
+        {member: partial(forget, member) for member in moving.all_members}, records.commit_timeout_seconds
+    )
     for member, error in errors.items():
         log.info("records that moved stay on %s: %s", member, error)
 

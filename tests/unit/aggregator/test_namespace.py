@@ -21,7 +21,7 @@ from ckpt.storage.base.errors import (
     StoreError,
     Unavailable,
 )
-from ckpt.storage.testing import random_bytes
+from ckpt.storage.testing import random_bytes, run_simultaneously
 
 
 def test_a_record_is_decoded_as_it_was_encoded(tmp_path: Path) -> None:
@@ -210,4 +210,28 @@ def test_members_that_cannot_be_read_are_no_damage_whatever_their_folders_are_ca
         path.unlink()
     with namespace.open("p") as reader, pytest.raises(Unavailable, match="can't be read"):
         reader.read_into(0, memoryview(bytearray(1000)))
+    namespace.close()
+
+
+def test_too_few_members_are_reported_while_other_members_fail(tmp_path: Path) -> None:
+    """Several threads append: one finds that too few members are left, while others note further failed members."""
+    namespace = Namespace(directories(tmp_path, 3))
+    writer = namespace.create("a")
+    over = threading.Event()
+
+    def fail_members() -> None:
+        for number in range(3_000):
+            writer._mark_failed(f"host{number}", StoreError("refused"))
+        over.set()
+
+    def make_errors() -> set[type[StoreError]]:
+        found = {type(writer._too_few_members_error())}
+        while not over.is_set():
+            found.add(type(writer._too_few_members_error()))
+        return found
+
+    failed, *kinds = run_simultaneously([fail_members, make_errors, make_errors])
+    assert failed is None
+    assert kinds == [{Unavailable}] * 2
+    writer.abort()
     namespace.close()
