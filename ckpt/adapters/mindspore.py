@@ -37,7 +37,7 @@ _WITHOUT_STATE = ("_StepSync", "_FrameworkProfilerCallback", "TimeMonitor", "Mod
 
 @dataclass
 class _Position:
-    """Where a training is."""
+    """The position of a training, as a step stores it."""
 
     training: int = 0
     """How many trainings with this callback have ended before."""
@@ -52,6 +52,7 @@ class _Position:
     epochs: int = 0
     """The argument `epoch` of the training."""
     ended: bool = False
+    """Whether the training has ended with this step."""
     outputs: Any = None
     """What the network returned in the last step. The end of an epoch needs it. A saved step has arrays in place of tensors."""
 

@@ -1,12 +1,15 @@
 """Read blocks in parallel threads, verify and decode them, and copy their pieces to the targets of a load.
 
-Blocks are read in the order of packs and positions. Each thread reads a contiguous part of them, so that the read-ahead of
-Linux loads whole blocks, and announces others to the store. An uncompressed block with one contiguous destination is read
-directly into it, and hashed in chunks while each chunk is in the processor's cache. Reads go through the page cache, so that a
-second load is a memory copy. A block that one process reads once (`BlockRead.bypass_cache`) is read past the page cache into
-memory on huge pages, and hashed and copied from there in chunks; chunks that the cache has are copied from it to where they
-belong. Before a difference is read, its base is read and verified by a reader of its own, so that damage of either is
-attributed to the right file.
+Blocks are read in the order of packs and positions. There are two ways:
+
+- Through the page cache, so that a second load is a memory copy. Each thread reads a contiguous part of the blocks, so that the
+  read-ahead of Linux loads whole blocks. It announces other blocks to the store. An uncompressed block with one contiguous
+  destination is read directly into it, and hashed in chunks while each chunk is in the processor's cache.
+- As a tuner decides (`tuned_reads.py`), for blocks from a network, and past the page cache for blocks that one process reads
+  once (`BlockRead.bypass_cache`). All threads take the next block from one queue. The bytes are read into memory on huge pages,
+  and hashed and copied from there in chunks. Chunks that the page cache has are copied from it to where they belong.
+
+Before a difference is read, a reader of its own reads and verifies its base, so that an error names the file that is damaged.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from ckpt.state.leaves.base import Bytes, LeafPiece, is_limited_by_launches, wri
 from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.storage.base.store import Store
 
-_CHUNK_BYTES = 1 << 20
+_CACHED_READ_BYTES = 1 << 20
 """Bytes that are read through the page cache and hashed at once."""
 
 _SMALL_PIECE_BYTES = 64 << 10
@@ -78,9 +81,10 @@ class BlockReader:
     ) -> None:
         """kind: how a tuner counts the reads of all blocks; None if no tuner controls them."""
         self._all_copies = store
-        self._bytes = PackReader(copies_of(store)[0], where, kind)
+        self._pack_reader = PackReader(copies_of(store)[0], where, kind)
         self._is_tuned = kind is not None
         self._missing: set[tuple[str, str]] = set()
+        """URL and name of the copies that do not exist."""
         self._algorithm = algorithm
         self._where = where
         self._progress = progress
@@ -90,23 +94,23 @@ class BlockReader:
         """The raw base of the difference that is being read."""
 
     def __enter__(self) -> Self:
-        self._bytes.begin()
+        self._pack_reader.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bytes.end()
+        self._pack_reader.end()
         self.close()
 
     def close(self) -> None:
         """Close the open files. The reader can be used again."""
-        self._bytes.close_file()
+        self._pack_reader.close_file()
         if self._base_reader is not None:
             self._base_reader.close()
 
     def run(self, reads: Iterable[BlockRead]) -> None:
         """Read and verify each block and copy its pieces to their targets."""
         with self:
-            for block in reads if self._is_tuned else self._bytes.prefetched(reads):
+            for block in reads if self._is_tuned else self._pack_reader.prefetched(reads):
                 self._read_nearest_copy(block, block.stored_ranges()[0][0], self._read_block)
 
     def verify(self, reads: Iterable[BlockRead]) -> None:
@@ -128,9 +132,9 @@ class BlockReader:
         self._base = self._read_base(block)
 
         def read_from(store: Store) -> None:
-            if store is not self._bytes.store:
-                self._bytes.use(store)
-            self._bytes.call_with_copy_slot(block, first, read)
+            if store is not self._pack_reader.store:
+                self._pack_reader.use(store)
+            self._pack_reader.call_with_copy_slot(block, first, read)
 
         from_nearest(self._all_copies, read_from, block.row.pack or "", block.row.position, self._missing)
 
@@ -158,8 +162,8 @@ class BlockReader:
             return
         row = block.row
         destinations = block.destinations() if row.codec is None else None
-        if destinations and (chunk_bytes := self._bytes.chunk_bytes):
-            self._stream_block(row, destinations, self._bytes.source(block), chunk_bytes)
+        if destinations and (chunk_bytes := self._pack_reader.chunk_bytes):
+            self._stream_block(row, destinations, self._pack_reader.source(block), chunk_bytes)
         elif destinations and len(destinations) == 1 and len(destinations[0][2]) == row.raw:
             self._read_into_destination(block, destinations[0][2])
         else:
@@ -168,8 +172,8 @@ class BlockReader:
 
     def _read_run(self, block: BlockRead, run: CellRun) -> None:
         pieces = [piece for _, _, piece in run.pieces]
-        if (chunk_bytes := self._bytes.chunk_bytes) and (destinations := destinations_of(pieces)):
-            source = self._bytes.source(block)
+        if (chunk_bytes := self._pack_reader.chunk_bytes) and (destinations := destinations_of(pieces)):
+            source = self._pack_reader.source(block)
             self._stream_cells(run, run.begin, run.end, destinations, source, chunk_bytes)
         else:
             self._copy_pieces(pieces, self._read_cells(block, run.begin, run.end), run.begin)
@@ -183,13 +187,13 @@ class BlockReader:
         is_all = end - begin == row.raw
 
         def read(block: BlockRead) -> None:
-            chunk_bytes = self._bytes.chunk_bytes
+            chunk_bytes = self._pack_reader.chunk_bytes
             if row.codec is not None or chunk_bytes is None:
                 out[:] = self._read_decoded_block(block) if is_all else self._read_cells(block, begin, end)
             elif is_all:
-                self._stream_block(row, [(0, end, out)], self._bytes.source(block), chunk_bytes)
+                self._stream_block(row, [(0, end, out)], self._pack_reader.source(block), chunk_bytes)
             else:
-                source = self._bytes.source(block)
+                source = self._pack_reader.source(block)
                 self._stream_cells(block.run_at(begin), begin, end, [(begin, end, out)], source, chunk_bytes)
 
         try:
@@ -271,9 +275,9 @@ class BlockReader:
         row = block.row
         block_hash = hasher(self._algorithm)
         view = destination.data
-        for start in range(0, len(view), _CHUNK_BYTES):
-            chunk = view[start : start + _CHUNK_BYTES]
-            self._bytes.read_into(block, start, chunk, len(chunk))
+        for start in range(0, len(view), _CACHED_READ_BYTES):
+            chunk = view[start : start + _CACHED_READ_BYTES]
+            self._pack_reader.read_into(block, start, chunk, len(chunk))
             block_hash.update(chunk)
         if block_hash.digest() != row.digest:
             raise self._damage_error(row, "digest")
@@ -286,7 +290,7 @@ class BlockReader:
                 f"leaf {row.leaf} of {self._where}: the manifest states a block of {max(row.raw, row.stored)} bytes, and "
                 f"blocks have at most {MAX_BLOCK_BYTES}; restore the manifest or load another step"
             )
-        raw = stored = self._bytes.read(block, 0, row.stored)
+        raw = stored = self._pack_reader.read(block, 0, row.stored)
         if row.codec is not None:
             if checksum(stored) != row.checksum:
                 raise self._damage_error(row, "checksum")
@@ -313,7 +317,7 @@ class BlockReader:
 
     def _read_cells(self, block: BlockRead, begin: int, end: int) -> Bytes:
         """Return cells of an uncompressed block, verified, in this reader's buffer; each must contain a part of a piece."""
-        cells = self._bytes.read(block, begin, end)
+        cells = self._pack_reader.read(block, begin, end)
         self._check_run(block.run_at(begin).pieces, cells, begin)
         return cells
 
@@ -335,8 +339,8 @@ class BlockReader:
 
     def _damage_error(self, row: Row, what: str) -> IntegrityError:
         return IntegrityError(
-            f"leaf {row.leaf} of {self._where}: {self._bytes.store.url}/{row.pack}, block at byte {row.position}, does not "
-            f"match its {what}; restore the file or load another step"
+            f"leaf {row.leaf} of {self._where}: {self._pack_reader.store.url}/{row.pack}, block at byte {row.position}, does "
+            f"not match its {what}; restore the file or load another step"
         )
 
     def _report_progress(self, nbytes: int) -> None:

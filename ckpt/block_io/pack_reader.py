@@ -30,7 +30,7 @@ _PREFETCH_BYTES = 16 << 20
 
 
 class PackReader:
-    """Reads packs of one store for one thread. `use` changes the store."""
+    """Reads packs of one store at a time, for one thread. `use` changes the store. What it returns is not verified."""
 
     def __init__(self, store: Store, where: str, kind: ReadKind | None) -> None:
         """kind: how a tuner counts the reads; None if no tuner controls them. where: the step, for messages."""
@@ -39,8 +39,10 @@ class PackReader:
         self._kind = kind
         self._tuned: TunedReads | None = None
         self._worker = ExitStack()
+        """Counts this thread as one that has requests for the tuner, until it is closed."""
         self._buffer = np.empty(0, np.uint8)
         self._opened: tuple[str, bool] | None = None
+        """The name of the open file, and whether its reads bypass the page cache."""
         self._reader: Reader | None = None
         self._is_block_cached = False
         """Whether the page cache had the first byte of the block that is read now, and all that was read of it since."""
@@ -50,6 +52,7 @@ class PackReader:
         self.use(self.store)
 
     def end(self) -> None:
+        """Stop counting this thread, and close the open file."""
         self._worker.close()
         self.close_file()
 
@@ -96,7 +99,7 @@ class PackReader:
         yield from (block for block, _ in waiting)
 
     def call_with_copy_slot(self, block: BlockRead, first: int, read: Callable[[BlockRead], T]) -> T:
-        """Call `read`; if the page cache has the block, when few enough other threads copy such blocks.
+        """Call `read`. If the page cache has the block, wait before that until few enough other threads copy such blocks.
 
         first: the first byte of the stored block that it reads.
         """
@@ -110,9 +113,10 @@ class PackReader:
             return read(block)
 
     def source(self, block: BlockRead) -> BlockSource:
-        """Return a source of an uncompressed block's bytes, which reads them where they belong, or into this reader's buffer.
+        """Return a source of the bytes of an uncompressed block.
 
-        A read past the page cache goes into the buffer, since the memory of a leaf is rarely aligned.
+        It reads into the target if there is one. A read past the page cache goes into the buffer of this reader, because the
+        memory of a leaf is rarely aligned.
         """
         row, bypass = block.row, self._bypasses_cache(block)
 
@@ -212,6 +216,7 @@ class PackReader:
         return self._reader
 
     def close_file(self) -> None:
+        """Close the open file. The next read opens one again."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None

@@ -12,7 +12,7 @@ from ckpt.block_io.replicated_store import copies_of
 from ckpt.format.limits import BLOCK_BYTES
 from ckpt.storage.base.store import Store
 from ckpt.storage.tuning.device_kinds import DISK, NETWORK, of_whole_blocks
-from ckpt.storage.tuning.learned_choices import read_tuner, remember
+from ckpt.storage.tuning.learned_choices import remember, shared_tuner
 from ckpt.storage.tuning.tuner import Tuner
 
 ReadKind = Literal["streamed", "buffered"]
@@ -48,15 +48,14 @@ class TunedReads:
 
 
 def tuned_reads(store: Store, kind: ReadKind) -> TunedReads | None:
-    """Return how to read blocks of a store that bypass its page cache or come over a network; None if reads of it are not
-    tuned."""
+    """Return how to read blocks of a store past the page cache or over a network; None if no tuner controls its reads."""
     device = store.device
     if not device:
         return None
     space = NETWORK if store.is_remote else DISK
     if kind == "buffered":
         device, space = f"{device}, whole blocks", of_whole_blocks(space, BLOCK_BYTES, _MAX_BUFFERED_REQUESTS)
-    return TunedReads(read_tuner(device, space), device, store.is_remote, space.requests[-1])
+    return TunedReads(shared_tuner(device, space), device, store.is_remote, space.requests[-1])
 
 
 def read_kind(store: Store, *blocks: BlockRead) -> ReadKind | None:

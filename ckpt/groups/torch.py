@@ -28,9 +28,8 @@ class TorchGroup(Group):
         self._group_reference = weakref.ref(dist.group.WORLD if group is None else group)
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
-        self._global_ranks = dist.get_process_group_ranks(
-            self._group
-        )  # messages are addressed by global ranks, also in a subgroup
+        # Messages are addressed by global ranks, also in a subgroup.
+        self._global_ranks = dist.get_process_group_ranks(self._group)
         kinds = _device_kinds(self._group)
         kind = "cpu" if "cpu" in kinds else kinds[0]
         # The program has set the current device of a rank, which the collectives of the training need too.

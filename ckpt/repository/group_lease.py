@@ -33,7 +33,7 @@ class GroupLease:
 
     number: the number of the group in this generation. The same rank may be a different process in each group, so the attempts
         of two groups have different numbers.
-    processes: the processes of the group, by rank; empty if they are unknown.
+    processes: the processes of the group, by rank; empty if they are unknown. It is kept as `rank_processes`.
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class GroupLease:
         self.size = size
         self.number = number
         self.rank_processes = processes
-        """The processes of the group, by rank; empty if they are unknown."""
         self.progress_count = 0
         """Grows while the saves of this group make progress. It has no lock: a lost update does no harm, only growth counts."""
         self._creator_process = CreatorProcess()

@@ -48,6 +48,7 @@ class EndMarker(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The name of the record."""
         return f"generations/{self.generation:08d}-left-{self.group_number}-{self.rank}.json"
 
 

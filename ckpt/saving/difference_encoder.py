@@ -1,7 +1,7 @@
-"""Stores blocks as differences to the last full block at the same place, where that pays.
+"""Encodes blocks as differences to the last full block at the same place, where that pays.
 
-docs/design/differences.md describes the design. A base is read from the store again and verified, through the page cache, which
-so keeps it for the next saves as long as the host has free memory. Each writer thread needs memory for four blocks.
+docs/design/differences.md describes the design. A base is read from the store again and verified. It is read through the page
+cache, which keeps it for the next saves while the host has free memory. Each writer thread needs memory for four blocks.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class DifferenceSource:
 
 
 class DifferenceEncoder:
-    """Computes differences for one writer thread."""
+    """Computes and encodes differences for one writer thread, until `close`."""
 
     def __init__(self, source: DifferenceSource) -> None:
         self._source = source

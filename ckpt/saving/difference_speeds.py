@@ -72,13 +72,13 @@ class DifferenceSpeeds:
         speed = measured.nbytes / max(measured.processor_seconds, 1e-9)
         base = None if measured.base_seconds is None else measured.nbytes / max(measured.base_seconds, 1e-9)
         with self._lock:
-            known = self._speeds.get(dtype, DifferenceSpeed(ratio, speed, base))
+            before = self._speeds.get(dtype, DifferenceSpeed(ratio, speed, base))
             weight = _BLOCK_WEIGHT if now - self._noted_at.get(dtype, now) < _TRIAL_SECONDS else _TRIAL_WEIGHT
             self._noted_at[dtype] = now
             self._speeds[dtype] = DifferenceSpeed(
-                _averaged(known.ratio, ratio, weight),
-                _averaged(known.bytes_per_second, speed, weight),
-                _averaged_if_known(known.base_bytes_per_second, base, weight),
+                _averaged(before.ratio, ratio, weight),
+                _averaged(before.bytes_per_second, speed, weight),
+                _averaged_if_known(before.base_bytes_per_second, base, weight),
             )
 
 

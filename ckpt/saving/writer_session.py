@@ -55,7 +55,8 @@ class Session:
         self._noted_lines: set[TrainingLine] = set()
         self._previous_steps = PreviousSteps(repo, group)
         self._lock = threading.Lock()
-        """Guards `_pending_saves`."""
+        """Guards changes of `_pending_saves`. A method that only looks at the list takes no lock: nothing is removed from it in
+        place."""
         self._pending_saves: list[SaveHandle] = []
         self._recent_commits: list[CommittedFiles] = []
         """The last commits, to whose packs other ranks may refer. Guarded by the sweep lock of the lease."""

@@ -1,4 +1,4 @@
-"""How a device is read best: learned while it is read, from what the reads themselves show.
+"""How many requests a device gets at a time, and how long they are: learned from the reads of each load.
 
 A disk, a cloud volume and a bucket differ in how many requests they need at a time and how long these should be. Nothing of
 that is assumed. `search.py` decides, as a pure function of measurements. `tuner.py` lets the threads of a load use what it

@@ -1,4 +1,4 @@
-"""A way to read a device, and the ways that exist for a kind of device. Pure."""
+"""`Choice`, a way to read a device, and `ChoiceSpace`, the ways to choose from. Pure."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class ChoiceSpace:
     """A limit of memory: no choice requests more bytes at a time than this."""
 
     def __contains__(self, choice: object) -> bool:
+        """Return whether the space has this choice. A file may have one of an older version."""
         return (
             isinstance(choice, Choice)
             and choice.requests in self.requests

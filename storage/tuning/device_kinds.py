@@ -1,4 +1,4 @@
-"""The kinds of devices, and the ways in which each can be read. Pure."""
+"""The kinds of devices, local and remote, and the ways in which each can be read. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What was learned of the devices of this user, in a small file that may be lost.
+"""The best way to read each device, as earlier processes of this user found it, in a small file that may be lost.
 
-A file that can't be read counts as empty, and a choice that this version does not have is ignored. Several processes may
-write at the same time. The file is always complete, and contains what the last of them wrote.
+`shared_tuner` begins with what the file has, and `remember` writes what the tuner has found since. A file that can't be read
+counts as empty, and a choice that this version does not have is ignored. Several processes may write at the same time. The file
+is always complete, and contains what the last of them wrote.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def cache_folder() -> Path | None:
         return None
 
 
-def read_tuner(device: str, space: ChoiceSpace) -> Tuner:
-    """Return the tuner of the reads of a device, the same object for each call in this process.
+def shared_tuner(device: str, space: ChoiceSpace) -> Tuner:
+    """Return the tuner of a device, the same object for each call in this process.
 
     device: its name in the file. Stores of the same device share the tuner.
     """

@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def learn(device: str, best: Choice = BEST) -> None:
-    tuner = learned_choices.read_tuner(device, DISK)
+    tuner = learned_choices.shared_tuner(device, DISK)
     tuner._search = replace(tuner.search, best=best, is_resting=True)
     learned_choices.remember(device)
 
@@ -36,14 +36,14 @@ def learn(device: str, best: Choice = BEST) -> None:
 def test_the_next_process_begins_with_what_was_learned(cache: Path) -> None:
     learn("disk 8:0 of here")
     learned_choices.forget_tuners()
-    search = learned_choices.read_tuner("disk 8:0 of here", DISK).search
+    search = learned_choices.shared_tuner("disk 8:0 of here", DISK).search
     assert search.best == BEST
     assert search.is_resting
-    assert learned_choices.read_tuner("disk 8:1 of here", DISK).choice == DISK.first
+    assert learned_choices.shared_tuner("disk 8:1 of here", DISK).choice == DISK.first
 
 
 def test_a_search_that_does_not_rest_yet_is_not_written(cache: Path) -> None:
-    learned_choices.read_tuner("disk", DISK)
+    learned_choices.shared_tuner("disk", DISK)
     learned_choices.remember("disk")
     assert not cache.exists()
 
@@ -69,16 +69,16 @@ def test_an_unchanged_choice_is_not_written_again(cache: Path) -> None:
 def test_a_file_that_cannot_be_used_counts_as_empty_and_is_replaced(cache: Path, content: bytes) -> None:
     cache.parent.mkdir()
     cache.write_bytes(content)
-    assert learned_choices.read_tuner("disk", DISK).choice == DISK.first
+    assert learned_choices.shared_tuner("disk", DISK).choice == DISK.first
     learn("disk")
     learned_choices.forget_tuners()
-    assert learned_choices.read_tuner("disk", DISK).choice == BEST
+    assert learned_choices.shared_tuner("disk", DISK).choice == BEST
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(cache: Path) -> None:
     cache.parent.write_bytes(b"a file")
     learn("disk")
-    assert learned_choices.read_tuner("disk", DISK).choice == BEST
+    assert learned_choices.shared_tuner("disk", DISK).choice == BEST
 
 
 def test_the_file_keeps_the_devices_that_were_learned_last(cache: Path) -> None:
@@ -101,7 +101,7 @@ def test_an_empty_variable_turns_the_file_off(cache: Path, monkeypatch: pytest.M
 
 
 def test_a_forked_process_does_not_wait_for_requests_of_its_parent() -> None:
-    tuner = learned_choices.read_tuner("disk", DISK)
+    tuner = learned_choices.shared_tuner("disk", DISK)
     with ExitStack() as requests:
         for _ in range(tuner.choice.requests):
             requests.enter_context(tuner.request())
@@ -109,7 +109,7 @@ def test_a_forked_process_does_not_wait_for_requests_of_its_parent() -> None:
         if child == 0:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(60)
-            with learned_choices.read_tuner("disk", DISK).request():
+            with learned_choices.shared_tuner("disk", DISK).request():
                 os._exit(0)
         _, status = os.waitpid(child, 0)
     assert status == 0, "the child waited until its alarm"
