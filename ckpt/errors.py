@@ -58,6 +58,11 @@ DAMAGE_ADVICE = "restore the file from a copy, or load another step"
 """The advice in messages about a damaged file of a step."""
 
 
+def damage_text(where: str, what: str) -> str:
+    """Return the message about a damaged file of a step. where: the file. what: how the damage shows."""
+    return f"{where} is damaged: {what}; {DAMAGE_ADVICE}"
+
+
 class StateChanged(CkptError):
     """A leaf was modified while an asynchronous save was still reading it; that save failed."""
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from ckpt.errors import DAMAGE_ADVICE, FormatError
+from ckpt.errors import DAMAGE_ADVICE, FormatError, damage_text
 from ckpt.format.codec_choice import CodecChoice
 from ckpt.format.difference_choice import DifferenceChoice
 from ckpt.format.digest import algorithm_of_hex, digest
@@ -117,7 +117,7 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
     the format wrote it.
     """
     if len(data) > MAX_RECORD_BYTES:
-        raise IntegrityError(_damage_text(where, f"it has {len(data)} bytes, and a record has at most {MAX_RECORD_BYTES}"))
+        raise IntegrityError(damage_text(where, f"it has {len(data)} bytes, and a record has at most {MAX_RECORD_BYTES}"))
     try:
         body = json.loads(data)
         claimed = body.pop("digest")
@@ -125,7 +125,7 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
         if _canonical_json({**body, "digest": claimed}) != data or claimed != _body_digest(body):
             raise ValueError("its digest does not match")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise IntegrityError(_damage_text(where)) from error
+        raise IntegrityError(damage_text(where, "it is not what was written")) from error
     require_known_format(version, where)
     if body.get("kind") != kind:
         raise IntegrityError(f"{where} is a {body.get('kind')!r} record, not a {kind!r} record; {DAMAGE_ADVICE}")
@@ -141,10 +141,6 @@ def require_known_format(version: Any, where: str, newest: int = FORMAT_VERSION)
     """Raise FormatError if a file has a newer format version than this ckpt reads. newest: the newest one of such files."""
     if not isinstance(version, int) or version > newest:
         raise FormatError(f"{where} has format version {version}, this ckpt reads up to {newest}: install a newer ckpt-store")
-
-
-def _damage_text(where: str, what: str = "it is not what was written") -> str:
-    return f"{where} is damaged: {what}; {DAMAGE_ADVICE}"
 
 
 def encode_commit(commit: CommitRecord) -> bytes:
@@ -165,7 +161,7 @@ def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord
     try:
         parse_line(commit.line, commit.left)
     except ValueError as error:
-        raise IntegrityError(_damage_text(where, str(error))) from error
+        raise IntegrityError(damage_text(where, str(error))) from error
     if keys:
         body.pop("signature", None)
         keys.check("commit", _canonical_json(body), commit.signature, where)
@@ -190,7 +186,7 @@ def parse_body(kind: type[T], body: dict[str, Any], where: str) -> T:
     try:
         return decode_data(kind, body)
     except Malformed as error:
-        raise IntegrityError(_damage_text(where, str(error))) from error
+        raise IntegrityError(damage_text(where, str(error))) from error
 
 
 def _canonical_json(body: dict[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ from ckpt.block_io.pack_reader import is_bad_sector
 from ckpt.block_io.read_plan import Target
 from ckpt.block_io.replicated_store import from_nearest
 from ckpt.block_io.step_verification import verify_blocks
-from ckpt.errors import DAMAGE_ADVICE, LeafNotFound
+from ckpt.errors import DAMAGE_ADVICE, LeafNotFound, damage_text
 from ckpt.format.digest import is_cryptographic
 from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, require_known_format
 from ckpt.format.manifest import Manifest, Saved, join_manifests
@@ -134,22 +134,18 @@ class Checkpoint:
         return from_nearest(self.store, lambda store: self._read_verified(store, file), file.name)
 
     def _read_verified(self, store: Store, file: FileRecord) -> bytes:
+        where = f"{store.url}/{file.name} of step {self.step}"
         try:
             most = MAX_TREE_BYTES if file in self.commit.trees else MAX_MANIFEST_BYTES
             data = store.get_up_to(file.name, min(most, file.nbytes))
         except NotFound as error:
-            where = f"{store.url}/{file.name} of step {self.step}"
-            raise IntegrityError(f"{where} is missing; restore the file from a copy, or load another step") from error
+            raise IntegrityError(f"{where} is missing; {DAMAGE_ADVICE}") from error
         except StoreError as error:
             if not is_bad_sector(error):
                 raise
-            where = f"{store.url}/{file.name} of step {self.step}"
             raise IntegrityError(f"{where} cannot be read ({error}); {DAMAGE_ADVICE}") from error
         if not file.matches(data):
-            raise IntegrityError(
-                f"{store.url}/{file.name} of step {self.step} is damaged: its digest is not that of the commit "
-                "record; restore the file, or load another step"
-            )
+            raise IntegrityError(damage_text(where, "its digest is not that of the commit record"))
         return data
 
     @property
