@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,16 +22,34 @@ import ckpt
 NODES = 6
 
 
-def start(folder: Path, port: int = 0) -> tuple[subprocess.Popen[str], int]:
-    """Start a node; return its process, and the port on which it listens. Port 0 chooses a free one."""
-    listen = ["--listen", f"127.0.0.1:{port}", "--monitor", "127.0.0.1:0"]
-    command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(folder), *listen]
-    node = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert node.stderr is not None
-    for line in node.stderr:
-        if found := re.search(r" at 127\.0\.0\.1:(\d+)", line):
-            return node, int(found[1])
-    raise SystemExit("a node did not start")
+@dataclass(frozen=True)
+class Node:
+    """A node that serves."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    metrics: str | None
+    """The address of its metrics; None if their port is taken."""
+
+
+def start(folder: Path, port: int = 0, metrics_port: int = 0) -> Node:
+    """Start a node, which logs to a file beside its folder, and return it when it serves. Port 0 chooses a free one."""
+    addresses = ["--listen", f"127.0.0.1:{port}", "--monitor", f"127.0.0.1:{metrics_port}"]
+    log = folder.with_suffix(".log")
+    with log.open("wb") as file:
+        process = subprocess.Popen([sys.executable, "-m", "ckpt.tools.node", "--data", str(folder), *addresses], stderr=file)
+    try:
+        while True:
+            ended = process.poll() is not None
+            text = log.read_text()
+            if found := re.search(r"serving .* at 127\.0\.0\.1:(\d+) \((?:metrics at ([\d.:]+)|no metrics)\)", text):
+                return Node(process, int(found[1]), found[2])
+            if ended:
+                raise SystemExit(f"a node did not start: {text.strip()}")
+            time.sleep(0.02)
+    except BaseException:  # also Ctrl-C and SIGTERM
+        process.kill()
+        raise
 
 
 def admin(command: str, url: str) -> None:
@@ -42,9 +61,9 @@ def admin(command: str, url: str) -> None:
 def main() -> None:
     """Run the example."""
     with tempfile.TemporaryDirectory(prefix="ckpt-cluster-") as folder:
-        nodes, ports = map(list, zip(*(start(Path(folder) / f"node{i}") for i in range(NODES)), strict=True))
+        nodes = [start(Path(folder) / f"node{i}") for i in range(NODES)]
         try:
-            members = "ckpt://" + ",".join(f"127.0.0.1:{port}" for port in ports)
+            members = "ckpt://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
             url = f"{members}/run?redundancy=4+2"
             state = {"w": np.random.default_rng(0).standard_normal((4096, 4096)), "step": 1}
             began = time.perf_counter()
@@ -54,8 +73,8 @@ def main() -> None:
             admin("status", f"{members}?redundancy=4+2")
 
             for node in nodes[:2]:
-                node.kill()
-                node.wait()
+                node.process.kill()
+                node.process.wait()
             print("\ntwo nodes are dead; loading without them")
             loaded = ckpt.load(url)
             print("equal to what was saved:", np.array_equal(loaded["w"], state["w"]))
@@ -63,12 +82,12 @@ def main() -> None:
             print("\nthe two nodes start again, one of them with an empty disk")
             subprocess.run(["rm", "-rf", str(Path(folder) / "node0" / "objects")], check=True)
             for i in range(2):
-                nodes[i], _ = start(Path(folder) / f"node{i}", ports[i])
+                nodes[i] = start(Path(folder) / f"node{i}", nodes[i].port)
             admin("repair", f"{members}?redundancy=4+2")
             admin("scrub", f"{members}?redundancy=4+2")
         finally:
             for node in nodes:
-                node.kill()
+                node.process.kill()
 
 
 if __name__ == "__main__":
