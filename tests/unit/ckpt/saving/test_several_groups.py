@@ -123,12 +123,12 @@ def test_a_step_that_one_group_gave_up_is_saved_by_another(tmp_path: Path) -> No
 def test_the_last_group_that_closes_releases_the_writer_lease(tmp_path: Path) -> None:
     one, other = ThreadGroup.make(2), ThreadGroup.make(2)
     savers = [all_well(on_ranks(2, lambda g: ckpt.Checkpointer(tmp_path, every=1, group=g), gs)) for gs in (one, other)]
-    on_ranks(2, lambda g: savers[0][g.rank].close())
+    all_well(on_ranks(2, lambda g: savers[0][g.rank].close()))
     assert lease_owner(tmp_path) is not None
     all_well(on_ranks(2, lambda g: savers[1][g.rank].save(0, one_array(0)).result()))
     all_well(on_ranks(2, lambda g: ckpt.Checkpointer(tmp_path, every=1, group=g).close(), one))
     all_well(on_ranks(2, lambda g: savers[1][g.rank].save(1, one_array(1)).result()))
-    on_ranks(2, lambda g: savers[1][g.rank].close())
+    all_well(on_ranks(2, lambda g: savers[1][g.rank].close()))
     assert lease_owner(tmp_path) is None
 
 
@@ -143,5 +143,5 @@ def test_a_group_that_this_process_has_superseded_is_fenced(tmp_path: Path) -> N
     assert isinstance(errors[0], ckpt.Fenced)
     assert "this process has also begun" in str(errors[0])
     assert "one group" in str(errors[0])
-    on_ranks(2, lambda g: savers[g.rank].close())
+    all_well(on_ranks(2, lambda g: savers[g.rank].close()))
     assert ckpt.open(url).steps() == [0, 1]
