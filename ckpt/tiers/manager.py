@@ -42,15 +42,9 @@ from ckpt.tiers.copy_check import remove_damaged_copies
 from ckpt.tiers.freed_memory import free_memory, remove_freed_commits
 from ckpt.tiers.open_tier import OpenTier, can_fall_through, cancel_promotion, publish_durable
 from ckpt.tiers.previous_memory import previous_memories
+from ckpt.tiers.tier_note import bind_to_repository, has_steps_of, repair_marker
 from ckpt.tiers.tier_repositories import open_repositories, require_shared_memory
-from ckpt.tiers.tier_spec import (
-    MEMORY,
-    Tier,
-    bind_to_repository,
-    capacity_bytes,
-    has_steps_of,
-    repair_marker,
-)
+from ckpt.tiers.tier_spec import MEMORY, Tier, capacity_bytes
 from ckpt.training.save_interval import Every
 
 log = logging.getLogger("ckpt")

@@ -16,7 +16,8 @@ from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.tiers.copy_step import missing_packs, promote
-from ckpt.tiers.tier_spec import TIER_NOTE_NAME, read_tier_note, url_of_subfolder
+from ckpt.tiers.tier_note import TIER_NOTE_NAME, read_tier_note
+from ckpt.tiers.tier_spec import url_of_subfolder
 
 log = logging.getLogger("ckpt")
 

@@ -10,7 +10,8 @@ from ckpt.repository.repository import Repository, open_repository
 from ckpt.storage.base.errors import InvalidArgument, StoreError, Unavailable
 from ckpt.storage.base.store import Store
 from ckpt.tiers.memory_folder import MEMORY_WAIT_VARIABLE, PREVIOUS_MEMORY_VARIABLE
-from ckpt.tiers.tier_spec import has_steps_of, memory_folder_name, url_of_subfolder
+from ckpt.tiers.tier_note import has_steps_of
+from ckpt.tiers.tier_spec import memory_folder_name, url_of_subfolder
 
 log = logging.getLogger("ckpt")
 

@@ -1,4 +1,4 @@
-"""The class Tier, the location of each tier, and the note in a tier of the repository to which it belongs."""
+"""The class Tier, and the location and the capacity of each tier."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt.block_io.staging_arena import available_memory
-from ckpt.errors import FormatError, StepNotFound
-from ckpt.format import json_records
-from ckpt.repository.repository import MARKER, Repository, Url, new_marker, open_repository
+from ckpt.repository.repository import Repository, Url, open_repository
 from ckpt.repository.retention import Keep, as_keep
-from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
+from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.shared_memory import MemoryStore
 from ckpt.support.validation import checked_bytes, checked_every
@@ -27,9 +24,6 @@ log = logging.getLogger("ckpt")
 
 MEMORY = "memory"
 """The URL of the memory tier."""
-
-TIER_NOTE_NAME = "tier.json"
-"""The name of the file in a tier that names its repository of record."""
 
 _SHARE_OF_MEMORY = 0.5
 
@@ -142,119 +136,3 @@ def _hosts_per_copy(url: str) -> float:
 
     config, _ = parse_namespace_url(url)
     return len(config.members) / config.redundancy.overhead
-
-
-# --- which repository a tier belongs to -------------------------------------------------------------------------
-
-
-def bind_to_repository(repos: Sequence[Repository], write_notes: bool) -> None:
-    """Raise InvalidArgument if a tier has steps of another repository; write into each tier a note of its repository.
-
-    repos: the tiers, the nearest first; the last is the repository of record.
-    """
-    *near, record = repos
-    identity = record.identity()
-    note = json_records.encode("tier", {"id": identity, "places": [repo.url for repo in repos]})
-    for repo in near:
-        try:
-            known = read_tier_note(repo)
-        except IntegrityError as error:
-            _require_shared_step(repo, record, error)
-            log.warning("%s; writing it again", error)
-            continue
-        if known is not None and known["id"] != identity and repo.step_numbers():
-            raise InvalidArgument(
-                f"{repo.url} has steps of the repository that was at {known['places'][-1]}, not of the one at {record.url}; "
-                "delete the folder if nobody needs these steps, or use another URL for this tier"
-            )
-    if write_notes:
-        for repo in near:
-            repo.store.put(TIER_NOTE_NAME, note)
-
-
-def _require_shared_step(repo: Repository, record: Repository, damage: IntegrityError) -> None:
-    """Raise InvalidArgument if a tier with a damaged note has steps, and nothing else proves that they belong to `record`.
-
-    The `keep` of this job would delete the steps. In memory, the name of the folder is the proof, because it is derived from
-    the URL of the repository. Elsewhere, one step must be the same in both.
-    """
-    if repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}"):
-        return
-    steps = repo.step_numbers()
-    for step in steps:
-        with suppress(NotFound, IntegrityError):
-            if repo.record(step) == record.record(step):
-                return
-    if steps:
-        raise InvalidArgument(
-            f"{damage}. {repo.url} has steps, and nothing else proves that they belong to {record.url}: if they do, delete "
-            f"{TIER_NOTE_NAME} there; if not, use another URL for this tier, or delete the whole folder"
-        )
-
-
-def has_steps_of(repo: Repository, record: Repository) -> bool:
-    """Return whether steps of the repository of record can be read from a tier.
-
-    Writing may still be impossible, for example if one of two nodes with a copy each is lost.
-    """
-    try:
-        note = read_tier_note(repo)
-        return note is not None and note["id"] == record.identity() and bool(repo.step_numbers())
-    except IntegrityError:  # the name of a folder in memory is proof, too: it is derived from the URL of the repository
-        return repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}") and bool(repo.step_numbers())
-    except CkptError:
-        return False
-
-
-def read_tier_note(repo: Repository) -> dict[str, Any] | None:
-    """Return the note of a tier, or None if it has none. Raises IntegrityError if the note is damaged."""
-    where = f"{repo.url}/{TIER_NOTE_NAME}"
-    try:
-        note = json_records.load(repo.store, "tier", TIER_NOTE_NAME)
-    except NotFound:
-        return None
-    json_records.parse_body(_TierNote, note, where)
-    return note
-
-
-@dataclass(frozen=True, slots=True)
-class _TierNote:
-    """The fields that a note must have."""
-
-    id: str
-    places: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if not self.places:
-            raise ValueError("it names no place")
-
-
-def repair_marker(repo: Repository, tier: Tier) -> None:
-    """Write the marker of a tier again if it is damaged or was removed. The steps do not depend on it to be verified."""
-    try:
-        try:
-            repo.check()
-        except StepNotFound:  # the first save there writes it
-            return
-        except FormatError as error:
-            if not _was_cleared(repo, tier):
-                return
-            log.warning("%s; writing it again", error)
-            repo.store.put(MARKER, new_marker())
-    except IntegrityError as error:
-        log.warning("%s; writing it again", error)
-        with suppress(StoreError):
-            repo.store.put(MARKER, new_marker())
-    except StoreError:  # the next access to the tier raises it
-        pass
-
-
-def _was_cleared(repo: Repository, tier: Tier) -> bool:
-    """Return whether the files of a tier were removed during a save, so that the tier can be used again without a loss.
-
-    The files that the save wrote afterwards make no step. A committed step may belong to another repository, except in memory,
-    where the name of the folder identifies the repository.
-    """
-    names = [entry.name for entry in repo.store.list()]
-    ours = all(name == TIER_NOTE_NAME or name.startswith(("steps/", "generations/", "lines/", "meet/")) for name in names)
-    return bool(names) and ours and (tier.url == MEMORY or not any(name.endswith("/commit.json") for name in names))

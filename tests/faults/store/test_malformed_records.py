@@ -44,7 +44,7 @@ from ckpt.repository.repository import MARKER, open_repository
 from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.storage.member.device import MemberInfo
 from ckpt.storage.registers.base import RegisterValue
-from ckpt.tiers import tier_spec
+from ckpt.tiers import tier_note
 from ckpt.training.rank_heartbeat import BadLoss
 
 TIMES = 300
@@ -341,15 +341,15 @@ def test_a_malformed_repository_marker_or_tier_note_is_read_or_refused(rng: rand
     for _ in range(TIMES // 3):
         repo.store.put(MARKER, _record("repository", _mutated({"id": identity}, rng)))
         _read_or_refuse(repo.identity)
-        repo.store.put(tier_spec.TIER_NOTE_NAME, _record("tier", _mutated(note, rng)))
+        repo.store.put(tier_note.TIER_NOTE_NAME, _record("tier", _mutated(note, rng)))
         try:
-            found = tier_spec.read_tier_note(repo)
+            found = tier_note.read_tier_note(repo)
             assert found is not None
             assert found["places"][-1] + found["id"]
         except IntegrityError:
             pass
-    repo.store.put(tier_spec.TIER_NOTE_NAME, _record("tier", _with_new_fields(note)))
-    assert tier_spec.read_tier_note(repo) is not None
+    repo.store.put(tier_note.TIER_NOTE_NAME, _record("tier", _with_new_fields(note)))
+    assert tier_note.read_tier_note(repo) is not None
 
 
 def _record(kind: str, body: Any) -> bytes:
