@@ -140,10 +140,13 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
         return Decision("halt", f"{what}; {budget.max_restarts} restarts without a newer step: {advice}")
     # Restart at once after progress. After repeated failures wait: storage or the network may need time to recover.
     wait = 0.0 if budget.failures_without_progress <= 1 else min(30.0, 0.5 * 2.0 ** (budget.failures_without_progress - 2))
-    blamed = (alike >= MAX_REPEATED_FAILURES - 1 and last.is_of_program) or _has_failed_twice_soon(failures)
-    if budget.failures_without_progress >= MAX_REPEATED_FAILURES - 1 and last.restored > 0 and blamed:
-        times = "it failed at the same place" if alike > MAX_REPEATED_FAILURES else "it failed twice soon after it"
-        source = f"from a step before {last.restored}, which may be the reason: {times}"
+    blame = None
+    if alike >= MAX_REPEATED_FAILURES - 1 and last.is_of_program:
+        blame = f"it failed {alike} times at the same place"
+    elif _has_failed_twice_soon(failures):
+        blame = "it failed twice soon after it"
+    if blame and budget.failures_without_progress >= MAX_REPEATED_FAILURES - 1 and last.restored > 0:
+        source = f"from a step before {last.restored}, which may be the reason: {blame}"
         return Decision("restart", f"{what}; all ranks start again {source}", wait, last.restored)
     source = (
         f"from a step before {before}" if before is not None

@@ -1,0 +1,64 @@
+"""Which hosts take part in the next attempt, how long it waits for others, and the text that says what has changed."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.agent_worlds import failure
+
+from ckpt.recovery.policy.host_choice import HostChoice, choose_hosts, suspected_hosts, worth_waiting_seconds
+
+
+@pytest.mark.parametrize(
+    ("ready", "suspected", "has_waited", "expected"),
+    [
+        ("abc", "", False, HostChoice(("a", "b", "c"), "")),
+        ("cba", "", False, HostChoice(("a", "b", "c"), "")),  # hosts keep their positions
+        ("abcd", "", False, HostChoice(("a", "b", "c"), "")),
+        ("acd", "", False, HostChoice(("a", "d", "c"), "without b (gone) with d instead")),
+        ("abcd", "b", False, HostChoice(("a", "d", "c"), "without b (suspected) with d instead")),
+        ("acd", "b", False, HostChoice(("a", "d", "c"), "without b (gone) with d instead")),
+        ("ade", "", False, HostChoice(("a", "d", "e"), "without b (gone), c (gone) with d, e instead")),
+        ("abc", "b", False, HostChoice(("a", "b", "c"), "")),  # there is no other host
+        ("ab", "", False, None),
+        ("ab", "", True, HostChoice(("a", "b"), "without c (gone)")),
+        ("abc", "c", True, HostChoice(("a", "b"), "without c (suspected)")),
+        ("abc", "bc", True, HostChoice(("a", "b", "c"), "")),  # one good host is not enough
+        ("a", "", True, None),
+        ("", "", True, None),
+    ],
+)
+def test_the_hosts_of_the_next_attempt(ready: str, suspected: str, has_waited: bool, expected: HostChoice | None) -> None:
+    """Three hosts are wanted, and after the wait two are enough; a, b and c took part before."""
+    assert choose_hosts("abc", ready, set(suspected), 3, 2, has_waited) == expected
+
+
+def test_the_first_attempt_takes_the_hosts_in_the_order_of_their_arrival() -> None:
+    assert choose_hosts("", "cab", set(), 2, 1, False) == HostChoice(("c", "a"), "")
+    assert choose_hosts("", "c", set(), 2, 1, False) is None
+
+
+def test_a_smaller_job_grows_again() -> None:
+    assert choose_hosts("ab", "abcd", set(), 4, 2, False) == HostChoice(("a", "b", "c", "d"), "with c, d")
+    assert choose_hosts("abc", "abc", set(), 2, 2, False) == HostChoice(("a", "b"), "without c (not needed)")
+
+
+def test_a_straggler_and_a_host_with_two_failures_are_suspected() -> None:
+    assert suspected_hosts([failure("a", cause="straggler")]) == {"a"}
+    late = [failure("a", 4, step=200), failure("a", 4, step=200)]
+    assert suspected_hosts(late) == {"a"}, "no newer step between them"
+    assert suspected_hosts([failure("a", 4, cause="asked"), failure("a", 5, restored=4)]) == set()
+    assert suspected_hosts([failure("a", 4), failure("a", 5, cause="preempted", restored=4)]) == set()
+    assert suspected_hosts([failure("a", 4), failure("b", 4), failure("b", 4)]) == {"b"}
+    assert suspected_hosts([]) == set()
+
+
+@pytest.mark.parametrize(
+    ("steps", "step_seconds", "expected"),
+    [(0, 100.0, 0.0), (-1, 100.0, 0.0), (1, 0.1, 10.0), (1, 20.0, 20.0), (3, 20.0, 60.0), (9, 20.0, 90.0), (1, 0.0, 10.0)],
+)
+def test_the_wait_for_a_silent_host(steps: int, step_seconds: float, expected: float) -> None:
+    assert worth_waiting_seconds(steps, step_seconds, 90.0) == expected
+
+
+def test_the_wait_is_never_longer_than_the_longest() -> None:
+    assert worth_waiting_seconds(5, 1.0, 3.0) == 3.0
