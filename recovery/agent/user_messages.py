@@ -72,9 +72,9 @@ def describe_pending(end_signal: int, failure: HostFailure | None, have_ended: b
     """
     if end_signal:
         name = signal.Signals(end_signal).name
-        return f"{name}: without the state the ranks can't be asked to save; they are ended within {leave_seconds(spec):g} s"
+        return f"{name}: without the run log the ranks can't be asked to save; they are ended within {leave_seconds(spec):g} s"
     if failure is not None:
-        return f"{describe_failure(failure.ranks, failure.detail)}; what is done about it is decided when the state answers"
+        return f"{describe_failure(failure.ranks, failure.detail)}; what is done about it is decided when the run log answers"
     if have_ended:
-        return "all ranks of this host have ended with success; the run ends when the state answers, or by another signal"
+        return "all ranks of this host have ended with success; the run ends when the run log answers, or by another signal"
     return ""

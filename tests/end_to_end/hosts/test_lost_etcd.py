@@ -31,7 +31,7 @@ def test_a_run_survives_etcd_being_away_for_a_while(tmp_path: Path) -> None:
         until(lambda: max(run._step(run.folder / f"at-0-{rank}") for rank in range(6)) > before + 20)
         assert all(processes.process_state(run.pid(rank)) for rank in range(6))
         os.kill(run.pid(2), signal.SIGKILL)
-        waits = "rank 2 was killed by SIGKILL; what is done about it is decided when the state answers"
+        waits = "rank 2 was killed by SIGKILL; what is done about it is decided when the run log answers"
         until(lambda: any(waits in run.messages(name) for name in "abc"))
         server.start()
         assert set(run.ends(*"abc").values()) == {0}
@@ -56,7 +56,7 @@ def test_hosts_without_etcd_report_it_and_end_when_asked(tmp_path: Path) -> None
             run.start(name)
         run.until_step(5)
         server.kill()
-        ended = "all ranks of this host have ended with success; the run ends when the state answers, or by another signal"
+        ended = "all ranks of this host have ended with success; the run ends when the run log answers, or by another signal"
         until(lambda: all((run.folder / f"end-{rank}.npy").exists() for rank in range(4)))
         time.sleep(4)  # the ranks end first, and then their agents detect it
         for agent in run.agents.values():
@@ -64,7 +64,7 @@ def test_hosts_without_etcd_report_it_and_end_when_asked(tmp_path: Path) -> None
         assert run.ends(*"ab") == dict.fromkeys("ab", 128 + signal.SIGTERM)
         for name in "ab":
             assert run.messages(name).count(ended) == 1
-            assert "SIGTERM: without the state the ranks can't be asked to save; they are ended within 7 s" in run.messages(
+            assert "SIGTERM: without the run log the ranks can't be asked to save; they are ended within 7 s" in run.messages(
                 name
             )
         assert_result(run, 4)
