@@ -16,6 +16,7 @@ from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
 from ckpt.aggregator.records.current_members import Membership
 from ckpt.aggregator.records.file_record import FileLayout
 from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.plural import format_count
 
 log = logging.getLogger("ckpt")
 
@@ -74,11 +75,11 @@ class MemberIO:
             self._under_replication_warned_at = now
         log.log(
             level,
-            "%s of %s is on %d members where %s needs %d, as the others do not accept writes now; run `ckpt-node admin repair` "
+            "%s of %s is on %s where %s needs %d, as the others do not accept writes now; run `ckpt-node admin repair` "
             "when they do",
             path,
             self.url,
-            member_count,
+            format_count(member_count, "member"),
             redundancy,
             redundancy.total_fragments,
         )

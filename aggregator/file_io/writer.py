@@ -35,6 +35,7 @@ from ckpt.aggregator.records.file_record import (
 from ckpt.storage.base.checksums import cell_checksums
 from ckpt.storage.base.errors import AlreadyExists, Changed, NoSpace, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.plural import format_count
 from ckpt.storage.base.store import ALIGNMENT, Writer
 
 log = logging.getLogger("ckpt")
@@ -206,7 +207,7 @@ class FileWriter(Writer):
         is_full = any(isinstance(error, NoSpace) for error in failed.values())
         reasons = "".join(f"; {name}: {error}" for name, error in failed.items())
         return (NoSpace if is_full else Unavailable)(
-            f"{self._path} needs {self._redundancy.min_write_fragments} members for {self._redundancy}, "
+            f"{self._path} needs {format_count(self._redundancy.min_write_fragments, 'member')} for {self._redundancy}, "
             f"{len(self._candidates())} of {len(self._member_io.locations)} accept writes{reasons}; start or add members, or "
             "write with less redundancy"
         )

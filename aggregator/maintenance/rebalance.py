@@ -25,6 +25,7 @@ from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment
 from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.ring_change import change_ring
 from ckpt.storage.base.errors import CkptError, InvalidArgument
+from ckpt.storage.base.plural import format_count
 
 _RECHECK_SECONDS = 1.0
 
@@ -76,8 +77,8 @@ def remove_member(
     remaining = [s for s in namespace.locations if s.name != member and s.name in answers]
     if len(remaining) < redundancy.total_fragments:
         raise InvalidArgument(
-            f"without {member} {len(remaining)} members answer and {redundancy} needs {redundancy.total_fragments}; start "
-            "the others, or add a member to the URL, or use less redundancy"
+            f"without {member} {format_count(len(remaining), 'member')} can be reached, and {redundancy} needs "
+            f"{redundancy.total_fragments}; start the others, or add a member to the URL, or use less redundancy"
         )
     change_ring(namespace, remaining, member, is_destroyed)  # from now on no writer uses this member
     done, empty_rounds = RepairReport(), 0

@@ -15,6 +15,7 @@ from ckpt.aggregator.records.paxos import ReplicatedRegisters
 from ckpt.aggregator.records.register_update import Decide, Superseded
 from ckpt.aggregator.records.replica_set import ReplicaSet
 from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
+from ckpt.storage.base.plural import format_count
 from ckpt.storage.registers.base import ABSENT_NAME, Record, RegisterAnswer, Registers, RegisterValue
 
 ScannedRecords = Mapping[str, Sequence[tuple[str, RegisterAnswer]]]
@@ -98,7 +99,8 @@ class NamespaceRecords(Membership):
                 if not is_complete
             ]
             raise Unavailable(
-                f"{self.url} can't be listed: {len(reasons)} members are missing ({'; '.join(reasons)}); start them"
+                f"{self.url} can't be listed without {format_count(len(reasons), 'member')} ({'; '.join(reasons)}); start what "
+                "is missing"
             )
         return {name: records for name, (records, _) in answers.items()}, errors
 

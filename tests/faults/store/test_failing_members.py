@@ -19,6 +19,7 @@ from ckpt.aggregator.file_io.writer import FileWriter
 from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.storage.base.errors import NoSpace, Unavailable
+from ckpt.storage.base.plural import format_count
 from ckpt.storage.testing import random_bytes
 
 
@@ -40,13 +41,13 @@ def test_files_are_written_with_fewer_members_while_a_loss_is_tolerated(
         namespace.put("c", contents["c"])
         assert fragment_counts(namespace, "a") == {full}
         assert fragment_counts(namespace, "c") == {full - 1}
-        assert f"of {namespace.url} is on {full - 1} members where {redundancy} needs {full}" in caplog.text
+        assert f"of {namespace.url} is on {format_count(full - 1, 'member')} where {redundancy} needs {full}" in caplog.text
         for node in nodes[1 : full - code.min_write_fragments + 1]:
             node.signal(number)
         with pytest.raises(Unavailable) as refused:
             namespace.put("d", contents["a"])
         if code.data_fragments > 1:  # with whole copies too few members have the records
-            assert f"needs {code.min_write_fragments} members for {redundancy}" in str(refused.value)
+            assert f"needs {format_count(code.min_write_fragments, 'member')} for {redundancy}" in str(refused.value)
             for path, data in contents.items():
                 assert namespace.get(path) == data
         namespace.close()
