@@ -172,7 +172,7 @@ def test_one_of_two_members_is_removed_as_destroyed(tmp_path: Path) -> None:
     assert record_members(namespace) == {"disk0", "disk2"}
     assert_all_files_exist(namespace)
     require_whole(namespace, verify=True)
-    with pytest.raises(InvalidArgument, match="1 members answer and 2x needs 2; start the others"):
+    with pytest.raises(InvalidArgument, match="1 member can be reached, and 2x needs 2; start the others"):
         rebalance.remove_member(namespace, "disk0")
 
 
