@@ -7,6 +7,7 @@
 # make bench   the benchmarks       make soak   the fault tests, at full length
 # make docs    the documentation site, into build/docs
 # make map     which folder imports which, and what has grown too large; make map-docs writes it into docs/design/architecture.md
+# make mutation    change the rules one by one, and print what no test notices (SUBJECTS="decisions": these alone)
 # make clean   remove all that these made
 #
 # Each installs what it needs into .venv, with the python3 on the path: PYTHON=/path/to/python3.12 takes another.
@@ -17,7 +18,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 * (os.cpu_count() or 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo cluster test test-fast list-frameworks test-frameworks bench soak lint docs map map-docs clean
+.PHONY: help demo cluster test test-fast list-frameworks test-frameworks bench soak mutation lint docs map map-docs clean
 .SUFFIXES:
 .DELETE_ON_ERROR:
 
@@ -74,6 +75,9 @@ bench: $(VENV)/.bench
 
 soak: $(VENV)/.test
 	CKPT_SOAK=1 $(BIN)/python -m pytest -q -m soak -n $(WORKERS) --dist worksteal
+
+mutation: $(VENV)/.mutation
+	@$(BIN)/python .ci/mutation.py $(SUBJECTS)
 
 # mypy sees what a user's mypy sees: the package as installed, from a folder where the sources can't be imported.
 lint: $(VENV)/.lint
