@@ -29,6 +29,9 @@ def site(tmp_path: Path) -> Path:
         str(tmp_path / "site"),
     ]
     shutil.copytree(ROOT, tmp_path / "source", ignore=lambda folder, names: _not_needed(folder, names))
+    left = tmp_path / "source/build/lib/ckpt/removed_module.py"  # of an earlier build of the same checkout
+    left.parent.mkdir(parents=True)
+    left.touch()
     done = subprocess.run([*pip, str(tmp_path / "source")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return tmp_path / "site"
@@ -45,6 +48,11 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=site.parent, timeout=60
     )
+
+
+def test_modules_that_were_removed_from_a_checkout_are_not_installed_again(site: Path) -> None:
+    assert (site / "ckpt" / "api.py").exists()
+    assert not (site / "ckpt" / "removed_module.py").exists()
 
 
 def test_both_in_one_folder(site: Path) -> None:
