@@ -33,7 +33,7 @@ class Node:
 
 
 def start(folder: Path, port: int = 0, metrics_port: int = 0) -> Node:
-    """Start a node, which logs to a file beside its folder, and return it when it serves. Port 0 chooses a free one."""
+    """Start a node, and return it once it accepts calls. It logs to a file beside its folder. Port 0 chooses a free port."""
     addresses = ["--listen", f"127.0.0.1:{port}", "--monitor", f"127.0.0.1:{metrics_port}"]
     log = folder.with_suffix(".log")
     with log.open("wb") as file:

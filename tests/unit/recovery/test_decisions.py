@@ -1,4 +1,4 @@
-"""The decision after a failure: which hosts go on, which step is passed over, when a job is given up."""
+"""The decisions after the failures of a run: which step is passed over, when a job is given up."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import replace
 
 import pytest
 from helpers.agent_worlds import agent, failure, world
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckpt.recovery.policy.failure import Failure
-from ckpt.recovery.policy.host_choice import choose_hosts, suspected_hosts
 from ckpt.recovery.policy.restart_decision import Budget, decide, next_restore_step_limit
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import (
@@ -35,44 +32,6 @@ def test_a_host_with_two_failures_is_replaced_by_a_spare() -> None:
         assert [m["name"] for m in run.starts()[-1].facts["members"]] == expected
         if spares:
             assert "without b (suspected) with d instead" in run.starts()[-1].text
-
-
-def test_two_failures_on_one_host_without_progress_make_it_suspect() -> None:
-    assert suspected_hosts([failure("a"), failure("a")]) == {"a"}
-    assert suspected_hosts([failure("a"), failure("b"), failure("a")]) == set()
-    assert suspected_hosts([failure("a", 4), failure("a", 9)]) == set(), "the job made progress in between"
-    assert suspected_hosts([failure("a"), failure("a", cause="asked")]) == set()
-
-
-@pytest.mark.parametrize(("first", "second", "expected"), [(3, 3, {"a"}), (32, 32, {"a"}), (33, 3, set()), (3, 33, set())])
-def test_a_host_that_fails_soon_is_suspected_where_each_step_is_saved(first: int, second: int, expected: set[str]) -> None:
-    """Each attempt has saved a newer step, so progress alone would hide the host."""
-    one = failure("a", first, step=first, restored=0)
-    other = failure("a", first + second, step=first + second, restored=first)
-    assert suspected_hosts([one, other]) == expected
-    assert suspected_hosts([one, replace(other, host="b")]) == set()
-    assert suspected_hosts([replace(one, cause="asked"), other]) == set()
-
-
-@given(st.lists(st.sampled_from("abcdef"), unique=True), st.sets(st.sampled_from("abcdef")), st.integers(1, 4), st.booleans())
-def test_hosts_are_chosen_from_the_good_ones_and_keep_their_ranks(
-    ready: list[str], suspected: set[str], count: int, waited: bool
-) -> None:
-    least = max(1, count - 1)
-    before = list("abcd"[:count])
-    choice = choose_hosts(before, ready, suspected, count, least, waited)
-    if choice is None:
-        assert len(ready) < (least if waited else count)
-        return
-    assert least <= len(choice.hosts) <= count
-    assert len(set(choice.hosts)) == len(choice.hosts)
-    assert set(choice.hosts) <= set(ready)
-    good = [name for name in ready if name not in suspected]
-    if len(good) >= count:
-        assert not set(choice.hosts) & suspected
-        for i, name in enumerate(before):
-            if name in good:
-                assert choice.hosts[i] == name, "a host that stays keeps its ranks"
 
 
 def test_a_step_that_fails_twice_is_passed_over() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.agent_worlds import failure
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckpt.recovery.policy.host_choice import HostChoice, choose_hosts, suspected_hosts, worth_waiting_seconds
 
@@ -28,7 +32,7 @@ from ckpt.recovery.policy.host_choice import HostChoice, choose_hosts, suspected
     ],
 )
 def test_the_hosts_of_the_next_attempt(ready: str, suspected: str, has_waited: bool, expected: HostChoice | None) -> None:
-    """Three hosts are wanted, and after the wait two are enough; a, b and c took part before."""
+    """The job needs three hosts. After the wait two are enough. The attempt before had a, b and c."""
     assert choose_hosts("abc", ready, set(suspected), 3, 2, has_waited) == expected
 
 
@@ -42,7 +46,7 @@ def test_a_smaller_job_grows_again() -> None:
     assert choose_hosts("abc", "abc", set(), 2, 2, False) == HostChoice(("a", "b"), "without c (not needed)")
 
 
-def test_a_straggler_and_a_host_with_two_failures_are_suspected() -> None:
+def test_a_straggler_is_suspected_and_others_only_after_two_failures() -> None:
     assert suspected_hosts([failure("a", cause="straggler")]) == {"a"}
     late = [failure("a", 4, step=200), failure("a", 4, step=200)]
     assert suspected_hosts(late) == {"a"}, "no newer step between them"
@@ -50,6 +54,44 @@ def test_a_straggler_and_a_host_with_two_failures_are_suspected() -> None:
     assert suspected_hosts([failure("a", 4), failure("a", 5, cause="preempted", restored=4)]) == set()
     assert suspected_hosts([failure("a", 4), failure("b", 4), failure("b", 4)]) == {"b"}
     assert suspected_hosts([]) == set()
+
+
+def test_two_failures_on_one_host_without_progress_make_it_suspect() -> None:
+    assert suspected_hosts([failure("a"), failure("a")]) == {"a"}
+    assert suspected_hosts([failure("a"), failure("b"), failure("a")]) == set()
+    assert suspected_hosts([failure("a", 4), failure("a", 9)]) == set(), "the job made progress in between"
+    assert suspected_hosts([failure("a"), failure("a", cause="asked")]) == set()
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), [(3, 3, {"a"}), (32, 32, {"a"}), (33, 3, set()), (3, 33, set())])
+def test_a_host_that_fails_soon_is_suspected_where_each_step_is_saved(first: int, second: int, expected: set[str]) -> None:
+    """Each attempt has saved a newer step, so progress alone would hide the host."""
+    one = failure("a", first, step=first, restored=0)
+    other = failure("a", first + second, step=first + second, restored=first)
+    assert suspected_hosts([one, other]) == expected
+    assert suspected_hosts([one, replace(other, host="b")]) == set()
+    assert suspected_hosts([replace(one, cause="asked"), other]) == set()
+
+
+@given(st.lists(st.sampled_from("abcdef"), unique=True), st.sets(st.sampled_from("abcdef")), st.integers(1, 4), st.booleans())
+def test_hosts_are_chosen_from_the_good_ones_and_keep_their_ranks(
+    ready: list[str], suspected: set[str], count: int, waited: bool
+) -> None:
+    least = max(1, count - 1)
+    before = list("abcd"[:count])
+    choice = choose_hosts(before, ready, suspected, count, least, waited)
+    if choice is None:
+        assert len(ready) < (least if waited else count)
+        return
+    assert least <= len(choice.hosts) <= count
+    assert len(set(choice.hosts)) == len(choice.hosts)
+    assert set(choice.hosts) <= set(ready)
+    good = [name for name in ready if name not in suspected]
+    if len(good) >= count:
+        assert not set(choice.hosts) & suspected
+        for i, name in enumerate(before):
+            if name in good:
+                assert choice.hosts[i] == name, "a host that stays keeps its ranks"
 
 
 @pytest.mark.parametrize(
