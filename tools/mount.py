@@ -67,6 +67,7 @@ class MountOperations:
         self._files_in_writing: dict[str, MountFile] = {}
         self._next_handle = 1
         self._lock = threading.Lock()
+        """Guards `_next_handle`. Guards changes of `_handles` and `_files_in_writing`."""
         self._mounted_at = time.time()
 
     def __call__(self, operation: str, *args: Any) -> Any:

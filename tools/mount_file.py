@@ -48,10 +48,13 @@ class MountFile:
         self.handles = 0
         self._namespace = namespace
         self._lock = threading.Lock()
+        """Guards `_base`, `_writer`, `_windows`, `_stored`, `_fixed_bytes`, `_is_dirty`, `_has_failed` and `_is_removed`.
+        Guards changes of `length` and `path`."""
         self._is_removed = False
         self._reset(base)
 
     def _reset(self, base: PathRecord | None) -> None:
+        """Begin to write after `base`. Needs `_lock`."""
         self._base = base
         self._writer: FileWriter | None = None
         self._windows: dict[int, _WriteWindow] = {}
@@ -140,10 +143,12 @@ class MountFile:
             self._abort()
 
     def _abort(self) -> None:
+        """Discard what was written to the members. Needs `_lock`."""
         if self._writer is not None:
             self._writer.abort()
 
     def _publish(self) -> None:
+        """Make the writes durable and visible. Needs `_lock`."""
         if self._has_failed:
             raise OSError(errno.EIO, f"{self.path}: an earlier write failed; write the file again")
         if not self._is_dirty or self._is_removed:
@@ -161,6 +166,7 @@ class MountFile:
         self._reset(writer.publish())
 
     def _store_window(self, number: int) -> None:
+        """Write the bytes of a window to the members. Needs `_lock`."""
         window = self._windows.pop(number)
         if not window.filled:
             return
@@ -171,6 +177,7 @@ class MountFile:
             self._stored.add(number)
 
     def _ensure_writer(self) -> FileWriter:
+        """Return the writer, which is created when it is first needed. Needs `_lock`."""
         if self._writer is None:
             base = self._base
             current = self._namespace.stat(self.path) if base is not None and base.layout is not None else None

@@ -46,6 +46,7 @@ class MemberHealth:
         self._max_pause_seconds = max_pause_seconds
         self._probe = probe
         self._lock = threading.Lock()
+        """Guards `_next_warnings_at`. Guards changes of `_backoffs`."""
         self._backoffs: dict[str, tuple[float, int]] = {}  # when the pause of each ends, and its failures in a row
         self._next_warnings_at: dict[str, float] = {}
 
@@ -67,7 +68,7 @@ class MemberHealth:
             )  # fmt: skip
 
     def _back_off(self, name: str) -> None:
-        """Begin a pause for a member, twice as long as the last one. The caller has the lock."""
+        """Begin a pause for a member, twice as long as the last one. Needs `_lock`."""
         _, failures = self._backoffs.get(name, (0.0, 0))
         pause = min(self._max_pause_seconds, self._first_pause_seconds * 2**failures)
         self._backoffs[name] = (time.monotonic() + pause, failures + 1)
@@ -113,6 +114,7 @@ class FanOut:
         self._pool = DaemonThreadPool(threads, "ckpt-member")
         self._max_calls_per_member = threads // 3
         self._lock = threading.Lock()
+        """Guards `_running_calls`."""
         self._running_calls: dict[str, dict[object, float]] = {}  # by member: calls that run on a thread, and when each began
 
     def submit(self, name: str, call: Callable[[], T]) -> Future[T]:

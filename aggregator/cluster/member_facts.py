@@ -20,6 +20,7 @@ class MemberFacts:
         self._requests: dict[str, Future[MemberInfo]] = {}
         self._infos: dict[str, MemberInfo] = {}
         self._lock = threading.Lock()
+        """Guards `_requests`. Guards changes of `_infos`."""
 
     def get_infos(
         self, open_members: Mapping[str, OpenMember], timeout_seconds: float, wait_for_all: bool = False

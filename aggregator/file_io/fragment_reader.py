@@ -35,6 +35,7 @@ class FragmentReader:
         self._path = path
         self._readers: dict[int, Reader] = {}  # by the index of the member object
         self._lock = threading.Lock()
+        """Guards changes of `_readers`."""
 
     def close(self) -> None:
         """Close the objects that were opened."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +23,7 @@ from ckpt.aggregator.records.ring_change import ensure_record_redundancy
 from ckpt.aggregator.records.tombstone_collection import TombstoneCollector
 from ckpt.storage.base.errors import NotFound, StoreError
 from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 from ckpt.storage.base.store import Buffer, require_length
 from ckpt.storage.member.device import MemberInfo
 from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, RegisterValue
@@ -270,8 +269,9 @@ class Namespace(NamespaceRecords):
             open_member.close()
 
 
-_open_namespaces: dict[NamespaceConfig, Namespace] = {}  # guarded by the lock
-_open_lock = threading.Lock()
+_open_namespaces: dict[NamespaceConfig, Namespace] = {}
+_open_lock = fork_safe_lock()
+"""Guards `_open_namespaces`."""
 
 
 def open_namespace(url: str) -> tuple[Namespace, str]:
@@ -285,9 +285,8 @@ def open_namespace(url: str) -> tuple[Namespace, str]:
 
 
 def _clear_after_fork() -> None:
-    """Forget the namespaces of the parent: a forked child opens its own connections."""
+    """In a forked child: forget the namespaces of the parent, so that the child opens its own connections."""
     _open_namespaces.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_clear_after_fork)
+call_in_forked_child(_clear_after_fork)

@@ -183,6 +183,7 @@ class _NewObjects:
         self._size_hint = size_hint
         self._path = path
         self._lock = threading.Lock()
+        """Guards `_opening`. Guards changes of `objects`."""
         self._writers: dict[str, tuple[int, Writer]] = {}
         self._opening: dict[str, threading.Lock] = {}
         self.objects = list(layout.objects)
@@ -276,6 +277,7 @@ class _SourceObjects:
     def __init__(self, member_io: MemberIO) -> None:
         self._member_io = member_io
         self._lock = threading.Lock()
+        """Guards changes of `_readers`. It is held while an object is opened, so that each is opened once."""
         self._readers: dict[MemberObject, Reader] = {}
 
     def read(self, member_object: MemberObject, fragment: Fragment, data: np.ndarray) -> None:

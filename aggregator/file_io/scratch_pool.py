@@ -16,8 +16,9 @@ class ScratchPool:
     """Unused scratch memory, by length. Safe to use from many threads."""
 
     def __init__(self) -> None:
-        self._unused: list[np.ndarray] = []  # guarded by the lock
+        self._unused: list[np.ndarray] = []
         self._lock = threading.Lock()
+        """Guards `_unused`."""
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return memory of this length in bytes, with any content."""

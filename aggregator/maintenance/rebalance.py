@@ -111,7 +111,7 @@ def rebalance_fragments(
     every = {m.name: m for m in (*namespace.ring.members, *(m.location for m in namespace.config.members))}
     locations = namespace.with_known_domains(every.values())
     change_ring(namespace, locations, tolerated_losses=namespace.config.redundancy.tolerated_losses)
-    namespace.locations = locations
+    namespace.set_locations(locations)
 
     def members_to_leave(layout: FileLayout, index: int, version: str) -> set[str]:
         stripe = layout.stripes[index]

@@ -190,6 +190,7 @@ class ByteRateLimiter:
         self._began = time.monotonic()
         self._done = 0
         self._lock = threading.Lock()
+        """Guards changes of `_done`."""
 
     def __call__(self, nbytes: int) -> None:
         if self._rate:

@@ -11,13 +11,13 @@ import ctypes
 import ctypes.util
 import functools
 import importlib.util
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ckpt.storage.base.errors import InvalidArgument, StoreError
+from ckpt.storage.base.forks import fork_safe_lock
 
 ByteArray = np.ndarray
 """A contiguous one-dimensional array of uint8."""
@@ -36,7 +36,8 @@ class ErasureCode:
         self._isal.gf_gen_cauchy1_matrix(_address(self._matrix), data + parity, data)
         self._encode_tables = self._make_tables(self._matrix[data:])
         self._decode_tables_cache: dict[tuple[tuple[int, ...], tuple[int, ...]], ByteArray] = {}
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()  # a code is kept until the process ends
+        """Guards `_decode_tables_cache`."""
 
     def encode(self, data_fragments: Sequence[ByteArray], parity_fragments: Sequence[ByteArray]) -> None:
         """Fill the parity fragments from the data fragments. All have the same length."""

@@ -37,6 +37,8 @@ class Membership:
         self._ring: record_ring.RecordRing | None = None
         self._needs_fence_number = False  # set after a refusal: read the fence numbers of all members with the ring
         self._ring_lock = threading.RLock()
+        """Guards changes of `open_members`, `locations`, `host_domain`, `_member_registers`, `_infos`, `_domains`, `_ring` and
+        `_needs_fence_number`. It is held while the ring is read, so that the other threads wait for that."""
 
     def _probe_member(self, name: str) -> None:
         open_member = self.open_members.get(name)
@@ -95,11 +97,12 @@ class Membership:
 
     def invalidate_ring(self) -> None:
         """Read the record ring and the fence number again when they are next needed."""
-        self._needs_fence_number = True
-        self._ring = None
+        with self._ring_lock:
+            self._needs_fence_number = True
+            self._ring = None
 
     def _open_ring_members(self, found: record_ring.RecordRing) -> bool:
-        """Open the members of a ring that the configuration lacks, and return whether there were any.
+        """Open the members of a ring that the configuration lacks, and return whether there were any. Needs `_ring_lock`.
 
         Raises Unavailable where the name of such a member is not its address.
         """
@@ -121,8 +124,14 @@ class Membership:
 
     def drop_member(self, member: str) -> None:
         """Remove a member from the open members and from the candidates for new fragments."""
-        self.open_members = {name: open_member for name, open_member in self.open_members.items() if name != member}
-        self.locations = tuple(s for s in self.locations if s.name != member)
+        with self._ring_lock:
+            self.open_members = {name: open_member for name, open_member in self.open_members.items() if name != member}
+            self.locations = tuple(s for s in self.locations if s.name != member)
+
+    def set_locations(self, locations: Iterable[MemberLocation]) -> None:
+        """Set the candidates for new fragments."""
+        with self._ring_lock:
+            self.locations = tuple(locations)
 
     def shared_domains(self, member: str) -> int:
         """Return how many of the widest failure domains a member shares with this host."""

@@ -184,6 +184,7 @@ class TombstoneCollector:
         self._records = records
         self._election = Election(records, secrets.token_hex(8), 6 * _PAUSE_SECONDS, _ELECTION_REGISTER)
         self._lock = threading.Lock()
+        """Guards `_next_start_at`."""
         self._next_start_at = 0.0
 
     def start(self) -> None:

@@ -5,7 +5,6 @@ If each thread had huge pages of its own, they would cost more time to clear tha
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from ckpt.block_io.staging_arena import round_up
 from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.forks import call_in_forked_child
 from ckpt.storage.base.huge_pages import map_huge_pages
 
 _MAPPED_BYTES = 8 << 20
@@ -24,6 +24,7 @@ class _ChunkMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Guards `_mapping`, from which the next slice is taken, and `_used_bytes`."""
         self._mapping: weakref.ref[np.ndarray] | None = None
         self._used_bytes = 0
 
@@ -42,5 +43,4 @@ class _ChunkMemory:
 
 chunk_memory = _ChunkMemory()
 
-if hasattr(os, "register_at_fork"):  # the lock may be locked by a thread that does not exist in the child
-    os.register_at_fork(after_in_child=chunk_memory.__init__)  # type: ignore[misc]
+call_in_forked_child(chunk_memory.__init__)  # type: ignore[misc]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import AbstractContextManager
 
+from ckpt.storage.base.forks import call_in_forked_child
 from ckpt.support.runtime import processor_count
 
 
@@ -13,8 +13,7 @@ class _CopySlots:
     def __init__(self, count: int) -> None:
         self._count = count
         self._semaphore = threading.BoundedSemaphore(count)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._release_all)
+        call_in_forked_child(self._release_all)
 
     def _release_all(self) -> None:
         """In a forked child: the threads that are in a slot do not exist."""

@@ -43,6 +43,7 @@ class _ReadThreads:
     def __init__(self, work: _Work) -> None:
         self._work = work
         self._lock = threading.Lock()
+        """Guards `_unjoined`. A thread starts while it is held, so the caller joins only threads that run."""
         self._unjoined: list[WorkerThread] = []
         self._errors: list[BaseException] = []
         self._stop = threading.Event()
@@ -94,6 +95,7 @@ class _Queue:
         self.threads = threads
         self._target_threads = target_threads
         self._lock = threading.Lock()
+        """Guards `_blocks`, `_left` and `_running`."""
         self._blocks = iter(reads)
         self._left = len(reads)
         self._running = 1

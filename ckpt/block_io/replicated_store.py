@@ -7,13 +7,13 @@ reader verifies them, and `from_nearest` calls it with the next copy if one is b
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from ckpt.errors import DAMAGE_ADVICE
 from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
+from ckpt.storage.base.forks import fork_safe_lock
 from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer
 
 log = logging.getLogger("ckpt")
@@ -145,7 +145,8 @@ def from_nearest(
 # --- copies that were found bad ----------------------------------------------------------------------------------
 
 _bad_blocks: dict[str, set[tuple[str, int]]] = {}
-_bad_blocks_lock = threading.Lock()
+_bad_blocks_lock = fork_safe_lock()
+"""Guards changes of `_bad_blocks`."""
 
 
 def _mark_bad(url: str, name: str, position: int) -> None:

@@ -6,7 +6,6 @@ back-pressure on a state that is larger than the memory budget.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.forks import call_in_forked_child
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import ALIGNMENT
 from ckpt.storage.base.threads import WorkerThread
@@ -50,6 +50,7 @@ class Arena:
         self._head = 0
         self._tail = 0
         self._changed = threading.Condition()
+        """Guards `_regions`, `_head`, `_tail` and `_abandoned`. Notified when a region becomes free, and by `abandon`."""
         self._abandoned = False
 
     def take(self, nbytes: int, wait: bool = True) -> Region | None:
@@ -135,10 +136,10 @@ class ArenaPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Guards `_idle`."""
         self._idle: list[Arena] = []
         self._preparing: threading.Thread | None = None
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.__init__)  # type: ignore[misc]
+        call_in_forked_child(self.__init__)  # type: ignore[misc]
 
     def borrow(self, capacity_bytes: int) -> Arena:
         """Return an idle arena of at least `capacity_bytes` bytes, or a new one."""

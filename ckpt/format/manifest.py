@@ -97,7 +97,8 @@ class Manifest:
         self._columns = manifest_parquet.COLUMNS + self._base_columns
         """The columns of a row. Those of bases are read only where a block is a difference."""
         self._starts = np.cumsum([0, *(group.row_count for group in groups)])
-        self._lock = threading.Lock()  # one thread at a time may read a Parquet file
+        self._lock = threading.Lock()
+        """Guards `_recent_reads`, and the Parquet file, which one thread at a time may read."""
         self._recent_reads: dict[tuple[int, Sequence[str]], pa.Table] = {}
 
     def __len__(self) -> int:

@@ -59,6 +59,7 @@ class PackWriter:
         self._name_of = name_of
         self._expected_bytes = expected_bytes
         self._lock = threading.Lock()
+        """Guards `_count`, `_expected_bytes` and `_open_pack`. It also guards the room and the running appends of each pack."""
         self._open_pack: _OpenPack | None = None
         self._count = 0
         self._durable_packs: list[PackFile] = []
@@ -93,9 +94,10 @@ class PackWriter:
 
     def close(self) -> list[PackFile]:
         """Make every pack durable and return them all. Call it after every `append` has returned."""
-        if self._open_pack is not None:
-            self._finish(self._open_pack)
-            self._open_pack = None
+        with self._lock:
+            pack, self._open_pack = self._open_pack, None
+        if pack is not None:
+            self._finish(pack)
         return self._durable_packs
 
     def _finish(self, pack: _OpenPack) -> None:

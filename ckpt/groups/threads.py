@@ -14,7 +14,8 @@ class _SharedState:
     """The data that the threads of a group exchange."""
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()  # guards both dicts
+        self.condition = threading.Condition()
+        """Guards `gathers` and `messages`. Notified when a message arrives."""
         self.gathers: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
         self.messages: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
 

@@ -6,14 +6,14 @@ and computes the same blocks, bit for bit. Those must be written again.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 
 from ckpt.repository.repository import Repository
+from ckpt.storage.base.forks import fork_safe_lock
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
+"""Guards `_damaged`."""
 _damaged: dict[str, set[int]] = {}
-"""Guarded by `_lock`."""
 
 
 def damaged_steps(repo: Repository) -> frozenset[int]:

@@ -13,8 +13,9 @@ class AttemptFailure:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        """Set once, under the lock. Any thread may read it at any time."""
+        """Set once. Any thread may read it at any time."""
         self._lock = threading.Lock()
+        """Guards `_wake`. Guards changes of `error`."""
         self._wake: list[Callable[[], None]] = []
 
     def on_error(self, wake: Callable[[], None]) -> None:

@@ -53,8 +53,9 @@ class Scrubber:
         self._rank = rank
         self._bytes_per_second = bytes_per_second or 0
         self._algorithm = ""
-        self._save_count = 0  # running saves; guarded by _lock
+        self._save_count = 0  # running saves
         self._lock = threading.Lock()
+        """Guards `_save_count`. Guards changes of `_thread`."""
         self._no_saves = threading.Event()  # set while no save runs
         self._no_saves.set()
         self._closing = threading.Event()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from ckpt.groups.base import ranks_text
 from ckpt.saving.buffer_shares import OWN_BUFFER_BYTES
 from ckpt.saving.packed_names import pack_names, unpack_names
 from ckpt.state.rank_tree import own_name
+from ckpt.storage.base.forks import fork_safe_lock
 
 log = logging.getLogger("ckpt")
 
@@ -21,7 +21,7 @@ _MAX_NAMED = 3
 
 _warned_urls: set[str] = set()
 """The repositories for which this process has logged a warning about large buffers."""
-_warned_lock = threading.Lock()
+_warned_lock = fork_safe_lock()
 """Guards `_warned_urls`."""
 
 

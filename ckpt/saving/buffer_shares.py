@@ -110,8 +110,9 @@ class BufferDigests:
         self._names = {name: name for name in shares.first} | {own_name(name, rank): name for name in shares.own}
         self._memories = shares.memories
         self._lock = threading.Lock()
+        """Guards `_digests`."""
         self._digests: dict[str, bytes] = {}
-        """By the name that the buffer has on all ranks. Guarded by `_lock`."""
+        """By the name that the buffer has on all ranks."""
 
     def add_block(self, block: Block, specs: Sequence[LeafSpec], data: Bytes) -> None:
         """Compute the digests of those buffers that are in a block. data: the raw bytes of the block."""

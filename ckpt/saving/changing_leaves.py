@@ -17,6 +17,7 @@ import xxhash
 
 from ckpt.saving.write_plan import Block, BlockPiece, LeafSpec
 from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 
 _MAX_BLOCKS = 10_000
 
@@ -28,8 +29,9 @@ class ChangingLeaves:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Guards `_digests`. Guards changes of `_changing_in_whole_blocks`, `_fully_changing_blocks` and `changing`."""
         self._digests: dict[_PieceKey, int] = {}
-        """The digests of unchanging leaves when they were last compared. Guarded by `_lock`."""
+        """The digests of unchanging leaves when they were last compared."""
         self._changing_in_whole_blocks: set[str] = set()
         """Leaves that change together with all others of their blocks, while there is no block in which only some change."""
         self._fully_changing_blocks: dict[int, list[BlockPiece]] = {}
@@ -49,9 +51,12 @@ class ChangingLeaves:
             return
         block_specs = [specs[piece.leaf] for piece in pieces]
         if self._changing_in_whole_blocks.issuperset([spec.name for spec in block_specs]):
-            if len(self._fully_changing_blocks) >= _MAX_BLOCKS:
-                self._fully_changing_blocks = {}
-            self._fully_changing_blocks[id(pieces)] = pieces
+            with self._lock:
+                if not self._changing_in_whole_blocks:  # another thread has just found a block in which only some change
+                    return
+                if len(self._fully_changing_blocks) >= _MAX_BLOCKS:
+                    self._fully_changing_blocks = {}
+                self._fully_changing_blocks[id(pieces)] = pieces
             return
         digests = [xxhash.xxh3_64_intdigest(data[p.start : p.start + p.nbytes].data) for p in pieces]
         keys = [_piece_key(spec, piece.begin) for spec, piece in zip(block_specs, pieces, strict=True)]
@@ -79,7 +84,9 @@ REMEMBERED_REPOSITORIES = 4
 """Of how many repositories and ranks a process remembers its last saves."""
 
 _remembered: dict[tuple[str, int], ChangingLeaves] = {}
-_registry_lock = threading.Lock()
+call_in_forked_child(_remembered.clear)
+_registry_lock = fork_safe_lock()
+"""Guards `_remembered`."""
 
 
 def changing_leaves_of(url_and_rank: tuple[str, int]) -> ChangingLeaves:

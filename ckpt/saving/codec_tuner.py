@@ -18,6 +18,7 @@ from ckpt.saving.difference_speeds import DifferenceMeasurement, DifferenceSpeed
 from ckpt.saving.save_rates import SaveRates, SaveTimer
 from ckpt.saving.store_speed import StoreSpeed
 from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.forks import call_in_forked_child
 from ckpt.storage.base.threads import WorkerThread, join_all
 from ckpt.support.processor_load import ProcessorLoad, ProcessorTimes, read_processor_times
 from ckpt.support.runtime import processor_count
@@ -50,8 +51,6 @@ class SaveConditions:
 class CodecTuner:
     """Measurements of one store and of the data saved to it, shared by all saves to that store.
 
-    A lock guards all attributes. It is never held while a block is encoded or written.
-
     times: returns the processor times of this host, None if the system does not have them.
     clock: returns seconds, in any steady scale.
     """
@@ -60,6 +59,8 @@ class CodecTuner:
         self, times: Callable[[], ProcessorTimes | None] = read_processor_times, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._lock = threading.Lock()
+        """Guards `_speeds`, `_sampled_at`, `_share`, `_load`, `_last_end`, `_last_begin`, `_interval_seconds`, `_saves_running`
+        and `_rates`. It is not held while a block is encoded or written."""
         self._times = times
         self._clock = clock
         self.store = StoreSpeed(clock)
@@ -318,6 +319,8 @@ def ranks_on_host(group_size: int) -> int:
 
 
 _tuners: dict[str, CodecTuner] = {}
+
+call_in_forked_child(_tuners.clear)  # the threads whose saves they count do not exist in the child
 
 
 def codec_tuner(store_url: str) -> CodecTuner:

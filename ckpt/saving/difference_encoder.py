@@ -31,6 +31,7 @@ from ckpt.saving.difference_speeds import DifferenceMeasurement
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
@@ -137,7 +138,9 @@ class PlaceHistory:
 
 
 _remembered: dict[tuple[str, int], PlaceHistory] = {}
-_registry_lock = threading.Lock()
+call_in_forked_child(_remembered.clear)
+_registry_lock = fork_safe_lock()
+"""Guards `_remembered`."""
 
 
 def place_history_of(url_and_rank: tuple[str, int]) -> PlaceHistory:

@@ -38,6 +38,7 @@ class SaveHandle:
         self._is_error_seen = False
         self._is_error_superseded = False
         self._lock = threading.Lock()
+        """Guards `_has_ended` and `_callbacks`. `_checkpoint` and `_error` are set once, before `_done`."""
         self._has_ended = False
         self._callbacks: list[Callable[[], None]] = []
 

@@ -47,6 +47,7 @@ class LineSegment:
             start.is_new_run,
         )
         self._lock = threading.Lock()
+        """Guards `_line`. It is held while the repository is read, so that it is read once."""
         self._line: TrainingLine | None = None
 
     def line(self) -> TrainingLine:
@@ -139,6 +140,8 @@ class Lineage:
         self._generation = generation
         self._damaged = damaged
         self._lock = threading.Lock()
+        """Guards `_restored_step`, `_previous_segment`, `_segment` and `_is_new_run`. Guards changes of `base_step` and
+        `newest_step`."""
         self._restored_step: int | None = None
         self._previous_segment: LineSegment | None = None
         self._segment: LineSegment | None = None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 from ckpt.errors import NotFinite
 from ckpt.saving.nan_check import NanOption, checked_ranges, checked_ranges_of_plan, first_nan
 from ckpt.saving.save_plan import SavePlan
 from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.forks import fork_safe_lock
 
 log = logging.getLogger("ckpt")
 
 _warned_urls: set[str] = set()
 """The repositories for which this process has logged a warning about a NaN."""
-_warned_lock = threading.Lock()
+_warned_lock = fork_safe_lock()
 """Guards `_warned_urls`."""
 
 

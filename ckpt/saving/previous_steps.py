@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ckpt.saving.changing_leaves import REMEMBERED_REPOSITORIES
 from ckpt.saving.dedup import BlockPlace, PreviousBlock, PreviousBlocks, StepBlocks, referable_blocks
 from ckpt.saving.lineage import Lineage
 from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.forks import fork_safe_lock
 
 log = logging.getLogger("ckpt")
 
@@ -133,18 +133,8 @@ class PreviousSteps:
 _remembered_blocks: dict[tuple[str, int], tuple[PreviousBlocks, ...]] = {}
 """By URL and rank, the blocks that the last saves of this process wrote or verified, the newest save first and one for each
 copy. A later session of this process uses them."""
-_remembered_lock = threading.Lock()
+_remembered_lock = fork_safe_lock()
 """Guards `_remembered_blocks`."""
-
-
-def _after_fork() -> None:
-    """In a forked child: make a new lock, because a thread of the parent may have the old one."""
-    global _remembered_lock
-    _remembered_lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _remember_blocks(url_and_rank: tuple[str, int], blocks: PreviousBlocks, copies: int) -> None:

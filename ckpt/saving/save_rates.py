@@ -100,6 +100,7 @@ class SaveTimer:
     def __init__(self, could_encode_all: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._could_encode_all = could_encode_all
         self._lock = threading.Lock()
+        """Guards `_working` and `_raw_bytes`."""
         self._working = BusyTime(clock)
         self._raw_bytes: dict[bool | None, int] = {True: 0, False: 0, None: 0}
         """By whether a codec that was chosen automatically encoded the blocks; None where nothing was chosen."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from ckpt.saving import failure_reports
 from ckpt.saving.exit_status import fail_cleanup, register_before_thread_shutdown
 from ckpt.saving.session_start import RequestedStep, start_alone, start_in_group
 from ckpt.saving.writer_session import Session
+from ckpt.storage.base.forks import call_in_forked_child, fork_safe_rlock
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
@@ -25,7 +25,7 @@ log = logging.getLogger("ckpt")
 _sessions: dict[tuple[str, Group | None], Session] = {}
 _orphaned_sessions: list[Session] = []
 """Sessions without users that have an error which the user has not seen."""
-_registry_lock = threading.RLock()
+_registry_lock = fork_safe_rlock()
 """Guards these two, the user count of each session, and the release of leases, so that a lease found here is not released."""
 
 
@@ -136,14 +136,11 @@ def leave(session: Session, keep: bool = False) -> None:
 
 def _after_fork() -> None:
     """In a forked child: forget the sessions, because their leases name the parent process."""
-    global _registry_lock
     _sessions.clear()
     _orphaned_sessions.clear()
-    _registry_lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+call_in_forked_child(_after_fork)
 
 
 _THREADS_OF_A_SAVE = ("ckpt-save", "ckpt-stage", "ckpt-write", "ckpt-import", "ckpt-notes")

@@ -164,6 +164,7 @@ class _SharedIterator:
     def __init__(self, items: Iterable[int]) -> None:
         self._items = iter(items)
         self._lock = threading.Lock()
+        """Guards `_items`."""
 
     def __iter__(self) -> Iterator[int]:
         return self

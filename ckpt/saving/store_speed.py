@@ -25,7 +25,7 @@ _SATURATED_SHARE = 0.6
 
 
 class StoreSpeed:
-    """The speed of one store. Safe to use from many threads; a lock guards all attributes.
+    """The speed of one store. Safe to use from many threads.
 
     While encoding is slower than the store, few threads write at once, and the store seems slower than it is. So the speed in
     such a window is only a lower limit.
@@ -35,6 +35,7 @@ class StoreSpeed:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
+        """Guards `_writing`, `_bytes`, `_appends` and `_is_first_window`. Guards changes of `_speed`."""
         self._speed: float | None = None
         self._is_first_window = True
         """Not counted, unless a save ends with it: in its time, files are created and memory is mapped."""
@@ -69,6 +70,7 @@ class StoreSpeed:
                 self._end_window(writers, is_end)
 
     def _end_window(self, writers: int, is_end: bool) -> None:
+        """Count the speed of a window, and begin the next. Needs `_lock`."""
         is_first, self._is_first_window = self._is_first_window, False
         if is_first and not is_end:
             self._reset_window()
@@ -84,5 +86,6 @@ class StoreSpeed:
         self._reset_window()
 
     def _reset_window(self) -> None:
+        """Begin a window. Needs `_lock`."""
         self._writing.reset()
         self._bytes = self._appends = 0

@@ -13,9 +13,23 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_lock = threading.Lock()
+from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
+
+_lock = fork_safe_lock()
+"""Guards `_pause_count` and `_was_enabled`."""
 _pause_count = 0
 _was_enabled = False
+
+
+def _end_pauses() -> None:
+    """In a forked child: the threads that paused the collector do not exist."""
+    global _pause_count
+    if _pause_count and _was_enabled:
+        gc.enable()
+    _pause_count = 0
+
+
+call_in_forked_child(_end_pauses)
 
 
 @contextmanager
@@ -31,7 +45,7 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _pause_count -= 1
+            _pause_count = max(0, _pause_count - 1)  # 0 before: this process was forked in the context
             if not _pause_count and _was_enabled:
                 gc.enable()
 

@@ -43,6 +43,9 @@ class BackgroundCopier:
         self._keep = keep
         self._on_copied = on_copied
         self._condition = threading.Condition()
+        """Guards `_expected_steps` and `_waiting_step`. Guards changes of `_current_step`, `_attempt_count`, `_error`,
+        `_retry_at`, `_closing`, `_progress_callback` and `_thread`. Notified when one of these changes. The other attributes
+        belong to the thread."""
         self._expected_steps: set[int] = set()
         self._waiting_step: int | None = None
         self._current_step: int | None = None

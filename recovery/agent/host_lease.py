@@ -65,7 +65,8 @@ class HostLease:
     def __init__(self, run_log: RunLog, orphan_guard: OrphanGuard, name: str, min_hosts: int) -> None:
         self._run_log, self._orphan_guard, self._name = run_log, orphan_guard, name
         self._address_cache = AddressCache()
-        self._lock = threading.Lock()  # guards the contact, the sessions and the loss
+        self._lock = threading.Lock()
+        """Guards `_contact`, `_sessions` and `_loss`."""
         self._contact = Contact(time.monotonic(), min_hosts)
         self._sessions: frozenset[int] = frozenset()
         self._loss: ContactLoss | None = None

@@ -28,7 +28,8 @@ class ReportFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / REPORTS_FOLDER
-        self._lock = threading.Lock()  # two threads of an agent write the same temporary file
+        self._lock = threading.Lock()
+        """Taken while a report is written: two threads of an agent write the same temporary file."""
 
     def read(self) -> dict[str, dict[str, Any]]:
         """Return the newest report of each agent, by its name. A file that a power cut has damaged is left out."""

@@ -26,6 +26,7 @@ class BorrowedBuffer:
         self._progress_bytes = 0
         self._progress_time = time.monotonic()
         self._lock = threading.Lock()
+        """Guards `_memory`, `_progress_bytes` and `_progress_time`. Guards changes of `filled_bytes`."""
         self.filled_bytes = 0
 
     def append(self, data: memoryview) -> None:
@@ -61,6 +62,7 @@ class BorrowedBuffer:
             return self._detach_memory()
 
     def _detach_memory(self) -> mmap.mmap | None:
+        """Return the memory, and refuse later appends. Needs `_lock`."""
         memory, self._memory = self._memory, None
         return memory
 
@@ -74,6 +76,7 @@ class BufferPool:
         self._idle: list[mmap.mmap] = []
         self._lent: set[BorrowedBuffer] = set()
         self._changed = threading.Condition()
+        """Guards `_lent`, `_idle` and `_allocated_bytes`. Notified when memory becomes free."""
 
     @contextmanager
     def borrow(self, nbytes: int, timeout_seconds: float) -> Iterator[BorrowedBuffer]:

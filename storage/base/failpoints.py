@@ -11,16 +11,19 @@ import errno
 import os
 import signal
 import time
-from threading import Lock
+
+from ckpt.storage.base.forks import fork_safe_lock
 
 _active: dict[str, list[tuple[str, int | None]]] = {}
 _passes: dict[str, int] = {}
-_lock = Lock()
+_lock = fork_safe_lock()
+"""Guards `_passes`."""
 
 
 def set_failpoints(spec: str) -> None:
     """Replace all active points by those of `spec`, in the syntax of the module docstring; "" deactivates all."""
-    _passes.clear()
+    with _lock:
+        _passes.clear()
     _active.clear()
     for item in filter(None, spec.split(",")):
         name, _, action = item.partition("=")

@@ -163,6 +163,8 @@ class AppendFile:
         """End of the last range that was written completely."""
         self._where = where
         self._changed = threading.Condition()
+        """Guards `_next_position`. Guards changes of `length`, `_pending_appends` and `_is_closed`. Notified when an append
+        ends."""
         self._next_position = 0
         self._is_direct_allowed = direct_fd is not None
         self._pending_appends = 0

@@ -70,6 +70,7 @@ class DaemonThreadPool(Executor):
         self._tasks: _TaskQueue = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
+        """Guards `_is_closed`. Guards changes of `_threads`."""
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         weakref.finalize(self, self._tasks.put, None).atexit = False  # saves may go on until the very end

@@ -86,6 +86,7 @@ class DeviceStore(LocalStore):
         self._counted_at: float | None = None  # time.monotonic() of the last count
         self._is_exclusive = False
         self._count_lock = threading.Lock()
+        """Taken to add to `_used_bytes`."""
 
     def count_exclusively(self) -> None:
         """Count the used bytes once, since no other process writes to the folder from now on."""

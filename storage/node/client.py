@@ -51,6 +51,7 @@ class NodeStore(Store):
         self._clients: list[flight.FlightClient | None] = [None] * _CONNECTIONS
         self._last_connection = 0
         self._lock = threading.Lock()
+        """Guards `_clients` and `_last_connection`."""
         self.registers = NodeRegisters(self.call, self.url)
         self._fd_client = FdPassingClient(self, self._credentials.deadline_seconds)
 
@@ -301,6 +302,7 @@ class _NodeReader(Reader):
         self._store = store
         self._name = name
         self._lock = threading.Lock()
+        """Guards `_closed`. Guards changes of `_file`."""
         self._file: DescriptorReader | None = None
         self._closed = False
 

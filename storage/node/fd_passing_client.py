@@ -27,6 +27,7 @@ class FdPassingClient:
         self._store = store
         self._deadline_seconds = deadline_seconds
         self._lock = threading.Lock()
+        """Guards changes of `_address` and `_is_address_known`."""
         self._is_address_known = False
         self._address: fd_passing_server.FdServerAddress | None = None
         self._was_reached = False

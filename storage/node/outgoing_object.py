@@ -20,6 +20,7 @@ class OutgoingObject:
         self.name = name
         self._reader: Reader | None = reader
         self._lock = threading.Lock()
+        """Guards `_reader` and `_last_read_at`. It is held during a read, so that no other thread closes the file."""
         self._last_read_at = time.monotonic()
 
     def read_into(self, position: int, buffer: memoryview) -> int:

@@ -78,6 +78,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self.counters: dict[tuple[str, str], float] = {}
         self._outgoing: set[OutgoingObject] = set()
         self._count_lock = threading.Lock()
+        """Guards `_outgoing`. Guards changes of `counters`."""
         self.is_draining = False
         self._handlers = _handlers_of(self) | _handlers_of(RegisterVerbs(device.registers, options.read_only))
         device.lock()

@@ -44,6 +44,7 @@ class TokenFile:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._lock = threading.Lock()
+        """Guards `_last_stamp` and `_tokens`."""
         self._last_stamp = self._read_stamp()
         self._tokens = self._read_tokens()
 

@@ -25,6 +25,7 @@ class LeasedUpload:
         self.writer = writer
         self.reserved_bytes = reserved_bytes
         self.reserve_lock = threading.Lock()
+        """Taken while space is reserved, so that the calls of one upload do so one after the other."""
         self.touched_at = time.monotonic()
         self.active_calls = 0  # the number of calls that use the writer now
 
@@ -41,6 +42,8 @@ class UploadLeases:
         self._unpromised_bytes = unpromised_bytes
         self._lease_seconds = lease_seconds
         self._changed = threading.Condition()
+        """Guards changes of `_uploads`, `_is_closed`, and of the calls and times of each upload. Notified when a call of an
+        upload ends."""
         self._uploads: dict[str, LeasedUpload] = {}
         self._is_closed = False
 
@@ -114,7 +117,7 @@ class UploadLeases:
         return upload.reserved_bytes
 
     def _free_bytes(self) -> int:
-        """Return the bytes that may still be reserved. The caller has the lock."""
+        """Return the bytes that may still be reserved. Needs `_changed`."""
         return max(0, self._unpromised_bytes(sum(u.reserved_bytes for u in self._uploads.values())))
 
     def commit(self, key: str, length: int | None = None) -> int:

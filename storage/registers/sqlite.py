@@ -71,6 +71,7 @@ class SqliteRegisters(Registers):
     def __init__(self, path: str) -> None:
         self._path = path
         self._lock = threading.Lock()
+        """Guards changes of `_connection` and `_owner_pid`, and is held while the connection is used."""
         self._connection: sqlite3.Connection | None = None
         self._owner_pid = os.getpid()
         self._queued_calls: deque[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = deque()
@@ -270,6 +271,7 @@ class SqliteRegisters(Registers):
                 raise _as_store_error(self._path, action, error) from error
 
     def _connect(self) -> sqlite3.Connection:
+        """Return the connection, which is opened when it is first needed. Needs `_lock`."""
         if self._owner_pid != os.getpid():  # a forked child must not use its parent's connection, not even to close it
             self._connection, self._owner_pid = None, os.getpid()
         if self._connection is None:

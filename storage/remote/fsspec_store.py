@@ -20,6 +20,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from ckpt.storage.base.errors import AlreadyExists, Changed, NotFound, StoreError, UnknownScheme, first_line
+from ckpt.storage.base.forks import fork_safe_lock, fork_safe_rlock
 from ckpt.storage.base.store import (
     ALIGNMENT,
     TEMPORARY_SUFFIX,
@@ -37,8 +38,11 @@ from ckpt.storage.base.store import (
 # File systems with thread-safe calls. Others may have a single connection (FTP, SFTP, SMB), so they get one call at a time.
 _PARALLEL_PROTOCOLS = {"memory", "file", "local", "hdfs", "arrow_hdfs"}
 
-_call_lock = threading.RLock()  # fsspec shares one connection between equal URLs, so the lock is for all of them
-_put_new_lock = threading.Lock()
+_call_lock = fork_safe_rlock()
+"""Taken for each call of a file system whose calls are not thread-safe. fsspec shares one connection between equal URLs, so one
+lock serves all of them."""
+_put_new_lock = fork_safe_lock()
+"""Taken from the check that a name is free to the end of its creation."""
 
 
 class FsspecStore(Store):
@@ -291,6 +295,7 @@ class _FsspecWriter(Writer):
         self._path = path
         self._temporary = _temporary_path(path)
         self._lock = threading.Lock()
+        """Guards `_length`. Guards changes of `_file`."""
         self._length = 0
         with store._convert_errors("creating", path):
             store._make_parent(path)

@@ -31,7 +31,9 @@ class MultipartWriter(Writer):
         self._part_bytes = max(PART_BYTES, -(-size_hint // (_MAX_PARTS * mebibyte)) * mebibyte)
         self._url = url
         self._put = put
-        self._append_lock = threading.Lock()  # keeps the pieces of one append together in the queue
+        self._append_lock = threading.Lock()
+        """Guards `_length`. Guards changes of `_thread` and `_is_ended`. It keeps the pieces of one append together in the
+        queue."""
         self._length = 0
         self._pieces = _PieceQueue(_QUEUED_PARTS * self._part_bytes)
         self._thread: threading.Thread | None = None
@@ -67,6 +69,7 @@ class MultipartWriter(Writer):
                 self._thread.join()
 
     def _enqueue(self, piece: bytes) -> None:
+        """Queue a piece, and start the upload when there is more than one part. Needs `_append_lock`."""
         if not piece:
             return
         if self._thread is None and self._pieces.queued_bytes + len(piece) > self._part_bytes:
@@ -120,6 +123,8 @@ class _PieceQueue:
         self.queued_bytes = 0
         self._queue: deque[bytes] = deque()
         self._changed = threading.Condition()
+        """Guards `_queue` and `_is_cancelled`. Guards changes of `queued_bytes` and `_is_finished`. Notified when one of these
+        changes."""
         self._is_finished = False
         self._is_cancelled = False
         self.error: BaseException | None = None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 from ckpt.storage.tuning.choice import Choice, ChoiceSpace
 from ckpt.storage.tuning.search import start
 from ckpt.storage.tuning.tuner import Tuner
@@ -29,7 +29,10 @@ _VERSION = 1
 _MAX_DEVICES = 100
 _MAX_FILE_BYTES = 1 << 20
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
+"""Guards `_tuners` and `_written`."""
+_file_lock = fork_safe_lock()
+"""Taken while the file is changed, so that this process writes the choices of two devices one after the other."""
 _tuners: dict[str, Tuner] = {}
 _written: dict[str, Choice] = {}
 
@@ -69,8 +72,8 @@ def remember(device: str) -> None:
         if folder is None:
             return
         best = _written[device] = tuner.search.best
-        with suppress(OSError):
-            _write(folder, {**_read_devices(folder), device: _to_json(best)})
+    with _file_lock, suppress(OSError):
+        _write(folder, {**_read_devices(folder), device: _to_json(best)})
 
 
 def forget_tuners() -> None:
@@ -81,14 +84,12 @@ def forget_tuners() -> None:
 
 
 def _after_fork() -> None:
-    """Forget the tuners: the threads whose requests they count do not exist in the child."""
-    global _lock
-    _lock = threading.Lock()
-    forget_tuners()
+    """In a forked child: forget the tuners, because the threads whose requests they count do not exist."""
+    _tuners.clear()
+    _written.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+call_in_forked_child(_after_fork)
 
 
 def _read_choices() -> dict[str, Choice]:

@@ -39,6 +39,7 @@ class Tuner:
     def __init__(self, search: Search, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: returns seconds."""
         self._changed = threading.Condition()
+        """Guards `_workers`, `_in_flight` and `_open`. Guards changes of `_search`. Notified when a request ends."""
         self._search = search
         self._clock = clock
         self._workers = 0
@@ -83,7 +84,7 @@ class Tuner:
                 self._changed.notify()
 
     def _count(self, request: Request) -> None:
-        """Count a request that has ended, and let the search decide if it was the last one of a measurement."""
+        """Count a request that has ended, and let the search decide if it completes a measurement. Needs `_changed`."""
         current, now = self._search.current, self._clock()
         if self._workers < current.requests or request.choice is not current or self._has_others(current):
             self._open = None
@@ -97,11 +98,11 @@ class Tuner:
                 self._changed.notify_all()
 
     def _has_others(self, current: Choice) -> bool:
-        """Return whether requests of another choice are in flight."""
+        """Return whether requests of another choice are in flight. Needs `_changed`."""
         return any(other.choice is not current for other in self._in_flight)
 
     def _ages(self, now: float) -> list[float]:
-        """Return for how many seconds each request has been in flight."""
+        """Return for how many seconds each request has been in flight. Needs `_changed`."""
         return [now - request.begin for request in self._in_flight]
 
 

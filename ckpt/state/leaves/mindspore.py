@@ -9,7 +9,6 @@ The objects of MindSpore that have a state (cells, optimizers, schedules, scaler
 
 from __future__ import annotations
 
-import threading
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +26,7 @@ from ckpt.state.leaves.mindspore_objects import (
     set_random_state,
 )
 from ckpt.state.leaves.numpy import HostLeaf, NumpyLeaf, flat_bytes
+from ckpt.storage.base.forks import fork_safe_lock
 
 __all__ = [
     "as_leaf", "as_stateful", "empty_leaf", "is_array", "is_random_generator", "module_entries", "random_state",
@@ -102,7 +102,7 @@ class _ViewedMemory:
         }  # fmt: skip
 
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 """Guards the first call of `_probe_views`: MindSpore may fail if two threads run the first operation of a process."""
 
 
