@@ -54,6 +54,20 @@ SUBJECTS = {
             "tests/contracts/test_registers.py",
         ),
     ),
+    "lease": Subject(
+        tuple(f"ckpt/repository/{name}.py" for name in ("writer_lease", "lease_records", "group_lease")),
+        tuple(
+            f"tests/unit/ckpt/repository/test_{name}.py"
+            for name in ("writer_lease", "lease_takeover", "lease_records", "group_lease")
+        ),
+    ),
+    "retention": Subject(
+        ("ckpt/repository/retention.py",),
+        tuple(
+            f"tests/unit/ckpt/repository/test_{name}.py"
+            for name in ("expired_steps", "sweep", "sweep_of_expired_steps", "sweep_of_leftovers")
+        ),
+    ),
 }
 
 

@@ -119,7 +119,7 @@ def sweep(
         deleted = _delete_expired(repo, records, sizes, keep, spared_steps, damaged_steps)
         replaced_files = {*replaced_files, *deleted}
     damaged = records.damaged | records.unreadable
-    needed = {commit_name(step) for step in records.commits}.union(protected_packs, *active.values())
+    needed = set(protected_packs).union(*active.values())
     for commit in records.commits.values():
         needed.update(commit.files())
     to_delete = [name for name in sizes if name not in needed and _is_leftover(name, lease, active, damaged, replaced_files)]

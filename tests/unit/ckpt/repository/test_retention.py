@@ -20,48 +20,8 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import Keep
-from ckpt.repository.retention import as_keep, expired_steps
 
-STEPS = st.sets(st.integers(0, 60), max_size=20)
 KEEPS = st.builds(Keep, st.integers(1, 5), st.none() | st.integers(1, 12))
-
-
-@given(STEPS, st.data(), KEEPS)
-def test_retention_deletes_exactly_the_steps_that_it_may(steps: set[int], data: st.DataObject, keep: Keep) -> None:
-    good = data.draw(st.sets(st.sampled_from(sorted(steps)))) if steps else set()
-    expired = set(expired_steps(list(steps), list(good), keep))
-    newest = set(sorted(good)[-keep.last :])
-    assert expired <= steps
-    assert not expired & newest, "one of the newest good steps is deleted"
-    assert not (keep.every and any(s % keep.every == 0 for s in expired)), "a step is deleted that is kept permanently"
-    assert not good or max(good) not in expired, "the last good step is deleted"
-    assert len(good) >= keep.last or not expired, "a step is deleted though too few are known to be good"
-    assert not any(s > min(newest) for s in expired), "a newer step is deleted than one that is kept"
-    # Every step that may be deleted is deleted.
-    for step in steps - expired:
-        assert len(good) < keep.last or step >= min(newest) or (keep.every and step % keep.every == 0)
-
-
-@given(STEPS, KEEPS)
-def test_a_second_round_of_retention_deletes_nothing(steps: set[int], keep: Keep) -> None:
-    left = steps - set(expired_steps(steps, steps, keep))
-    assert expired_steps(left, left, keep) == []
-    assert len(left) >= min(keep.last, len(steps))
-
-
-@given(STEPS, KEEPS)
-def test_damage_deletes_no_additional_step(steps: set[int], keep: Keep) -> None:
-    """With fewer good steps, older steps are kept."""
-    all_good = set(expired_steps(steps, steps, keep))
-    for bad in steps:
-        assert set(expired_steps(steps, steps - {bad}, keep)) <= all_good
-
-
-def test_keep_is_a_number_or_a_rule() -> None:
-    assert as_keep(None) is None
-    assert as_keep(3) == Keep(3)
-    assert as_keep(Keep(2, every=10)) == Keep(2, 10)
-    assert expired_steps(range(0, 50, 5), range(0, 50, 5), Keep(2, every=20)) == [5, 10, 15, 25, 30, 35]
 
 
 @contextmanager

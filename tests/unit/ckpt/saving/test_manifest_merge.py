@@ -7,18 +7,17 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
+from helpers.boxes import cut
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import StepRefused
 from ckpt.format import manifest, manifest_encoding
 from ckpt.format.manifest_encoding import PlannedColumns, StoredBlock
-from ckpt.saving.box_coverage import are_tiled, first_overlap, first_uncovered_box
 from ckpt.saving.manifest_merge import merge_rows
 from ckpt.saving.replica_check import LeafDescription
-from ckpt.state.boxes import Box, intersect, whole_box
+from ckpt.state.boxes import Box, whole_box
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 
@@ -157,23 +156,6 @@ def test_text_columns_with_and_without_a_dictionary_are_merged() -> None:
     assert [row.box for row in manifest.decode(merged([(0, a), (1, b)]), "x").rows] == [box((0, 4)), box((4, 8))]
 
 
-def cut(shape: tuple[int, ...], cuts: int, rng: random.Random) -> list[Box]:
-    """Return boxes that partition an array irregularly: `cuts` times, one box is cut in two."""
-    boxes = [whole_box(shape)]
-    for _ in range(cuts):
-        i = rng.randrange(len(boxes))
-        old = boxes[i]
-        axes = [k for k, n in enumerate(old.shape) if n > 1]
-        if axes:
-            k = rng.choice(axes)
-            at = rng.randrange(1, old.shape[k])
-            first = old.shape[:k] + (at,) + old.shape[k + 1 :]
-            rest = old.shape[:k] + (old.shape[k] - at,) + old.shape[k + 1 :]
-            boxes[i] = Box(old.offset, first)
-            boxes.append(Box(old.offset[:k] + (old.offset[k] + at,) + old.offset[k + 1 :], rest))
-    return boxes
-
-
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
 
@@ -232,77 +214,3 @@ def test_an_extra_box_is_refused(made: tuple[dict[str, tuple[int, ...]], list[li
     parts = [part(rank, boxes) for rank, boxes in enumerate([*ranks, [StoredBox(leaf, shape, extra)]])]
     message = refused(parts, f"leaf {leaf}: ", f"shape {shape}")
     assert "overlap" in message
-
-
-def painted(shape: tuple[int, ...], boxes: list[Box]) -> Any:
-    """Return how many boxes contain each element."""
-    count = np.zeros(shape, int)
-    for b in boxes:
-        count[(*b.slices(), ...)] += 1
-    return count
-
-
-def numbers(boxes: list[Box], axes: int) -> tuple[Any, Any]:
-    return tuple(np.array([b[i] for b in boxes], np.int64).reshape(len(boxes), axes) for i in (0, 1))  # type: ignore[return-value]
-
-
-@st.composite
-def any_boxes(draw: st.DrawFn, shape: tuple[int, ...], whole_sometimes: bool = True) -> list[Box]:
-    """Draw boxes: from none, up to a partition with additional boxes."""
-    boxes = cut(shape, draw(st.integers(0, 8)), draw(st.randoms(use_true_random=False)))
-    boxes = [b for b in boxes if draw(st.integers(0, 7))]
-    for _ in range(draw(st.sampled_from([0, 0, 1, 3]))):
-        low = [draw(st.integers(0, n - 1)) for n in shape]
-        boxes.append(Box(tuple(low), tuple(draw(st.integers(1, n - a)) for a, n in zip(low, shape, strict=True))))
-    return boxes
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data(), shape=shapes)
-def test_coverage_and_overlaps_agree_with_counting_each_element(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    boxes = data.draw(any_boxes(shape))
-    count = painted(shape, boxes)
-    offset, extent = numbers(boxes, len(shape))
-    starts = np.array([0, len(boxes)])
-    assert are_tiled(np.array([shape], np.int64).reshape(1, -1), starts, offset, extent)[0] == np.all(count == 1)
-    pair = first_overlap(offset, extent)
-    assert (pair is not None) == np.any(count > 1)
-    if pair is not None:
-        assert pair[0] < pair[1]
-        assert intersect(boxes[pair[0]], boxes[pair[1]]) is not None or shape == ()
-        return
-    gap = first_uncovered_box(shape, offset, extent)
-    assert (gap is not None) == np.any(count == 0)
-    if gap is not None:
-        assert np.all(count[(*gap.slices(), ...)] == 0)
-        assert gap.offset == tuple(np.argwhere(count == 0)[0].tolist())
-
-
-@EXAMPLES
-@given(data=st.data(), axes=st.integers(0, 3), arrays=st.integers(0, 6))
-def test_many_arrays_are_checked_in_one_call(data: st.DataObject, axes: int, arrays: int) -> None:
-    shapes_of = [tuple(data.draw(st.lists(st.integers(1, 5), min_size=axes, max_size=axes))) for _ in range(arrays)]
-    boxes_of = [data.draw(any_boxes(shape)) for shape in shapes_of]
-    offset, extent = numbers([b for boxes in boxes_of for b in boxes], axes)
-    starts = np.cumsum([0, *map(len, boxes_of)])
-    covered = are_tiled(np.array(shapes_of, np.int64).reshape(arrays, axes), starts, offset, extent)
-    assert covered.tolist() == [bool(np.all(painted(s, b) == 1)) for s, b in zip(shapes_of, boxes_of, strict=True)]
-
-
-@pytest.mark.parametrize("shape", [(2,) * 11, (1 << 40, 1 << 40), (1 << 61,), (1 << 20, 1 << 20, 1 << 20)])
-def test_boxes_of_very_large_arrays_are_checked(shape: tuple[int, ...]) -> None:
-    halves = [[(0, n // 2), (n // 2, n - n // 2)] for n in shape]
-    boxes = [Box((), ())]
-    for pair in halves:
-        boxes = [Box((*b.offset, at), (*b.shape, n)) for b in boxes for at, n in pair]
-    offset, extent = numbers(boxes, len(shape))
-    wholes = np.array([shape], np.int64)
-    assert are_tiled(wholes, np.array([0, len(boxes)]), offset, extent)[0]
-    assert not are_tiled(wholes, np.array([0, len(boxes) - 1]), offset[1:], extent[1:])[0]
-    if len(boxes) < 100:
-        assert first_uncovered_box(shape, offset[1:], extent[1:]) == boxes[0]
-    extent[0, -1] += 1
-    assert not are_tiled(wholes, np.array([0, len(boxes)]), offset, extent)[0]
-    pair_found = first_overlap(offset, extent)
-    assert pair_found is not None
-    assert pair_found[0] == 0

@@ -1,0 +1,72 @@
+"""Lease records of other writers, and stores whose operations a test can precede with what another writer does."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from obstore.store import MemoryStore
+
+from ckpt.format import json_records
+from ckpt.groups.process_identity import ProcessIdentity, process_start_ticks, this_process
+from ckpt.repository.lease_records import generation_name
+from ckpt.storage.base.store import Store
+from helpers.writer_simulation import SteppedBucket, SteppedLocalStore
+
+
+def elsewhere() -> ProcessIdentity:
+    """Return a process of another host, of which nobody can see whether it lives."""
+    return dataclasses.replace(this_process(), host="elsewhere", boot="b", pid=4711)
+
+
+def dead() -> ProcessIdentity:
+    """Return a process of this host that has ended."""
+    return dataclasses.replace(this_process(), pid=1 << 30)
+
+
+def living() -> ProcessIdentity:
+    """Return another process of this host that lives."""
+    return dataclasses.replace(this_process(), pid=os.getppid(), started=process_start_ticks(os.getppid()))
+
+
+def put_lease_record(store: Store, generation: int, owner: ProcessIdentity | None = None) -> None:
+    """Write the record of a generation, as another writer would. owner: its holder; None: it was released."""
+    body = {"owner": None if owner is None else dataclasses.asdict(owner)}
+    store.put(generation_name(generation), json_records.encode("generation", body))
+
+
+class Events:
+    """What happens right before operations of a store, whose names `SteppedLocalStore` and `SteppedBucket` define."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        """The operations so far."""
+        self._events: list[tuple[str, Callable[[], object], bool]] = []
+        self._is_running = False
+
+    def before(self, operation: str, event: Callable[[], object], *, each_time: bool = False) -> None:
+        """Call `event` before the next operation whose name begins so. each_time: before each one."""
+        self._events.append((operation, event, each_time))
+
+    def step(self, operation: str) -> None:
+        """Record an operation, and run the event before it. Operations of an event cause none."""
+        if self._is_running:
+            return
+        self.seen.append(operation)
+        due = [each for each in self._events if operation.startswith(each[0])]
+        self._events = [each for each in self._events if each not in due or each[2]]
+        self._is_running = True
+        try:
+            for _, event, _ in due:
+                event()
+        finally:
+            self._is_running = False
+
+
+def eventful_store(kind: str, folder: Path, events: Events) -> Store:
+    """Return a local directory or a bucket, whose operations `events` precedes."""
+    if kind == "local":
+        return SteppedLocalStore(folder, events.step)
+    return SteppedBucket(f"memory://{folder.name}", MemoryStore(), events.step)
