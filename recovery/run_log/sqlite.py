@@ -20,6 +20,7 @@ from ckpt.recovery.run_log.entry_schema import read_row
 from ckpt.recovery.run_log.report_files import ReportFiles
 from ckpt.storage.base.errors import CkptError, Unavailable
 from ckpt.storage.base.file_system_kind import require_local_file_system
+from ckpt.storage.base.fsync import make_durable_root
 from ckpt.storage.registers.sqlite import BUSY_SECONDS
 
 _SCHEMA = """
@@ -49,6 +50,7 @@ class SqliteRunLog(RunLog):
                 self.path.parent, "the log of a run", "give --run-dir on a disk of this host, or --state etcd://HOST:PORT/NAME"
             )
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_durable_root(os.path.abspath(folder))  # SQLite makes its files durable, but not their folder
             self._db = self._connect()
         except sqlite3.Error as error:
             raise CkptError(f"{self.path} can't be used: {error}; {self._remedy(error)}, or give another --run-dir") from error

@@ -22,6 +22,7 @@ from ckpt.storage.base.errors import Changed, NotFound
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors, write_all
 from ckpt.storage.base.file_system_kind import is_on_local_file_system
+from ckpt.storage.base.fsync import make_directory, make_durable_root, sync_file, sync_folder, sync_nearest_folder
 from ckpt.storage.base.page_cache import in_page_cache
 from ckpt.storage.base.store import (
     Buffer,
@@ -34,7 +35,6 @@ from ckpt.storage.base.store import (
     require_length,
 )
 from ckpt.storage.local.durable_writer import O_DIRECT, LocalWriter, is_temporary, temporary_name, try_open_direct
-from ckpt.storage.local.fsync import make_directory, make_durable_root, sync_file, sync_folder, sync_nearest_folder
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 The order of a durable write, and what a crash leaves after each step: write a temporary file (a sweep deletes it), fsync it
 (the same), rename or link it to its name (the object is complete, but a power loss may undo the rename), fsync the folder.
-`fsync.py` explains why a failed fsync is never retried.
+`storage/base/fsync.py` explains why a failed fsync is never retried.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from contextlib import suppress
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import AppendFile, convert_os_errors
+from ckpt.storage.base.fsync import sync_file, sync_nearest_folder
 from ckpt.storage.base.store import ALIGNMENT, TEMPORARY_SUFFIX, Writer
-from ckpt.storage.local.fsync import sync_file, sync_nearest_folder
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 

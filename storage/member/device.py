@@ -18,10 +18,10 @@ from pathlib import Path
 from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
 from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError
 from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error
+from ckpt.storage.base.fsync import sync_nearest_folder
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import is_temporary
-from ckpt.storage.local.fsync import sync_nearest_folder
 from ckpt.storage.registers.sqlite import SqliteRegisters
 
 OBJECTS = "objects"

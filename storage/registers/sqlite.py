@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 
 from ckpt.storage.base.errors import Outdated, StoreError
 from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.storage.base.file_system_kind import require_local_file_system
+from ckpt.storage.base.fsync import make_durable_root, sync_folder
 from ckpt.storage.registers.base import (
     NO_BALLOT,
     REGISTERS_INCOMPLETE,
@@ -130,7 +132,10 @@ class SqliteRegisters(Registers):
             old_path = f"{self._path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
             for end in ("", "-wal", "-shm"):
                 if os.path.exists(self._path + end):
-                    os.replace(self._path + end, old_path + end)
+                    with convert_os_errors("renaming", self._path + end):
+                        os.replace(self._path + end, old_path + end)
+                    # After each rename: with its file and without its log, the registers would forget promises.
+                    sync_folder(os.path.dirname(os.path.abspath(self._path)))
 
     def mark_complete(self) -> None:
         self._write_in_batch(lambda db: _write_fact(db, "complete", 1))
@@ -279,7 +284,9 @@ class SqliteRegisters(Registers):
                 os.path.dirname(self._path), "registers",
                 "use a disk of this host, and reach it from others through a ckpt-node (ckpt://HOST:PORT/…)",
             )  # fmt: skip
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            folder = os.path.dirname(os.path.abspath(self._path))
+            os.makedirs(folder, exist_ok=True)
+            make_durable_root(folder)  # SQLite makes its files durable, but not their folder
             db = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             try:
                 (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()

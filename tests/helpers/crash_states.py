@@ -11,8 +11,10 @@ import base64
 import json
 import os
 import random
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,13 @@ class CrashState:
 
 
 def leave_out(name: str, *modules: Any) -> None:
-    """Let a function that makes something durable do nothing in each of these modules; one that makes a folder still does."""
+    """Let a function that makes something durable do nothing in each of these modules; one that makes a folder still does.
+
+    name: "synchronous=…" lets all connections of SQLite in this process have this setting instead of theirs.
+    """
+    if name.startswith("synchronous="):
+        sqlite3.connect = partial(sqlite3.connect, factory=_connection_with(name))  # type: ignore[misc, assignment]
+        return
     makes_folder = name == "make_durable_root"
 
     def without_fsync(path: Any, *_: Any) -> None:
@@ -66,6 +74,14 @@ def leave_out(name: str, *modules: Any) -> None:
     for module in modules:
         if hasattr(module, name):
             setattr(module, name, without_fsync)
+
+
+def _connection_with(setting: str) -> type[sqlite3.Connection]:
+    class Connection(sqlite3.Connection):
+        def execute(self, sql: str, *arguments: Any) -> sqlite3.Cursor:
+            return super().execute(f"PRAGMA {setting}" if "PRAGMA synchronous" in sql else sql, *arguments)
+
+    return Connection
 
 
 def read_recording(log: Path) -> list[Change]:

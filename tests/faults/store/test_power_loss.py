@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import random
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.crash_states import CrashState, crash_states, read_recording
-from helpers.folders import TESTS
-from helpers.mounts import unmount, wait_until_mounted, why_no_fuse
+from helpers.crash_states import CrashState
+from helpers.mounts import why_no_fuse
 from helpers.nodes import directories
-from helpers.processes import SOAK, python_path
+from helpers.power_loss import AMOUNT, first_wrong, record
 
 import ckpt
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -26,20 +19,22 @@ from ckpt.storage.base.errors import NotFound
 pytestmark = pytest.mark.skipif(why_no_fuse() is not None, reason=why_no_fuse() or "")
 
 SAVES = """
-import os, sys
+import sys
 import numpy as np
 import ckpt
 from helpers.crash_states import leave_out
-from ckpt.storage.local import directory, durable_writer, fsync
+from helpers.power_loss import acknowledge
+from ckpt.storage.base import fsync
+from ckpt.storage.local import directory, durable_writer
 
 mount, left_out = sys.argv[1:]
 leave_out(left_out, directory, durable_writer, fsync)
 for step in range(1, 6):
     state = {"weights": np.full(5000, step, np.int32), "step": step}
     ckpt.save(state, f"{mount}/run", step, keep=2, overwrite=True)
-    os.path.exists(f"{mount}/.ack-{step}")
+    acknowledge(mount, step)
 ckpt.save({"weights": np.full(5000, 50, np.int32), "step": 5}, f"{mount}/run", 5, keep=2, overwrite=True)
-os.path.exists(f"{mount}/.ack-replaced")
+acknowledge(mount, "replaced")
 """
 
 
@@ -47,10 +42,12 @@ NAMESPACE = """
 import os, sys
 from pathlib import Path
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.storage.local import durable_writer, fsync
+from ckpt.storage.base import fsync
+from ckpt.storage.local import durable_writer
 from ckpt.storage.member import device
 from helpers.crash_states import leave_out
 from helpers.nodes import directories
+from helpers.power_loss import acknowledge
 
 mount, left_out = sys.argv[1:]
 leave_out(left_out, device, durable_writer, fsync)
@@ -60,7 +57,7 @@ for number, (file, nbytes) in enumerate(eval(os.environ["CHANGES"])):
         namespace.delete([file])
     else:
         namespace.put(file, bytes([number]) * nbytes)
-    os.path.exists(f"{mount}/.ack-{number}")
+    acknowledge(mount, number)
 namespace.close()
 """
 
@@ -79,24 +76,6 @@ def files_after(count: int) -> dict[str, bytes]:
         else:
             files[file] = bytes([number]) * nbytes
     return files
-
-
-def record(tmp_path: Path, program: str, left_out: str = "nothing") -> Path:
-    """Run a program on a recording mount, and return the log. left_out: a function of the store that then does nothing."""
-    below, mount, log = tmp_path / "below", tmp_path / "mount", tmp_path / "log"
-    below.mkdir()
-    mount.mkdir()
-    server = subprocess.Popen(
-        [sys.executable, str(TESTS / "programs" / "recording_mount.py"), str(below), str(mount), str(log)]
-    )
-    try:
-        wait_until_mounted(mount, server)
-        env = os.environ | {"PYTHONPATH": python_path(), "CKPT_LOCAL_FILE_SYSTEMS": str(mount), "CHANGES": repr(CHANGES)}
-        subprocess.run([sys.executable, "-c", program, str(mount), left_out], env=env, check=True, timeout=120)
-    finally:
-        unmount(mount)
-        server.wait(60)
-    return log
 
 
 def wrong_in_repository(state: CrashState, folder: Path) -> str | None:
@@ -159,26 +138,6 @@ def wrong_in_namespace(state: CrashState, folder: Path) -> str | None:
     return None
 
 
-def first_wrong(log: Path, wrong_in: Callable[[CrashState, Path], str | None], samples: int, share: float = 1.0) -> str | None:
-    """Return what is wrong in the first wrong state of a recording, with the changes that led to it."""
-    seed = int(os.environ.get("CKPT_SEED") or random.randrange(1 << 32))
-    print(f"CKPT_SEED={seed}")
-    count = 0
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    for state in crash_states(read_recording(log), random.Random(seed), samples, share):
-        count += 1
-        with tempfile.TemporaryDirectory(prefix="ckpt-crash-", dir=memory) as folder:
-            state.write_to(Path(folder))
-            if (wrong := wrong_in(state, Path(folder))) is not None:
-                return f"CKPT_SEED={seed}: {wrong}; {state.acknowledged} were acknowledged, {state.where}"
-    assert count > 100, "the recording has too few changes"
-    return None
-
-
-AMOUNT = (50, 1.0) if SOAK else (1, 0.3)
-"""Random states for each moment, and the share of the moments."""
-
-
 @pytest.mark.soak
 def test_acknowledged_steps_survive_a_power_loss_at_any_moment(tmp_path: Path) -> None:
     assert first_wrong(record(tmp_path, SAVES), wrong_in_repository, *AMOUNT) is None
@@ -186,7 +145,7 @@ def test_acknowledged_steps_survive_a_power_loss_at_any_moment(tmp_path: Path) -
 
 @pytest.mark.soak
 def test_acknowledged_files_of_a_namespace_survive_a_power_loss_of_all_members(tmp_path: Path) -> None:
-    assert first_wrong(record(tmp_path, NAMESPACE), wrong_in_namespace, *AMOUNT) is None
+    assert first_wrong(record(tmp_path, NAMESPACE, CHANGES=repr(CHANGES)), wrong_in_namespace, *AMOUNT) is None
 
 
 @pytest.mark.parametrize("left_out", ["sync_file", "sync_folder", "sync_nearest_folder", "make_durable_root"])
@@ -197,4 +156,4 @@ def test_a_missing_fsync_of_a_repository_is_found(tmp_path: Path, left_out: str)
 
 @pytest.mark.parametrize("left_out", ["sync_file", "sync_nearest_folder"])
 def test_a_missing_fsync_of_a_namespace_is_found(tmp_path: Path, left_out: str) -> None:
-    assert first_wrong(record(tmp_path, NAMESPACE, left_out), wrong_in_namespace, 1) is not None
+    assert first_wrong(record(tmp_path, NAMESPACE, left_out, CHANGES=repr(CHANGES)), wrong_in_namespace, 1) is not None
