@@ -14,7 +14,7 @@ from ckpt.tools.node_options import NODE_SETTINGS
 
 if TYPE_CHECKING:
     from ckpt.aggregator.file_io.namespace import Namespace
-    from ckpt.aggregator.maintenance.repair import RepairReport
+    from ckpt.aggregator.maintenance.repair_report import RepairReport
     from ckpt.aggregator.maintenance.scrub import FileHealth, ScrubReport
 
 _GRACE_OPTION = click.option(

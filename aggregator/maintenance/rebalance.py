@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +14,10 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
 from ckpt.aggregator.maintenance.repair import (
     FILES_AT_ONCE,
-    RepairReport,
     repair_namespace,
     select_fragments,
 )
+from ckpt.aggregator.maintenance.repair_report import RepairCount, RepairReport
 from ckpt.aggregator.maintenance.scrub import require_exists, scrub_namespace
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
@@ -81,10 +80,10 @@ def remove_member(
             f"{redundancy.total_fragments}; start the others, or add a member to the URL, or use less redundancy"
         )
     change_ring(namespace, remaining, member, is_destroyed)  # from now on no writer uses this member
-    done, empty_rounds = RepairReport(), 0
+    done, empty_rounds = RepairReport(), 0  # of all rounds
     while member in answers and not is_destroyed and empty_rounds < 2:  # files that were being written may still appear
         moved = _move_off(namespace, member, progress)
-        done.files, done.nbytes = done.files + moved.files, done.nbytes + moved.nbytes
+        done = replace(done, files=done.files + moved.files, nbytes=done.nbytes + moved.nbytes)
         if moved.failed:
             return replace(done, failed=moved.failed)
         empty_rounds = 0 if moved.files else empty_rounds + 1
@@ -135,12 +134,7 @@ def _move_fragments(
     fragment. progress: called with the number of bytes just written, from many threads; it may delay them. on_planned_bytes:
     called with the number of bytes to be written.
     """
-    done, lock = RepairReport(), threading.Lock()
-
-    def advance(nbytes: int) -> None:
-        with lock:
-            done.nbytes += nbytes
-        progress(nbytes)
+    count = RepairCount(progress)
 
     def fragments_to_move(file: PathRecord, layout: FileLayout) -> LostFragments:
         leaving = [members_to_leave(layout, index, file.head.version) for index in range(len(layout.stripes))]
@@ -157,10 +151,9 @@ def _move_fragments(
     def move(path: str, file: PathRecord) -> None:
         if (layout := file.layout) is not None and (moving := fragments_to_move(file, layout)):
             number = namespace.ring.fence_number
-            rebuilt = rebuild_fragments(namespace.member_io, path, file.head.version, layout, moving, advance, excluded)
+            rebuilt = rebuild_fragments(namespace.member_io, path, file.head.version, layout, moving, count.add_bytes, excluded)
             replace_layout(namespace, namespace.member_io, path, file, rebuilt, number)
-            with lock:
-                done.files += 1
+            count.add_file()
 
     def move_current(item: tuple[str, PathRecord | None]) -> None:
         path, file = item
@@ -169,7 +162,7 @@ def _move_fragments(
                 return move(path, file)
             except CkptError as error:
                 if (current := current_record(namespace, path, file)) is file:
-                    done.failed[path] = str(error)
+                    count.add_failure(path, str(error))
                     return None
                 file = current  # the file was replaced meanwhile, and its old objects deleted
         return None
@@ -179,4 +172,4 @@ def _move_fragments(
         files = namespace.stat_all(paths[start : start + BATCH_PATHS])
         on_planned_bytes(sum(map(planned_bytes, files.values())))
         run_in_order(move_current, files.items(), FILES_AT_ONCE, "ckpt-repair")
-    return done
+    return count.report()

@@ -10,13 +10,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from ckpt.aggregator.cluster.fanout import run_in_order
 from ckpt.aggregator.file_io.layout_replacement import current_record, replace_layout
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
+from ckpt.aggregator.maintenance.repair_report import RepairCount, RepairReport
 from ckpt.aggregator.maintenance.scrub import FileHealth, ScrubReport, scrub_namespace
 from ckpt.aggregator.records import record_ring
 from ckpt.aggregator.records.eras import begin_era
@@ -32,24 +33,6 @@ FILES_AT_ONCE = 3
 """How many files are repaired or moved in parallel."""
 
 
-@dataclass(slots=True)
-class RepairReport:
-    """What a repair, a drain or a rebalance has done."""
-
-    files: int = 0
-    """The number of repaired or moved files."""
-    nbytes: int = 0
-    """The number of bytes that were written."""
-    records: int = 0
-    """The number of records that were settled."""
-    orphans: int = 0
-    """The number of deleted objects that no record named."""
-    collected: int = 0
-    """The number of collected tombstones."""
-    failed: dict[str, str] = field(default_factory=dict)
-    """The reason for each path that could not be repaired or moved."""
-
-
 def repair_namespace(
     namespace: Namespace, found: ScrubReport, bytes_per_second: float | None = None, progress: ByteProgress = lambda _: None
 ) -> RepairReport:
@@ -58,55 +41,51 @@ def repair_namespace(
     found: the report of the scrub. bytes_per_second: the most bytes to write per second. progress: called with the number of
     bytes just written, from many threads.
     """
-    done = RepairReport()
-    rate_limiter, lock = ByteRateLimiter(bytes_per_second), threading.Lock()
+    rate_limiter = ByteRateLimiter(bytes_per_second)
+
+    def advance(nbytes: int) -> None:
+        progress(nbytes)
+        rate_limiter(nbytes)
+
+    count = RepairCount(advance)
     complete_ring_change(namespace)
     if found.insufficient_redundancy is not None:
         try:
             ensure_record_redundancy(namespace, found.insufficient_redundancy)
         except CkptError as error:
-            done.failed["the records"] = str(error)
-
-    def advance(nbytes: int) -> None:
-        with lock:
-            done.nbytes += nbytes
-        progress(nbytes)
-        rate_limiter(nbytes)
+            count.add_failure("the records", str(error))
 
     def repair(health: FileHealth) -> None:
         if health.state == "lost":
-            done.failed[health.path] = "too few fragments are left; start the missing members"
+            count.add_failure(health.path, "too few fragments are left; start the missing members")
             return
         try:
-            rebuilt = _rebuild_file(namespace, health, advance)
+            rebuilt = _rebuild_file(namespace, health, count.add_bytes)
         except CkptError as error:
             if current_record(namespace, health.path, health.file) is health.file:
-                done.failed[health.path] = str(error)
+                count.add_failure(health.path, str(error))
                 log.warning("%s could not be repaired, and is tried again by the next repair: %s", health.path, error)
             else:
                 log.info("%s was changed while it was repaired; it is left to the next repair", health.path)
         else:
             present_count, redundancy = min_fragments(rebuilt), rebuilt.redundancy
             if present_count < redundancy.total_fragments:
-                done.failed[health.path] = (
-                    f"only {present_count} of {redundancy.total_fragments} fragments exist: start or add members"
-                )
-                return
-            with lock:
-                done.files += 1
+                reason = f"only {present_count} of {redundancy.total_fragments} fragments exist: start or add members"
+                count.add_failure(health.path, reason)
+            else:
+                count.add_file()
 
     if found.lagging_paths:
         namespace.settle([f"/{path}" for path in found.lagging_paths])
-        done.records = len(found.lagging_paths)
     run_in_order(repair, found.damaged_files, FILES_AT_ONCE, "ckpt-repair")
-    if found.orphans or found.lagging_paths:
-        done.orphans = _delete_orphans(namespace, found.grace_seconds)
+    orphans = _delete_orphans(namespace, found.grace_seconds) if found.orphans or found.lagging_paths else 0
+    collected = 0
     if not found.missing_members:
         _admit_restored_members(namespace)
-        done.collected = collect_tombstones(namespace)
+        collected = collect_tombstones(namespace)
     for open_member in namespace.open_members.values():
         open_member.sweep(found.grace_seconds)
-    return done
+    return count.report(records=len(found.lagging_paths), orphans=orphans, collected=collected)
 
 
 def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:

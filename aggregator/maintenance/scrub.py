@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -33,6 +33,9 @@ _VERIFY_BYTES = 64 << 20
 
 HealthState = Literal["whole", "endangered", "lost"]
 
+ObjectsByMember = dict[str, dict[str, int]]
+"""The length of each object in bytes, by member and name."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileHealth:
@@ -54,7 +57,7 @@ class FileHealth:
         return "endangered" if self.lost else "whole"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ScrubReport:
     """What a scrub found."""
 
@@ -62,15 +65,15 @@ class ScrubReport:
     """The number of all files."""
     nbytes: int = 0
     """The length of all files in bytes."""
-    damaged_files: list[FileHealth] = field(default_factory=list)
+    damaged_files: Sequence[FileHealth] = ()
     """The files that are not whole, the most endangered first."""
-    orphans: dict[str, list[str]] = field(default_factory=dict)
+    orphans: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The names of objects that no record names, by member."""
-    lagging_paths: list[str] = field(default_factory=list)
+    lagging_paths: Sequence[str] = ()
     """The paths whose record differs between the members of its replica set."""
-    unreadable_paths: list[str] = field(default_factory=list)
+    unreadable_paths: Sequence[str] = ()
     """The paths whose record can't be read, so that the objects that they need are unknown."""
-    missing_members: dict[str, StoreError] = field(default_factory=dict)
+    missing_members: Mapping[str, StoreError] = field(default_factory=dict)
     """The members that do not answer, with the error of each."""
     unchecked_bytes: int = 0
     """The number of bytes that could not be verified, as their members do not answer or can't read them now."""
@@ -110,45 +113,39 @@ def scrub_namespace(
     exist.
     """
     require_exists(namespace)
-    found = ScrubReport(grace_seconds=GRACE_SECONDS if grace_seconds is None else grace_seconds)
+    grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
     calls = {name: open_member.inventory for name, open_member in namespace.open_members.items()}
-    ages, found.missing_members = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
-    objects_by_member = {member: {name: nbytes for name, (nbytes, _) in names.items()} for member, names in ages.items()}
-    records, named, all_read = _read_records(namespace, found, verify)
-    damaged_positions = _verify_objects(namespace, records, objects_by_member, found, progress) if verify else {}
-    for path, file in records.items():
-        if file.head.kind != "file":
-            continue
-        found.files += 1
-        found.nbytes += file.head.nbytes
-        if file.layout is None:
-            continue
-        redundancy = file.layout.redundancy
-        if not namespace.ring.can_tolerate(redundancy.tolerated_losses, len(namespace.locations)):
-            found.insufficient_redundancy = max(
-                redundancy, found.insufficient_redundancy or redundancy, key=lambda r: r.tolerated_losses
-            )
-        health = _file_health(path, file, objects_by_member, damaged_positions.get(path, {}))
-        if health.lost:
-            found.damaged_files.append(health)
-    # An object may also be missing in the lists because it was written after they were read: read them again.
-    if any(health.lost.objects for health in found.damaged_files):
-        later_ages, _ = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
-        later = {
-            m: objects_by_member.get(m, {}) | {n: nbytes for n, (nbytes, _) in names.items()} for m, names in later_ages.items()
-        }
-        checked = [
-            _file_health(f.path, f.file, objects_by_member | later, damaged_positions.get(f.path, {}))
-            for f in found.damaged_files
-        ]
-        found.damaged_files = [health for health in checked if health.lost]
-    found.damaged_files.sort(key=lambda f: (f.spare_fragments, -f.file.head.nbytes))
-    if all_read and not found.missing_members and not found.unreadable_paths:  # else unread records may name them
+    ages, missing_members = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+    objects: ObjectsByMember = {m: {name: nbytes for name, (nbytes, _) in names.items()} for m, names in ages.items()}
+    read = _read_records(namespace)
+    missing_members = {**missing_members, **read.missing_members}
+    verified = _verify_objects(namespace, read.files, objects, progress) if verify else _Verification()
+    laid_out = {path: file for path, file in read.files.items() if file.layout is not None}
+    damaged = _damaged_files(laid_out, objects, verified)
+    if any(health.lost.objects for health in damaged):
+        # An object may also be missing in the lists because it was written after they were read: read them again.
+        later, _ = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+        for member, names in later.items():
+            objects[member] = objects.get(member, {}) | {name: nbytes for name, (nbytes, _) in names.items()}
+        damaged = _damaged_files({health.path: health.file for health in damaged}, objects, verified)
+    orphans: dict[str, list[str]] = {}
+    if read.is_complete and not missing_members and not read.unreadable_paths:  # else unread records may name them
         for member, names in ages.items():
-            orphans = [name for name, (_, age) in names.items() if name not in named and age > found.grace_seconds]
-            if orphans:
-                found.orphans[member] = orphans
-    return found
+            found = [name for name, (_, age) in names.items() if name not in read.named_objects and age > grace_seconds]
+            if found:
+                orphans[member] = found
+    return ScrubReport(
+        files=len(read.files),
+        nbytes=sum(file.head.nbytes for file in read.files.values()),
+        damaged_files=sorted(damaged, key=lambda f: (f.spare_fragments, -f.file.head.nbytes)),
+        orphans=orphans,
+        lagging_paths=read.lagging_paths,
+        unreadable_paths=read.unreadable_paths,
+        missing_members=missing_members,
+        unchecked_bytes=verified.unchecked_bytes,
+        insufficient_redundancy=_insufficient_redundancy(namespace, laid_out.values()),
+        grace_seconds=grace_seconds,
+    )
 
 
 def require_exists(namespace: Namespace) -> None:
@@ -157,30 +154,44 @@ def require_exists(namespace: Namespace) -> None:
         raise NotFound(f"{namespace.url} is empty: nothing was ever written to it; check that the URL names all its members")
 
 
-def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tuple[dict[str, PathRecord], set[str], bool]:
-    """Return the record of each path, the names of all objects that any record names, and whether all records could be read.
+@dataclass(frozen=True, slots=True)
+class _RecordsRead:
+    """What the records of all paths say."""
 
-    Objects that outdated or half-done records of single members name count too, because a half-done change may still become the
-    newest. Lagging and unreadable paths, and missing members, are noted in `found`.
-    """
+    files: Mapping[str, PathRecord]
+    """The record of each path that is a file."""
+    named_objects: Set[str]
+    """The names of all objects that any record names. Outdated or half-done records of single members count too, because a
+    half-done change may still become the newest."""
+    is_complete: bool
+    """Whether no record of a member is damaged."""
+    lagging_paths: Sequence[str]
+    unreadable_paths: Sequence[str]
+    missing_members: Mapping[str, StoreError]
+
+
+def _read_records(namespace: Namespace) -> _RecordsRead:
+    """Read the records of all paths, of each member and as a quorum has them."""
     answers, errors = namespace.scan("/")
     ballots = ballots_by_name(answers)
     paths = sorted(ballots)
-    records: dict[str, PathRecord] = {}
+    files: dict[str, PathRecord] = {}
     named: set[str] = set()
-    all_read = True
+    lagging: list[str] = []
+    unreadable: list[str] = []
+    is_complete = True
     for member in answers:
         for start in range(0, len(paths), BATCH_PATHS):
             batch = [name for name in paths[start : start + BATCH_PATHS] if member in ballots[name]]
             for name, record in zip(batch, namespace.open_members[member].registers.read(batch), strict=True):
                 if isinstance(record, DamagedRecord):
                     ballots[name][member] = None
-                    all_read = False
+                    is_complete = False
                 elif record.value is not None:
                     try:
                         layout = file_record.decode_record(name[1:], record.value).layout
                     except CkptError:
-                        found.unreadable_paths.append(name[1:])
+                        unreadable.append(name[1:])
                         continue
                     if layout is not None:
                         named.update(o.name for o in layout.objects)
@@ -188,34 +199,46 @@ def _read_records(namespace: Namespace, found: ScrubReport, verify: bool) -> tup
         batch = paths[start : start + BATCH_PATHS]
         for name, value in namespace.read_records(batch).items():
             if is_lagging(namespace.ring.replica_set(name), ballots[name], answers):
-                found.lagging_paths.append(name[1:])
+                lagging.append(name[1:])
             if value is None:
                 continue
             try:
                 file = file_record.decode_record(name[1:], value)
             except CkptError as error:
                 log.error("%s", error)
-                found.unreadable_paths.append(name[1:])
+                unreadable.append(name[1:])
                 continue
             if file.layout is not None:
                 named.update(o.name for o in file.layout.objects)
-            if file.exists:
-                records[name[1:]] = file
-    found.missing_members |= errors
-    return records, named, all_read
+            if file.exists and file.head.kind == "file":
+                files[name[1:]] = file
+    return _RecordsRead(files, named, is_complete, lagging, unreadable, errors)
+
+
+def _insufficient_redundancy(namespace: Namespace, files: Iterable[PathRecord]) -> Redundancy | None:
+    """Return the highest redundancy of the files whose records tolerate fewer losses than the files; None if there are none."""
+    insufficient = {
+        file.layout.redundancy
+        for file in files
+        if file.layout is not None
+        and not namespace.ring.can_tolerate(file.layout.redundancy.tolerated_losses, len(namespace.locations))
+    }
+    return max(insufficient, key=lambda r: r.tolerated_losses, default=None)
+
+
+def _damaged_files(files: Mapping[str, PathRecord], objects: ObjectsByMember, verified: _Verification) -> list[FileHealth]:
+    """Return the health of those files that have lost fragments."""
+    found = [_file_health(path, file, objects, verified.damaged_positions.get(path, {})) for path, file in files.items()]
+    return [health for health in found if health.lost]
 
 
 def _file_health(
-    path: str, file: PathRecord, objects_by_member: Mapping[str, Mapping[str, int]], damaged_positions: Mapping[str, set[int]]
+    path: str, file: PathRecord, objects: ObjectsByMember, damaged_positions: Mapping[str, Set[int]]
 ) -> FileHealth:
-    """Return the health of a file.
-
-    objects_by_member: the length of each object in bytes, by member and name. damaged_positions: the positions of damaged
-    fragments by object name.
-    """
+    """Return the health of a file. damaged_positions: the positions of damaged fragments by object name."""
     layout = file.layout
     assert layout is not None
-    missing = {o.name for o in layout.objects if o.name not in objects_by_member.get(o.member, {})}
+    missing = {o.name for o in layout.objects if o.name not in objects.get(o.member, {})}
     damaged_fragments = {(name, position) for name, positions in damaged_positions.items() for position in positions}
     lost = LostFragments(frozenset(missing), frozenset(damaged_fragments))
     remaining = lost.removed_from(layout)
@@ -245,41 +268,47 @@ class _ObjectCheck:
         return _total_bytes(self.ranges)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _MemberFindings:
-    """What the check of one member found. Only the thread of this check changes it."""
+    """What the check of one member found."""
 
-    damaged_positions: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    damaged_positions: Mapping[tuple[str, str], Set[int]]
+    """The positions of damaged fragments by path and object name."""
+    unchecked_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Verification:
+    """What the members found when they verified their fragments."""
+
+    damaged_positions: Mapping[str, Mapping[str, Set[int]]] = field(default_factory=dict)
     """The positions of damaged fragments by path and object name."""
     unchecked_bytes: int = 0
 
 
 def _verify_objects(
-    namespace: Namespace,
-    records: Mapping[str, PathRecord],
-    objects_by_member: Mapping[str, Mapping[str, int]],
-    found: ScrubReport,
-    progress: ByteProgress,
-) -> dict[str, dict[str, set[int]]]:
-    """Let all members verify their fragments at once, and return the positions of damaged ones by path and object name."""
+    namespace: Namespace, files: Mapping[str, PathRecord], objects: ObjectsByMember, progress: ByteProgress
+) -> _Verification:
+    """Let all members verify their fragments at once."""
+    unchecked_bytes = 0
     checks: dict[str, list[_ObjectCheck]] = defaultdict(list)
-    for path, file in records.items():
+    for path, file in files.items():
         for member, check in _checks_of_file(path, file):
-            if member not in objects_by_member:
-                found.unchecked_bytes += check.nbytes
-            elif check.name in objects_by_member[member]:
+            if member not in objects:
+                unchecked_bytes += check.nbytes
+            elif check.name in objects[member]:
                 checks[member].append(check)
     calls = {member: partial(_verify_member, namespace, member, checks[member], progress) for member in checks}
     answers, errors = namespace.member_io.read_fan_out.ask(calls, float(1 << 30))
     for member, error in errors.items():
         log.warning("the objects on %s could not be verified: %s", member, error)
-        found.unchecked_bytes += sum(check.nbytes for check in checks[member])
-    damaged_positions: dict[str, dict[str, set[int]]] = defaultdict(dict)
+        unchecked_bytes += sum(check.nbytes for check in checks[member])
+    damaged_positions: dict[str, dict[str, Set[int]]] = defaultdict(dict)
     for findings in answers.values():
-        found.unchecked_bytes += findings.unchecked_bytes
+        unchecked_bytes += findings.unchecked_bytes
         for (path, name), positions in findings.damaged_positions.items():
             damaged_positions[path][name] = positions
-    return damaged_positions
+    return _Verification(damaged_positions, unchecked_bytes)
 
 
 def _checks_of_file(path: str, file: PathRecord) -> Iterable[tuple[str, _ObjectCheck]]:
@@ -301,7 +330,8 @@ def _verify_member(
     namespace: Namespace, member: str, checks: Iterable[_ObjectCheck], progress: ByteProgress
 ) -> _MemberFindings:
     """Let one member verify its objects, and return what it found."""
-    findings = _MemberFindings()
+    damaged_positions: dict[tuple[str, str], set[int]] = defaultdict(set)
+    unchecked_bytes = 0
     for check in checks:
         for batch in _split_by_bytes(check.ranges):
             try:
@@ -310,13 +340,12 @@ def _verify_member(
                 if isinstance(error, NotFound) and not _may_be_referenced(namespace, check.path, check.name):
                     break  # the file was replaced or moved meanwhile
                 log.warning("the object %s on %s could not be verified: %s", check.name, member, error)
-                findings.unchecked_bytes += _total_bytes(batch)
+                unchecked_bytes += _total_bytes(batch)
                 continue
             progress(_total_bytes(batch))
             if damaged:
-                positions = findings.damaged_positions.setdefault((check.path, check.name), set())
-                positions.update(batch[i][0] for i in damaged)
-    return findings
+                damaged_positions[check.path, check.name].update(batch[i][0] for i in damaged)
+    return _MemberFindings(damaged_positions, unchecked_bytes)
 
 
 def _total_bytes(ranges: Iterable[_CheckedRange]) -> int:
