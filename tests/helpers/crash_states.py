@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sqlite3
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,20 +61,26 @@ class CrashState:
 def leave_out(name: str, *modules: Any) -> None:
     """Let a function that makes something durable do nothing in each of these modules; one that makes a folder still does.
 
-    name: "synchronous=…" lets all connections of SQLite in this process have this setting instead of theirs.
+    name: "FUNCTION in THREAD" leaves it out in the threads of this name only. "synchronous=…" lets all connections of SQLite in
+        this process have this setting instead of theirs.
     """
     if name.startswith("synchronous="):
         sqlite3.connect = partial(sqlite3.connect, factory=_connection_with(name))  # type: ignore[misc, assignment]
         return
-    makes_folder = name == "make_durable_root"
+    function, _, thread = name.partition(" in ")
+    for module in modules:
+        if hasattr(module, function):
+            setattr(module, function, _without_fsync(function, thread, getattr(module, function)))
 
-    def without_fsync(path: Any, *_: Any) -> None:
-        if makes_folder:
+
+def _without_fsync(function: str, thread: str, original: Any) -> Any:
+    def call(path: Any, *arguments: Any) -> None:
+        if thread and threading.current_thread().name != thread:
+            original(path, *arguments)
+        elif function == "make_durable_root":
             os.makedirs(path, exist_ok=True)
 
-    for module in modules:
-        if hasattr(module, name):
-            setattr(module, name, without_fsync)
+    return call
 
 
 def _connection_with(setting: str) -> type[sqlite3.Connection]:
