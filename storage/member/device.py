@@ -18,7 +18,7 @@ from pathlib import Path
 from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
 from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError
 from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error
-from ckpt.storage.base.fsync import sync_nearest_folder
+from ckpt.storage.base.fsync import make_durable_root, sync_folder, sync_nearest_folder
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import is_temporary
@@ -149,11 +149,13 @@ class DeviceStore(LocalStore):
             writer.commit()
 
     def move_out(self, name: str, target: str) -> None:
-        """Move an object out of the store to the path `target`; raise OSError."""
+        """Move an object out of the store to the path `target`, durably; raise OSError."""
         path = self._path(name)
         less = _file_bytes(path)
         os.replace(path, target)
         self._add_used_bytes(-less)
+        sync_folder(os.path.dirname(target))
+        sync_nearest_folder(os.path.dirname(path))
 
     def _path(self, name: str) -> str:
         path = super()._path(name)
@@ -241,7 +243,7 @@ class Device:
     def quarantine(self, name: str) -> None:
         """Move a damaged object to the quarantine folder, where readers do not find it and an operator can examine it."""
         target = os.path.join(self.path, QUARANTINE, f"{name.replace('/', '_')}-{secrets.token_hex(4)}")
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        make_durable_root(os.path.dirname(target))
         try:
             self.store.move_out(name, target)
         except FileNotFoundError:

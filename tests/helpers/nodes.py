@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,15 @@ def three_nodes(folder: Path) -> Iterator[str]:
 
 
 class NodeProcess:
-    """A node in a process of its own, as users start it."""
+    """A node in a process of its own, as users start it. program: what Python runs."""
 
-    def __init__(self, folder: Path, *options: str, port: int = 0, failpoints: str = "", host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, folder: Path, *options: str, port: int = 0, failpoints: str = "", host: str = "127.0.0.1",
+        program: Sequence[str] = ("-m", "ckpt.tools.node"),
+    ) -> None:  # fmt: skip
         self.folder = folder
         self._host = host
-        self._command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(folder), *options]
+        self._command = [sys.executable, *program, "--data", str(folder), *options]
         self.port = port
         self._failpoints = failpoints
         self.start()
