@@ -89,7 +89,7 @@ class TrainerRun:
         self._resume_best: int | None = None
         self._state: dict[str, Any] | None = None
         self._state_model: Any = None  # the model that `_state` has
-        self._folder = tempfile.mkdtemp(prefix="ckpt-")
+        self._folder: str | None = None  # the parent of the folders that `choose` has made
         self._stack = ExitStack()
 
     def __enter__(self) -> TrainerRun:
@@ -99,7 +99,8 @@ class TrainerRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._stack.close()
         try:
             self.best.close(kind, error, tb)
@@ -159,6 +160,8 @@ class TrainerRun:
     def _make_folder(self, step: int, state: dict[str, Any]) -> str:
         self._resume_step, self._resume_position = step, state["trainer"].position
         self._resume_best = state["trainer"].best_step
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="ckpt-")
         folder = Path(self._folder, f"checkpoint-{step}")
         folder.mkdir(exist_ok=True)
         (folder / _STATE_FILE).write_text(state["trainer"].text)
@@ -184,7 +187,7 @@ class TrainerRun:
 
     def owns(self, checkpoint: str | None) -> bool:
         """Return whether a folder is one that `choose` has made."""
-        return checkpoint is not None and str(checkpoint).startswith(self._folder + os.sep)
+        return None not in (checkpoint, self._folder) and str(checkpoint).startswith(f"{self._folder}{os.sep}")
 
     # --- saving and loading ------------------------------------------------------------------------------------
 

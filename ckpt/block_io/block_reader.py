@@ -26,7 +26,7 @@ from ckpt.block_io.pack_reader import PackReader, grown
 from ckpt.block_io.read_plan import BlockRead, CellRun, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
 from ckpt.block_io.replicated_store import copies_of, from_nearest
 from ckpt.block_io.tuned_reads import ReadKind, read_kind, run_reads
-from ckpt.errors import FormatError
+from ckpt.errors import DAMAGE_ADVICE, FormatError
 from ckpt.format import block_difference, codec
 from ckpt.format.digest import CELL_BYTES, checksum, digest, hasher
 from ckpt.format.limits import MAX_BLOCK_BYTES
@@ -288,7 +288,7 @@ class BlockReader:
         if max(row.raw, row.stored) > MAX_BLOCK_BYTES:
             raise IntegrityError(
                 f"leaf {row.leaf} of {self._where}: the manifest states a block of {max(row.raw, row.stored)} bytes, and "
-                f"blocks have at most {MAX_BLOCK_BYTES}; restore the manifest or load another step"
+                f"blocks have at most {MAX_BLOCK_BYTES}; {DAMAGE_ADVICE}"
             )
         raw = stored = self._pack_reader.read(block, 0, row.stored)
         if row.codec is not None:
@@ -340,7 +340,7 @@ class BlockReader:
     def _damage_error(self, row: Row, what: str) -> IntegrityError:
         return IntegrityError(
             f"leaf {row.leaf} of {self._where}: {self._pack_reader.store.url}/{row.pack}, block at byte {row.position}, does "
-            f"not match its {what}; restore the file or load another step"
+            f"not match its {what}; {DAMAGE_ADVICE}"
         )
 
     def _report_progress(self, nbytes: int) -> None:

@@ -16,6 +16,7 @@ from ckpt.block_io.copy_slots import copy_slots
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.block_io.staging_arena import round_up
 from ckpt.block_io.tuned_reads import ReadKind, TunedReads, tuned_reads
+from ckpt.errors import DAMAGE_ADVICE
 from ckpt.format.limits import BLOCK_BYTES
 from ckpt.format.manifest import Row
 from ckpt.state.leaves.base import Bytes
@@ -176,7 +177,7 @@ class PackReader:
         if count < min_bytes:
             raise IntegrityError(
                 f"leaf {row.leaf} of {self._where}: {self.store.url}/{row.pack or ''} ends at byte {position + count}, "
-                f"{min_bytes - count} bytes early; restore it or load another step"
+                f"{min_bytes - count} bytes early; {DAMAGE_ADVICE}"
             )
 
     def _bypasses_cache(self, block: BlockRead) -> bool:
@@ -198,7 +199,7 @@ class PackReader:
         name = row.pack or ""
         if isinstance(error, NotFound):
             raise IntegrityError(
-                f"leaf {row.leaf} of {self._where}: {self.store.url}/{name} is missing; restore it or load another step"
+                f"leaf {row.leaf} of {self._where}: {self.store.url}/{name} is missing; {DAMAGE_ADVICE}"
             ) from error
         if is_bad_sector(error):
             raise IntegrityError(

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpt.errors import DAMAGE_ADVICE
 from ckpt.format import manifest_parquet
 from ckpt.format.block_difference import WIDTHS, BaseBlock
 from ckpt.format.digest import CELL_BYTES
@@ -109,6 +110,6 @@ def bases_of_columns(columns: Mapping[str, Iterable[Any]], row_count: int, where
         made = BaseBlock(*base)
         numbers: Sequence[Any] = (made.position, made.stored, made.width, made.digest)
         if codec is None or None in numbers or min(made.position, made.stored) < 0 or made.width not in WIDTHS:
-            raise IntegrityError(f"{where}: a difference has an invalid base; restore the manifest or load another step")
+            raise IntegrityError(f"{where}: a difference has an invalid base; {DAMAGE_ADVICE}")
         found.append(made)
     return found

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt.errors import SignatureError
+from ckpt.errors import DAMAGE_ADVICE, SignatureError
 from ckpt.storage.base.errors import InvalidArgument
 
 KEY_FILE_VARIABLE = "CKPT_KEY_FILE"
@@ -92,9 +92,7 @@ class Keys:
                 "key file if it is one of yours, else load another step"
             )
         if not hmac.compare_digest(key.code(purpose, data), signature.hmac_sha256):
-            raise SignatureError(
-                f"{where} was changed after it was signed with key {key.id}: restore the file from a copy, or load another step"
-            )
+            raise SignatureError(f"{where} was changed after it was signed with key {key.id}: {DAMAGE_ADVICE}")
 
 
 NO_KEYS = Keys()

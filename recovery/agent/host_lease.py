@@ -70,6 +70,7 @@ class HostLease:
         self._contact = Contact(time.monotonic(), min_hosts)
         self._sessions: frozenset[int] = frozenset()
         self._loss: ContactLoss | None = None
+        # The following are replaced as a whole, each by one thread, so that the others read them without the lock.
         self._reports: Mapping[str, AgentReport] = {}
         self._endpoints: tuple[Address, ...] = ()
         self._hosts: Mapping[str, Address] = {}
