@@ -16,13 +16,11 @@ from typing import Literal
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import ByteProgress
+from ckpt.aggregator.maintenance.all_records import read_all_records
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import PathRecord, fragment_bytes
-from ckpt.aggregator.records.paxos import BATCH_PATHS
-from ckpt.aggregator.records.replica_set import ballots_by_name, is_lagging
 from ckpt.storage.base.errors import CkptError, NotFound, StoreError
-from ckpt.storage.registers.base import DamagedRecord
 
 log = logging.getLogger("ckpt")
 
@@ -117,7 +115,7 @@ def scrub_namespace(
     calls = {name: open_member.inventory for name, open_member in namespace.open_members.items()}
     ages, missing_members = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
     objects: ObjectsByMember = {m: {name: nbytes for name, (nbytes, _) in names.items()} for m, names in ages.items()}
-    read = _read_records(namespace)
+    read = read_all_records(namespace)
     missing_members = {**missing_members, **read.missing_members}
     verified = _verify_objects(namespace, read.files, objects, progress) if verify else _Verification()
     laid_out = {path: file for path, file in read.files.items() if file.layout is not None}
@@ -152,67 +150,6 @@ def require_exists(namespace: Namespace) -> None:
     """Raise NotFound where the namespace does not exist: only a write creates it."""
     if not namespace.exists():
         raise NotFound(f"{namespace.url} is empty: nothing was ever written to it; check that the URL names all its members")
-
-
-@dataclass(frozen=True, slots=True)
-class _RecordsRead:
-    """What the records of all paths say."""
-
-    files: Mapping[str, PathRecord]
-    """The record of each path that is a file."""
-    named_objects: Set[str]
-    """The names of all objects that any record names. Outdated or half-done records of single members count too, because a
-    half-done change may still become the newest."""
-    is_complete: bool
-    """Whether no record of a member is damaged."""
-    lagging_paths: Sequence[str]
-    unreadable_paths: Sequence[str]
-    missing_members: Mapping[str, StoreError]
-
-
-def _read_records(namespace: Namespace) -> _RecordsRead:
-    """Read the records of all paths, of each member and as a quorum has them."""
-    answers, errors = namespace.scan("/")
-    ballots = ballots_by_name(answers)
-    paths = sorted(ballots)
-    files: dict[str, PathRecord] = {}
-    named: set[str] = set()
-    lagging: list[str] = []
-    unreadable: list[str] = []
-    is_complete = True
-    for member in answers:
-        for start in range(0, len(paths), BATCH_PATHS):
-            batch = [name for name in paths[start : start + BATCH_PATHS] if member in ballots[name]]
-            for name, record in zip(batch, namespace.open_members[member].registers.read(batch), strict=True):
-                if isinstance(record, DamagedRecord):
-                    ballots[name][member] = None
-                    is_complete = False
-                elif record.value is not None:
-                    try:
-                        layout = file_record.decode_record(name[1:], record.value).layout
-                    except CkptError:
-                        unreadable.append(name[1:])
-                        continue
-                    if layout is not None:
-                        named.update(o.name for o in layout.objects)
-    for start in range(0, len(paths), BATCH_PATHS):
-        batch = paths[start : start + BATCH_PATHS]
-        for name, value in namespace.read_records(batch).items():
-            if is_lagging(namespace.ring.replica_set(name), ballots[name], answers):
-                lagging.append(name[1:])
-            if value is None:
-                continue
-            try:
-                file = file_record.decode_record(name[1:], value)
-            except CkptError as error:
-                log.error("%s", error)
-                unreadable.append(name[1:])
-                continue
-            if file.layout is not None:
-                named.update(o.name for o in file.layout.objects)
-            if file.exists and file.head.kind == "file":
-                files[name[1:]] = file
-    return _RecordsRead(files, named, is_complete, lagging, unreadable, errors)
 
 
 def _insufficient_redundancy(namespace: Namespace, files: Iterable[PathRecord]) -> Redundancy | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.collections_of_tombstones import count_collected
 from helpers.nodes import LocalNode, NodeProcess, nodes_config
 from helpers.stopped_client import StoppedClient
 from helpers.whole_namespaces import require_whole
@@ -13,7 +14,6 @@ from helpers.whole_namespaces import require_whole
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import rebalance
 from ckpt.aggregator.records.eras import begin_era
-from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.testing import random_bytes
 
 
@@ -54,7 +54,7 @@ def test_a_write_completes_after_the_only_member_with_its_record_is_forgotten(
     namespace.put("a", b"1")
     if collected:
         namespace.delete(["a"])
-        assert collect_tombstones(namespace, 0.0) == 1
+        assert count_collected(namespace, 1) == 1
     path = path_ordered_by(namespace, nodes[2])
     writer = StoppedClient(url_of(nodes), f"namespace.put({path!r}, random_bytes({nbytes}, 2))", point)
     try:
@@ -80,7 +80,7 @@ def test_a_write_completes_although_a_new_era_begins(nodes: list[NodeProcess], c
         namespace.delete(["a"])
     writer = StoppedClient(url_of(nodes), "namespace.put('b', random_bytes(1 << 20, 2))", "register.accept")
     try:
-        assert collect_tombstones(namespace, 0.0) == 1 if collects else begin_era(namespace) is not None
+        assert count_collected(namespace, 1) == 1 if collects else begin_era(namespace) is not None
         outcome = writer.finish()
     finally:
         writer.close()

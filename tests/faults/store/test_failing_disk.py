@@ -94,9 +94,14 @@ def test_a_folder_created_by_another_process_is_made_durable_once(tmp_path: Path
     assert len(synced) == 2, "only the file and its folder are synced"
 
 
-def test_a_store_below_unreadable_folders_is_written(tmp_path: Path) -> None:
-    """A user may enter /home, but not list it."""
-    (tmp_path / "home/user").mkdir(parents=True)
+def test_a_store_below_unreadable_folders_is_written() -> None:
+    """A user may enter /home, but not list it. A folder of pytest may lose its mode when another run of pytest begins."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-test-") as folder:
+        write_below_an_unreadable_folder(Path(folder))
+
+
+def write_below_an_unreadable_folder(root: Path) -> None:
+    (root / "home/user").mkdir(parents=True)
     code = """
 import os, sys
 from ckpt.storage.local.directory import LocalStore
@@ -104,14 +109,11 @@ if os.getuid() == 0:
     os.setuid(65534)
 LocalStore(sys.argv[1] + "/home/user").put("a/b", b"x")
 """
-    (tmp_path / "home/user").chmod(0o777)
-    (tmp_path / "home").chmod(0o711)
-    parent = tmp_path
-    while parent != parent.parent and not parent.stat().st_mode & 1:
-        parent.chmod(parent.stat().st_mode | 0o11)
-        parent = parent.parent
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
-    assert (tmp_path / "home/user/a/b").read_bytes() == b"x"
+    (root / "home/user").chmod(0o777)
+    (root / "home").chmod(0o711)
+    root.chmod(0o711)
+    subprocess.run([sys.executable, "-c", code, root], check=True)
+    assert (root / "home/user/a/b").read_bytes() == b"x"
 
 
 WRITES: dict[str, Callable[[LocalStore, bytes], Any]] = {

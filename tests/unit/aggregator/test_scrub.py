@@ -17,7 +17,7 @@ from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.cluster import fanout
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import repair, scrub
+from ckpt.aggregator.maintenance import all_records, repair, scrub
 from ckpt.aggregator.records.file_record import fragment_bytes
 from ckpt.storage.registers.base import DamagedRecord, Record
 from ckpt.storage.testing import random_bytes
@@ -221,6 +221,29 @@ def test_records_of_a_damaged_register_file_are_restored(tmp_path: Path) -> None
     assert not scrub.scrub_namespace(namespace).lagging_paths
     assert namespace.open_members["disk2"].registers.read(["/none"]) == [Record()]
     assert_whole(namespace, "2x")
+    namespace.close()
+
+
+def test_a_record_that_reaches_a_member_during_the_scrub_is_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client returns when a quorum has its change. On a slow disk, the third member has it a moment later."""
+    namespace = filled_namespace(tmp_path, "2x", 4)
+    file = tmp_path / namespace.ring.replica_set("/d/f4").members[0] / "registers.sqlite"
+    with sqlite3.connect(file) as db:
+        row = db.execute("SELECT * FROM registers WHERE name = '/d/f4'").fetchone()
+        db.execute("DELETE FROM registers WHERE name = '/d/f4'")
+    db.close()
+    waits = []
+
+    def arrives_while_the_scrub_waits(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            with sqlite3.connect(file) as late:
+                late.execute(f"INSERT INTO registers VALUES ({', '.join('?' * len(row))})", row)
+            late.close()
+
+    monkeypatch.setattr(all_records.time, "sleep", arrives_while_the_scrub_waits)
+    require_whole(namespace)
+    assert len(waits) == 2
     namespace.close()
 
 

@@ -1,0 +1,101 @@
+"""Reads the records of all paths from all members, for a scrub."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.records import file_record
+from ckpt.aggregator.records.file_record import PathRecord
+from ckpt.aggregator.records.paxos import BATCH_PATHS
+from ckpt.aggregator.records.replica_set import ballots_by_name, is_lagging
+from ckpt.storage.base.errors import CkptError, StoreError
+from ckpt.storage.registers.base import DamagedRecord
+
+log = logging.getLogger("ckpt")
+
+_LATE_WRITE_SECONDS = (0.2, 0.8)
+"""How long to wait before each further look at records that differ. A client returns when a quorum has its change, and the
+other members have it a moment later."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllRecords:
+    """What the records of all paths say."""
+
+    files: Mapping[str, PathRecord]
+    """The record of each path that is a file."""
+    named_objects: Set[str]
+    """The names of all objects that any record names. Outdated or half-done records of single members count too, because a
+    half-done change may still become the newest."""
+    is_complete: bool
+    """Whether no record of a member is damaged."""
+    lagging_paths: Sequence[str]
+    """The paths whose record differs between the members of its replica set, or is damaged on one of them."""
+    unreadable_paths: Sequence[str]
+    """The paths whose record can't be decoded, so that the objects that they need are unknown."""
+    missing_members: Mapping[str, StoreError]
+    """The members that do not answer, with the error of each."""
+
+
+def read_all_records(namespace: Namespace) -> AllRecords:
+    """Read the records of all paths, of each member and as a quorum has them."""
+    answers, errors = namespace.scan("/")
+    ballots = ballots_by_name(answers)
+    paths = sorted(ballots)
+    files: dict[str, PathRecord] = {}
+    named: set[str] = set()
+    damaged: set[str] = set()
+    differing: list[str] = []
+    unreadable: list[str] = []
+    is_complete = True
+    for member in answers:
+        for start in range(0, len(paths), BATCH_PATHS):
+            batch = [name for name in paths[start : start + BATCH_PATHS] if member in ballots[name]]
+            for name, record in zip(batch, namespace.open_members[member].registers.read(batch), strict=True):
+                if isinstance(record, DamagedRecord):
+                    is_complete = False
+                    if member in namespace.ring.replica_set(name).members:
+                        damaged.add(name)
+                elif record.value is not None:
+                    try:
+                        layout = file_record.decode_record(name[1:], record.value).layout
+                    except CkptError:
+                        unreadable.append(name[1:])
+                        continue
+                    if layout is not None:
+                        named.update(o.name for o in layout.objects)
+    for start in range(0, len(paths), BATCH_PATHS):
+        batch = paths[start : start + BATCH_PATHS]
+        for name, value in namespace.read_records(batch).items():
+            if name not in damaged and is_lagging(namespace.ring.replica_set(name), ballots[name], answers):
+                differing.append(name)
+            if value is None:
+                continue
+            try:
+                file = file_record.decode_record(name[1:], value)
+            except CkptError as error:
+                log.error("%s", error)
+                unreadable.append(name[1:])
+                continue
+            if file.layout is not None:
+                named.update(o.name for o in file.layout.objects)
+            if file.exists and file.head.kind == "file":
+                files[name[1:]] = file
+    lagging = sorted(name[1:] for name in damaged.union(_still_differing(namespace, differing)))
+    return AllRecords(files, named, is_complete, lagging, unreadable, errors)
+
+
+def _still_differing(namespace: Namespace, names: Sequence[str]) -> Sequence[str]:
+    """Return those of the registers that still differ between members after a moment."""
+    for seconds in _LATE_WRITE_SECONDS:
+        if not names:
+            break
+        time.sleep(seconds)
+        answers, _ = namespace.scan("/")
+        ballots = ballots_by_name(answers)
+        names = [n for n in names if n in ballots and is_lagging(namespace.ring.replica_set(n), ballots[n], answers)]
+    return names
