@@ -188,7 +188,7 @@ def test_a_fenced_writer_replaces_no_record(repo: Repository, lease: WriterLease
 def test_a_writer_that_was_fenced_during_the_publication_asks_nothing(
     repo: Repository, lease: WriterLease, events: Events
 ) -> None:
-    """A record that its successor has published is no step that exists already."""
+    """A record that its successor has published does not count as another step."""
 
     def succeed() -> None:
         put_lease_record(repo.store, 2, elsewhere())
