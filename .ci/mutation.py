@@ -61,6 +61,22 @@ SUBJECTS = {
             for name in ("writer_lease", "lease_takeover", "lease_records", "group_lease")
         ),
     ),
+    "commit": Subject(
+        (
+            "ckpt/repository/commit_publication.py",
+            "ckpt/repository/completeness.py",
+            "ckpt/saving/committer.py",
+            "ckpt/saving/box_coverage.py",
+        ),
+        (
+            "tests/unit/ckpt/repository/test_commit_publication.py",
+            "tests/unit/ckpt/repository/test_completeness.py",
+            "tests/unit/ckpt/saving/test_committer.py",
+            "tests/unit/ckpt/saving/test_group_commit.py",
+            "tests/unit/ckpt/saving/test_discarded_attempts.py",
+            "tests/unit/ckpt/saving/test_box_coverage.py",
+        ),
+    ),
     "retention": Subject(
         ("ckpt/repository/retention.py",),
         tuple(

@@ -50,6 +50,10 @@ class Attempt:
         """Generation and serial, which grow with each attempt of this rank."""
         return self.generation, int(self.name.rpartition("-")[2])
 
+    def has_file(self, file: str) -> bool:
+        """Return whether a file of the repository belongs to this attempt. The name of another may begin with this one's."""
+        return file.rpartition("/")[2].startswith((f"{self.name}-", f"{self.name}."))
+
 
 class SerialCounter:
     """Serials that the leases of several repositories (tiers) share.

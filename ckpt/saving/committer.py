@@ -235,20 +235,18 @@ class Committer:
         refused = isinstance(error, StepRefused) and (not isinstance(error, RanksMissing) or error.given_up)
         if self._is_part_offered and self._group.rank and not refused:
             return  # rank 0 may have this rank's part, and may still commit it
-        folder = f"{step_folder(self._step)}/"
-        name = f"/{self._attempt.name}"
         # While the commit record has not been read, the step may be committed: do not report a failure to the other ranks.
         self.is_outcome_reported = self.is_outcome_reported or self._is_part_offered
         is_outcome_known = False
         with suppress(CkptError, OSError):
             try:
-                if any(name in f.name for f in self._session.repo.commit(self._step).manifests):
+                if any(self._attempt.has_file(f.name) for f in self._session.repo.commit(self._step).manifests):
                     self.is_outcome_reported = is_outcome_known = True
                     return  # the step is committed, and only the reply was lost
             except (StepNotFound, NotFound):
                 self._session.repo.identity()  # raises if the whole repository was removed, so that nothing is written there
             self.is_outcome_reported, is_outcome_known = False, True
-            to_delete = [e.name for e in self._store.list(folder.rstrip("/")) if name in e.name and "failed" not in e.name]
-            self._store.delete(to_delete)
+            own_files = [e.name for e in self._store.list(step_folder(self._step)) if self._attempt.has_file(e.name)]
+            self._store.delete([name for name in own_files if not name.endswith("-failed.json")])
         if not is_outcome_known and self._is_part_offered and self._group.size > 1:
             failure_reports.note_unknown_outcome(self._store, self._session.lease, self._group, self._attempt, error)

@@ -81,6 +81,20 @@ def test_a_serial_of_many_digits_is_read_from_the_name() -> None:
     assert Attempt("12-34-5678", 12, 34, 7, 0).serial == (34, 5678)
 
 
+def test_an_attempt_knows_its_files_by_their_names() -> None:
+    attempt = Attempt("0-1-1", 0, 1, 7, 0)
+    own = ["pack/0-1-1-0.pack", "manifest/0-1-1.parquet", "manifest/0-1-1.json", "part/0-1-1-0-failed.json"]
+    others = [
+        "pack/0-1-10-0.pack",
+        "manifest/0-1-10.parquet",
+        "pack/10-1-1-0.pack",
+        "commit.json",
+        "0-1-1-0/x.pack",
+        "pack/0-1-1",
+    ]
+    assert [name for name in [*own, *others] if attempt.has_file(f"steps/7/{name}")] == own
+
+
 def test_leases_that_share_serials_give_no_name_twice(repo: Repository, tmp_path: Path) -> None:
     """The files of an attempt keep their names in the repositories of other tiers."""
     other = Repository(LocalStore(tmp_path / "near"))
