@@ -19,6 +19,7 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.errors import FormatError
 from ckpt.repository.repository import open_repository, resolve_url
 from ckpt.storage.base.errors import InvalidArgument, NotFound
+from ckpt.storage.base.fsync import make_durable_root, sync_folder
 from ckpt.storage.base.store import Store
 
 _MARK = "ckpt repository"
@@ -231,7 +232,8 @@ def _write_file(path: Any, url: str) -> None:
     fs, name = url_to_fs(os.fspath(path))
     fs.makedirs(os.path.dirname(name) or ".", exist_ok=True)
     if "file" in (fs.protocol if isinstance(fs.protocol, (tuple, list)) else (fs.protocol,)):
-        temporary = f"{name}.{os.getpid()}.tmp"
+        folder, temporary = os.path.dirname(os.path.abspath(name)), f"{name}.{os.getpid()}.tmp"
+        make_durable_root(folder)
         with open(temporary, "w") as file:
             json.dump({_MARK: url}, file)
             file.flush()
@@ -239,5 +241,6 @@ def _write_file(path: Any, url: str) -> None:
         if os.path.islink(name):  # a link to another checkpoint
             os.remove(name)
         os.replace(temporary, name)
+        sync_folder(folder)
     else:
         fs.pipe_file(name, json.dumps({_MARK: url}).encode())

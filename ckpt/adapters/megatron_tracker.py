@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ckpt.storage.base.fsync import sync_folder
+
 log = logging.getLogger("ckpt")
 
 TRACKERS = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
@@ -61,8 +63,7 @@ class DelayedTrackers:
         """Give the trackers their names, and then delete old checkpoints. unfinished: the number of saves that still run."""
         written, self._written = self._written, {}
         for name, temporary in written.items():
-            _sync(temporary)
-            os.replace(temporary, name)
+            _replace(temporary, name)
         cleanups, self._cleanups = self._cleanups, []
         for cleanup in cleanups:  # the folders of unfinished saves count as the newest checkpoints
             cleanup(unfinished)
@@ -84,8 +85,7 @@ def repair_tracker(folder: str, is_saved: Callable[[str], bool]) -> None:
         if _is_complete(folders[step], step) and is_saved(folders[step]):
             log.warning("%s is torn or names an incomplete checkpoint: training continues from iteration %d", tracker, step)
             temporary = shutil.copy(os.path.join(folders[step], _TRAIN_STATE), f"{tracker}.tmp")
-            _sync(temporary)
-            os.replace(temporary, tracker)
+            _replace(temporary, tracker)
             return
 
 
@@ -105,6 +105,9 @@ def _step_of(train_state: str) -> int | None:
         return None
 
 
-def _sync(name: str) -> None:
-    with builtins.open(name, "rb") as file:
+def _replace(temporary: str, name: str) -> None:
+    """Give a temporary file its name, durably: the checkpoint that the earlier file names may be deleted next."""
+    with builtins.open(temporary, "rb") as file:
         os.fsync(file.fileno())
+    os.replace(temporary, name)
+    sync_folder(os.path.dirname(os.path.abspath(name)))

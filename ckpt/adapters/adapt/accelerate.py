@@ -21,6 +21,7 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.errors import UnsupportedLeaf
 from ckpt.repository.repository import REPOSITORY_FOLDER
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.fsync import sync_folder
 
 _NAME = "accelerate.Accelerator"
 
@@ -100,6 +101,7 @@ class SavedFolders:
         accelerator.wait_for_everyone()
         if is_new and accelerator.is_main_process:
             os.rename(incomplete, folder)
+            sync_folder(parent)
         accelerator.wait_for_everyone()
 
     # --- the names of folders ----------------------------------------------------------------------------------
