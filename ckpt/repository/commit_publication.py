@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ckpt.errors import StepNotFound
 from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, decode_commit, encode_commit
-from ckpt.repository.repository import Repository, commit_name
-from ckpt.repository.writer_lease import WriterLease
+from ckpt.repository.repository import Repository, commit_name, step_folder
+from ckpt.repository.writer_lease import Attempt, WriterLease
 from ckpt.storage.base.conditional_store import MAX_TRIES
 from ckpt.storage.base.errors import AlreadyExists, Changed, IntegrityError, NotFound, Unavailable
 from ckpt.storage.base.failpoints import failpoint
@@ -30,10 +31,17 @@ def publish_commit(
     """
     store, name, data = repo.store, commit_name(commit.step), encode_commit(commit)
     replaces: Version | None = None
+    has_failed = False
+
+    def confirm() -> None:
+        if has_failed:  # the caller did not wait for a call that hung, and the files may be deleted by now
+            raise Unavailable(f"{repo.url}/{name} was not published in time; save again")
+        lease.require_newest()
+
     with lease.publish_lock:
         for _ in range(MAX_TRIES):
             try:
-                store.publish(name, data, lease.require_newest, replaces)
+                store.publish(name, data, confirm, replaces)
                 break
             except (AlreadyExists, Changed):
                 lease.require_newest()
@@ -45,6 +53,9 @@ def publish_commit(
                 if existing == data:  # the store retried a write that had already succeeded
                     break
                 require_replaceable(_decode_undamaged(existing, f"{repo.url}/{name}"))
+            except BaseException:
+                has_failed = True
+                raise
         else:
             raise Unavailable(f"{repo.url}/{name} changes all the time; let one job save there")
     failpoint("save.published")
@@ -56,3 +67,34 @@ def _decode_undamaged(data: bytes, where: str) -> CommitRecord | None:
         return decode_commit(data, where)
     except IntegrityError:
         return None
+
+
+def settle_attempt(repo: Repository, lease: WriterLease, attempt: Attempt) -> bool:
+    """Return whether a step is committed with the files of this attempt, after its publication has failed.
+
+    The reply may have been lost, or the record may be written later. If possible, the second is prevented here.
+
+    Raises NotFound if the whole repository was removed, so that nothing is written there.
+    """
+    is_certain = attempt.name not in lease.unsettled_attempts() or repo.store.revoke(commit_name(attempt.step))
+    try:
+        is_committed = any(attempt.has_file(file.name) for file in repo.commit(attempt.step).manifests)
+    except (StepNotFound, NotFound):
+        repo.identity()
+        is_committed = False
+    if is_committed or is_certain:
+        lease.settle(attempt)
+    return is_committed
+
+
+def delete_files(repo: Repository, lease: WriterLease, attempt: Attempt) -> None:
+    """Delete the files of an attempt that is not committed; reports of failures stay, since other ranks read them.
+
+    Nothing is deleted where the step may still be committed. Raises Fenced if a newer writer exists: the step may have been
+    committed, and the newer writer may have deleted its record and refer to its packs.
+    """
+    listed = repo.store.list(step_folder(attempt.step))
+    names = [e.name for e in listed if attempt.has_file(e.name) and not e.name.endswith("-failed.json")]
+    if attempt.name not in lease.unsettled_attempts():
+        lease.require_newest()  # after the record was read: nobody else has changed it until then
+        repo.store.delete(names)

@@ -116,7 +116,7 @@ def sweep(
     sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
     records = _read_records(repo, sizes)
     if keep is not None:
-        deleted = _delete_expired(repo, records, sizes, keep, spared_steps, damaged_steps)
+        deleted = _delete_expired(repo, lease, records, sizes, keep, spared_steps, damaged_steps)
         replaced_files = {*replaced_files, *deleted}
     damaged = records.damaged | records.unreadable
     needed = set(protected_packs).union(*active.values())
@@ -180,6 +180,7 @@ def _read_records(repo: Repository, sizes: Mapping[str, int]) -> _Records:
 
 def _delete_expired(
     repo: Repository,
+    lease: WriterLease,
     records: _Records,
     sizes: Mapping[str, int],
     keep: Keep,
@@ -200,6 +201,7 @@ def _delete_expired(
         good = _newest_complete(repo, [commits[s] for s in reversed(good)], keep.last)
     deleted_files: set[str] = set()
     for step in expired_steps(deletable, good, keep, order.steps):
+        lease.require_newest()  # a newer writer may have saved a step of this number, and no store has a conditional delete
         failpoint("delete.commit")
         repo.store.delete([commit_name(step)])
         if (deleted := commits.pop(step, None)) is not None:
@@ -211,13 +213,18 @@ def _delete_expired(
 def _only_uncommittable(repo: Repository, lease: WriterLease, leftovers: list[str]) -> list[str]:
     """Return those of the leftover files that no writer can commit any more.
 
-    A fenced writer may be paused right before it writes the commit record of an attempt. That write must be made to fail before
-    a file of the attempt is deleted.
+    A fenced writer may be paused right before it writes the commit record of an attempt. A request of this writer to write one
+    may have got no answer. Such a write must be made to fail before a file of the attempt is deleted.
     """
     names_by_step: dict[int, list[str]] = {}
+    unsettled, unsettled_steps = lease.unsettled_attempts(), set[int]()
     for name in leftovers:
-        if (found := _ATTEMPT_FILE.fullmatch(name)) is not None and int(found["generation"]) < lease.generation:
+        if (found := _ATTEMPT_FILE.fullmatch(name)) is None:
+            continue
+        if int(found["generation"]) < lease.generation or found["attempt"] in unsettled:
             names_by_step.setdefault(step_of_file(name), []).append(name)
+        if found["attempt"] in unsettled:
+            unsettled_steps.add(step_of_file(name))
     spared: set[str] = set()
     has_unread_record = False
     for step, names in names_by_step.items():
@@ -232,7 +239,7 @@ def _only_uncommittable(repo: Repository, lease: WriterLease, leftovers: list[st
             has_unread_record = True
             continue
         spared.update(record.files())
-        if not revoked and record.generation < lease.generation:  # the older writer may still replace it
+        if not revoked and (record.generation < lease.generation or step in unsettled_steps):  # it may still be replaced
             spared.update(names)
     return [name for name in leftovers if name not in spared and not (has_unread_record and "/pack/" in name)]
 

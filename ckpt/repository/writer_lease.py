@@ -114,6 +114,7 @@ class WriterLease:
         """The number of the last attempt, by step and group."""
         self._active_attempts: dict[str, frozenset[str]] = {}
         """The pinned packs of each attempt that has not ended, by its name."""
+        self._unsettled_attempts: set[str] = set()
         self._user_count = 0
         self._last_group_number = 0
         self._has_ranks = False
@@ -177,6 +178,21 @@ class WriterLease:
         """Return the names of the attempts that have not ended, with the packs of earlier steps to which they may refer."""
         with self._lock:
             return dict(self._active_attempts)
+
+    def begin_publication(self, attempt: Attempt) -> None:
+        """Record that the attempt may be committed from now on, also after an error, until `settle`."""
+        with self._lock:
+            self._unsettled_attempts.add(attempt.name)
+
+    def settle(self, attempt: Attempt) -> None:
+        """Record that the attempt is committed, or that nothing can commit it any more."""
+        with self._lock:
+            self._unsettled_attempts.discard(attempt.name)
+
+    def unsettled_attempts(self) -> frozenset[str]:
+        """Return the names of the attempts whose publication has begun, and may still take effect."""
+        with self._lock:
+            return frozenset(self._unsettled_attempts)
 
     # --- fencing -----------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from ckpt.saving.options import Options
 from ckpt.saving.replica_check import PublishedDigests
 from ckpt.saving.writer_session import Session
 from ckpt.state.tree import FlatState, encode_tree
-from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, NotFound
+from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.support.runtime import collector_paused
 from ckpt.version import __version__
@@ -202,7 +202,10 @@ class Committer:
         failpoint("save.commit")
         if line.number:
             self._session.note_line(line)
-        commit_publication.publish_commit(self._session.repo, self._session.lease.writer, commit, self._require_replaceable)
+        lease = self._session.lease.writer
+        lease.begin_publication(self._attempt)
+        commit_publication.publish_commit(self._session.repo, lease, commit, self._require_replaceable)
+        lease.settle(self._attempt)
         failpoint("save.committed")
         note_complete(commit)
         return self._session.repo.checkpoint(commit, self._group.rank)
@@ -239,14 +242,11 @@ class Committer:
         self.is_outcome_reported = self.is_outcome_reported or self._is_part_offered
         is_outcome_known = False
         with suppress(CkptError, OSError):
-            try:
-                if any(self._attempt.has_file(f.name) for f in self._session.repo.commit(self._step).manifests):
-                    self.is_outcome_reported = is_outcome_known = True
-                    return  # the step is committed, and only the reply was lost
-            except (StepNotFound, NotFound):
-                self._session.repo.identity()  # raises if the whole repository was removed, so that nothing is written there
+            repo, lease = self._session.repo, self._session.lease.writer
+            if commit_publication.settle_attempt(repo, lease, self._attempt):
+                self.is_outcome_reported = is_outcome_known = True
+                return  # only the reply was lost
             self.is_outcome_reported, is_outcome_known = False, True
-            own_files = [e.name for e in self._store.list(step_folder(self._step)) if self._attempt.has_file(e.name)]
-            self._store.delete([name for name in own_files if not name.endswith("-failed.json")])
+            commit_publication.delete_files(repo, lease, self._attempt)
         if not is_outcome_known and self._is_part_offered and self._group.size > 1:
             failure_reports.note_unknown_outcome(self._store, self._session.lease, self._group, self._attempt, error)

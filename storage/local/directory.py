@@ -34,7 +34,15 @@ from ckpt.storage.base.store import (
     is_name,
     require_length,
 )
-from ckpt.storage.local.durable_writer import O_DIRECT, LocalWriter, is_temporary, temporary_name, try_open_direct
+from ckpt.storage.local.durable_writer import (
+    O_DIRECT,
+    LocalWriter,
+    delete_temporaries_of,
+    is_temporary,
+    link_new,
+    temporary_name,
+    try_open_direct,
+)
 
 T = TypeVar("T")
 
@@ -155,6 +163,11 @@ class LocalStore(Store):
                 os.unlink(temporary)
         sync_nearest_folder(os.path.dirname(path))
 
+    @interruptible
+    def revoke(self, name: str) -> bool:
+        delete_temporaries_of(self._path(name))
+        return True
+
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
         return self._create_file(
@@ -191,7 +204,7 @@ class LocalStore(Store):
         os.replace(temporary, path)
 
     def _publish_new_temporary(self, temporary: str, path: str) -> None:
-        _link_new(temporary, path)
+        link_new(temporary, path)
 
     def _write_temporary(self, name: str, data: Buffer) -> tuple[str, str]:
         path = self._path(name)
@@ -366,22 +379,6 @@ class LocalStore(Store):
 
     def _folder(self, prefix: str) -> str:
         return self._path(prefix) if prefix else self.root
-
-
-def _link_new(temporary: str, path: str) -> None:
-    """Give a temporary file the name `path` if that is free. link(2) fails if it exists; rename(2) would replace it."""
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        # Without hard links (FAT, some FUSE mounts), create the name exclusively, and then replace that file by rename.
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        try:
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(path)
-            raise
 
 
 def _open_to_read(path: str) -> int:

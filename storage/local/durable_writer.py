@@ -35,6 +35,32 @@ def temporary_name(path: str) -> str:
     return os.path.join(folder, f".{name[:150]}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
 
 
+def delete_temporaries_of(path: str) -> None:
+    """Delete the temporary files that were made for this file and have not got its name, so that none gets it later."""
+    folder, name = os.path.split(path)
+    with convert_os_errors("deleting", folder), suppress(FileNotFoundError, NotADirectoryError):
+        for found in os.listdir(folder):
+            if found.startswith(f".{name[:150]}.") and is_temporary(found):
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, found))
+
+
+def link_new(temporary: str, path: str) -> None:
+    """Give a temporary file the name `path` if that is free. link(2) fails if it exists; rename(2) would replace it."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        # Without hard links (FAT, some FUSE mounts), create the name exclusively, and then replace that file by rename.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        try:
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(path)
+            raise
+
+
 class LocalWriter(Writer):
     """Writes one file. Several threads may call `append` at once.
 

@@ -13,7 +13,8 @@ from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, process_start_ticks, this_process
 from ckpt.repository.lease_records import generation_name
 from ckpt.storage.base.store import Store
-from helpers.writer_simulation import SteppedBucket, SteppedLocalStore
+from helpers.interleaving import Fate, Steps
+from helpers.stepped_stores import SteppedBucket, SteppedLocalStore
 
 
 def elsewhere() -> ProcessIdentity:
@@ -37,7 +38,7 @@ def put_lease_record(store: Store, generation: int, owner: ProcessIdentity | Non
     store.put(generation_name(generation), json_records.encode("generation", body))
 
 
-class Events:
+class Events(Steps):
     """What happens right before operations of a store, whose names `SteppedLocalStore` and `SteppedBucket` define."""
 
     def __init__(self) -> None:
@@ -50,12 +51,12 @@ class Events:
         """Call `event` before the next operation whose name begins so. each_time: before each one."""
         self._events.append((operation, event, each_time))
 
-    def step(self, operation: str) -> None:
+    def step(self, what: str, *, can_fail: bool = False) -> Fate:
         """Record an operation, and run the event before it. Operations of an event cause none."""
         if self._is_running:
-            return
-        self.seen.append(operation)
-        due = [each for each in self._events if operation.startswith(each[0])]
+            return Fate.DONE
+        self.seen.append(what)
+        due = [each for each in self._events if what.startswith(each[0])]
         self._events = [each for each in self._events if each not in due or each[2]]
         self._is_running = True
         try:
@@ -63,10 +64,11 @@ class Events:
                 event()
         finally:
             self._is_running = False
+        return Fate.DONE
 
 
 def eventful_store(kind: str, folder: Path, events: Events) -> Store:
     """Return a local directory or a bucket, whose operations `events` precedes."""
     if kind == "local":
-        return SteppedLocalStore(folder, events.step)
-    return SteppedBucket(f"memory://{folder.name}", MemoryStore(), events.step)
+        return SteppedLocalStore(folder, events)
+    return SteppedBucket(f"memory://{folder.name}", MemoryStore(), events)

@@ -1,161 +1,126 @@
 """Writers that take a repository over from each other, by the lease, the commit and the sweep of the product, in single steps.
 
 Each operation of a store is a step, and so is the moment between the confirmation of a commit and its publication. These
-promises are checked after each step:
+promises of the documentation are checked after each step:
 
-* Each step of the repository has all of its files.
+* Each step of the repository has all of its files: nothing is swept that a committed step needs.
 * A record is never replaced by one of an older writer.
-* A step whose save was acknowledged exists as long as no newer writer has deleted it by its `keep`.
+* A writer that was replaced before a publication began never commits.
+* Once a newer writer has swept the repository, no new step of an older writer appears.
+* A step whose save was acknowledged exists as long as no newer writer has deleted it by its `keep`. The exception is in the
+  documentation: an older writer deletes a step of the same number, and is stopped, or its request, between the check of its
+  lease and the deletion.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from obstore.store import MemoryStore
 
 from ckpt.errors import Fenced
 from ckpt.format.json_records import CommitRecord, FileRecord, decode_commit
-from ckpt.repository.commit_publication import publish_commit
+from ckpt.repository.commit_publication import delete_files, publish_commit, settle_attempt
 from ckpt.repository.completeness import note_complete
+from ckpt.repository.lease_records import newest_generation
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import Keep, sweep
-from ckpt.repository.writer_lease import AttemptSeries, acquire_lease
-from ckpt.storage.base.errors import NotFound, StoreError
-from ckpt.storage.base.store import Buffer, Entry, Store, Version
-from ckpt.storage.local.directory import LocalStore
-from ckpt.storage.remote.object_store import ObjectStore
-from helpers.interleaving import Interleaving
+from ckpt.repository.writer_lease import Attempt, AttemptSeries, WriterLease, acquire_lease
+from ckpt.storage.base.errors import CkptError, NotFound, StoreError
+from ckpt.storage.base.store import Store
+from helpers.interleaving import Interleaving, Scheduler
+from helpers.stepped_stores import SteppedBucket, SteppedLocalStore, is_read
 
 SERIES = AttemptSeries(None, 0, 0, 0)
-
-
-class SteppedLocalStore(LocalStore):
-    """A directory each of whose operations is a step."""
-
-    def __init__(self, path: Path, step: Callable[[str], None]) -> None:
-        super().__init__(path)
-        self._step = step
-
-    def put(self, name: str, data: Buffer) -> None:
-        self._step(f"put {name}")
-        super().put(name, data)
-
-    def put_new(self, name: str, data: Buffer) -> None:
-        self._step(f"put new {name}")
-        super().put_new(name, data)
-
-    def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
-        def confirm_and_wait() -> None:
-            confirm()
-            self._step(f"publish {name}, confirmed")
-
-        self._step(f"prepare {name}")
-        super().publish(name, data, confirm_and_wait, replaces)
-
-    def _require_unchanged(self, name: str, expected: bytes) -> None:
-        super()._require_unchanged(name, expected)
-        self._step(f"replace {name}, unchanged")
-
-    def get(self, name: str) -> bytes:
-        self._step(f"get {name}")
-        return super().get(name)
-
-    def get_up_to(self, name: str, limit: int) -> bytes:
-        self._step(f"get {name}")
-        return super().get_up_to(name, limit)
-
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        self._step(f"list {prefix}")
-        yield from list(super().list(prefix))
-
-    def list_folders(self, prefix: str = "") -> Iterator[str]:
-        self._step(f"list {prefix}")
-        yield from list(super().list_folders(prefix))
-
-    def delete(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._step(f"delete {name}")
-            super().delete([name])
-
-    def sweep_temporaries(self, prefix: str, *, folders: bool = True) -> None:
-        self._step(f"sweep temporaries in {prefix}")
-        super().sweep_temporaries(prefix, folders=folders)
-
-
-class _SteppedClient:
-    """The client of a bucket, each of whose requests is a step."""
-
-    def __init__(self, inner: Any, step: Callable[[str], None]) -> None:
-        self._inner, self._step = inner, step
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._inner, name)
-
-        def request(*arguments: Any, **options: Any) -> Any:
-            self._step(f"{name} {arguments[0] if arguments else ''}")
-            return call(*arguments, **options)
-
-        return request
-
-
-class SteppedBucket(ObjectStore):
-    """A bucket in memory, each of whose requests is a step."""
-
-    def __init__(self, url: str, memory: MemoryStore, step: Callable[[str], None]) -> None:
-        self.url = url
-        self._store = _SteppedClient(memory, step)  # type: ignore[assignment]
 
 
 class Takeover:
     """One run of writers of one repository, one after another, of which the earlier ones may still run."""
 
-    def __init__(self, kind: str, folder: Path, rng: random.Random, keep: Keep | None, kills: float = 0.0) -> None:
-        self._rng, self._keep = rng, keep
-        self.interleaving = Interleaving(rng, self._check, kills=kills)
+    def __init__(self, kind: str, folder: Path, scheduler: Scheduler, keep: Keep | None) -> None:
+        self._keep = keep
+        self.interleaving = Interleaving(scheduler, self._check)
         memory, url = MemoryStore(), f"memory://{folder.name}"
         self._open_store: Callable[[], Store] = (
-            (lambda: SteppedLocalStore(folder, self.interleaving.step))
+            (lambda: SteppedLocalStore(folder, self.interleaving))
             if kind == "local"
-            else (lambda: SteppedBucket(url, memory, self.interleaving.step))
+            else (lambda: SteppedBucket(url, memory, self.interleaving))
         )
         self._seen = Repository(self._open_store())
+        self._seen.ensure()
         self._newest: dict[int, int] = {}
         """The highest generation that has published each step."""
         self._acknowledged: dict[int, str] = {}
         """The attempt of each acknowledged step that nobody may have deleted or replaced."""
+        self._begun_too_late: set[str] = set()
+        """The attempts whose publication began after a newer writer had taken over."""
+        self._generations: dict[str, int] = {}
+        """The generation of each writer."""
+        self._swept_generation = 0
         self.commits = 0
         self.fenced = 0
+        self.failed = 0
 
-    def add_writer(self, name: str, count: int) -> None:
-        """Add a writer that continues after the newest step that it finds, and saves `count` steps."""
-        self.interleaving.add(name, lambda: self._write(count))
+    def add_writer(self, name: str, steps: int | tuple[int, ...]) -> None:
+        """Add a writer. steps: the steps that it saves, or how many after the newest one that it finds."""
+        self.interleaving.add(name, lambda: self.write(steps, name))
 
-    def _write(self, count: int) -> None:
+    def write(self, steps: int | tuple[int, ...], name: str = "") -> None:
+        """Take the lease and save steps, as one writer. A save that fails is discarded, and the next step follows."""
         repo = Repository(self._open_store())
         try:
             lease = acquire_lease(repo)
         except Fenced:
             self.fenced += 1
             return
+        except StoreError:
+            return
+        self._generations[name] = lease.generation
         try:
             lease.sweep_temporaries_once()
-            first = max(repo.step_numbers(), default=0) + 1
-            for step in range(first, first + count):
-                attempt = lease.begin_attempt(step, SERIES)
-                commit = self._save(repo, step, attempt.name, lease.generation)
-                publish_commit(repo, lease, commit, lambda _: None)
-                self._acknowledge(step, attempt.name, lease.generation)
-                lease.end_attempt(attempt)
-                sweep(repo, lease, self._keep, [step])
+            if isinstance(steps, int):
+                newest = max(repo.step_numbers(), default=0)
+                steps = tuple(range(newest + 1, newest + 1 + steps))
+            for step in steps:
+                self._try_step(repo, lease, step)
         except (Fenced, StoreError) as error:
             shown = lease.explain_failure(error)
             if not isinstance(shown, Fenced):
                 raise
             self.fenced += 1
+
+    def _try_step(self, repo: Repository, lease: WriterLease, step: int) -> None:
+        attempt = lease.begin_attempt(step, SERIES)
+        replaced: set[str] = set()
+
+        def note_replaced(existing: CommitRecord | None) -> None:
+            replaced.update(() if existing is None else existing.files())
+
+        try:
+            commit = self._save(repo, step, attempt.name, lease.generation)
+            if newest_generation(self._seen) > lease.generation:
+                self._begun_too_late.add(attempt.name)
+            lease.begin_publication(attempt)
+            publish_commit(repo, lease, commit, note_replaced)
+            lease.settle(attempt)
+        except (Fenced, StoreError) as error:
+            _discard(repo, lease, attempt)
+            lease.end_attempt(attempt)
+            if isinstance(shown := lease.explain_failure(error), Fenced):
+                raise shown from error
+            self.failed += 1
+            return
+        self._acknowledge(step, attempt.name, lease.generation)
+        lease.end_attempt(attempt)
+        try:
+            sweep(repo, lease, self._keep, [step], replaced_files=replaced)
+        except StoreError as error:
+            if isinstance(error, Fenced):
+                raise
+        else:
+            self._swept_generation = max(self._swept_generation, lease.generation)
 
     def _save(self, repo: Repository, step: int, attempt: str, generation: int) -> CommitRecord:
         """Write the files of an attempt, and return a record of it that also refers to the packs of the newest step before."""
@@ -183,6 +148,11 @@ class Takeover:
             self._acknowledged[step] = attempt
 
     def _check(self) -> None:
+        if not self.interleaving.steps or not is_read(self.interleaving.steps[-1]):
+            self.check()
+
+    def check(self) -> None:
+        """Raise AssertionError where a promise is broken now."""
         store = self._seen.store
         sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
         for step in {int(name.split("/")[1]) for name in sizes if name.endswith("/commit.json")}:
@@ -192,12 +162,41 @@ class Takeover:
                 continue
             for file in (*commit.manifests, *commit.packs):
                 assert sizes.get(file.name) == file.nbytes, f"step {step} has lost {file.name}"
+            attempt = commit.manifests[0].name.rpartition("/")[2].removesuffix(".parquet")
+            assert attempt not in self._begun_too_late, f"step {step} was committed by {attempt}, which was replaced before"
             newest = self._newest.get(step, 0)
             assert commit.generation >= newest, f"step {step} of writer {newest} was replaced by writer {commit.generation}"
+            if not newest:
+                swept = self._swept_generation
+                assert commit.generation >= swept, (
+                    f"step {step} of writer {commit.generation} was new after writer {swept} swept"
+                )
             self._newest[step] = commit.generation
         for step, attempt in list(self._acknowledged.items()):
             if commit_name(step) not in sizes:
                 later = sum(name.endswith("/commit.json") and int(name.split("/")[1]) > step for name in sizes)
                 is_expired = self._keep is not None and later >= self._keep.last
                 assert is_expired, f"step {step} of {attempt} was acknowledged, and is lost"
+                is_right = self._is_deleted_by(self._newest[step])
+                assert is_right, f"step {step} of {attempt} was deleted by an older writer, and is lost"
                 del self._acknowledged[step]
+
+    def _is_deleted_by(self, generation: int) -> bool:
+        """Return whether a writer of at least this generation made the last step.
+
+        So may an older writer that was replaced right after the check of its lease, or whose request was late: no store has a
+        conditional delete.
+        """
+        writer = self.interleaving.steps[-1].partition(":")[0]
+        if writer not in self._generations:
+            return True
+        *_, before, last, _ = [step.partition(": ")[2] for step in self.interleaving.steps if step.startswith(f"{writer}:")]
+        has_checked = before == "list generations" and last.startswith("get generations/")
+        return self._generations[writer] >= generation or has_checked
+
+
+def _discard(repo: Repository, lease: WriterLease, attempt: Attempt) -> None:
+    """Do what `Committer.discard` does."""
+    with suppress(CkptError):
+        if not settle_attempt(repo, lease, attempt):
+            delete_files(repo, lease, attempt)

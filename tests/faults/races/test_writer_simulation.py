@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from helpers.interleaving import RandomScheduler
 from helpers.processes import SOAK
 from helpers.writer_simulation import Takeover
 
@@ -26,7 +27,8 @@ SEEDS = 5_000 if SOAK else 100
 def run(kind: str, folder: Path, seed: int) -> Takeover:
     """Run two or three writers. Fail with the seed and the steps where a promise is broken."""
     rng = random.Random(seed)
-    takeover = Takeover(kind, folder, rng, rng.choice([None, Keep(1), Keep(2)]), kills=rng.choice([0.0, 0.01]))
+    keep = rng.choice([None, Keep(1), Keep(2)])
+    takeover = Takeover(kind, folder, RandomScheduler(rng, kills=rng.choice([0.0, 0.01])), keep)
     for number in range(rng.choice([2, 2, 3])):
         takeover.add_writer(f"writer {number}", rng.choice([1, 2, 3]))
     try:

@@ -1,0 +1,65 @@
+"""A save whose publication got no answer, or that was fenced after it: its files are deleted only if no step can need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.failing_store import Injected
+from helpers.states import state_of
+from helpers.two_writers import take_over
+from obstore.store import MemoryStore
+
+import ckpt
+from ckpt.repository import commit_publication
+from ckpt.repository.repository import Repository, commit_name
+from ckpt.storage.base.store import Buffer, Version
+from ckpt.storage.remote.object_store import ObjectStore
+
+
+class LateBucket(ObjectStore):
+    """A bucket in memory that answers the publication of a step too late. `arrive` lets the request take effect."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._store = MemoryStore()
+        self.late_name = ""
+        self.arrive: Callable[[], Version | None] | None = None
+
+    def _compare_and_swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
+        put = super()._compare_and_swap
+        if name == self.late_name and expected is not None and len(bytes(data)) > 100:  # the record, and no reservation
+            self.late_name, self.arrive = "", lambda: put(name, data, expected)
+            raise Injected(f"no answer to the request for {name}")
+        return put(name, data, expected)
+
+
+def test_a_record_that_arrives_late_does_not_commit_deleted_files() -> None:
+    bucket = LateBucket("memory://late/run")
+    with ckpt.Checkpointer(bucket) as checkpointer:  # type: ignore[arg-type]
+        checkpointer.save(0, state_of(0), blocking=True)
+        bucket.late_name = commit_name(1)
+        with pytest.raises(ckpt.CkptError, match="no answer"):
+            checkpointer.save(1, state_of(1), blocking=True)
+        assert not any("steps/1/pack" in entry.name for entry in bucket.list())
+        assert bucket.arrive is not None
+        assert bucket.arrive() is None, "the publication was revoked"
+        checkpointer.save(2, state_of(2), blocking=True)
+    assert Repository(bucket).steps() == [0, 2]
+    ckpt.load(bucket)  # type: ignore[arg-type]
+
+
+def test_a_fenced_writer_keeps_files_to_which_a_newer_step_may_refer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It committed its step. Then a newer writer saved a step that refers to its pack, and deleted its step by `keep`."""
+    ckpt.save(state_of(0), tmp_path, 0)
+
+    def stop(point: str) -> None:
+        if point == "save.published":
+            take_over(tmp_path, 9)
+            (tmp_path / commit_name(1)).unlink()
+
+    monkeypatch.setattr(commit_publication, "failpoint", stop)
+    with pytest.raises(ckpt.Fenced):
+        ckpt.save(state_of(1), tmp_path, 1)
+    assert list((tmp_path / "steps/1/pack").iterdir())
