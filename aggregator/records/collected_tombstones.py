@@ -42,7 +42,7 @@ class _Collection:
 
 
 @dataclass(frozen=True, slots=True)
-class _CollectionLog:
+class CollectionLog:
     """The value of the register."""
 
     above: int
@@ -50,16 +50,26 @@ class _CollectionLog:
     collections: tuple[_Collection, ...]
     """The oldest first."""
 
+    def with_collection(self, fence_number: int, names: Collection[str]) -> CollectionLog:
+        """Return the log with a collection of these names, without the oldest collections if it has too many names."""
+        collection = _Collection(order_key(fence_number), b"".join(map(_hash, sorted(names))))
+        return (
+            self if collection in self.collections else _drop_oldest(replace(self, collections=(*self.collections, collection)))
+        )
+
+    def may_have(self, name: str, fence_number: int) -> bool:
+        """Return whether this name may have been collected since a client published it with this fence number."""
+        since = order_key(fence_number)
+        return since < self.above or any(each.number > since and each.has(_hash(name)) for each in self.collections)
+
 
 def record_collection(records: NamespaceRecords, fence_number: int, names: Collection[str]) -> None:
     """Add these names to the log, before their records are collected with this fence number."""
-    collection = _Collection(order_key(fence_number), b"".join(map(_hash, sorted(names))))
 
     def add(_: str, value: RegisterValue | None) -> RegisterValue | None:
-        collection_log = _decode_log(value) or _CollectionLog(collection.number, ())
-        if collection in collection_log.collections:
-            return None
-        return _encode_log(_drop_oldest(replace(collection_log, collections=(*collection_log.collections, collection))))
+        before = _decode_log(value) or CollectionLog(order_key(fence_number), ())
+        after = before.with_collection(fence_number, names)
+        return None if after is before else _encode_log(after)
 
     records.update_register(COLLECTED_REGISTER, add)
 
@@ -67,36 +77,33 @@ def record_collection(records: NamespaceRecords, fence_number: int, names: Colle
 def is_collected_since(records: NamespaceRecords, path: str, fence_number: int) -> bool:
     """Return whether the tombstone of a path may have been collected since a client published it with this fence number."""
     collection_log = _decode_log(records.read_records([COLLECTED_REGISTER])[COLLECTED_REGISTER])
-    since = order_key(fence_number)
-    if collection_log is None or since < collection_log.above:
-        return True
-    return any(each.number > since and each.has(_hash(f"/{path}")) for each in collection_log.collections)
+    return collection_log is None or collection_log.may_have(f"/{path}", fence_number)
 
 
-def _drop_oldest(collection_log: _CollectionLog) -> _CollectionLog:
+def _drop_oldest(collection_log: CollectionLog) -> CollectionLog:
     """Return the log without its oldest collections, if it has too many names."""
     above, collections = collection_log.above, collection_log.collections
     while sum(len(each.names) for each in collections) > _MAX_NAMES * _HASH_BYTES:
         above, collections = max(above, collections[0].number), collections[1:]
-    return _CollectionLog(above, collections)
+    return CollectionLog(above, collections)
 
 
 def _hash(name: str) -> bytes:
     return xxhash.xxh3_64(name.encode()).digest()
 
 
-def _encode_log(collection_log: _CollectionLog) -> RegisterValue:
+def _encode_log(collection_log: CollectionLog) -> RegisterValue:
     return RegisterValue(
         msgpack.packb([collection_log.above]), msgpack.packb([[each.number, each.names] for each in collection_log.collections])
     )
 
 
-def _decode_log(value: RegisterValue | None) -> _CollectionLog | None:
+def _decode_log(value: RegisterValue | None) -> CollectionLog | None:
     """Return the log of an agreed value; None where it can't be read."""
     if value is None:
-        return _CollectionLog(0, ())
+        return CollectionLog(0, ())
     try:
         above, rows = msgpack.unpackb(value.head)[0], msgpack.unpackb(value.body)
-        return decode(_CollectionLog, {"above": above, "collections": [{"number": n, "names": names} for n, names in rows]})
+        return decode(CollectionLog, {"above": above, "collections": [{"number": n, "names": names} for n, names in rows]})
     except (Malformed, ValueError, TypeError, LookupError):
         return None

@@ -25,7 +25,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from ckpt.aggregator.records import file_record
@@ -79,14 +79,14 @@ def _list_tombstones(records: NamespaceRecords, age_seconds: float) -> dict[str,
     """
     listed = _scan_registers(records)
     if lagging := [
-        name for name, each in listed.items() if _is_deleted(name, each, age_seconds) and _has_different_values(each)
+        name for name, each in listed.items() if _is_deleted(name, each, age_seconds) and has_different_values(each)
     ]:
         records.settle(lagging)
         listed = _scan_registers(records)
     return {
         name: {m: r for m, r in each.items() if isinstance(r, Record)}
         for name, each in listed.items()
-        if _is_deleted(name, each, age_seconds) and not _has_different_values(each)
+        if _is_deleted(name, each, age_seconds) and not has_different_values(each)
     }
 
 
@@ -115,7 +115,7 @@ def _is_deleted(name: str, answers: Mapping[str, RegisterAnswer], age_seconds: f
     return head.kind == "deleted" and time.time() - head.modified >= age_seconds
 
 
-def _has_different_values(answers: Mapping[str, RegisterAnswer]) -> bool:
+def has_different_values(answers: Mapping[str, RegisterAnswer]) -> bool:
     """Return whether members have different values. A member without a value does not count: it can bring nothing back."""
     return len({r.accepted for r in answers.values() if isinstance(r, Record) and r.accepted != NO_BALLOT}) > 1
 
@@ -136,12 +136,21 @@ def _confirm_collectable(
     for name, each in by_name.items():
         (ballot,) = {r.accepted for r in found[name].values() if r.accepted != NO_BALLOT} or {NO_BALLOT}
         replicas = ring.replica_set(name).members
-        if all(
-            isinstance(r, Record) and r.accepted in (NO_BALLOT, ballot if m in replicas else NO_BALLOT) for m, r in each.items()
-        ):
+        if is_collectable(each, ballot, replicas):
             for member in replicas:
                 collectable[member].append((name, each[member].accepted))  # type: ignore[union-attr]
     return collectable
+
+
+def is_collectable(answers: Mapping[str, RegisterAnswer], ballot: Ballot, replicas: Collection[str]) -> bool:
+    """Return whether members may forget a register whose tombstone has this ballot.
+
+    answers: of all members after the era began. Each member of the replica set must have the tombstone or no value. No other
+    member may have a value.
+    """
+    return all(
+        isinstance(r, Record) and r.accepted in (NO_BALLOT, ballot if m in replicas else NO_BALLOT) for m, r in answers.items()
+    )
 
 
 def _drop_strays(records: NamespaceRecords, by_name: dict[str, dict[str, RegisterAnswer]], fence_number: int) -> None:
