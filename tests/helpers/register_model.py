@@ -15,41 +15,35 @@ The value of the record is the list of the changes that made it. These promises 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from itertools import combinations
 from typing import Any, NamedTuple
 
-from ckpt.aggregator.placement.redundancy import quorum
 from ckpt.aggregator.records import register_update, replica_set
-from ckpt.aggregator.records.replica_set import ReplicaSet, VotingGroup
+from ckpt.aggregator.records.replica_set import ReplicaSet
 from ckpt.storage.registers.base import (
     NO_BALLOT,
-    REGISTERS_INCOMPLETE,
     Ballot,
     DirectChange,
     Record,
-    RegisterAnswer,
     RegisterValue,
-    can_accept,
-    can_change_directly,
     can_propose_directly,
-    with_floor_promise,
-    with_promise,
 )
-from ckpt.storage.registers.fence_numbers import advance_fence, order_key
 from helpers.model_checking import Model
+from helpers.register_members import (
+    OUTDATED,
+    PATH,
+    MemberState,
+    Step,
+    answer_of,
+    execute,
+    is_without_effect,
+    log_of,
+    text_of,
+    voting_group,
+    write_quorums,
+)
 
-PATH = "/x"
-_OUTDATED = "outdated"
 _LEAVING = "a"
 """The member that leaves the replica set; `d` joins it."""
-
-
-def _group(members: str) -> VotingGroup:
-    return VotingGroup(tuple(members), quorum(1, len(members)))
-
-
-Step = tuple[Any, ...]
 
 
 class Rings(NamedTuple):
@@ -60,15 +54,11 @@ class Rings(NamedTuple):
     moved: ReplicaSet
 
 
-RINGS = Rings(ReplicaSet((_group("abc"),), 1), ReplicaSet((_group("abc"), _group("bcd")), 2), ReplicaSet((_group("bcd"),), 3))
-
-
-class MemberState(NamedTuple):
-    """What one member has stored."""
-
-    record: Record | None
-    fence: int
-    is_complete: bool
+RINGS = Rings(
+    ReplicaSet((voting_group("abc"),), 1),
+    ReplicaSet((voting_group("abc"), voting_group("bcd")), 2),
+    ReplicaSet((voting_group("bcd"),), 3),
+)
 
 
 Members = tuple[tuple[str, MemberState], ...]
@@ -143,11 +133,11 @@ class RegisterModel(Model[World]):
         if state.error:
             return state.error
         members, replicas = dict(state.members), RINGS[state.ring]
-        answers = {m: _answer(members[m]) for m in replicas.members}
-        for voters in _write_quorums(replicas):
+        answers = {m: answer_of(members[m]) for m in replicas.members}
+        for voters in write_quorums(replicas):
             records = replica_set.undamaged_records({m: answers[m] for m in voters})
-            if replicas.can_write(records) and not (found := _log(replicas.newest(records))).startswith(state.agreed):
-                return f"{','.join(voters)} return {_text(found)}, but {_text(state.agreed)} was acknowledged"
+            if replicas.can_write(records) and not (found := log_of(replicas.newest(records))).startswith(state.agreed):
+                return f"{','.join(voters)} return {text_of(found)}, but {text_of(state.agreed)} was acknowledged"
         return ""
 
     def successors(self, state: World) -> Iterator[tuple[Step, World]]:
@@ -171,7 +161,7 @@ class RegisterModel(Model[World]):
     def _deliver(self, state: World, request: Request) -> Iterator[tuple[Step, World]]:
         members = dict(state.members)
         before = members[request.member]
-        after_call, answer = _execute(before, request.call)
+        after_call, answer = execute(before, request.call)
         members[request.member] = after_call
         after = state._replace(members=tuple(members.items()), requests=state.requests - {request})
         is_awaited = _is_awaited(state, request)
@@ -186,7 +176,7 @@ class RegisterModel(Model[World]):
 
     def _go_on(self, state: World, number: int) -> World:
         client = state.clients[number]
-        if any(answer == _OUTDATED for _, answer in client.answers):
+        if any(answer == OUTDATED for _, answer in client.answers):
             return self._begin(state, number, client._replace(ring=state.ring, tries=client.tries + 1))
         return getattr(self, f"_after_{client.phase}")(state, number, client, dict(client.answers))  # type: ignore[no-any-return]
 
@@ -264,9 +254,9 @@ class RegisterModel(Model[World]):
         if number >= self._writers:
             return self._move_is_settled(state, number, client)
         if not value.startswith(client.floor):
-            error = f"writer {number} got {_text(value)}, but {_text(client.floor)} was acknowledged before it began"
+            error = f"writer {number} got {text_of(value)}, but {text_of(client.floor)} was acknowledged before it began"
         elif not value.startswith(state.agreed) and not state.agreed.startswith(value):
-            error = f"both {_text(value)} and {_text(state.agreed)} were acknowledged"
+            error = f"both {text_of(value)} and {text_of(state.agreed)} were acknowledged"
         agreed = max(value, state.agreed, key=len)
         done = _with_client(state, number, Client("done"))
         return done._replace(agreed=agreed, error=error)
@@ -324,37 +314,10 @@ class RegisterModel(Model[World]):
         return len(group.members) - len(answers) < min(group.quorum.write, group.quorum.read)
 
 
-def _execute(member: MemberState, call: tuple[Any, ...]) -> tuple[MemberState, Any]:
-    """Return a member after a call, and its answer."""
-    name, *arguments = call
-    fence = arguments[-1]
-    if order_key(fence) < order_key(member.fence):
-        return member, _OUTDATED
-    if name == "read":
-        return member, _answer(member)
-    fenced = member._replace(fence=advance_fence(member.fence, fence))
-    record = _answer(fenced)
-    if name == "scan":
-        return fenced, record
-    if name == "prepare":
-        promised = with_promise(record, arguments[0])
-        return (fenced._replace(record=promised), promised) if promised is not None else (fenced, record)
-    if name == "accept":
-        value, ballot = arguments[:2]
-        is_accepted = can_accept(record, ballot, False)
-        return (fenced._replace(record=Record(ballot, ballot, value)) if is_accepted else fenced), is_accepted
-    if name == "change":
-        change, writer = arguments[:2]
-        is_changed = can_change_directly(record, change)
-        ballot = change.expected.next_step(writer)
-        return (fenced._replace(record=Record(ballot, ballot, change.value)) if is_changed else fenced), is_changed
-    return fenced._replace(record=None) if name == "drop" else fenced, True
-
-
 def _requests_that_matter(state: World) -> frozenset[Request]:
     """Return the requests without those that nobody waits for and that can't change anything any more."""
     members = dict(state.members)
-    return frozenset(r for r in state.requests if _is_awaited(state, r) or not _is_late(members[r.member], r.call))
+    return frozenset(r for r in state.requests if _is_awaited(state, r) or not is_without_effect(members[r.member], r.call))
 
 
 def _is_awaited(state: World, request: Request) -> bool:
@@ -362,47 +325,5 @@ def _is_awaited(state: World, request: Request) -> bool:
     return request.stage == (client.phase, client.tries)
 
 
-def _is_late(member: MemberState, call: tuple[Any, ...]) -> bool:
-    """Return whether a call can't change a member at any later time. Promises, accepted ballots and fences only rise."""
-    if call[0] == "read" or order_key(call[-1]) < order_key(member.fence):
-        return True
-    record = _answer(member)
-    if call[0] in ("fence", "scan"):
-        return member.fence >= call[-1]
-    if not isinstance(record, Record):
-        return False
-    if call[0] in ("prepare", "accept"):
-        return record.promised > call[1 if call[0] == "prepare" else 2]
-    if call[0] == "change":
-        return record.promised > call[1].expected
-    return False
-
-
-def _answer(member: MemberState) -> RegisterAnswer:
-    if member.record is None:
-        return with_floor_promise(Record(), member.fence) if member.is_complete else REGISTERS_INCOMPLETE
-    return member.record if member.record.value is not None else with_floor_promise(member.record, member.fence)
-
-
-@lru_cache
-def _write_quorums(replicas: ReplicaSet) -> tuple[tuple[str, ...], ...]:
-    """Return the smallest sets of members that are a quorum in each group."""
-    members = replicas.members
-    found: list[tuple[str, ...]] = []
-    for count in range(1, len(members) + 1):
-        for voters in combinations(members, count):
-            if replicas.can_write(voters) and not any(set(each) <= set(voters) for each in found):
-                found.append(voters)
-    return tuple(found)
-
-
 def _with_client(state: World, number: int, client: Client) -> World:
     return state._replace(clients=(*state.clients[:number], client, *state.clients[number + 1 :]))
-
-
-def _log(record: Record) -> bytes:
-    return b"" if record.value is None else record.value.head
-
-
-def _text(value: bytes) -> str:
-    return repr(value.decode())

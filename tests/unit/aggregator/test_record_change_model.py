@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from helpers import register_model
+from helpers import register_members
 from helpers.model_checking import explore
 from helpers.processes import SOAK
 from helpers.register_model import RegisterModel
@@ -54,12 +54,12 @@ def test_a_direct_change_in_spite_of_a_promise_is_found(monkeypatch: pytest.Monk
     def can_change(record: RegisterAnswer, change: DirectChange) -> bool:
         return isinstance(record, Record) and record.accepted == change.expected
 
-    monkeypatch.setattr(register_model, "can_change_directly", can_change)
+    monkeypatch.setattr(register_members, "can_change_directly", can_change)
     assert explore(RegisterModel(2), MAX_STATES).error
 
 
 def test_a_promise_that_a_lower_ballot_replaces_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(register_model, "with_promise", lambda record, ballot: Record(ballot, record.accepted, record.value))
+    monkeypatch.setattr(register_members, "with_promise", lambda record, ballot: Record(ballot, record.accepted, record.value))
     assert explore(RegisterModel(2, is_direct=False), MAX_STATES).error
 
 
