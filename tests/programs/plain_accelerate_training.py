@@ -34,7 +34,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def saved_folders() -> list[Path]:
-    found = FOLDERS.glob("checkpoints/*" if OPTIONS.get("automatic") else "step_*")
+    found = FOLDERS.glob("checkpoints/checkpoint_*" if OPTIONS.get("automatic") else "step_*")
     return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
 
 
@@ -61,7 +61,8 @@ def load(accelerator: Any) -> int:
 
 
 def main() -> None:
-    project = ProjectConfiguration(str(FOLDERS), automatic_checkpoint_naming=bool(OPTIONS.get("automatic")), total_limit=2)
+    automatic, limit = bool(OPTIONS.get("automatic")), OPTIONS.get("total_limit", 2)
+    project = ProjectConfiguration(str(FOLDERS), automatic_checkpoint_naming=automatic, total_limit=limit)
     accelerator = Accelerator(cpu=True, project_config=project)
     torch.manual_seed(5)
     random.seed(5)

@@ -70,6 +70,7 @@ class SavedFolders:
             folder = self._folder_to_save(output_dir)
             if folder is not None:
                 self._save(folder)
+                self._delete_old_folders(folder)
                 accelerator.project_configuration.iteration += 1
                 return folder
         except (InvalidArgument, UnsupportedLeaf) as error:
@@ -107,19 +108,24 @@ class SavedFolders:
     # --- the names of folders ----------------------------------------------------------------------------------
 
     def _folder_to_save(self, output_dir: Any) -> str | None:
-        """Return the folder, and delete those above `total_limit`, as accelerate does; None where accelerate has no name."""
+        """Return the folder; None where accelerate has no name."""
         accelerator = self._accelerator
         config = accelerator.project_configuration
         if not config.automatic_checkpoint_naming:
             return None if output_dir is None else os.path.expanduser(output_dir)
-        folders = self._automatic_folders()
-        if config.total_limit is not None and accelerator.is_main_process:
-            for old in folders[: max(0, len(folders) + 1 - config.total_limit)]:
-                shutil.rmtree(old)
         folder = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
-        if folder in folders:
+        if folder in self._automatic_folders():
             raise InvalidArgument(f"{folder} exists: set the iteration of ProjectConfiguration, or call load_state first")
         return folder
+
+    def _delete_old_folders(self, saved: str) -> None:
+        """Delete the oldest folders above `total_limit`. Unlike accelerate, do so after the new one is complete."""
+        accelerator = self._accelerator
+        limit = accelerator.project_configuration.total_limit
+        if limit is not None and accelerator.is_main_process:
+            others = [folder for folder in self._automatic_folders() if folder != saved]
+            for old in others[: max(0, len(others) + 1 - limit)]:
+                shutil.rmtree(old)
 
     def _automatic_folders(self) -> list[str]:
         """Return the folders of automatic names, the oldest first."""

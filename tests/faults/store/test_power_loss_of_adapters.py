@@ -18,18 +18,23 @@ ACCELERATE = """
 import sys
 import torch
 from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from ckpt.adapters.adapt import accelerate
 from helpers.crash_states import leave_out
 from helpers.power_loss import acknowledge
 
 mount, left_out = sys.argv[1:]
 leave_out(left_out, accelerate)
-accelerator = Accelerator(cpu=True)
-model = accelerator.prepare(torch.nn.Linear(4, 4))
-folders = accelerate.SavedFolders(accelerator)
+project = ProjectConfiguration(mount, automatic_checkpoint_naming=True, total_limit=1)
+named, automatic = (Accelerator(cpu=True, project_config=config) for config in (None, project))
+for accelerator in (named, automatic):
+    accelerator.prepare(torch.nn.Linear(4, 4))
+    accelerate.SavedFolders(accelerator)
 for number in range(3):
-    folders.save_state(f"{mount}/out/step_{number}")
-    acknowledge(mount, number)
+    named.save_state(f"{mount}/out/step_{number}")
+    acknowledge(mount, f"step-{number}")
+    automatic.save_state()
+    acknowledge(mount, f"automatic-{number}")
 """
 
 MARKERS = f"""
@@ -52,15 +57,23 @@ for number in range(20):
 
 
 def wrong_in_folders(state: CrashState, folder: Path) -> str | None:
-    """Return what is wrong with the folders of accelerate, None if each one is whole and no acknowledged one is missing."""
-    found = sorted(int(path.name.removeprefix("step_")) for path in (folder / "out").glob("step_*"))
-    if missing := {int(number) for number in state.acknowledged} - set(found):
-        return f"the folders of {missing} are missing"
-    for number in found:
-        try:
-            ckpt.load(folder / "out" / f"step_{number}" / "ckpt")
-        except ckpt.CkptError as error:
-            return f"step_{number}: {error}"
+    """Return what is wrong with the folders of accelerate, None if each one is whole and no acknowledged one is missing.
+
+    Of the folders with automatic names, only the newest is kept.
+    """
+    acknowledged = [name.partition("-") for name in state.acknowledged]
+    found = {path.name for path in (folder / "out").glob("step_*")}
+    if missing := {f"step_{number}" for kind, _, number in acknowledged if kind == "step"} - found:
+        return f"the folders {missing} are missing"
+    newest = max((int(path.name.rpartition("_")[2]) for path in (folder / "checkpoints").glob("checkpoint_*")), default=-1)
+    if newest < max((int(number) for kind, _, number in acknowledged if kind == "automatic"), default=-1):
+        return f"checkpoint_{newest} is the newest folder"
+    folders = [folder / "out" / name for name in found] + [folder / "checkpoints" / f"checkpoint_{newest}"] * (newest >= 0)
+    try:
+        for each in folders:
+            ckpt.load(each / "ckpt")
+    except ckpt.CkptError as error:
+        return str(error)
     return None
 
 

@@ -54,6 +54,20 @@ def test_a_kill_in_the_middle_of_a_save_leaves_no_folder(tmp_path: Path) -> None
     assert not list((tmp_path / "b/out").glob(".*"))
 
 
+def test_a_kill_in_the_middle_of_a_save_leaves_the_only_folder_before(tmp_path: Path) -> None:
+    """With `total_limit` 1, the folder before is deleted once the new one is complete."""
+    arguments = PROGRAM, json.dumps({"automatic": True, "total_limit": 1})
+    options = "--adapt", "--restarts", "0"
+    killed = run_adapted(tmp_path, *arguments, options=options, CKPT_FAILPOINTS="save.manifest=kill@3")
+    assert killed.status
+    folders = tmp_path / "out" / "checkpoints"
+    assert [path.name for path in folders.glob("checkpoint_*")] == ["checkpoint_1"]
+    again = run_adapted(tmp_path, *arguments)
+    assert again.status == 0, again.outputs
+    assert "continues from " in again.outputs[0]
+    assert [path.name for path in folders.glob("checkpoint_*")] == ["checkpoint_8"]
+
+
 def test_two_killed_ranks_have_the_losses_of_undisturbed_ones(tmp_path: Path) -> None:
     whole = run_adapted(tmp_path / "a", PROGRAM, "{}", options=("--adapt", "-n", "2"))
     killed = run_adapted(tmp_path / "b", PROGRAM, "{}", options=("--adapt", "-n", "2"), kill_after=(10,))
