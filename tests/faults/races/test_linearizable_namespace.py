@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,16 @@ def configuration(addresses: list[str]) -> dict[str, Any]:
 class Client:
     """A process that calls the namespace, through connections of its own to each node."""
 
-    def __init__(self, folder: Path, name: str, nodes: list[NodeProcess], seed: int, calls: int, offset: float) -> None:
+    def __init__(
+        self, folder: Path, name: str, nodes: list[NodeProcess], seed: int, calls: int, offset: float, program: str
+    ) -> None:
         self.name, self._seed = name, seed
         self.log = folder / f"{name}.jsonl"
         self.links = [Link(node.address) for node in nodes]
         table = configuration([link.address for link in self.links])
-        program = TESTS / "programs" / "namespace_client.py"
+        path = TESTS / "programs" / program
         self.process = subprocess.Popen(
-            [sys.executable, str(program), name, str(seed), str(calls), str(self.log), str(offset), json.dumps(table)],
+            [sys.executable, str(path), name, str(seed), str(calls), str(self.log), str(offset), json.dumps(table)],
             env=os.environ | {"PYTHONPATH": python_path()}, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -84,38 +86,28 @@ class Faults:
         self._draw, self._nodes, self._clients = draw, nodes, clients
         self.log: list[str] = []
 
-    def next(self) -> None:
-        """Make one fault and mend it."""
-        fault: Callable[[], None] = self._draw.choice(
-            [
-                self._stop_node,
-                self._stop_node,
-                self._kill_node,
-                self._stop_client,
-                self._stop_client,
-                self._hold_links,
-                self._sever_links,
-            ]
-        )
-        self.log.append(fault.__name__)
-        fault()
+    def next(self, kinds: Sequence[str]) -> None:
+        """Make one fault of these kinds, and mend it."""
+        kind = self._draw.choice(kinds)
+        self.log.append(kind)
+        getattr(self, kind)()
 
     def _pause(self, most: float) -> None:
         time.sleep(self._draw.uniform(0.05, most))
 
-    def _stop_node(self) -> None:
+    def stop_node(self) -> None:
         node = self._draw.choice(self._nodes)
         node.signal(signal.SIGSTOP)
         self._pause(3.0)  # the deadline of a client is 2 s
         node.signal(signal.SIGCONT)
 
-    def _kill_node(self) -> None:
+    def kill_node(self) -> None:
         node = self._draw.choice(self._nodes)
         node.kill()
         self._pause(1.0)
         node.start()
 
-    def _empty_node(self) -> None:
+    def empty_node(self) -> None:
         """A new disk replaces that of a node, and a repair restores what it had."""
         node = self._draw.choice(self._nodes)
         node.kill()
@@ -125,14 +117,14 @@ class Faults:
         until(lambda: not repair.repair_namespace(namespace, scrub.scrub_namespace(namespace)).failed, "a repair of all files")
         namespace.close()
 
-    def _stop_client(self) -> None:
+    def stop_client(self) -> None:
         client = self._draw.choice(self._clients)
         if client.process.poll() is None:
             client.process.send_signal(signal.SIGSTOP)
             self._pause(2.0)
             client.process.send_signal(signal.SIGCONT)
 
-    def _hold_links(self) -> None:
+    def hold_links(self) -> None:
         links = self._some_links()
         for link in links:
             link.hold(True)
@@ -140,7 +132,7 @@ class Faults:
         for link in links:
             link.hold(False)
 
-    def _sever_links(self) -> None:
+    def sever_links(self) -> None:
         links = self._some_links()
         for link in links:
             link.sever()
@@ -152,17 +144,21 @@ class Faults:
         return [self._draw.choice(client.links) for client in self._draw.sample(self._clients, self._draw.randint(1, CLIENTS))]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", SEEDS)
-def test_what_clients_see_is_what_one_register_returns(tmp_path: Path, seed: int) -> None:
-    """Each file is a register. Clients with clocks that are wrong by minutes write, replace, delete and read three files."""
+KINDS = ("stop_node", "stop_node", "kill_node", "stop_client", "stop_client", "hold_links", "sever_links")
+"""The faults of a history, each as often as it is here."""
+
+
+def calls_of_clients(
+    folder: Path, seed: int, kinds: Sequence[str] = KINDS, program: str = "namespace_client.py"
+) -> tuple[dict[str, list[Call]], list[str]]:
+    """Run clients with faults, and return the calls for each file, and the faults. program: of the clients."""
     draw = random.Random(seed)
     print(f"CKPT_SEED={seed}")
-    nodes = [NodeProcess(tmp_path / f"n{i}") for i in range(NODES)]
+    nodes = [NodeProcess(folder / f"n{i}") for i in range(NODES)]
     clients: list[Client] = []
     try:
         clients += [
-            Client(tmp_path, f"c{i}", nodes, draw.randrange(1 << 30), CALLS // CLIENTS, draw.uniform(-600, 600))
+            Client(folder, f"c{i}", nodes, draw.randrange(1 << 30), CALLS // CLIENTS, draw.uniform(-600, 600), program)
             for i in range(CLIENTS)
         ]
         faults = Faults(draw, nodes, clients)
@@ -170,7 +166,7 @@ def test_what_clients_see_is_what_one_register_returns(tmp_path: Path, seed: int
         for number in range(10_000):
             if all(client.process.poll() is not None for client in clients):
                 break
-            faults.next()
+            faults.next(kinds)
             if number == 3:  # its last call has an unknown outcome
                 killed.process.kill()
     finally:
@@ -182,10 +178,28 @@ def test_what_clients_see_is_what_one_register_returns(tmp_path: Path, seed: int
     for client in clients:
         for file, calls in client.calls().items():
             histories.setdefault(file, []).extend(calls)
+    return histories, faults.log
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_clients_see_is_what_one_register_returns(tmp_path: Path, seed: int) -> None:
+    """Each file is a register. Clients with clocks that are wrong by minutes write, replace, delete and read three files."""
+    histories, faults = calls_of_clients(tmp_path, seed)
     ended = [call for calls in histories.values() for call in calls if not call.is_unknown]
-    print(len(ended), "of", sum(map(len, histories.values())), "calls ended;", faults.log)
+    print(len(ended), "of", sum(map(len, histories.values())), "calls ended;", faults)
     assert len(ended) > CALLS // 4, "most calls failed, so the history says nothing"
     for file, calls in histories.items():
         if not is_linearizable(calls):
             wrong = "\n".join(str(call) for call in shortest_wrong_prefix(calls)[-30:])
-            pytest.fail(f"CKPT_SEED={seed}: {file} is no register, with the faults {faults.log}:\n{wrong}")
+            pytest.fail(f"CKPT_SEED={seed}: {file} is no register, with the faults {faults}:\n{wrong}")
+
+
+def test_clients_that_read_from_one_member_are_found(tmp_path: Path) -> None:
+    """A node that one client can not reach has old records, and another client that asks only this node sees them."""
+    for seed in range(10):
+        histories, _ = calls_of_clients(tmp_path / str(seed), seed, ["sever_links"], "hasty_namespace_client.py")
+        if not all(map(is_linearizable, histories.values())):
+            print(f"seed {seed} has found it")
+            return
+    pytest.fail("10 seeds found nothing")

@@ -10,6 +10,7 @@ from helpers.boxes import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt.saving import box_coverage
 from ckpt.saving.box_coverage import are_tiled, first_overlap, first_uncovered_box
 from ckpt.state.boxes import Box, intersect
 
@@ -60,11 +61,37 @@ def test_coverage_and_overlaps_agree_with_counting_each_element(data: st.DataObj
     if gap is not None:
         assert np.all(count[(*gap.slices(), ...)] == 0)
         assert gap.offset == tuple(np.argwhere(count == 0)[0].tolist())
+        for axis, length in enumerate(shape):  # it can't be longer along any axis
+            longer = tuple(n + (k == axis) for k, n in enumerate(gap.shape))
+            larger = count[(*Box(gap.offset, longer).slices(), ...)]
+            assert gap.offset[axis] + gap.shape[axis] == length or np.any(larger), f"it may be longer along axis {axis}"
+
+
+def test_empty_boxes_cover_nothing() -> None:
+    """They lie inside of another box, or between two."""
+    offset, extent = np.array([[0, 0], [2, 1], [0, 3]]), np.array([[4, 3], [0, 2], [4, 0]])
+    assert first_overlap(offset, extent) is None
+    assert first_uncovered_box((6, 3), offset, extent) == Box((4, 0), (2, 3))
+    assert first_uncovered_box((4, 3), offset[1:], extent[1:]) == Box((0, 0), (4, 3))
+    assert first_uncovered_box((4, 0), offset[:0], extent[:0]) is None
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"_BATCH_CORNERS": 16}, {"_MAX_POINTS": 40.0}, {"_MAX_AXES": 1}, {"_MAX_AXES": 0, "_BATCH_CORNERS": 1}],
+    ids=str,
+)
+def test_many_arrays_are_checked_in_one_call(limits: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a batch, and whether they are checked by corners or by pairs of boxes."""
+    for name, value in limits.items():
+        monkeypatch.setattr(box_coverage, name, value)
+    check_many_arrays()
 
 
 @EXAMPLES
 @given(data=st.data(), axes=st.integers(0, 3), arrays=st.integers(0, 6))
-def test_many_arrays_are_checked_in_one_call(data: st.DataObject, axes: int, arrays: int) -> None:
+def check_many_arrays(data: st.DataObject, axes: int, arrays: int) -> None:
+    """Check that the coverage of several arrays is that which a count of each element shows."""
     shapes_of = [tuple(data.draw(st.lists(st.integers(1, 5), min_size=axes, max_size=axes))) for _ in range(arrays)]
     boxes_of = [data.draw(any_boxes(shape)) for shape in shapes_of]
     offset, extent = numbers([b for boxes in boxes_of for b in boxes], axes)
