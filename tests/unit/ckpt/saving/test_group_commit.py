@@ -19,6 +19,10 @@ import ckpt
 from ckpt.errors import RanksMissing, StepRefused
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
+from ckpt.repository.group_lease import GroupLease
+from ckpt.repository.lease_records import lease_holder
+from ckpt.repository.writer_lease import Attempt, WriterLease
+from ckpt.saving.failure_reports import noted_failure
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.store import Buffer
 from ckpt.storage.local.directory import LocalStore
@@ -178,6 +182,37 @@ def test_a_failure_after_the_record_leaves_the_step_for_the_other_ranks(root: Pa
     assert isinstance(errors[0], StoreError)
     assert isinstance(errors[1], ckpt.Checkpoint)
     assert ckpt.load(root, group=None, strict=True)["n"] == 3
+
+
+@pytest.mark.parametrize("point", ["save.manifest", "save.commit"])
+def test_a_note_names_the_reason_why_rank_0_gave_the_step_up(root: Path, point: str) -> None:
+    """They may find it before the file with the reason, as where the store is slow."""
+    groups = ThreadGroup.make(2)
+    all_well(save(root, 1, groups))
+    with failing(f"{point}=error"):
+        save(root, 3, groups)
+    repo = ckpt.open(root)
+    owner = lease_holder(repo, 1)
+    assert owner is not None
+    lease = GroupLease(WriterLease(repo, 1, owner.token), 1, 2)
+    noted = noted_failure(lease, groups[1], Attempt("1-1-1", 1, 1, 3, 0))
+    assert str(noted).startswith("step 3 is given up because rank 0 failed: ")
+
+
+class _LosesReply(LocalStore):
+    """A directory that publishes a record and then fails, as if the answer were lost."""
+
+    def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Any = None) -> None:
+        super().publish(name, data, confirm, replaces)
+        raise StoreError("no answer")
+
+
+def test_a_step_whose_reply_was_lost_is_not_reported_as_failed(root: Path) -> None:
+    store = _LosesReply(root)
+    found = on_ranks(2, lambda g: ckpt.save(shards(g.rank, 3), root if g.rank else store, 3, group=g, timeout=20))
+    assert isinstance(found[0], StoreError)
+    assert isinstance(found[1], ckpt.Checkpoint)
+    assert not [name for name in files(root) if name.endswith("-failed.json")]
 
 
 class _Silent(LocalStore):
