@@ -1,7 +1,7 @@
 """A model of clients that write and delete one file while its tombstone is collected, over the rules of the product.
 
-A writer, a deleter and a collector change the register of one path on three members. Each may stop at any moment, for ever or
-until after anything else. Requests may arrive at any later time or never. What a member does follows from the rules of
+A writer, a deleter and a collector change the register of one path on three members. Each may stop at any moment, permanently
+or until after anything else. Requests may arrive at any later time or never. What a member does follows from the rules of
 `storage/registers`; which value a proposer chooses, from `aggregator/records/register_update.py`; which registers are
 collected, and what the log of collected names says, from `tombstone_collection.py` and `collected_tombstones.py`.
 
