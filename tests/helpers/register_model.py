@@ -42,6 +42,8 @@ from helpers.register_members import (
     write_quorums,
 )
 
+LISTING = "scan"
+"""The call by which the mover lists a member: it fences the member first."""
 _LEAVING = "a"
 """The member that leaves the replica set; `d` joins it."""
 
@@ -86,7 +88,7 @@ class Request(NamedTuple):
 
 
 class World(NamedTuple):
-    """A state of the model. agreed: the longest acknowledged value."""
+    """A state of the model. agreed: the longest acknowledged value. delays: how many requests got no answer in time."""
 
     members: Members
     clients: tuple[Client, ...]
@@ -94,29 +96,33 @@ class World(NamedTuple):
     ring: int = 0
     agreed: bytes = b""
     error: str = ""
+    delays: int = 0
 
 
 class RegisterModel(Model[World]):
     """The states of such clients and members.
 
-    writers: how many clients append. is_moved: whether the replica set is replaced meanwhile. tries: how often a client begins
-    anew before it gives up. is_direct: whether writers try a direct change first. lossy: whether replies can be lost of calls
-    that take effect. value: the first value. is_fencing: whether the mover fences a member before it lists its records.
+    writers: how many clients append. movers: how many clients replace the member meanwhile. The first one begins. Each other
+    one completes what was begun. is_killed: whether the first one has died then, with its requests. tries: how often a client
+    begins anew before it gives up. is_direct: whether writers try a direct change first. lossy: whether replies can be lost of
+    calls that take effect. value: the first value. delays: the most requests whose clients continue without an answer; None for
+    any number.
     """
 
     def __init__(
         self,
         writers: int,
         *,
-        is_moved: bool = False,
+        movers: int = 0,
         tries: int = 0,
         is_direct: bool = True,
         lossy: bool = False,
         value: bytes = b"",
-        is_fencing: bool = True,
+        delays: int | None = None,
+        is_killed: bool = False,
     ) -> None:
-        self._writers, self._is_moved, self._tries, self._is_direct, self._lossy = writers, is_moved, tries, is_direct, lossy
-        self._value, self._is_fencing = value, is_fencing
+        self._writers, self._movers, self._tries, self._is_direct, self._lossy = writers, movers, tries, is_direct, lossy
+        self._value, self._delays, self._is_killed = value, delays, is_killed
 
     def initial(self) -> World:
         record = None
@@ -124,9 +130,9 @@ class RegisterModel(Model[World]):
             ballot = NO_BALLOT.next_step("w0")
             record = Record(ballot, ballot, RegisterValue(self._value))
         members = {name: MemberState(record, 1, True) for name in "abc"}
-        if self._is_moved:
+        if self._movers:
             members["d"] = MemberState(None, 0, False)
-        clients = [Client("idle")] * self._writers + [Client("move")] * self._is_moved
+        clients = [*[Client("idle")] * self._writers, *[Client("move"), *[Client("complete")] * self._movers][: self._movers]]
         return World(tuple(members.items()), tuple(clients), frozenset(), agreed=self._value)
 
     def error(self, state: World) -> str:
@@ -142,6 +148,11 @@ class RegisterModel(Model[World]):
 
     def successors(self, state: World) -> Iterator[tuple[Step, World]]:
         for step, after in self._all_steps(state):
+            if self._delays is not None:
+                late = sum(_is_late(state, after, request) for request in after.requests)
+                after = after._replace(delays=after.delays + late)
+                if after.delays > self._delays:
+                    continue
             yield step, after._replace(requests=_requests_that_matter(after))
 
     def _all_steps(self, state: World) -> Iterator[tuple[Step, World]]:
@@ -153,7 +164,10 @@ class RegisterModel(Model[World]):
                     begun = client._replace(ring=ring, floor=state.agreed)
                     yield ("idle", number, f"begins in ring {ring}"), self._begin(state, number, begun)
             # A client that fails does no more than one that waits forever.
-            elif client.phase != "done" and (after := self._go_on(state, number)).clients[number].phase != "failed":
+            elif (
+                client.phase not in ("done", "failed")
+                and (after := self._go_on(state, number)).clients[number].phase != "failed"
+            ):
                 yield (client.phase, number, "ends with", client.answers), after
 
     # --- members -----------------------------------------------------------------------------------------------
@@ -185,9 +199,9 @@ class RegisterModel(Model[World]):
         if client.tries > self._tries:
             return _with_client(state, number, client._replace(phase="failed", answers=()))
         if number >= self._writers:  # the mover
-            return self._send(
-                state, number, client._replace(phase="scan"), RINGS.old.members, ("scan" if self._is_fencing else "read", 2)
-            )
+            replicas = RINGS.old if client.ring == 1 else RINGS.moved
+            call = (LISTING, RINGS[client.ring].fence_number)
+            return self._send(state, number, client._replace(phase="scan"), replicas.members, call)
         replicas = RINGS[client.ring]
         if len(replicas.groups) > 1 or not self._is_direct:
             return self._prepare(state, number, client)
@@ -282,14 +296,26 @@ class RegisterModel(Model[World]):
         state = state._replace(members=tuple(members.items()), ring=1)
         return self._send(state, number, client._replace(phase="fence", ring=1), RINGS.old.members, ("fence", 2))
 
+    def _after_complete(self, state: World, number: int, client: Client, _: Any) -> World:
+        if state.ring == 0:  # nothing was begun yet
+            return _with_client(state, number, client._replace(phase="failed"))
+        if self._is_killed:
+            dead = Client("failed")
+            clients = tuple(dead if self._writers <= at < number else each for at, each in enumerate(state.clients))
+            requests = frozenset(r for r in state.requests if not self._writers <= r.client < number)
+            state = state._replace(clients=clients, requests=requests)
+        if state.ring == 2:
+            return _with_client(state, number, client._replace(phase="done"))
+        return self._send(state, number, client._replace(phase="fence", ring=1), RINGS.old.members, ("fence", 2))
+
     def _after_fence(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
         if not self._is_fenced(answers):
             return _with_client(state, number, client._replace(phase="failed", answers=()))
         return self._begin(state, number, client)
 
     def _after_scan(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
-        missing = sum(m not in answers for m in RINGS.old.members)
-        if missing >= RINGS.old.groups[0].quorum.write:
+        group = RINGS[client.ring].groups[0]  # its members have all records
+        if sum(m not in answers for m in group.members) >= group.quorum.write:
             return _with_client(state, number, client._replace(phase="failed", answers=()))
         if all(not isinstance(r, Record) or r == Record() for r in answers.values()):  # no member lists the path
             return self._move_is_settled(state, number, client)
@@ -318,6 +344,11 @@ def _requests_that_matter(state: World) -> frozenset[Request]:
     """Return the requests without those that nobody waits for and that can't change anything any more."""
     members = dict(state.members)
     return frozenset(r for r in state.requests if _is_awaited(state, r) or not is_without_effect(members[r.member], r.call))
+
+
+def _is_late(before: World, after: World, request: Request) -> bool:
+    """Return whether its client waited for the answer of a request, and has continued without it."""
+    return _is_awaited(before, request) and not _is_awaited(after, request)
 
 
 def _is_awaited(state: World, request: Request) -> bool:

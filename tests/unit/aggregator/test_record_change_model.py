@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from helpers import register_members
+from helpers import register_members, register_model
 from helpers.model_checking import explore
 from helpers.processes import SOAK
 from helpers.register_model import RegisterModel
@@ -38,14 +38,29 @@ def test_two_direct_changes(value: bytes) -> None:
 @pytest.mark.skipif(not SOAK, reason="by make soak: 30 to 80 s")
 @pytest.mark.parametrize("options", [{}, {"is_direct": False}, {"value": b"9", "is_direct": False}])
 def test_a_change_while_a_member_is_replaced(options: dict[str, object]) -> None:
-    found = explore(RegisterModel(1, is_moved=True, **options), MAX_STATES)  # type: ignore[arg-type]
+    found = explore(RegisterModel(1, movers=1, **options), MAX_STATES)  # type: ignore[arg-type]
     found.require_correct()
     assert {"accept", "scan", "unfence", "forget", "drop"} <= found.kinds
 
 
-def test_a_member_that_lists_before_it_is_fenced_loses_a_change() -> None:
+def test_a_change_while_a_member_is_replaced_without_delays() -> None:
+    found = explore(RegisterModel(1, movers=1, is_direct=False, delays=0), MAX_STATES)
+    found.require_correct()
+    assert {"accept", "scan", "unfence", "forget", "drop"} <= found.kinds
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="by make soak: 15 to 60 s")
+def test_a_change_while_the_mover_is_killed_and_another_one_completes() -> None:
+    found = explore(RegisterModel(1, movers=2, is_killed=True, is_direct=False, delays=0), MAX_STATES)
+    found.require_correct()
+    assert {"accept", "complete", "scan", "unfence", "forget", "drop"} <= found.kinds
+
+
+def test_a_member_that_lists_before_it_is_fenced_loses_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the model found in the product: a member accepted a change of the old ring after it was listed."""
-    found = explore(RegisterModel(1, is_moved=True, is_fencing=False), MAX_STATES)
+    monkeypatch.setattr(register_model, "LISTING", "read")
+    found = explore(RegisterModel(1, movers=1), MAX_STATES)
     assert "'0' was acknowledged" in found.error
     assert any(step.startswith("scan") for step in found.steps)
 
