@@ -70,6 +70,7 @@ SUBJECTS = {
         ),
         (
             "tests/unit/ckpt/repository/test_commit_publication.py",
+            "tests/unit/ckpt/repository/test_failed_publication.py",
             "tests/unit/ckpt/repository/test_completeness.py",
             "tests/unit/ckpt/saving/test_committer.py",
             "tests/unit/ckpt/saving/test_group_commit.py",

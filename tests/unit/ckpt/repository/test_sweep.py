@@ -139,6 +139,17 @@ def test_the_next_sweep_deletes_what_an_interrupted_one_left(
     assert files(repo) == files_of(2)
 
 
+def test_a_writer_that_was_taken_over_deletes_no_record(repo: Repository, lease: WriterLease, events: Events) -> None:
+    """The newer writer may have saved a step of this number."""
+    for step in (1, 2):
+        put_step(repo.store, step)
+    before = files(repo)
+    events.before("get steps/2/commit.json", lambda: put_lease_record(repo.store, 2, elsewhere()))
+    with pytest.raises(Fenced):
+        sweep(repo, lease, Keep(1))
+    assert files(repo) == before
+
+
 @pytest.mark.parametrize("when", ["at once", "list steps", "get steps/2/commit.json"])
 def test_a_writer_that_was_taken_over_deletes_no_file(repo: Repository, lease: WriterLease, events: Events, when: str) -> None:
     for step in (1, 2):

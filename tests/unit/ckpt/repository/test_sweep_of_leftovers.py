@@ -15,7 +15,7 @@ from ckpt.format.json_records import encode_commit
 from ckpt.repository.commit_publication import publish_commit
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import sweep
-from ckpt.repository.writer_lease import WriterLease, acquire_lease
+from ckpt.repository.writer_lease import Attempt, WriterLease, acquire_lease
 from ckpt.storage.base.errors import StoreError
 
 OLDER, NEWER = "0-1-0", "0-2-0"
@@ -158,6 +158,22 @@ def test_a_damaged_record_that_appears_protects_the_leftovers_of_its_step_and_al
     events.before("get steps/1/commit.json", lambda: repo.store.put(commit_name(1), b"{" * 200))
     sweep(repo, lease)
     assert files(repo) == {commit_name(1), *names, others[2]}
+
+
+def test_files_of_an_attempt_without_an_answer_stay_while_it_may_still_replace_the_step(repo: Repository) -> None:
+    """Of a bucket, the request of this writer may still be on its way."""
+    put_step(repo.store, 1, "0-2-1")
+    lease = take_over(repo)
+    attempt = Attempt("0-2-5", 0, 2, 1, 0)
+    names, other = put_attempt(repo.store, 1, "0-2-5"), put_attempt(repo.store, 2, "0-2-6")
+    lease.begin_publication(attempt)
+    sweep(repo, lease)
+    assert files(repo) >= {commit_name(1), *attempt_files(1, "0-2-1")}
+    assert not files(repo) & {*other}
+    assert bool(files(repo) & {*names}) == ("memory" in repo.url)
+    lease.settle(attempt)
+    sweep(repo, lease)
+    assert files(repo) == {commit_name(1), *attempt_files(1, "0-2-1")}
 
 
 def test_files_of_this_writer_are_deleted_without_a_look_at_the_record(repo: Repository, events: Events) -> None:

@@ -127,6 +127,17 @@ def test_an_attempt_is_active_with_its_packs_until_it_ends(lease: WriterLease) -
     assert len(active) == 2, "the result is a copy"
 
 
+def test_an_attempt_is_unsettled_from_its_publication_until_it_is_settled(lease: WriterLease) -> None:
+    first, second = lease.begin_attempt(1, ALONE), lease.begin_attempt(2, ALONE)
+    assert lease.unsettled_attempts() == frozenset()
+    lease.begin_publication(first)
+    lease.begin_publication(second)
+    lease.settle(first)
+    lease.settle(first)
+    lease.end_attempt(second)
+    assert lease.unsettled_attempts() == {second.name}
+
+
 def test_temporary_files_of_killed_writers_are_removed_once(repo: Repository) -> None:
     """Other folders at the URL may belong to another repository, whose writers live."""
     lease, root = WriterLease(repo, 1), root_of(repo)
