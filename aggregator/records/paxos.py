@@ -223,17 +223,18 @@ class ReplicatedRegisters:
         changes = self._propose_changes(replica_sets, update, fence_number, timeout_seconds)
         remaining = [path for path in paths if path not in replica_sets]
         remaining += [path for path in replica_sets if path not in changes]
+        values = {path: each.value for path, each in changes.items()}
 
         def change(registers: Registers, names: list[str]) -> list[bool]:
             return registers.change([changes[name] for name in names], self._proposer_id, fence_number)
 
         if len({replica_sets[path].members[0] for path in changes}) > 1:  # one member may accept where another refuses
-            update.possibly_changed.update(changes)
+            update.possibly_changed.update(values)
         failpoint("register.change")
         first_answers, _ = self._call_members(
             {path: replica_sets[path].members[:1] for path in changes}, change, timeout_seconds=timeout_seconds
         )
-        update.possibly_changed.update(path for path in changes if False not in first_answers[path].values())
+        update.possibly_changed.update({p: new for p, new in values.items() if False not in first_answers[p].values()})
         remaining += [path for path in changes if True not in first_answers[path].values()]
         changed_on_first = {path: replica_sets[path] for path in changes if True in first_answers[path].values()}
         failpoint("register.changed")
@@ -303,7 +304,7 @@ class ReplicatedRegisters:
             if not replica_sets[path].can_write(undamaged_records(promises[path])):
                 raise no_quorum_error(path, replica_sets[path], True, promises[path], errors)
         proposals, undecided, highest = choose_values(replica_sets, promises, ballot, update)
-        update.possibly_changed.update(proposals)
+        update.possibly_changed.update({path: proposal.value for path, proposal in proposals.items()})
         failpoint("register.accept")
         accepted, _ = self._call_members(
             {path: replica_sets[path].members for path in proposals},

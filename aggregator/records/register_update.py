@@ -38,8 +38,8 @@ class RegisterUpdate:
     """Whether every member that answers gets the value, not only a quorum."""
     found: dict[str, RegisterValue | None] = field(default_factory=dict)
     """The values of the paths that are done."""
-    possibly_changed: set[str] = field(default_factory=set)
-    """The paths whose new value a member may have accepted."""
+    possibly_changed: dict[str, RegisterValue] = field(default_factory=dict)
+    """By path, the last proposed value that a member may have accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,8 @@ def choose_values(
         new = update.decide(path, newest)
         if new is None:
             new = newest  # nobody may learn it before a quorum has it
+        if new is None:  # the outcome can't be that nothing was proposed: others may find and complete the proposal
+            new = update.possibly_changed.get(path)
         if new is None:
             update.found[path] = None
         else:

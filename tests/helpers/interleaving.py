@@ -93,11 +93,11 @@ class RandomScheduler(Scheduler):
     """Decides by a seed.
 
     sleeps: the share of steps after which the actor stands still, for up to 200 steps or until no other one can run. kills: the
-    share of steps after which it is killed.
+    share of steps after which it is killed. late: how often a late call is chosen, as a share of how often another actor is.
     """
 
-    def __init__(self, rng: random.Random, sleeps: float = 0.05, kills: float = 0.0) -> None:
-        self._rng, self._sleeps, self._kills = rng, sleeps, kills
+    def __init__(self, rng: random.Random, sleeps: float = 0.05, kills: float = 0.0, late: float = 1.0) -> None:
+        self._rng, self._sleeps, self._kills, self._late = rng, sleeps, kills, late
 
     def next(self, living: Sequence[Actor], current: Actor | None, steps: list[str]) -> Actor:
         now, draw = len(steps), self._rng.random()
@@ -111,7 +111,7 @@ class RandomScheduler(Scheduler):
             elif draw < 0.7 and current.asleep_until <= now:
                 return current
         awake = [a for a in living if a.asleep_until <= now] or living
-        return self._rng.choice(awake)
+        return self._rng.choices(awake, [self._late if actor.is_late_call else 1.0 for actor in awake])[0]
 
 
 class Interleaving(Steps):
