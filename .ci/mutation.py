@@ -88,6 +88,20 @@ SUBJECTS = {
 }
 
 
+def in_own_processes() -> list[str]:
+    """Return the command before another one whose processes have numbers of their own; an empty list if there is none.
+
+    mutmut 3.8 sends SIGXCPU to the number of each process after its time limit, also if it has ended. By then, another process
+    of the host may have this number.
+    """
+    for user in ([], ["--user", "--map-root-user"]):
+        command = ["unshare", *user, "--pid", "--fork", "--mount-proc", "--kill-child"]
+        if shutil.which("unshare") and not subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+            return command
+    print("mutmut may end other processes of this host: there is no unshare(1), or it is not permitted", file=sys.stderr)
+    return []
+
+
 def changed_rules(subject: Subject, folder: Path) -> tuple[int, list[str]]:
     """Return how many changes the tests of a subject notice, and the names of the others."""
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder / "site"), str(ROOT)]
@@ -100,7 +114,7 @@ def changed_rules(subject: Subject, folder: Path) -> tuple[int, list[str]]:
         'also_copy = ["ckpt", "tests"]\n'
     )
     mutmut = [sys.executable, "-m", "mutmut"]
-    done = subprocess.run([*mutmut, "run"], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run([*in_own_processes(), *mutmut, "run"], cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"mutmut failed: {(done.stdout + done.stderr)[-2_000:]}")
     results = subprocess.run([*mutmut, "results", "--all", "true"], cwd=folder, capture_output=True, text=True, check=True)
