@@ -244,7 +244,7 @@ class Committer:
         with suppress(CkptError, OSError):
             repo, lease = self._session.repo, self._session.lease.writer
             if commit_publication.settle_attempt(repo, lease, self._attempt):
-                self.is_outcome_reported = is_outcome_known = True
+                self.is_outcome_reported = True
                 return  # only the reply was lost
             self.is_outcome_reported, is_outcome_known = False, True
             commit_publication.delete_files(repo, lease, self._attempt)
