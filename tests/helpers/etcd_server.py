@@ -29,14 +29,23 @@ class EtcdProcess:
         self.options: tuple[str, ...] = ()
 
     def start(self, wait: bool = True) -> None:
+        """Start the server. wait: until it answers. Another test may have its port while it does not run, and give it back."""
+        self._launch()
+        if wait:
+            until(self._answers_or_starts_again, f"{self.endpoint} answers")
+
+    def _answers_or_starts_again(self) -> bool:
+        if self.process.poll() is not None:
+            self._launch()
+        return self.answers()
+
+    def _launch(self) -> None:
         command = [
             "etcd", "--name", self.name, "--data-dir", str(self.folder), "--initial-cluster", self.peers,
             "--listen-client-urls", self.endpoint, "--advertise-client-urls", self.endpoint,
             "--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer, *self.options,
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        if wait:
-            until(self.answers)
 
     def answers(self) -> bool:
         """Return whether the server answers, be it with a refusal."""

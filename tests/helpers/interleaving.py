@@ -111,7 +111,9 @@ class RandomScheduler(Scheduler):
             elif draw < 0.7 and current.asleep_until <= now:
                 return current
         awake = [a for a in living if a.asleep_until <= now] or living
-        return self._rng.choices(awake, [self._late if actor.is_late_call else 1.0 for actor in awake])[0]
+        if self._late != 1.0:
+            return self._rng.choices(awake, [self._late if actor.is_late_call else 1.0 for actor in awake])[0]
+        return self._rng.choice(awake)
 
 
 class Interleaving(Steps):

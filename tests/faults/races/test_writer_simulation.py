@@ -75,7 +75,9 @@ def test_a_publication_that_is_not_revoked_is_found(tmp_path: Path, monkeypatch:
 
 
 def test_temporary_files_that_stay_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prepared file of a stopped writer is deleted by the start of the next one, and by its sweep of the step."""
     monkeypatch.setattr(LocalStore, "sweep_temporaries", lambda *_, **__: None)
+    monkeypatch.setattr(LocalStore, "revoke", lambda *_: True)
     must_find("local", tmp_path)
 
 
