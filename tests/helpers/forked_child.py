@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import traceback
@@ -14,6 +15,7 @@ def in_forked_child(call: Callable[[], Any]) -> Any:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        gc.freeze()  # connections of the parent that are garbage abort the child when they are collected there
         try:
             os.write(writing, json.dumps(call()).encode())
             os._exit(0)

@@ -30,6 +30,7 @@ def test_a_full_repository_of_record_does_not_stop_training(
         ck.step(step, state_of(step))
     with pytest.raises(ckpt.SaveFailed, match="the disk is full"):
         ck.wait()
+    until(lambda: "could not be promoted" in caplog.text, "the warning")  # is logged after `wait` has been woken
     assert caplog.text.count("could not be promoted") == 1
     ck.step(8, state_of(8))
     with pytest.raises(ckpt.SaveFailed) as raised:
