@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 from obstore.store import MemoryStore
 
 from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, process_start_ticks, this_process
 from ckpt.repository.lease_records import generation_name
+from ckpt.repository.repository import Repository
 from ckpt.storage.base.store import Store
+from ckpt.storage.local.directory import LocalStore
+from helpers.folders import fast_folder
 from helpers.interleaving import Fate, Steps
 from helpers.stepped_stores import SteppedBucket, SteppedLocalStore
 
@@ -72,3 +76,23 @@ def eventful_store(kind: str, folder: Path, events: Events) -> Store:
     if kind == "local":
         return SteppedLocalStore(folder, events)
     return SteppedBucket(f"memory://{folder.name}", MemoryStore(), events)
+
+
+@pytest.fixture
+def events() -> Events:
+    """Return what happens before operations of the store. A test module imports this fixture, and those that it uses."""
+    return Events()
+
+
+@pytest.fixture(name="repo", params=["local", "bucket"])
+def eventful_repo(request: pytest.FixtureRequest, tmp_path: Path, events: Events) -> Iterator[Repository]:
+    """Yield a repository that nobody has written. `events` precedes the operations of its store."""
+    with fast_folder(tmp_path) as folder:
+        yield Repository(eventful_store(request.param, folder / "run", events))
+
+
+@pytest.fixture(name="repo")
+def local_repo(tmp_path: Path) -> Iterator[Repository]:
+    """Yield a repository in a local directory that nobody has written."""
+    with fast_folder(tmp_path) as folder:
+        yield Repository(LocalStore(folder / "run"))

@@ -25,10 +25,11 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair
 from ckpt.aggregator.maintenance.scrub import scrub_namespace
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
-from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError, Unavailable
+from ckpt.storage.base.errors import StoreError, Unavailable
 from ckpt.storage.registers.sqlite import SqliteRegisters
 from helpers.interleaving import Interleaving, Killed, RandomScheduler
 from helpers.linearizability import Call
+from helpers.namespace_calls import make_call
 from helpers.nodes import directories
 
 PATHS = ("a", "b")
@@ -36,19 +37,6 @@ SIZES = (20, 40_000, 40_000)
 """Bytes of a file: the smaller ones are stored in the record, the others as objects."""
 OLD = -3600.0
 """A grace period after which each object is too old for a write that still runs."""
-
-
-def content(value: str, nbytes: int) -> bytes:
-    """Return bytes that repeat a value, so that a mixture of two files is noticed."""
-    line = f"{value} {nbytes}\n".encode()
-    return (line * (nbytes // len(line) + 1))[:nbytes]
-
-
-def value_of(data: bytes) -> str:
-    """Return the value with which `content` made these bytes."""
-    value, nbytes = data[: data.index(b"\n")].decode().split()
-    assert data == content(value, int(nbytes)), f"the bytes of {value} are mixed with others"
-    return value
 
 
 def described(name: str, call: Callable[[], Any]) -> str:
@@ -171,26 +159,12 @@ class NamespaceSimulation:
         began, ended, result = next(self._clock), math.inf, None
         written = value if kind in ("put", "put_new") else None
         try:
-            result = self._make_call(namespace, kind, path, value, nbytes)
+            result = make_call(namespace, kind, path, value, nbytes)
             ended = next(self._clock)
         except StoreError:  # the call may take place later, or never
             pass
         finally:
             self.history[path].append(Call(client, kind, began, ended, written, result))
-
-    def _make_call(self, namespace: Namespace, kind: str, path: str, value: str, nbytes: int) -> str | None:
-        if kind == "get":
-            try:
-                return value_of(namespace.get(path))
-            except NotFound:
-                return None
-        if kind == "delete":
-            return None if namespace.delete([path]) else "missing"
-        try:
-            namespace.put(path, content(value, nbytes), new=kind == "put_new")
-        except AlreadyExists:
-            return "exists"
-        return None
 
     def add_repair(self, name: str, rounds: int) -> None:
         """Add an actor that repairs the namespace. It deletes each object that no record names, however young."""

@@ -18,42 +18,15 @@ name, seed, count, log, offset, configuration = sys.argv[1:]
 right_clock = time.time
 time.time = lambda: right_clock() + float(offset)
 
+from helpers.namespace_calls import make_call  # noqa: E402
+
 from ckpt.aggregator.cluster.config import config_from_table  # noqa: E402
 from ckpt.aggregator.file_io.namespace import Namespace  # noqa: E402
-from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError  # noqa: E402
+from ckpt.storage.base.errors import StoreError  # noqa: E402
 
 FILES = ("a", "b", "folder/c")
 SIZES = (20, 200, 40_000, 300_000)
 """Bytes of a file: two are stored in the record, two as objects."""
-
-
-def content(value: str, nbytes: int) -> bytes:
-    """Return bytes that begin with a value and repeat it, so that a mixture of two files is noticed."""
-    line = f"{value} {nbytes}\n".encode()
-    return (line * (nbytes // len(line) + 1))[: max(nbytes, len(line))]
-
-
-def value_of(data: bytes) -> str:
-    """Return the value with which `content` made these bytes."""
-    value, nbytes = data[: data.index(b"\n")].decode().split()
-    assert data == content(value, int(nbytes)), f"the bytes of {value} are mixed with others"
-    return value
-
-
-def call(namespace: Namespace, kind: str, file: str, value: str, nbytes: int) -> str | None:
-    """Make one call and return its result, as `helpers.linearizability.Call` has it."""
-    if kind == "get":
-        try:
-            return value_of(namespace.get(file))
-        except NotFound:
-            return None
-    if kind == "delete":
-        return None if namespace.delete([file]) else "missing"
-    try:
-        namespace.put(file, content(value, nbytes), new=kind == "put_new")
-    except AlreadyExists:
-        return "exists"
-    return None
 
 
 def main() -> None:
@@ -66,7 +39,7 @@ def main() -> None:
         began = {"number": number, "kind": kind, "file": file, "value": value, "began": time.monotonic()}
         os.write(out, f"{json.dumps(began)}\n".encode())
         try:
-            ended = {"result": call(namespace, kind, file, value, nbytes), "ended": time.monotonic()}
+            ended = {"result": make_call(namespace, kind, file, value, nbytes), "ended": time.monotonic()}
         except StoreError as error:  # the call may take place later, or never
             ended = {"error": f"{type(error).__name__}: {error}"}
         os.write(out, f"{json.dumps({'number': number} | ended)}\n".encode())

@@ -21,6 +21,7 @@ from helpers.node_fixtures import DATA, bytes_by_way, files, open_objects
 from helpers.node_fixtures import local_node as local_node
 from helpers.node_fixtures import node as node
 from helpers.nodes import LocalNode, NodeProcess
+from helpers.processes import until
 
 import ckpt
 from ckpt.storage.base.errors import NoSpace, NotFound, StoreError, Unavailable
@@ -159,9 +160,8 @@ def test_the_space_of_a_vanished_client_is_freed_after_its_lease(tmp_path: Path,
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
         with writer:
-            while any(os.stat(fd).st_blocks for fd in open_files):  # the file is emptied after its lease has ended
-                assert time.monotonic() < deadline, "a deleted file that a client has open takes space"
-                time.sleep(0.05)
+            # The file is emptied after its lease has ended.
+            until(lambda: not any(os.stat(fd).st_blocks for fd in open_files), "a deleted file that is open takes no space")
             writer.append(memoryview(DATA))
             assert writer.commit() == len(DATA)
         assert [path.name for path in files(node.folder)] == ["b"]
@@ -187,10 +187,7 @@ def test_a_client_that_returns_after_its_lease_is_refused(tmp_path: Path) -> Non
             later.commit()
         for writer in (late, later):
             writer.abort()
-        deadline = time.monotonic() + 30
-        while (files(node.folder) or open_objects()) and time.monotonic() < deadline:
-            time.sleep(0.05)  # the node refuses an expired upload before it has deleted the file
-        assert not files(node.folder)
+        until(lambda: not files(node.folder), "the files are deleted")  # after the node has refused the expired uploads
         assert not open_objects()
     finally:
         node.close()

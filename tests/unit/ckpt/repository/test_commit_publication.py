@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.failing_store import FailingStore, failing
-from helpers.folders import fast_folder
 from helpers.lease_writers import Events, elsewhere, eventful_store, put_lease_record
+from helpers.lease_writers import eventful_repo as eventful_repo
+from helpers.lease_writers import events as events
 from helpers.written_steps import commit_of
 
 from ckpt.errors import Fenced
@@ -24,19 +25,6 @@ from ckpt.storage.base.errors import IntegrityError, NotFound, Unavailable
 
 NAME = commit_name(7)
 FIRST, SECOND, THIRD = (commit_of(7, f"0-1-{serial}") for serial in range(3))
-
-
-@pytest.fixture
-def events() -> Events:
-    """Return what happens before operations of the store."""
-    return Events()
-
-
-@pytest.fixture(params=["local", "bucket"])
-def repo(request: pytest.FixtureRequest, tmp_path: Path, events: Events) -> Iterator[Repository]:
-    """Yield a repository that nobody has written."""
-    with fast_folder(tmp_path) as folder:
-        yield Repository(eventful_store(request.param, folder / "run", events))
 
 
 @pytest.fixture

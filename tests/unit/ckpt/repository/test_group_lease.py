@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.failing_store import FailingStore
-from helpers.folders import fast_folder
 from helpers.forked_child import in_forked_child
 from helpers.lease_writers import dead, elsewhere, living, put_lease_record
+from helpers.lease_writers import local_repo as local_repo
 
 from ckpt.errors import RanksMissing
 from ckpt.format import json_records
@@ -19,17 +18,9 @@ from ckpt.repository.group_lease import GroupLease, acquire_group_lease, rank_0_
 from ckpt.repository.lease_records import EndMarker, generation_name, lease_holder
 from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import SerialCounter, WriterLease
-from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import temporary_name
 
 BILLION = 10**9
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    """Yield a repository that nobody has written."""
-    with fast_folder(tmp_path) as folder:
-        yield Repository(LocalStore(folder / "run"))
 
 
 @pytest.fixture

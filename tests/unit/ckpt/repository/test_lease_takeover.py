@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from helpers.failing_store import failing
-from helpers.folders import fast_folder
 from helpers.lease_writers import Events, dead, elsewhere, eventful_store, living, put_lease_record
+from helpers.lease_writers import eventful_repo as eventful_repo
+from helpers.lease_writers import events as events
 from helpers.messages import one_line
 
 from ckpt.errors import Fenced, RepositoryBusy
@@ -23,19 +24,6 @@ from ckpt.storage.base.store import Buffer, Store
 from ckpt.storage.local.directory import LocalStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="detects live processes by /proc")
-
-
-@pytest.fixture
-def events() -> Events:
-    """Return what happens before operations of the store."""
-    return Events()
-
-
-@pytest.fixture(params=["local", "bucket"])
-def repo(request: pytest.FixtureRequest, tmp_path: Path, events: Events) -> Iterator[Repository]:
-    """Yield a repository that nobody has written."""
-    with fast_folder(tmp_path) as folder:
-        yield Repository(eventful_store(request.param, folder / "run", events))
 
 
 def test_the_first_lease_has_generation_one(repo: Repository) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from helpers.folders import fast_folder
-from helpers.lease_writers import Events, eventful_store, put_lease_record
+from helpers.lease_writers import Events, put_lease_record
+from helpers.lease_writers import eventful_repo as eventful_repo
+from helpers.lease_writers import events as events
 from helpers.written_steps import attempt_files, commit_of, put_attempt, put_step
 
 from ckpt.errors import Fenced
@@ -22,19 +20,9 @@ OLDER, NEWER = "0-1-0", "0-2-0"
 """Attempts of the earlier writer, and of the one that sweeps."""
 
 
-@pytest.fixture
-def events() -> Events:
-    """Return what happens before operations of the store."""
-    return Events()
-
-
-@pytest.fixture(params=["local", "bucket"])
-def repo(request: pytest.FixtureRequest, tmp_path: Path, events: Events) -> Iterator[Repository]:
-    """Yield a repository in which writer 1 has begun."""
-    with fast_folder(tmp_path) as folder:
-        repo = Repository(eventful_store(request.param, folder / "run", events))
-        put_lease_record(repo.store, 1)
-        yield repo
+@pytest.fixture(autouse=True)
+def writer_1_has_begun(repo: Repository) -> None:
+    put_lease_record(repo.store, 1)
 
 
 def files(repo: Repository) -> set[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.failing_store import FailingStore
-from helpers.folders import fast_folder
 from helpers.forked_child import in_forked_child
 from helpers.lease_writers import elsewhere, put_lease_record
+from helpers.lease_writers import local_repo as local_repo
 from helpers.messages import one_line
 
 from ckpt.errors import Fenced
@@ -26,13 +25,6 @@ from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import temporary_name
 
 ALONE = AttemptSeries(None, 0, 0, 0)
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    """Yield a repository that nobody has written."""
-    with fast_folder(tmp_path) as folder:
-        yield Repository(LocalStore(folder / "run"))
 
 
 @pytest.fixture
