@@ -209,7 +209,7 @@ class WriterLease:
 
     def explain_failure(self, error: BaseException | None) -> BaseException | None:
         """Return the error of a save, or Fenced instead if a newer writer took over, because it may have deleted the files."""
-        if not isinstance(error, StoreError) or isinstance(error, (Fenced, Unavailable)):
+        if not isinstance(error, StoreError) or isinstance(error, Unavailable):
             return error
         try:
             fenced = self.lease_error()

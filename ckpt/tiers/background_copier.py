@@ -200,12 +200,13 @@ class BackgroundCopier:
     def _copy_ended(self, step: int, error: Exception | None) -> None:
         if isinstance(error, IntegrityError):
             mark_damaged_in_all_tiers(self._source, [step])  # the next save must not refer to its blocks
+        self._log_failure(step, error)  # before those who wait see the error
         with self._condition:
             self._current_step = None
             self._attempt_count += 1
             self._error = error
             if error is None:
-                self._retry_seconds, self._logged_failure = _RETRY_SECONDS[0], ""
+                self._retry_seconds = _RETRY_SECONDS[0]
             elif isinstance(error, Fenced):
                 self._closing, self._waiting_step = True, None
             elif not isinstance(error, IntegrityError):
@@ -213,13 +214,15 @@ class BackgroundCopier:
                     self._waiting_step = step
                 self._retry_at = time.monotonic() + self._retry_seconds
                 self._retry_seconds = min(2 * self._retry_seconds, _RETRY_SECONDS[1])
-            failure_key = f"{type(error).__name__} {step}" if isinstance(error, IntegrityError) else type(error).__name__
-            is_new_failure, self._logged_failure = (
-                error is not None and failure_key != self._logged_failure,
-                failure_key if error is not None else "",
-            )
             self._condition.notify_all()
-        if is_new_failure:
+
+    def _log_failure(self, step: int, error: Exception | None) -> None:
+        """Log the failure of a copy, unless the copy before it failed in the same way."""
+        before, self._logged_failure = self._logged_failure, ""
+        if error is None:
+            return
+        self._logged_failure = f"{type(error).__name__} {step}" if isinstance(error, IntegrityError) else type(error).__name__
+        if self._logged_failure != before:
             log.warning(
                 "step %d could not be promoted to %s: %s; the nearer tier keeps it%s", step, self._target.repo.url, error,
                 "" if isinstance(error, (Fenced, IntegrityError)) else ", and the copy is retried",

@@ -46,6 +46,7 @@ def test_competing_clients_see_one_history(tmp_path: Path, seed: int, members: i
     inner: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(members)}
     rate = draw.choice([0.0, 0.02, 0.1, 0.25])
     results: list[tuple[str | None, list[str]]] = []
+    unanswered: list[str] = []
     lock = threading.Lock()
 
     def client(number: int) -> None:
@@ -63,7 +64,9 @@ def test_competing_clients_see_one_history(tmp_path: Path, seed: int, members: i
                     seen, added = words(replicated.read(["x"])["x"]), None
                 else:
                     seen, added = words(replicated.update(["x"], add, expect_absent=mine.random() < 0.2)["x"]), word
-            except Unavailable:
+            except Unavailable:  # a lost call, or one that a busy machine did not answer within the timeout
+                with lock:
+                    unanswered.append(word)
                 continue
             with lock:
                 results.append((added, seen))
@@ -78,8 +81,8 @@ def test_competing_clients_see_one_history(tmp_path: Path, seed: int, members: i
     for added, seen in results:
         assert end[: len(seen)] == seen, f"seed {seed}: {seen} was returned, but the last value is {end}"
         assert added is None or added in seen
-    if rate == 0:
-        assert sum(added is not None for added, _ in results) == len(end)
+    acknowledged = {added for added, _ in results if added is not None}
+    assert acknowledged <= set(end) <= acknowledged.union(unanswered)
 
 
 def test_a_half_done_change_is_settled_by_a_read(tmp_path: Path) -> None:
