@@ -128,7 +128,7 @@ class EtcdClient:
         return _parse_int(self._call("lease/grant", {"TTL": str(max(1, round(lease_seconds)))}), "ID")
 
     def keep_lease_alive(self, lease: int) -> bool:
-        """Restart the time of a lease; return False where the lease does not exist any more."""
+        """Restart the time of a lease; return False where the lease does not exist any more. Raises Unavailable."""
         answer = self._call("lease/keepalive", {"ID": str(lease)})
         if not isinstance(result := answer.get("result"), dict):  # the answer is a stream, whose errors have HTTP status 200
             raise Unavailable(

@@ -37,6 +37,8 @@ def replace_layout(
 
     Return whether no record needs the old objects any more; they are deleted then. fence_number: the number that was read
     before the new objects were written. kept_objects: old objects that are not deleted.
+
+    Raises StoreError if another repair has deleted the new objects.
     """
     assert old.layout is not None
     before = {o.name for o in old.layout.objects}

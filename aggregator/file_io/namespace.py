@@ -127,7 +127,7 @@ class Namespace(NamespaceRecords):
         return [path for path in every if path in deleted or path in possibly_deleted]
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file, and replace a file at the new name. Raises NotFound.
+        """Rename a file, and replace a file at the new name. Raises NotFound, and StoreError if the file was changed meanwhile.
 
         Nothing is copied. A crash may leave the file under its old name or under both names; a scrub then finds out which
         objects are still needed.

@@ -113,7 +113,7 @@ class FileWriter(Writer):
         return start
 
     def write_at(self, start: int, data: memoryview) -> None:
-        """Write a range of the file that was not written yet. Ranges that are never written are zeros."""
+        """Write a range of the file that was not written yet. Ranges that are never written are zeros. Raises StoreError."""
         with self._lock:
             if self._is_finished:
                 raise StoreError(f"{self._path} was committed or aborted already; create it again to write it")
@@ -264,7 +264,7 @@ class FileWriter(Writer):
         """Make the file durable and visible, and return its record.
 
         Raises AlreadyExists or Changed where the condition does not hold: then nothing was published. After Unavailable the
-        file may have been published.
+        file may have been published. Raises StoreError if an append failed, or the file was published or aborted already.
         """
         if self._is_finished:
             raise StoreError(f"{self._path} was committed or aborted already; create a new writer")

@@ -125,7 +125,10 @@ class NamespaceRecords(Membership):
     def update_records_fenced(
         self, fence_number: int, names: Sequence[str], decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False
     ) -> dict[str, RegisterValue | None]:
-        """Change many registers as `update_record_fenced` does, and return their values after the change by name."""
+        """Change many registers as `update_record_fenced` does, and return their values after the change by name.
+
+        Raises Unavailable if the members change all the time.
+        """
         until = time.monotonic() + 2 * self.commit_timeout_seconds
         while True:
             outcome = self._replicated_registers.update_fenced(fence_number, names, decide, expect_absent)

@@ -161,7 +161,7 @@ class ReplicatedRegisters:
         self._run_two_phases(paths, RegisterUpdate(keep_value, on_all_members=on_all_members))
 
     def retry_outdated(self, call: Callable[[], T]) -> T:
-        """Return the result of a call; repeat the call where it used an outdated ring."""
+        """Return the result of a call; repeat the call where it used an outdated ring. Raises Unavailable."""
         until = time.monotonic() + 2 * self._deadline_seconds
         while True:
             try:

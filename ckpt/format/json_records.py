@@ -75,7 +75,7 @@ class CommitRecord:
     version: str
     """The version of ckpt that wrote the record."""
     line: int = 0
-    """The line of training of the step."""
+    """The training line of the step."""
     left: Ancestry = ()
     """The last step of each older line that belongs to the history of this one. See training_lines.py."""
     codec_choices: tuple[CodecChoice, ...] = ()
@@ -87,7 +87,7 @@ class CommitRecord:
 
     @property
     def training_line(self) -> TrainingLine:
-        """The line of training of the step."""
+        """The training line of the step."""
         return TrainingLine(self.line, self.left)
 
     def files(self) -> list[str]:
@@ -155,7 +155,10 @@ def sign_commit(commit: CommitRecord, keys: Keys) -> CommitRecord:
 
 
 def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord:
-    """Return the commit record in `data`; raise the errors of `decode`, and SignatureError if none of `keys` signed it."""
+    """Return the commit record in `data`.
+
+    Raises FormatError and IntegrityError as `decode` does, and SignatureError if none of `keys` signed it.
+    """
     body = decode("commit", data, where)
     commit = parse_body(CommitRecord, body, where)
     try:
@@ -170,7 +173,7 @@ def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord
 
 def _commit_body(commit: CommitRecord) -> dict[str, Any]:
     body = asdict(commit)
-    if not commit.line:  # records without roll-backs keep the bytes that they had before lines of training were added
+    if not commit.line:  # records without roll-backs keep the bytes that they had before training lines were added
         del body["line"], body["left"]
     if not commit.codec_choices:
         del body["codec_choices"]

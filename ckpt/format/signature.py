@@ -112,7 +112,8 @@ def as_keys(option: KeyOption | Keys) -> Keys:
 def read_key_file(file: Path) -> Keys:
     """Return the keys in a file.
 
-    Each line is one key in hexadecimal digits. Empty lines and lines that begin with # are ignored.
+    Each line is one key in hexadecimal digits. Empty lines and lines that begin with # are ignored. Raises InvalidArgument if
+    the file can't be read, or a line is not a key.
     """
     try:
         lines = [line.strip() for line in file.read_text("ascii").splitlines()]

@@ -23,6 +23,8 @@ def read_own_values(
 
     In another layout, ranks may need equal values that had different ones: those that share a layer under tensor parallelism.
     So all ranks load the first rank's value if their number has changed, or if an array is divided in a way that no array was.
+
+    Raises IntegrityError if the manifest lacks a leaf of the tree.
     """
     mine = {name for name, ranks in matcher.own_ranks.items() if group.rank in ranks}
     if group.size != checkpoint.commit.world_size or not mine:

@@ -76,7 +76,7 @@ class TargetMatcher:
         return found
 
     def rebuild(self, node: Node) -> Finish:
-        """Plan to load all of `node` into new arrays; return the function that returns the loaded value."""
+        """Plan to load all of `node` into new arrays; return the function that returns the loaded value. Raises FormatError."""
         try:
             return rebuild(node, self._new_array)
         except TreeError as error:

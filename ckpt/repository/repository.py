@@ -305,7 +305,7 @@ def open_repository(url: Url, key: KeyOption | Keys = None) -> Repository:
 
 
 def resolve_url(url: Url | None) -> Url:
-    """Return `url`, or without one the URL in the environment."""
+    """Return `url`, or without one the URL in the environment. Raises InvalidArgument if there is none."""
     if url is not None:
         return url
     if not (from_environment := os.environ.get(DIRECTORY_VARIABLE)):

@@ -37,13 +37,13 @@ class Keep:
 
         ckpt.Checkpointer(url, every=100, keep=ckpt.Keep(last=3, every=1000))
 
-    last: how many of the newest good steps to keep. A step that is known to be damaged does not count.
+    last: how many of the newest complete steps to keep. A step that is known to be damaged does not count.
     every: keep every step whose number this divides, permanently; None keeps no such steps.
     copies: how many copies of blocks that do not change are on the disk. A step then refers to no block to which one of the
         `copies - 1` steps before it refers, so that one damaged block affects only one in `copies` steps.
 
     What was saved last is the newest, whatever its number. So after a roll-back the abandoned steps are deleted first, when
-    there are `last` good steps without them. Steps of another run that were set aside are never deleted.
+    there are `last` complete steps without them. Steps of another run that were set aside are never deleted.
 
     Raises:
         InvalidArgument: A number is not positive, or `copies` is larger than `last`.
@@ -64,7 +64,7 @@ class Keep:
 
 
 def as_keep(keep: int | Keep | None) -> Keep | None:
-    """Return the `Keep` that the argument keep= means; a number is `Keep(last=number)`."""
+    """Return the `Keep` that the argument keep= means; a number is `Keep(last=number)`. Raises InvalidArgument."""
     if keep is None or isinstance(keep, Keep):
         return keep
     if (number := as_integer(keep)) is None:
@@ -75,7 +75,7 @@ def as_keep(keep: int | Keep | None) -> Keep | None:
 def expired_steps(steps: Iterable[int], good: Iterable[int], keep: Keep, order: Sequence[int] | None = None) -> list[int]:
     """Return the steps to delete, the oldest first. This is a pure function.
 
-    No step newer than the oldest of the last good steps is deleted. With fewer good steps than `keep.last`, none is.
+    No step newer than the oldest of the last complete steps is deleted. With fewer complete steps than `keep.last`, none is.
 
     order: all steps from the oldest to the newest, if that is not the order of their numbers; abandoned steps come first.
     """
@@ -137,7 +137,7 @@ def sweep(
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """The commit records of a repository, by step. The sets are of steps whose record is no good."""
+    """The commit records of a repository, by step. The sets are of steps whose record can't be used."""
 
     commits: dict[int, CommitRecord] = field(default_factory=dict)
     """All that could be decoded, those in `unsigned` included."""
@@ -168,7 +168,7 @@ def _read_records(repo: Repository, sizes: Mapping[str, int]) -> _Records:
             else:  # it was just listed, and no other process deletes here
                 log.warning("nothing that step %d may need is deleted: %s", step, error)
                 found.unreadable.add(step)
-        except SignatureError:  # not a good step, but its files stay as long as its record does
+        except SignatureError:  # does not count as complete, but its files stay as long as its record does
             found.unsigned.add(step)
         except IntegrityError:
             found.damaged.add(step)

@@ -350,7 +350,7 @@ def _require_utf8(name: str) -> None:
 
 
 def encode_key(key: Any, path: str) -> Node:
-    """Return a dict key as JSON: a string as it is, another plain value in a list of one item."""
+    """Return a dict key as JSON: a string as it is, another plain value in a list of one item. Raises UnsupportedLeaf."""
     if type(key) is str:
         return key
     if type(key) is np.str_:

@@ -17,7 +17,7 @@ from ckpt.storage.base.errors import InvalidArgument
 
 
 def checked_positive(name: str, value: Any, what: str) -> int:
-    """Return a whole number of at least 1 as int, also one of numpy. what: the values that are allowed, for the message."""
+    """Return a whole number of at least 1 as int, also one of numpy. what: the allowed values. Raises InvalidArgument."""
     number = as_integer(value)
     if number is None or number < 1:
         raise InvalidArgument(f"{name}={value!r}: use {what}")
@@ -39,7 +39,7 @@ def checked_bytes(name: str, value: Any) -> int | None:
 
 
 def checked_seconds(name: str, value: Any) -> float:
-    """Return a time to wait in seconds, which may be infinite."""
+    """Return a time to wait in seconds, which may be infinite. Raises InvalidArgument if it is not positive."""
     try:
         seconds = 0.0 if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError):
@@ -50,7 +50,7 @@ def checked_seconds(name: str, value: Any) -> float:
 
 
 def checked_patterns(value: Any) -> tuple[str, ...] | None:
-    """Return the option `only`, names and patterns of leaves, as a tuple; None for no selection."""
+    """Return the option `only`, names and patterns of leaves, as a tuple; None for no selection. Raises InvalidArgument."""
     if value is None:
         return None
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)

@@ -23,7 +23,10 @@ answer."""
 
 
 def own_memory_folder(base: Path = Path("/dev/shm")) -> Path:
-    """Return a folder in shared memory that belongs to this user alone, and create it if it does not exist."""
+    """Return a folder in shared memory that belongs to this user alone, and create it if it does not exist.
+
+    Raises StoreError if it belongs to another user, or can't be created.
+    """
     folder = base / f"ckpt-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -58,7 +58,7 @@ class SpikeDetector:
 
 
 def spike_detector_from_env(environ: Mapping[str, str] = os.environ) -> SpikeDetector | None:
-    """Return the detector that the environment describes, or None if detection is off."""
+    """Return the detector that the environment describes, or None if detection is off. Raises InvalidArgument."""
     if not (factor := environ.get(FACTOR_VARIABLE)):
         return None
     try:

@@ -12,7 +12,10 @@ RESTORE_STEP_LIMIT_VARIABLE = "CKPT_BEFORE"
 
 
 def restore_step_limit_from_env(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number below which to restore, from the environment; None to restore the newest step."""
+    """Return the number below which to restore, from the environment; None to restore the newest step.
+
+    Raises InvalidArgument if it is not a number.
+    """
     if not (text := environ.get(RESTORE_STEP_LIMIT_VARIABLE)):
         return None
     if not text.isdecimal():

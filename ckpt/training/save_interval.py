@@ -45,7 +45,7 @@ def posterior_mtbf_seconds(uptime_seconds: float, failures: int, prior_seconds: 
 
 
 def mtbf_seconds_from_env(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the mean seconds between failures from the environment, or the default."""
+    """Return the mean seconds between failures from the environment, or the default. Raises InvalidArgument."""
     text = environ.get(MTBF_VARIABLE, "")
     try:
         seconds = float(text) if text else DEFAULT_MTBF_SECONDS

@@ -16,7 +16,7 @@ LAUNCHERS = ("local", "mpiexec", "slurm", "torchrun", "k8s")
 
 
 def host_name(launcher: str, environ: Mapping[str, str]) -> str:
-    """Return the name by which a launcher knows this host."""
+    """Return the name by which a launcher knows this host. Raises InvalidArgument if its variable is no number."""
     if launcher == "slurm" and environ.get("SLURMD_NODENAME"):
         return environ["SLURMD_NODENAME"]
     if launcher == "torchrun" and (number := environ.get("GROUP_RANK")):
@@ -60,7 +60,7 @@ def launcher_hint(launcher: str, command: Sequence[str]) -> str:
     if launcher != "local" or name not in ("mpiexec", "mpirun", "srun"):
         return ""
     better = "srun … ckpt-run --launcher slurm" if name == "srun" else "ckpt-run -n RANKS --launcher mpiexec"
-    return f"{name} and all that it starts are one rank here (WORLD_SIZE=1); `{better} -- PROGRAM` knows each"
+    return f"{name} and all that it starts are one rank here (WORLD_SIZE=1); start `{better} -- PROGRAM` to watch each rank"
 
 
 def host_count(launcher: str, environ: Mapping[str, str]) -> int | None:
@@ -75,6 +75,8 @@ def host_address(state: str | None) -> str:
     It is the source address of packets to the run log's server. It is the loopback address if the run log is a file.
 
     state: the URL of the run log in etcd; None: a file.
+
+    Raises InvalidArgument if it is not such a URL, and CkptError if the server can't be reached.
     """
     if state is None:
         return "127.0.0.1"
@@ -99,7 +101,8 @@ def lock_run(folder: Path) -> int:
 def lock_host_name(folder: Path, name: str) -> tuple[int, str]:
     """Lock a host name for this agent until it ends, and return the descriptor and the name.
 
-    If another agent has locked the name, as a second agent on the same host, a number is appended.
+    If another agent has locked the name, as a second agent on the same host, a number is appended. Raises CkptError if too many
+    have.
     """
     # A shared lock: other agents may use the folder, but a run on one host may not.
     _lock(folder, "lock", _in_use_message(folder), fcntl.LOCK_SH)

@@ -40,12 +40,14 @@ def start(
     fork_servers: ForkServers | None = None,
     through_mpi: bool = False,
 ) -> list[RankProcess]:
-    """Start the ranks of this host. Raises CkptError if the command can't be started; then no rank runs.
+    """Start the ranks of this host. Raises CkptError if the command can't be started, and Unavailable if not now.
 
     pages: the folder of the heartbeat pages.
     logs: the folder of the logs of this attempt.
     fork_servers: fork the ranks for a warm start, if that is possible.
     through_mpi: whether mpiexec starts the ranks.
+
+    After an error, no rank runs.
     """
     numbers = range(spec.first_rank, spec.first_rank + spec.rank_count)
     files = [logs / f"rank-{number}.log" for number in numbers]

@@ -33,7 +33,7 @@ def wrapper_environment(first: int, page: str, log: str) -> dict[str, str]:
 
 
 def mpi_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank that MPI has given this process."""
+    """Return the rank that MPI has given this process. Raises CkptError for an unknown MPI."""
     for variable in _RANK_VARIABLES:
         if environ.get(variable, "").isdigit():
             return int(environ[variable])
@@ -41,7 +41,7 @@ def mpi_rank(environ: Mapping[str, str]) -> int:
 
 
 def main(wrapped: Sequence[str]) -> None:
-    """Set up the environment of the rank and execute the program."""
+    """Set up the environment of the rank and execute the program. Raises CkptError if that can't be started."""
     from ckpt.training import heartbeat_page
 
     local = mpi_rank(os.environ)

@@ -15,7 +15,7 @@ _STUCK_SECONDS = 60.0
 
 
 def stop_ranks(ranks: Sequence[RankProcess], mark: str) -> None:
-    """End the ranks, and all processes with the mark of this agent in their environment."""
+    """End the ranks, and all processes with the mark of this agent in their environment. Raises CkptError if that fails."""
     process_kill.kill_sessions([rank.process.pid for rank in ranks], mark)
     until = time.monotonic() + _STUCK_SECONDS
     for rank in ranks:

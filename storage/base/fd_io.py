@@ -38,7 +38,11 @@ _REFUSED_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 @contextmanager
 def convert_os_errors(action: str, where: str) -> Iterator[None]:
-    """Turn an OSError into a StoreError. action: such as "reading"; where: the file."""
+    """Turn an OSError into NotFound, AlreadyExists, NoSpace, Refused or another StoreError.
+
+    action: such as "reading".
+    where: the file.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -172,7 +176,7 @@ class AppendFile:
 
     @contextmanager
     def reserve_range(self, nbytes: int) -> Iterator[int]:
-        """Reserve `nbytes` bytes and give their position.
+        """Reserve `nbytes` bytes and give their position. Raises StoreError if the file is closed.
 
         The descriptors stay open until the context ends: otherwise another file could get the same descriptor number.
         """

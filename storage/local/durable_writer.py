@@ -114,6 +114,8 @@ class LocalWriter(Writer):
         """Make the object durable and visible, and return its length.
 
         length: the length in bytes if another process wrote through the descriptors; None otherwise.
+
+        Raises StoreError if the file is shorter than that, or can't be made durable.
         """
         if length is None:
             length = self._file.length

@@ -88,7 +88,7 @@ class Bucket:
         self.registers = BucketRegisters(self._root, self._pool)
 
     def info(self) -> MemberInfo:
-        """Return the identity of this member; its usage is unknown."""
+        """Return the identity of this member; its usage is unknown. Raises StoreError if its record is damaged."""
         try:
             return MemberInfo(str(json.loads(self._root.get("device.json"))["id"]), None, None)
         except NotFound:

@@ -192,7 +192,10 @@ class Device:
         return self._capacity_bytes is not None
 
     def identity(self) -> str:
-        """Return the permanent identity of this device; a new disk mounted at the same path has another one."""
+        """Return the permanent identity of this device; a new disk mounted at the same path has another one.
+
+        Raises StoreError if its file is damaged or can't be read.
+        """
         folder = LocalStore(self.path)
         try:
             with open(os.path.join(self.path, IDENTITY), "rb") as file:
@@ -241,7 +244,10 @@ class Device:
         return found
 
     def quarantine(self, name: str) -> None:
-        """Move a damaged object to the quarantine folder, where readers do not find it and an operator can examine it."""
+        """Move a damaged object to the quarantine folder, where readers do not find it and an operator can examine it.
+
+        Raises StoreError if it can't be moved.
+        """
         target = os.path.join(self.path, QUARANTINE, f"{name.replace('/', '_')}-{secrets.token_hex(4)}")
         make_durable_root(os.path.dirname(target))
         try:

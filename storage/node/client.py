@@ -208,7 +208,7 @@ class NodeStore(Store):
                 yield wire.from_record_batch(chunk.data)
 
     def append(self, key: str, data: memoryview) -> int:
-        """Append to an upload, and return the position of the data in the object."""
+        """Append to an upload, and return the position of the data in the object. Raises Unavailable without an answer."""
         with self.convert_flight_errors("an append"):
             descriptor = flight.FlightDescriptor.for_command(wire.pack([key, len(data), transfer_digest(data)]))
             client = self.next_connection()
@@ -261,7 +261,10 @@ class NodeStore(Store):
 
     @contextmanager
     def convert_flight_errors(self, action: str) -> Iterator[None]:
-        """A context that converts errors of Flight into StoreError and its subclasses. action: names the call in messages."""
+        """A context that converts errors of Flight into Unavailable, Refused, Untrusted, the error of the node, or StoreError.
+
+        action: names the call in messages.
+        """
         try:
             yield
         except flight.FlightError as error:

@@ -48,7 +48,10 @@ class UploadLeases:
         self._is_closed = False
 
     def create(self, name: str, size_hint: int) -> str:
-        """Begin an upload and return its key; raise NoSpace if it does not fit beside what is reserved for other uploads."""
+        """Begin an upload and return its key.
+
+        Raises NoSpace if it does not fit beside what is reserved for other uploads, and Unavailable while the node shuts down.
+        """
         with self._changed:
             if self._is_closed:
                 raise Unavailable(SHUTTING_DOWN)

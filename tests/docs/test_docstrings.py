@@ -144,3 +144,58 @@ def test_each_public_function_and_class_has_a_docstring() -> None:
         if not ast.get_docstring(node) and "overload" not in map(ast.unparse, node.decorator_list)
     ]
     assert missing == []
+
+
+# --- errors of the code below the adapters ---------------------------------------------------------------------------
+
+ERRORS = {
+    node.name: {ast.unparse(base) for base in node.bases}
+    for file in ("storage/base/errors.py", "ckpt/errors.py")
+    for node in ast.parse((ROOT / file).read_text()).body
+    if isinstance(node, ast.ClassDef)
+}
+"""The classes of errors, each with its base classes."""
+
+OF_A_CONTRACT = re.compile(r"\b(See|As in) `Store")
+"""The errors of these methods are those of the abstract method."""
+
+
+def with_bases(error: str) -> set[str]:
+    return {error, "Exception", "BaseException"}.union(*(with_bases(base) for base in ERRORS.get(error, ())))
+
+
+def raised(node: ast.AST) -> Iterator[str]:
+    """Yield the errors that a piece of code constructs and raises, and does not catch itself."""
+    if isinstance(node, ast.Try):
+        caught = {name for handler in node.handlers for name in _names_of(handler)}
+        yield from (error for part in node.body for error in raised(part) if not caught & with_bases(error))
+        yield from (error for part in (*node.handlers, *node.orelse, *node.finalbody) for error in raised(part))
+        return
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) in ERRORS:
+        yield ast.unparse(node.exc.func)
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef):  # who calls an inner function may catch its errors
+            yield from raised(child)
+
+
+def _names_of(handler: ast.ExceptHandler) -> list[str]:
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return ["BaseException" if each is None else ast.unparse(each) for each in types]
+
+
+@pytest.mark.parametrize("folder", ["ckpt", "storage", "aggregator", "recovery"])
+def test_a_public_function_names_the_errors_that_it_raises(folder: str) -> None:
+    """Methods without a docstring have that of their base class. The tests above check adapters."""
+    missing, names = [], 0
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        module = ast.parse(file.read_text())
+        scopes = [module, *(node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name[0] != "_")]
+        for function in (each for scope in scopes for each in scope.body if isinstance(each, ast.FunctionDef)):
+            text = ast.get_docstring(function)
+            if "adapters" in file.parts or function.name.startswith("_") or text is None or OF_A_CONTRACT.search(text):
+                continue
+            found = set(raised(function))
+            names += len(found)
+            missing += [f"{file.name}: {function.name} raises {error}" for error in sorted(found) if error not in text]
+    assert names > 10
+    assert missing == []
