@@ -214,11 +214,14 @@ for line in sys.stdin:
 
 
 def _free_ports(shown: str) -> dict[str, str]:
-    """Return a free port for a port of a page, and with it one for its metrics, 1000 above."""
+    """Return a free port for a port of a page, and with it one for its metrics, 1000 above.
+
+    They have four digits, as those of the pages, so that the columns of tables are as wide as the pages show them.
+    """
     number = int(shown)
     if 8000 <= number < 9000:
         return {shown: _free_ports(str(number - 1000))[shown]} if number >= 8070 else {}
-    for port in range(20_000 + os.getpid() % 5_000, 60_000, 7):
+    for port in range(2_000 + os.getpid() % 4_000, 8_900, 7):
         if _is_free(port) and _is_free(port + 1000):
             return {shown: str(port), str(number + 1000): str(port + 1000)}
     raise AssertionError("no port is free")
