@@ -1,4 +1,4 @@
-# make demo    kill a training in the middle of a save and see it go on as if nothing had happened
+# make demo    kill a training in the middle of a save and see it continue as if nothing had happened
 # make test    all tests            make test-fast   the units alone
 # make test-frameworks   the tests of each framework, in an environment of its own (FRAMEWORKS="keras paddle": these; VERSIONS=lowest;
 #                        ESSENTIAL=1: the essential ones alone)

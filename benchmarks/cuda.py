@@ -6,7 +6,7 @@ In each round, all savers take turns. For each of them it prints the median and 
 
 - stall: the seconds until `save` returns, and the same over the time of one copy of as many bytes to page-locked memory.
 - durable: the seconds until the step is on the disk.
-- step: the time of a training step while the save goes on in the background, over that without a save.
+- step: the time of a training step while the save runs in the background, over that without a save.
 - load: the seconds to fill the same tensors again from the page cache, and the same over the copy from page-locked memory.
 """
 

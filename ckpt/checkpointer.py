@@ -178,7 +178,7 @@ class Checkpointer:
 
         After a roll-back, `ckpt-run` sets CKPT_BEFORE; a step below that number is then restored, if there is one.
 
-        If the restored step is not the newest, the next save opens a new line of training. The steps saved after the restored
+        If the restored step is not the newest, the next save opens a new training line. The steps saved after the restored
         one are then abandoned: they never count as the newest again, and `keep` deletes them first.
 
         Returns:
@@ -517,6 +517,6 @@ class Checkpointer:
 
 
 _CONTINUE_HINT = (
-    "to continue from the last good step, call restore(state) with a lower learning rate or other data; to keep this state, "
-    "call save(step, state), or call step() without loss="
+    "to continue from the newest complete step, call restore(state) with a lower learning rate or other data; to keep this "
+    "state, call save(step, state), or call step() without loss="
 )

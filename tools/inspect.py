@@ -40,7 +40,7 @@ State of a step:
   unfinished  no commit record: a save is running, or was interrupted
 
 \b
-After a roll-back the steps are shown in the order in which they were saved, with their line of training:
+After a roll-back the steps are shown in the order in which they were saved, with their training line:
   abandoned   saved after the step that the roll-back restored; `keep` deletes it first
   set aside   of an earlier run, which this one did not restore; `keep` does not delete it
 

@@ -258,7 +258,7 @@ def _print_findings(namespace: Namespace, found: ScrubReport) -> None:
         emit(f"{member} is missing: {error}")
     if found.insufficient_redundancy:
         emit(
-            f"records outlive fewer members than {found.insufficient_redundancy} says: repair, or name more members and "
+            f"files survive more lost members ({found.insufficient_redundancy}) than their records: repair, or add members and "
             "rebalance"
         )
     if found.unchecked_bytes:

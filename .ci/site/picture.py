@@ -88,7 +88,7 @@ def picture() -> str:
             parts.append(arrow(left.x + left.width + 4, left.y + 36, right.x - 4, right.y + 36))
     parts += [
         f"<line x1='544' y1='48' x2='544' y2='140' stroke='{RED}' stroke-width='2' stroke-dasharray='6 4'/>",
-        words(544, 38, "the training goes on from here", 13, RED),
+        words(544, 38, "the training continues from here", 13, RED),
         Box(780, 172, 164, "manifest, tree", "rows with digests").draw(),
         Box(574, 172, 160, "commit record", "written last", GREEN).draw(),
         arrow(862, 132, 862, 168),

@@ -130,7 +130,7 @@ class Announcement:
     def _log_first_failure(self, error: CkptError) -> None:
         """Log the first failure in a row only: the renewal is tried every few seconds."""
         if not self._last_error:
-            log.warning("can't announce %s, and go on trying: %s", self._description, error)
+            log.warning("can't announce %s, and keep trying: %s", self._description, error)
         self._last_error = str(error)
 
     def _log_recovery(self) -> None:
@@ -156,7 +156,7 @@ def list_members(
 ) -> tuple[ClusterMember, ...]:
     """Return all nodes that ever announced themselves and were not deleted, up or not, ordered by name.
 
-    A value that can't be read is passed over with a warning that names its key.
+    A value that can't be read is skipped with a warning that names its key.
     """
     folder = _key_prefix(check_cluster(cluster))
     items = {item.key: item for item in EtcdClient(endpoints, seconds, access).range(folder)}
@@ -190,7 +190,7 @@ def _parse_announcement(item: EtcdItem) -> AnnouncedNode | None:
             raise Malformed(f"{node.weight} is not a weight")
         return node
     except ValueError as error:  # Malformed and InvalidArgument are subclasses
-        log.warning("%s in etcd can't be read, and is passed over (%s); delete it, the node writes it again", item.key, error)
+        log.warning("%s in etcd can't be read, and is skipped (%s); delete it, the node writes it again", item.key, error)
         return None
 
 

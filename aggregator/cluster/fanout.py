@@ -143,7 +143,7 @@ class FanOut:
     ) -> tuple[dict[str, T], dict[str, StoreError]]:
         """Make all calls. Return the answers and errors by member, as soon as `is_enough`, or all are done, or time is over.
 
-        Late calls go on in the background. A member that is down is called only if the answers of the others are not enough.
+        Late calls continue in the background. A member that is down is called only if the answers of the others are not enough.
 
         is_acceptable: whether the caller can do with these answers; the wait for the others is short then. skip_failed: never
         call members that are down. mark_late: a member that has not answered in time counts as down.

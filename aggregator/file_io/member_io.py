@@ -89,7 +89,7 @@ class MemberIO:
     def discard(self, names: Mapping[str, Sequence[str]], wait_for_slow_nodes: bool = False) -> None:
         """Delete objects, given by member. Objects that can't be deleted now are found by a scrub.
 
-        wait_for_slow_nodes: wait for nodes as long as for a commit; by default a slow node goes on in the background after
+        wait_for_slow_nodes: wait for nodes as long as for a commit; by default a slow node continues in the background after
         three seconds. Directories and buckets are always waited for.
         """
         open_members = self.open_members

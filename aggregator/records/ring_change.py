@@ -1,4 +1,4 @@
-"""Changes of the record ring: records move to other members, or to more of them, while clients go on.
+"""Changes of the record ring: records move to other members, or to more of them, while clients continue.
 
 A member that is removed leaves the ring, and new members join it. A change makes two new rings. A majority of the old members
 accepts each of them, and most of the new members must have the second:

@@ -24,7 +24,7 @@ OTHER_DRAWS = (
 """What to do where `other_draws` has found names."""
 
 PERSISTENT_WORKERS = (
-    "persistent workers of the data loader go on with their random numbers from epoch to epoch, which a resumed run does not "
+    "persistent workers of the data loader continue their random numbers from epoch to epoch, which a resumed run does not "
     "repeat: if the dataset or collator draws there, use {option}"
 )
 """What a resumed run must know where the loader has persistent workers."""

@@ -1,4 +1,4 @@
-"""Lines of training: which steps are the history of the newest step, and which a roll-back abandoned. Pure.
+"""Training lines: which steps are the history of the newest step, and which a roll-back abandoned. Pure.
 
 A *line* is a sequence of saves in which each continues from the one before. Lines are numbered from 0. A run that goes back to
 an older step and then saves opens a new line. Steps are ordered by (line, step number): all steps saved after the roll-back are
@@ -21,7 +21,7 @@ Ancestry = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TrainingLine:
-    """A line of training: its number, and how much of each older line is its history."""
+    """A training line: its number, and how much of each older line is its history."""
 
     number: int = 0
     ancestry: Ancestry = ()

@@ -45,7 +45,7 @@ class ContactLoss:
         """The message for the user of this host."""
         return (
             f"no contact for {self.seconds:.1f} s: the state and {self._other_hosts} can't be reached. The ranks here are "
-            "ended, as the others may go on without them. Check the network; this host takes part again when it is back"
+            "ended, as the others may continue without them. Check the network; this host takes part again when it is back"
         )
 
     @property

@@ -42,13 +42,13 @@ def draft_while_stopping(
     if cause is not None and uses_ckpt and cause.cause not in ("exit", "hang"):
         if run_state.left_out:  # nobody requested this stop, so the failure is the cause of the end
             return draft_failure_and_decision(view, cause)
-        detail = f"{cause.detail} before all had saved, as {last.text} asked"
+        detail = f"{cause.detail} while the ranks saved on {last.text},"
         return draft_failure_and_decision(view, replace(cause, cause=_stop_cause(view, asked), detail=detail))
     if ended or is_urgent or view.waited_seconds > spec.grace_seconds:
         detail = (
             f"were ended by {last.text}, with no Checkpointer opened," if not uses_ckpt
-            else f"have ended, as {last.text} asked, but not well: {cause.detail}" if ended and cause is not None
-            else f"have saved and ended, as {last.text} asked" if ended
+            else f"have ended on {last.text}, not all with success ({cause.detail})," if ended and cause is not None
+            else f"have saved and ended on {last.text}" if ended
             else f"were ended by {last.text}; they were not waited for" if is_urgent
             else f"were ended by {last.text}; they had no time to save"
         )  # fmt: skip

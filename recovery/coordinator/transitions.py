@@ -80,7 +80,7 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
     asked = max((r.leaving for r in view.living.values()), default=0)
     staying = {name: report for name, report in view.living.items() if not report.leaving}
     if run_state.end_request or (asked and not staying):
-        return [_draft_end(run_state, run_state.end_request or "it was asked to end", asked)]
+        return [_draft_end(run_state, run_state.end_request or "a signal requested the end", asked)]
     if view.waited_seconds < run_state.wait_seconds:
         return []
     if any(report.doing != "idle" for report in view.maybe_living.values()):
@@ -93,7 +93,7 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
     if choice is None:
         if view.waited_seconds < spec.give_up_seconds:
             return _draft_host_wait_note(view, spec, len(ready))
-        arrived = f"{len(ready)} of {format_count(spec.least, 'host')} came within {spec.give_up_seconds:g} s"
+        arrived = f"{len(ready)} of {format_count(spec.least, 'host')} joined within {spec.give_up_seconds:g} s"
         return [_draft_end(run_state, f"{arrived}; start ckpt-run on more, or lower --min", 0)]
     if hosts := _hosts_awaited_for_memory(view):
         return _draft_memory_wait_note(run_state, hosts)
@@ -137,7 +137,7 @@ def _draft_host_wait_note(view: DecisionInput, spec: RunSpec, arrived: int) -> l
     else:
         then = f"the run gives up {spec.give_up_seconds:g} s after it began to wait"
     advice = f"start the same command on {spec.hosts - arrived} more, with the same --state (agents of one host: --run-dir)"
-    text = f"{arrived} of {spec.hosts} hosts are here; {advice}; {then}"
+    text = f"{arrived} of {spec.hosts} hosts have joined; {advice}; {then}"
     return [draft_note(max(0, view.run_state.attempt), text, NoteFacts(came=arrived))]
 
 
@@ -188,8 +188,8 @@ def _draft_fallback_note(run_state: RunState, reports: Sequence[AgentReport]) ->
     if is_expected or not 0 <= restored < run_state.committed:
         return []
     text = (
-        f"the ranks go on from step {restored}, as no later one is whole: {run_state.committed} was saved. Or the program has "
-        "restored that step by name. Their logs say more"
+        f"the ranks continue from step {restored}, although step {run_state.committed} was saved: the later steps are damaged, "
+        "or the program asked for this one; look at the logs of the ranks"
     )
     return [draft_note(run_state.attempt, text, NoteFacts(restored=restored))]
 
@@ -203,7 +203,7 @@ def _draft_spares_note(view: DecisionInput) -> list[Draft]:
     last_noted = expected if run_state.spares is None else run_state.spares
     if waiting == last_noted or view.ran_seconds < run_state.spec.patience_seconds:
         return []
-    more = "start the same command on more" if waiting < expected else "as many as were asked for"
+    more = "start the same command on more" if waiting < expected else "no more are needed"
     return [draft_note(run_state.attempt, f"{waiting} of {expected} spare hosts wait; {more}", NoteFacts(spares=waiting))]
 
 

@@ -48,7 +48,7 @@ class Failure:
     step_seconds: float = 0.0
     """The duration of one step."""
     line: int = 0
-    """The line of training of the newest committed step; 0 if this attempt committed none."""
+    """The training line of the newest committed step; 0 if this attempt committed none."""
 
     @property
     def newest_committed(self) -> tuple[int, int]:

@@ -63,7 +63,7 @@ def roll_back(history: Sequence[BadLoss], skip: Ranges = ()) -> RollBack:
         return RollBack("retry", f"{what}; the same batches are tried again", skip, None, limit)
     if times > MAX_SKIPS + 1:
         reason = (
-            f"{what}; the {_ordinal(times)} time there, and batches {format_ranges(skip)} were passed over: look at the "
+            f"{what}; the {_ordinal(times)} time there, and batches {format_ranges(skip)} were skipped: look at the "
             "losses in the ranks' logs, in the folder of the run"
         )
         return RollBack("halt", reason, skip)
@@ -71,7 +71,7 @@ def roll_back(history: Sequence[BadLoss], skip: Ranges = ()) -> RollBack:
     reach = 4 ** (times - 2)
     first, end = max(0, _batch_number(last) - reach), _batch_number(last) + reach - 1
     now = merge_ranges([*skip, (first, end)])
-    reason = f"{what}; the {_ordinal(times)} time there: batches {first} to {end} are passed over"
+    reason = f"{what}; the {_ordinal(times)} time there: batches {first} to {end} are skipped"
     return RollBack("skip", reason, now, max(0, last.step - reach), limit)
 
 

@@ -26,7 +26,7 @@ class Budget:
     best_step: int = -1
     """The newest step that was ever committed. After the program has rolled back by itself: the newest of the new line."""
     line: int = 0
-    """The newest line of training of a committed step."""
+    """The newest training line of a committed step."""
     restored: int = -1
     """The step that the last attempt resumed from; -1 none."""
 
@@ -116,9 +116,9 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
     if last.cause == "asked":
         return Decision("halt", what)
     if last.cause == "preempted":
-        return Decision("restart", f"{what}; the others start again from what was saved")
+        return Decision("restart", f"{what}; the others start again from the newest saved step")
     if last.cause == "straggler":
-        return Decision("restart", f"{what}; all start again from what was saved, and leave {last.host} out")
+        return Decision("restart", f"{what}; all but {last.host} start again from the newest saved step")
     if last.cause == "unusable" and all(failure.step < 0 for failure in failures):
         return Decision("halt", f"{what}; another start would not change that{'; ' + advice if last.log else ''}")
     if last.bad is not None and budget.restarts_left >= 0:
@@ -134,7 +134,7 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
     ):
         circumstance = "at the same place, with no newer step saved"
         if last.cause == "damaged":  # do not start from scratch over steps that may still be recovered
-            circumstance = "as no saved step is whole; bring back the files of one, or remove all of them to begin anew"
+            circumstance = "as all saved steps are damaged; restore the files of one, or remove all of them to begin anew"
         return Decision("halt", f"{what}; {alike} times in a row, {circumstance}: {advice}")
     if budget.restarts_left < 0:
         return Decision("halt", f"{what}; {budget.max_restarts} restarts without a newer step: {advice}")
@@ -151,7 +151,7 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
     source = (
         f"from a step before {before}" if before is not None
         else f"from step {last.committed}, or a newer one" if last.committed >= 0
-        else "from what is saved, if anything"
+        else "from the newest saved step, if there is one"
     )  # fmt: skip
     return Decision("restart", f"{what}; all ranks start again {source}", wait)
 

@@ -79,9 +79,7 @@ def main() -> None:
     if refused is not None:
         package, reason = refused
         if len(without) >= _MAX_LEFT_OUT:
-            _exit_not_forkable(
-                control, f"{package}: {reason}; and as many as {_MAX_LEFT_OUT} other packages can't be imported ahead"
-            )
+            _exit_not_forkable(control, f"{package}: {reason}; and {_MAX_LEFT_OUT} other packages can't be pre-imported either")
         _restart(without | {package: reason}, before)
     if not _is_single_threaded():
         _exit_not_forkable(control, "a thread was started late by one of the packages that are imported")

@@ -96,7 +96,7 @@ class RankMonitor:
 
     @property
     def newest_committed(self) -> tuple[int, int]:
-        """Line of training and number of the newest committed step; (0, -1) if there is none."""
+        """Training line and number of the newest committed step; (0, -1) if there is none."""
         return max((beat.line, beat.committed) for beat in self._heartbeats.values())
 
     @property

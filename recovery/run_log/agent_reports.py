@@ -120,7 +120,7 @@ class AgentReport:
     restored: int = -1
     """The step that this attempt resumed from; -1 none."""
     line: int = 0
-    """The line of training of the step that its ranks have committed last; 0 before that."""
+    """The training line of the step that its ranks have committed last; 0 before that."""
     beat: int = 0
     """The number of this report."""
 
@@ -150,7 +150,7 @@ def decode_reports(facts_by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, 
             if name not in _warned_agents:
                 _warned_agents.add(name)
                 log.warning(
-                    "the report of agent %s can't be read, and is passed over (%s); install the same version of ckpt-store "
+                    "the report of agent %s can't be read, and is skipped (%s); install the same version of ckpt-store "
                     "on all hosts", name, error,
                 )  # fmt: skip
     return found

@@ -81,7 +81,7 @@ class RunLog(ABC):
 
 def placeholder_entry(number: int, why: str) -> LogEntry:
     """Return a note that replaces an unreadable entry, so that the later entries keep their numbers. It is logged, too."""
-    text = f"entry {number} of the log of the run is passed over: {why}"
+    text = f"entry {number} of the log of the run is skipped: {why}"
     log.warning("%s", text)
     return LogEntry(number, 0.0, 0, "note", text, {})
 

@@ -66,7 +66,7 @@ class EtcdRunLog(RunLog):
                 refused += 1
                 entries.append(placeholder_entry(number, f"{error}; find out who else writes to {item.key} in etcd"))
         for key in found:
-            self._warn_once(key, "%s in etcd is no entry that follows the others: it is ignored")
+            self._warn_once(key, "%s in etcd is not the next entry of the run log: it is ignored")
         if refused and not after and (refused == len(entries) or not self._signer.has_token):
             raise Refused(
                 f"the log of the run in {folder} is of a job with another token: of {len(entries)} entries {refused} can't be "

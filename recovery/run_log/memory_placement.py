@@ -58,14 +58,14 @@ class NewestStep:
 
     step: int = -1
     durable: int = -1
-    """The newest step of its line of training that is committed outside of the memory of hosts."""
+    """The newest step of its training line that is committed outside of the memory of hosts."""
     memory: MemoryNamespace = MemoryNamespace()
     """The memory of the attempt that saved the newest step that may be restored."""
     at_stake: int = 0
     """How many steps must be repeated if that memory can't be read."""
     step_seconds: float = 0.0
     line: int = 0
-    """The newest line of training on which an attempt has committed a step."""
+    """The newest training line on which an attempt has committed a step."""
 
     def after(self, failure: Failure, memory: MemoryNamespace, rolled_back: bool) -> NewestStep:
         """Return the newest step after one more attempt.

@@ -122,7 +122,7 @@ class RunState:
             try:
                 run_state = _apply_entry(run_state, entry)
             except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-                log.warning("entry %d of the log of the run (%s) is passed over: %r", entry.number, entry.kind, error)
+                log.warning("entry %d of the log of the run (%s) is skipped: %r", entry.number, entry.kind, error)
                 run_state = replace(run_state, number=entry.number)
         return run_state
 

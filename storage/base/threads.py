@@ -73,7 +73,7 @@ class DaemonThreadPool(Executor):
         """Guards `_is_closed`. Guards changes of `_threads`."""
         self._threads: list[threading.Thread] = []
         self._is_closed = False
-        weakref.finalize(self, self._tasks.put, None).atexit = False  # saves may go on until the very end
+        weakref.finalize(self, self._tasks.put, None).atexit = False  # saves may run until the very end
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue a call for the next free thread, and return its future."""

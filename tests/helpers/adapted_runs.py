@@ -77,7 +77,7 @@ def _lines(log: Path) -> list[tuple[int, str, int]]:
 
 
 def assert_resumed(whole: Ended, killed: Ended, kills: int) -> None:
-    """Require that a killed run has the losses of a whole one, and went on from saved steps."""
+    """Require that a killed run has the losses of a whole one, and continued from saved steps."""
     assert whole.status == killed.status == 0, whole.messages + killed.messages + "".join(killed.outputs)
     expected = whole.by_number
     assert {number for number, _ in killed.losses} == set(expected)

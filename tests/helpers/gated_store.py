@@ -9,7 +9,7 @@ MIB = 1 << 20
 
 
 class GatedStore(LocalStore):
-    """A local directory whose pack writes wait for a gate, so that a test decides when a save goes on."""
+    """A local directory whose pack writes wait for a gate, so that a test decides when a save continues."""
 
     def __init__(self, path):
         super().__init__(path)

@@ -75,7 +75,7 @@ class Actor:
 
 
 class Scheduler(ABC):
-    """Decides how a run goes on."""
+    """Decides how a run continues."""
 
     @abstractmethod
     def next(self, living: Sequence[Actor], current: Actor | None, steps: list[str]) -> Actor:

@@ -40,7 +40,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class OwnSampler(torch.utils.data.Sampler):
-    """Another order in each epoch, from a generator that goes on from epoch to epoch."""
+    """Another order in each epoch, from a generator that continues from epoch to epoch."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(5)

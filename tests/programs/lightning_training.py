@@ -101,7 +101,7 @@ class StatefulStream:
 
 
 class OwnSampler(Sampler):
-    """Another order in each epoch, from a numpy generator that goes on from epoch to epoch."""
+    """Another order in each epoch, from a numpy generator that continues from epoch to epoch."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(5)

@@ -72,7 +72,7 @@ class LeafPiece(NamedTuple):
 
 
 class Transfer(Protocol):
-    """Copies from an accelerator that run while the program goes on; a CUDA stream is one."""
+    """Copies from an accelerator that run while the program continues; a CUDA stream is one."""
 
     def synchronize(self) -> Any:
         """Wait until all copies that were begun are done."""

@@ -1,7 +1,7 @@
 """Leaves of MindSpore tensors and parameters: their memory on the host as a numpy array, copies of other memory.
 
 A load writes to the memory itself. `Parameter.set_data()` would give the parameter another memory, while a step that is
-already compiled, as those of MindSpore's optimizers are also in PyNative mode, may go on with the memory that it had.
+already compiled, as those of MindSpore's optimizers are also in PyNative mode, may continue with the memory that it had.
 
 The objects of MindSpore that have a state (cells, optimizers, schedules, scalers, generators, iterators) are in
 `mindspore_objects`.

@@ -79,7 +79,7 @@ def test_a_job_with_too_few_hosts_gives_up(job: Callable[..., Job]) -> None:
     run = job("--give-up", "1")
     run.start("a")
     assert run.ends("a") == {"a": 1}
-    assert "1 of 3 hosts came within 1 s; start ckpt-run on more, or lower --min" in run.messages("a")
+    assert "1 of 3 hosts joined within 1 s; start ckpt-run on more, or lower --min" in run.messages("a")
 
 
 @pytest.mark.parametrize("place", [0, 2])

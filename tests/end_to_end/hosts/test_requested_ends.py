@@ -72,7 +72,7 @@ def test_drain_ends_a_run_after_an_agreed_step(job: Callable[..., Job]) -> None:
     (agreed,) = [e.facts["step"] for e in log if e.kind == "stop" and e.facts["agreed"]]
     (stop_line,) = [line for line in run.ask("why").stdout.splitlines() if "  stop  " in line]
     assert stop_line.endswith(f"  stop  drain, after step {agreed}")
-    assert "have saved and ended, as drain asked" in log[-1].text
+    assert "have saved and ended on drain" in log[-1].text
 
 
 def test_status_and_plan_describe_the_run_and_change_nothing(job: Callable[..., Job]) -> None:

@@ -108,7 +108,7 @@ def test_a_sigterm_to_each_process_saves_the_present_step(start: Starter) -> Non
     for pid in (*(run.pid(rank) for rank in range(RANKS)), run.process.pid):
         os.kill(pid, signal.SIGTERM)
     assert run.end() == 128 + signal.SIGTERM, run.messages
-    assert "have saved and ended, as SIGTERM asked" in run.messages
+    assert "have saved and ended on SIGTERM" in run.messages
     saved = run.newest()
     again = start(steps=200)
     assert_ends_well(again, 200)

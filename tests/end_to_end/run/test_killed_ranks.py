@@ -113,7 +113,7 @@ def test_a_batch_whose_loss_is_never_finite_is_skipped(start: Callable[..., Run]
     run = start(fault=("poison", 17, 1))
     assert run.end() == 0, run.messages
     assert run.failures() == [("diverged", [1])] * 2
-    assert "the loss of step 17 was nan; the 2nd time there: batches 16 to 17 are passed over" in run.messages
+    assert "the loss of step 17 was nan; the 2nd time there: batches 16 to 17 are skipped" in run.messages
     environments = [e["facts"]["environment"] for e in run.record() if e["kind"] == "start"]
     assert [each.get("CKPT_SKIP") for each in environments] == [None, None, "16-17"]
 

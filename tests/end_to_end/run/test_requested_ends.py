@@ -34,7 +34,7 @@ def test_a_run_asked_to_end_saves_its_present_step(start: Callable[..., Run], st
     assert run.end() == 128 + signal.SIGTERM, run.messages
     steps = ckpt.open(run.folder / "repo").steps()
     assert steps[-1] >= (13 if storm == 1 else 9)
-    assert storm > 1 or "have saved and ended, as SIGTERM asked" in run.messages
+    assert storm > 1 or "have saved and ended on SIGTERM" in run.messages
     again = start()
     assert again.end() == 0, again.messages
     assert_result(again)

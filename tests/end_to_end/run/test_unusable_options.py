@@ -52,7 +52,7 @@ def test_a_metrics_port_in_use_does_not_end_a_run(start: Starter) -> None:
     ("options", "status", "words"),
     [
         (["--run-dir", "{}/file"], 1, "file can't be used: File exists; give another --run-dir"),
-        (["--nnodes", "3", "--give-up", "0.5"], 1, "1 of 3 hosts came within 0.5 s; start ckpt-run on more, or lower --min"),
+        (["--nnodes", "3", "--give-up", "0.5"], 1, "1 of 3 hosts joined within 0.5 s; start ckpt-run on more, or lower --min"),
         (["--nnodes", "2", "--min", "3"], 1, "--min 3 is more than the 2 hosts of --nnodes"),
         (["--nnodes", "2", "--state", "etcd://127.0.0.1:1/lab"], 1, "127.0.0.1:1"),
         (["--nnodes", "2", "--state", "nosuch://127.0.0.1:1/lab"], 1, "write etcd://HOST:PORT/NAME"),

@@ -221,7 +221,7 @@ def test_an_environment_variable_names_the_key_file(tmp_path: Path, monkeypatch:
 
 
 def test_a_forged_record_does_not_abandon_signed_steps(tmp_path: Path) -> None:
-    """The line of training is a part of the signed data. A forged record can't make signed steps count as abandoned."""
+    """The training line is a part of the signed data. A forged record can't make signed steps count as abandoned."""
     for begin, steps in ((None, range(4)), (1, range(2, 5))):
         with ckpt.Checkpointer(tmp_path, every=None, codec="none", key=KEY) as ck:
             if begin is not None:

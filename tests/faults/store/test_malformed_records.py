@@ -213,7 +213,7 @@ def test_an_entry_of_an_unknown_kind_is_skipped_with_a_warning(caplog: pytest.Lo
         run_state = _follow([*rows[:at], [1e9, 0, "pause", "from the future", {"seconds": 3}]])
     assert run_state.last is not None
     assert run_state.last.kind == "start"
-    assert f"entry {at + 1} of the log of the run is passed over: its kind 'pause' is unknown" in caplog.text
+    assert f"entry {at + 1} of the log of the run is skipped: its kind 'pause' is unknown" in caplog.text
 
 
 def test_a_malformed_agent_report_does_not_affect_the_others(rng: random.Random, caplog: pytest.LogCaptureFixture) -> None:

@@ -56,7 +56,7 @@ def test_a_forged_start_entry_starts_no_rank(server: EtcdProcess, tmp_path: Path
         for name in "zy":  # one of no agent, and a signed one for another name
             stolen = Signer(TOKEN).sign(f"{AGENTS}a", json.dumps(report).encode())
             etcd.put(f"{AGENTS}{name}", stolen if name == "y" else json.dumps({**report, "name": "z"}).encode())
-        expected = [f"entry {number} of the log of the run is passed over" for number in forged]
+        expected = [f"entry {number} of the log of the run is skipped" for number in forged]
         expected.append(f"{AGENTS}y in etcd is no report of an agent of this run")
         until(lambda: all(text in job.messages(name) for text in expected for name in "ab"))
         reached = min(job.steps_done(0))

@@ -77,7 +77,7 @@ def test_members_are_announced_again_after_etcd_is_restarted(
         closing(announce(server.endpoints, "lab", FACTS.address, FACTS, lease_seconds=2)),
     ):
         server.kill()
-        until(lambda: "go on trying" in caplog.text)
+        until(lambda: "keep trying" in caplog.text)
         with pytest.raises(Unavailable, match="etcd does not answer"):
             server.up()
         time.sleep(2)
@@ -142,7 +142,7 @@ def test_a_malformed_announcement_is_ignored(server: EtcdProcess, caplog: pytest
     for value in values:
         client.put("/ckpt/lab/known/h:1", value.encode())
         assert server.up() == {"h:2": False}
-    assert caplog.text.count("/ckpt/lab/known/h:1 in etcd can't be read, and is passed over") == len(values)
+    assert caplog.text.count("/ckpt/lab/known/h:1 in etcd can't be read, and is skipped") == len(values)
     client.put("/ckpt/lab/known/h:1", b'{"address": "h:1"}')
     client.put("/ckpt/lab/members/h:1", b"?")
     assert server.up() == {"h:1": True, "h:2": False}, "the earlier announcement does not count"
@@ -309,7 +309,7 @@ def test_an_unreachable_etcd_is_reported_in_one_line(
     node = nodes("node", "--etcd", "http://127.0.0.1:1", "--cluster", "lab")
     warned = [line for line in node.log if "WARNING" in line]
     assert len(warned) == 1
-    assert f"can't announce {node.address} in cluster lab, and go on trying" in warned[0]
+    assert f"can't announce {node.address} in cluster lab, and keep trying" in warned[0]
     node.signal(signal.SIGTERM)
     assert node.process.wait(30) == 0
 

@@ -1,4 +1,4 @@
-"""Steps of two ranks that older commits wrote, with values that differ by rank: they are read, and the repository goes on.
+"""Steps of two ranks that older commits wrote, with values that differ by rank: they are read, and new ones are added.
 
 tests/fixtures/write_values_of_ranks.py has written them.
 """

@@ -26,7 +26,7 @@ def test_in_the_second_pass(tmp_path: Path) -> None:
 @needs_position
 @pytest.mark.parametrize("stream", ["permuted", "own"])
 def test_order_drawn_at_the_start_of_a_pass(tmp_path: Path, stream: str) -> None:
-    """From a global generator, or from one of the dataset that goes on from pass to pass."""
+    """From a global generator, or from one of the dataset that continues from pass to pass."""
     check_continuation(tmp_path, 10, stream=stream, args={"max_steps": 15, "save_steps": 4})
 
 

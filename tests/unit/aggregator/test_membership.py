@@ -202,7 +202,7 @@ def holders(namespace: Namespace, path: str) -> set[str]:
 
 
 def test_clients_with_an_old_url_follow_a_grown_namespace(tmp_path: Path) -> None:
-    """The namespace grows from three to seven: open clients go on, and so do new clients with the old URL."""
+    """The namespace grows from three to seven: open clients continue, and so do new clients with the old URL."""
     nodes = [LocalNode(tmp_path / f"n{i}") for i in range(7)]
     old = Namespace(nodes_config(nodes[:3]))
     old.put("a", DATA)

@@ -142,7 +142,7 @@ def test_a_value_without_a_quorum_does_not_replace_a_later_one(tmp_path: Path, w
 
 
 def test_a_ring_change_without_a_quorum_changes_nothing(tmp_path: Path) -> None:
-    """Members that can't be fenced could still agree on a value: nothing moves, and clients go on with the old ring."""
+    """Members that can't be fenced could still agree on a value: nothing moves, and clients continue with the old ring."""
     make_three_member_namespace(tmp_path, 5)  # of three members, two are a quorum
     namespace = Namespace(directories(tmp_path, 5, deadline_seconds=1.0))
     whole = dict(namespace._member_registers)
@@ -246,7 +246,7 @@ def test_many_clients_enlarge_the_replica_sets_at_once(tmp_path: Path) -> None:
 
 
 def test_replica_sets_grow_while_a_member_is_absent(tmp_path: Path) -> None:
-    """The others go on without it, and its old records are outvoted when it is back."""
+    """The others continue without it, and its old records are outvoted when it is back."""
     whole = Namespace(directories(tmp_path, 7))
     for i in range(12):
         whole.put(f"f{i}", b"old")

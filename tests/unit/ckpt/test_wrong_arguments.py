@@ -87,7 +87,7 @@ def test_a_wrong_step_number_of_a_loop_is_refused_at_every_step(
             for wrong in WRONG_STEPS:
                 with refused(ckpt.InvalidArgument, "step"):
                     saver.step(wrong, state_of(0), loss=1.0)
-                saver.step(step, state_of(0), loss=1.0)  # the loop goes on
+                saver.step(step, state_of(0), loss=1.0)  # the loop continues
                 assert (saver._idle_window is not None) == watched
 
 

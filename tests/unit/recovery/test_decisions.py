@@ -1,4 +1,4 @@
-"""The decisions after the failures of a run: which step is passed over, when a job is given up."""
+"""The decisions after the failures of a run: which step is skipped, when a job is given up."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def written(run_state: RunState, *drafts: Draft) -> RunState:
 
 
 def restore_points(failing_steps: Iterable[int], every: int, spoiled: int, oldest: int = 0, broken: bool = False) -> list[int]:
-    """Return the steps from which a job goes on, and last the one with which it succeeds, or -2 where it is given up.
+    """Return the steps from which a job continues, and last the one with which it succeeds, or -2 where it is given up.
 
     The job saves every `every` steps. In its first attempt step `spoiled` is spoiled, and from then on the job fails at the
     steps `places`. No step before `oldest` is kept. With `broken`, the job fails whichever step it restores.

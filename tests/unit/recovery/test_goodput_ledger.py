@@ -68,7 +68,7 @@ def run_asked_to_end(tmp_path: Path) -> Path:
         Draft(0, "lead", "a leads the run", {"name": "a"}),
         Draft(0, "start", "4 ranks on a, b: true", {"members": [], "memory": []}),
         Draft(0, "lead", "b leads the run from now on, as a is gone", {"name": "b"}),
-        entry_drafts.draft_failure(0, Failure("asked", (0, 1, 2, 3), "have saved and ended, as SIGTERM asked", 7, 7, 9.0, "a")),
+        entry_drafts.draft_failure(0, Failure("asked", (0, 1, 2, 3), "have saved and ended on SIGTERM", 7, 7, 9.0, "a")),
         Draft(0, "decision", "it was asked to end", {"action": "halt", "wait": 0.0, "status": 143}),
     ]
     assert run_log.append(0, drafts)
@@ -209,7 +209,7 @@ def test_a_stopped_leader_counts_no_second_twice() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.1, 9), st.floats(0, 9)), min_size=1, max_size=8))
 def test_ledgers_of_successive_leaders_add_up_to_the_elapsed_time(terms: list[tuple[str, float, float]]) -> None:
-    """Each begins when the next leader takes over, and the former one goes on writing for a while."""
+    """Each begins when the next leader takes over, and the former one still writes for a while."""
     files: dict[str, list[LedgerSpan]] = {name: [] for name in "abc"}
     at = 1e9
     for (name, seconds, more), (after, *_) in pairwise([*terms, ("", 0.0, 0.0)]):

@@ -45,7 +45,7 @@ def test_a_bad_batch_is_retried_once_then_more_batches_are_skipped() -> None:
 def test_the_reason_and_the_variables_of_a_roll_back() -> None:
     assert rollback_variables(roll_back([bad(5)])) == {}
     found = roll_back([bad(-1, 50, "spike"), bad(-1, 51, "spike")])
-    assert found.reason == "the loss of step 51 jumped to 9, above 3; the 2nd time there: batches 50 to 51 are passed over"
+    assert found.reason == "the loss of step 51 jumped to 9, above 3; the 2nd time there: batches 50 to 51 are skipped"
     assert rollback_variables(found) == {
         SKIP_VARIABLE: "50-51",
         RESTORE_STEP_LIMIT_VARIABLE: "50",

@@ -56,7 +56,7 @@ def test_the_memory_with_the_newest_step_is_kept() -> None:
 
 
 def test_memory_with_newer_steps_is_kept_until_they_are_computed_again() -> None:
-    """The job went on from an older step."""
+    """The job continued from an older step."""
     run = world(hosts=1, least=1, agents=1)
     run.advance()
     run.agents["a"] = replace(run.agents["a"], committed=14, wrong=HostFailure("exit", (0,), "failed"))

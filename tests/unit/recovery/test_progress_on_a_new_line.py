@@ -1,4 +1,4 @@
-"""A program that restores an older step by name opens a new line of training, on which lower numbers are newer."""
+"""A program that restores an older step by name opens a new training line, on which lower numbers are newer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_memory_with_a_newer_line_is_awaited() -> None:
 
 
 def test_an_older_step_on_the_same_line_is_not_newer() -> None:
-    """The job went on from a readable step: the unreadable newer one may be readable again later."""
+    """The job continued from a readable step: the unreadable newer one may be readable again later."""
     found = NewestStep(14, 9, BEFORE, 5, 1.0).after(failure(12, 11, restored=9), AFTER, False)
     assert (found.step, found.memory, found.at_stake) == (14, BEFORE, 5)
 

@@ -30,8 +30,8 @@ def decisions(failures: Iterable[Failure]) -> list[Decision]:
     ("cause", "action", "rest"),
     [
         ("asked", "halt", ""),
-        ("preempted", "restart", "; the others start again from what was saved"),
-        ("straggler", "restart", "; all start again from what was saved, and leave a out"),
+        ("preempted", "restart", "; the others start again from the newest saved step"),
+        ("straggler", "restart", "; all but a start again from the newest saved step"),
     ],
 )
 def test_a_planned_end_uses_up_no_restart(cause: str, action: str, rest: str) -> None:
@@ -63,7 +63,7 @@ def test_damaged_steps_are_not_replaced_by_a_new_beginning() -> None:
     damaged = replace(EXIT, cause="damaged", detail="found no whole step", step=-1, restored=-1)
     made = decisions([EXIT, damaged, damaged, damaged])
     assert [one.action for one in made] == ["restart", "restart", "restart", "halt"]
-    assert "3 times in a row, as no saved step is whole; bring back the files of one, or remove all of them" in made[-1].reason
+    assert "3 times in a row, as all saved steps are damaged; restore the files of one, or remove all" in made[-1].reason
 
 
 def test_the_program_is_not_blamed_where_it_could_start_before() -> None:
@@ -83,7 +83,8 @@ def test_the_wait_doubles_up_to_half_a_minute() -> None:
 
 
 def test_the_text_says_from_where_the_ranks_start_again() -> None:
-    assert decide([BEFORE_FIRST_STEP], Budget()).reason.endswith("; all ranks start again from what is saved, if anything")
+    first = decide([BEFORE_FIRST_STEP], Budget()).reason
+    assert first.endswith("; all ranks start again from the newest saved step, if there is one")
     assert decide([replace(EXIT, committed=0)], Budget()).reason.endswith("; all ranks start again from step 0, or a newer one")
     assert decide([replace(EXIT, step=0)], Budget()).reason.startswith("rank 1 exited with status 1 after step 0; ")
     assert decide([EXIT], Budget(), before=9).reason.endswith("; all ranks start again from a step before 9")

@@ -53,7 +53,7 @@ def test_a_simulation_of_any_world_is_consistent(world: World, interval: float, 
     assert bool(found.halt_reason) == (found.decisions["halt"] == 1)
     if not found.halt_reason:
         assert found.wall_seconds == days * 86400
-    # Committed steps stay: each attempt goes on at least from the step of the one before, and none from an older one.
+    # Committed steps stay: each attempt continues at least from the step of the one before, and none from an older one.
     assert found.resume_steps == sorted(found.resume_steps)
     assert all(step - 1 <= found.committed <= found.best_step for step in found.resume_steps)
     # Steps take their time. The last step of each stretch may be incomplete.

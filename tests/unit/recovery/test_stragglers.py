@@ -169,11 +169,11 @@ def test_a_straggler_is_reported_once_an_attempt() -> None:
         "--straggler 2 starts the job again without it, where a spare waits"
     )
     assert run.run_state.last is not None
-    assert run.run_state.last.kind == "start", "the job goes on"
+    assert run.run_state.last.kind == "start", "the job continues"
 
 
 def test_a_spare_replaces_a_straggler_once() -> None:
-    """All ranks save and go on without it. If the spare is slow, too, and no other host waits, it is only reported."""
+    """All ranks save and continue without it. If the spare is slow, too, and no other host waits, it is only reported."""
     run = world(agents=4, straggler=2.0)
     run.advance()
     slow_down(run, "b")
@@ -237,4 +237,4 @@ def test_missing_spares_are_reported_once() -> None:
     assert notes() == [few]
     assert notes() == [few], "once"
     run.agents["e"] = gone
-    assert notes() == [few, "2 of 2 spare hosts wait; as many as were asked for"]
+    assert notes() == [few, "2 of 2 spare hosts wait; no more are needed"]

@@ -30,7 +30,7 @@ def test_missing_hosts_are_reported_once() -> None:
     assert [e.kind for e in run.log] == ["run", "lead"], "hosts that start at the same time need a moment"
     run.clock += 5
     run.advance()
-    assert (run.log[-1].kind, run.log[-1].text.split(";")[0]) == ("note", "1 of 3 hosts are here")
+    assert (run.log[-1].kind, run.log[-1].text.split(";")[0]) == ("note", "1 of 3 hosts have joined")
     assert "on 2 more" in run.log[-1].text
     assert "gives up 600 s" in run.log[-1].text
     run.clock += 5
@@ -39,7 +39,7 @@ def test_missing_hosts_are_reported_once() -> None:
     run.agents["b"] = agent("b", 1)
     run.clock += 5
     run.advance()
-    assert run.log[-1].text.startswith("2 of 3 hosts are here")
+    assert run.log[-1].text.startswith("2 of 3 hosts have joined")
     assert "the run continues with these 600 s" in run.log[-1].text
     run.agents["c"] = agent("c", 2)
     run.advance()
@@ -197,7 +197,7 @@ def test_a_restore_of_an_older_step_than_the_saved_one_is_noted() -> None:
     run.agents["a"] = replace(run.agents["a"], restored=20)
     drafts = draft_next_entries(run.view())
     assert [(draft.kind, draft.facts) for draft in drafts] == [("note", {"restored": 20})]
-    assert drafts[0].text.startswith("the ranks go on from step 20, as no later one is whole: 25 was saved")
+    assert drafts[0].text.startswith("the ranks continue from step 20, although step 25 was saved")
     before = replace(run.view(), run_state=replace(run.run_state, before=25))
     assert draft_next_entries(before) == []
     run.append(len(run.log), drafts)
@@ -209,7 +209,7 @@ def test_the_next_run_of_the_same_job_notes_an_older_restored_step(command: str)
     """Saved steps may have been damaged in between; the steps of another job do not count."""
     run = world()
     run.advance()
-    ended = [entry_drafts.draft_failure(0, failure("a", 25, "asked")), Draft(0, "end", "as drain asked", {"status": 0})]
+    ended = [entry_drafts.draft_failure(0, failure("a", 25, "asked")), Draft(0, "end", "ended on drain", {"status": 0})]
     again = [entry_drafts.draft_run(1, "s", replace(run.spec, command=(command,))), Draft(1, "lead", "", {"name": "a"})]
     run.append(len(run.log), [*ended, *again])
     run.follow()
@@ -218,7 +218,7 @@ def test_the_next_run_of_the_same_job_notes_an_older_restored_step(command: str)
     assert (run.run_state.attempt, run.run_state.last and run.run_state.last.kind) == (1, "start")
     run.agents["a"] = replace(run.agents["a"], restored=20)
     texts = [draft.text for draft in draft_next_entries(run.view())]
-    assert [text[:34] for text in texts] == (["the ranks go on from step 20, as n"] if command == "train" else [])
+    assert [text[:34] for text in texts] == (["the ranks continue from step 20, a"] if command == "train" else [])
 
 
 def test_a_hang_is_blamed_on_the_rank_that_is_behind() -> None:
@@ -252,7 +252,7 @@ def test_a_job_waits_for_hosts_up_to_its_limits() -> None:
     assert len(run.starts()) == 2
     run.clock += 2.0
     run.advance()
-    assert run.log[-1].text == "1 of 2 hosts came within 100 s; start ckpt-run on more, or lower --min"
+    assert run.log[-1].text == "1 of 2 hosts joined within 100 s; start ckpt-run on more, or lower --min"
     assert run.log[-1].facts["status"] == 1
 
 

@@ -181,7 +181,7 @@ def test_a_disk_gets_fewer_parallel_appends_than_other_file_systems(tmp_path: Pa
 
 @pytest.mark.skipif(not O_DIRECT, reason="no O_DIRECT on this system")
 def test_reads_bypass_the_page_cache_beside_a_cached_page(tmp_path: Path) -> None:
-    """A read that bypasses the page cache goes on to do so behind pages that an earlier read has left there."""
+    """A read that bypasses the page cache still does so behind pages that an earlier read has left there."""
     chunk = 1 << 19
     data = np.random.default_rng(3).integers(0, 256, 48 << 20, np.uint8)
     store = LocalStore(tmp_path)

@@ -130,7 +130,7 @@ def test_an_append_that_was_damaged_in_transit_is_refused(store: NodeStore) -> N
         writer.done_writing()
         reader.read()
         writer.close()
-    assert store.append(key, memoryview(b"hello")) == 0, "the upload goes on"
+    assert store.append(key, memoryview(b"hello")) == 0, "the upload continues"
     assert store.call("commit", key) == 5
 
 

@@ -4,7 +4,7 @@ This file needs only the standard library. `sitecustomize` loads it at the start
 first call, so that a script starts as fast as before and may set up its environment first.
 
 Hooks act in one process only: the first Python process of a rank. Its environment gets CKPT_ADAPTED with the process id, so
-processes that it starts or forks are left alone. A launcher such as torchrun is passed over, and its ranks are adapted. The
+processes that it starts or forks are left alone. A launcher such as torchrun is not adapted, and its ranks are adapted. The
 fork server of `ckpt-run` installs the hooks, which then act in the ranks that it forks.
 """
 

@@ -1,4 +1,4 @@
-"""The order of steps is by line of training, then by number; compared with a model that records when each step was saved."""
+"""The order of steps is by training line, then by number; compared with a model that records when each step was saved."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_step_that_was_saved_last_is_the_newest(actions: list[tuple[int | No
             order = order_steps(lines)
             assert order.steps[-1] == at
             remaining = {step for number, step in history[at] if lines[step].number == number}
-            assert set(order.history()) == remaining, "the steps from which the newest one goes on"
+            assert set(order.history()) == remaining, "the steps from which the newest one continues"
             assert order.abandoned == set(lines) - remaining
             assert (set(order.steps), order.set_aside) == (set(lines), frozenset())
 

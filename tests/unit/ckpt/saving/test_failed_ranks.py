@@ -1,4 +1,4 @@
-"""When one rank fails or is missing, the others get its error, and the job goes on."""
+"""When one rank fails or is missing, the others get its error, and the job continues."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_rank_does_not_block_training(tmp_path: Path) -> None:
-    """The committer waits in the background; the loop goes on and gets the error at the next save."""
+    """The committer waits in the background; the loop continues and gets the error at the next save."""
     groups = ThreadGroup.make(2)
 
     def work(group: Group) -> Any:

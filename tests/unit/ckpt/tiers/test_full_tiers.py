@@ -23,7 +23,7 @@ from ckpt.storage.local.directory import LocalStore
 def test_a_full_repository_of_record_does_not_stop_training(
     tier_folders: TierFolders, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training goes on in the nearer tiers; the failure is reported once, and again at the end."""
+    """Training continues in the nearer tiers; the failure is reported once, and again at the end."""
     store = FullStore(LocalStore(tier_folders.run))
     ck = tier_folders.open(store)
     for step in range(8):
@@ -142,7 +142,7 @@ def test_a_tier_keeps_to_its_limit(tier_folders: TierFolders, caplog: pytest.Log
             stored = sum(path.stat().st_size for path in tier_folders.memory.glob("steps/**/*.*"))
             assert stored <= 300_000
         assert set(ck.repository.steps()) >= {7, 8}
-        assert set(tier_folders.steps()[1]), "some went on to the next"
+        assert set(tier_folders.steps()[1]), "some continued to the next"
         assert "of at most 0.000 GB" in caplog.text
         assert "higher limit=" in caplog.text
     assert_all_load(tier_folders.run, 8)
