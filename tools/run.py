@@ -124,7 +124,7 @@ def _check_hosts(job: JobOptions, launcher: str, hosts: int, state: str | None) 
     if launcher == "mpiexec" and hosts > 1:
         raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
     if launcher in ("slurm", "torchrun", "k8s") and hosts > 1 and state is None:
-        raise InvalidArgument(f"{hosts} hosts share no file for the state of the run; give --state etcd://HOST:PORT/NAME")
+        raise InvalidArgument(f"{hosts} hosts share no file for the log of the run; give --state etcd://HOST:PORT/NAME")
 
 
 def _check_command(command: Sequence[str], launcher: str) -> None:

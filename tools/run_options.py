@@ -51,7 +51,9 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "host name and, except k8s, --nnodes.",
     ),
     click.option("--name", help="The name of this host.  [default: its name in the launcher or the system]"),
-    click.option("--address", help="The address of this host for other hosts.  [default: that of its connection to the state]"),
+    click.option(
+        "--address", help="The address of this host for other hosts.  [default: that of its connection to the run log]"
+    ),
     click.option(
         "--restarts",
         type=click.IntRange(0),

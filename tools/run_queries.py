@@ -33,7 +33,7 @@ folder_option = click.option(
     show_default=True,
     help="The folder with the log of the run and the output of its ranks.",
 )
-state_option = click.option("--state", metavar="URL", help="The state of a run on several hosts: etcd://HOST:PORT,…/NAME.")
+state_option = click.option("--state", metavar="URL", help="The log of a run on several hosts: etcd://HOST:PORT,…/NAME.")
 
 
 @click.command("ckpt-run why", context_settings=HELP_SETTINGS)

@@ -38,13 +38,13 @@ class ContactLoss:
     @property
     def detail(self) -> str:
         """The text about this host that follows "host X"."""
-        return f"had no contact with the state or {self._other_hosts} for {self.seconds:.1f} s, and ended its ranks"
+        return f"had no contact with the run log or {self._other_hosts} for {self.seconds:.1f} s, and ended its ranks"
 
     @property
     def user_message(self) -> str:
         """The message for the user of this host."""
         return (
-            f"no contact for {self.seconds:.1f} s: the state and {self._other_hosts} can't be reached. The ranks here are "
+            f"no contact for {self.seconds:.1f} s: the run log and {self._other_hosts} can't be reached. The ranks here are "
             "ended, as the others may continue without them. Check the network; this host takes part again when it is back"
         )
 

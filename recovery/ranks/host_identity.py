@@ -16,7 +16,7 @@ LAUNCHERS = ("local", "mpiexec", "slurm", "torchrun", "k8s")
 
 
 def host_name(launcher: str, environ: Mapping[str, str]) -> str:
-    """Return the name by which a launcher knows this host. Raises InvalidArgument if its variable is no number."""
+    """Return the name by which a launcher knows this host. Raises InvalidArgument if its variable is not a number."""
     if launcher == "slurm" and environ.get("SLURMD_NODENAME"):
         return environ["SLURMD_NODENAME"]
     if launcher == "torchrun" and (number := environ.get("GROUP_RANK")):

@@ -41,7 +41,7 @@ class EtcdRunLog(RunLog):
 
     def __init__(self, url: str, token: str | None = None, read_only: bool = False) -> None:
         if not re.fullmatch(r"etcd://[^/]+/[\w.-]+", url):
-            raise InvalidArgument(f"--state {url}: write etcd://HOST:PORT,…/NAME; without it a file in --run-dir is the state")
+            raise InvalidArgument(f"--state {url}: write etcd://HOST:PORT,…/NAME; without it the log is a file in --run-dir")
         endpoints, name = parse_etcd_url(url)
         self._etcd = EtcdClient(endpoints, _TIMEOUT_SECONDS)
         self._prefix = f"/ckpt-run/{name}/"

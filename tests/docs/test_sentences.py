@@ -27,6 +27,7 @@ AVOIDED = {
     r"\b(go|goes|went) on (?!\d)(?!\w+ing\b)|\b(go|goes|went) on$": "continues",
     r"\b(is|are|was|were) passed over\b": "skipped",
     r"\b[Ll]ines? of training\b": "training line",
+    r"\b[Gg]uardian\b": "orphan guard",
     r"\bas (SIG\w+|drain|x{6}) asked\b|\bnot well\b": "on SIGTERM, with a failure",
     r"\bas it was asked to\b": "as requested",
     r"\bsays not\b|\btells? not\b": "does not say",

@@ -104,7 +104,7 @@ def test_keys_that_no_agent_writes_are_ignored(server: EtcdProcess, caplog: pyte
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert [entry.text for entry in state.entries()] == ["first"]
-    assert caplog.text.count("is no entry that follows the others") == 3
+    assert caplog.text.count("is not the next entry of the run log") == 3
     assert state.append(1, [Draft(0, "note", "second")])
     assert [entry.number for entry in state.entries()] == [1, 2]
 

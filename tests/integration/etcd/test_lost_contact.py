@@ -131,7 +131,7 @@ def test_all_hosts_restart_after_all_were_cut_off(lab: Callable[..., Lab]) -> No
         one.hosts.plug(each)
     log = one.ends_well(6)
     assert {e.facts["cause"] for e in failures(log)} == {"lost"}
-    assert any("had no contact with the state or 2 other hosts" in e.text for e in failures(log))
+    assert any("had no contact with the run log or 2 other hosts" in e.text for e in failures(log))
 
 
 def test_a_run_continues_while_etcd_accepts_and_does_not_answer(lab: Callable[..., Lab]) -> None:
