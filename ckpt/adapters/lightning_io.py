@@ -238,9 +238,7 @@ def _write_file(path: Any, url: str) -> None:
             json.dump({_MARK: url}, file)
             file.flush()
             os.fsync(file.fileno())
-        if os.path.islink(name):  # a link to another checkpoint
-            os.remove(name)
-        os.replace(temporary, name)
+        os.replace(temporary, name)  # also a link to another checkpoint
         sync_folder(folder)
     else:
         fs.pipe_file(name, json.dumps({_MARK: url}).encode())

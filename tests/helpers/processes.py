@@ -44,6 +44,13 @@ def finish(process: subprocess.Popen[str], timeout: float = 60) -> str:
     return out
 
 
+def wait_until_stopped(process: subprocess.Popen[str]) -> None:
+    """Wait until a process has stopped itself (SIGSTOP) at a fail point; its end is an error."""
+    found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert found is not None
+    assert found.si_code == os.CLD_STOPPED, f"it ended before it stopped: {process.communicate()[1]}"
+
+
 class Killer:
     """A server that has imported ckpt and forks a saving child for each job, which it may kill. See kill_server.py."""
 

@@ -43,6 +43,9 @@ def save(accelerator: Any, done: int) -> None:
         accelerator.save_state()
         return
     folder = FOLDERS / f"step_{done}"
+    if OPTIONS.get("makes_folders") and accelerator.is_main_process:
+        time.sleep(0.5)  # the other ranks are in save_state already
+        folder.mkdir(parents=True)
     accelerator.save_state(str(folder))
     if accelerator.is_main_process:
         (folder / "notes.txt").write_text("of the script")

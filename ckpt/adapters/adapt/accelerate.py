@@ -2,28 +2,36 @@
 
 Only the script knows which folder belongs to which position of its loop, and deletes old ones. So each folder has a repository
 of its own, with one step. A new folder gets its name once the step is complete: a script that looks for the newest folder
-after a kill finds none that is incomplete.
+after a kill finds none that is incomplete. Before that it is `.NAME.TOKEN.ckpt-incomplete`. The token is new for each save, so
+whoever deletes the folder of a killed process never meets one that another process is filling.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from accelerate.utils import broadcast_object_list
 
 from ckpt import api
 from ckpt.adapters.accelerate_state import PreparedObjects, require_no_hooks
 from ckpt.adapters.adapt.startup import hooks
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import UnsupportedLeaf
-from ckpt.repository.repository import REPOSITORY_FOLDER
-from ckpt.storage.base.errors import InvalidArgument
+from ckpt.groups.process_identity import is_dead, this_process
+from ckpt.repository.lease_records import lease_holder, newest_generation
+from ckpt.repository.repository import REPOSITORY_FOLDER, open_repository
+from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.fsync import sync_folder
 
 _NAME = "accelerate.Accelerator"
+
+_INCOMPLETE = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.ckpt-incomplete", re.DOTALL)
 
 _TRAINERS = ("transformers.", "trl.")
 """Packages whose trainers have an Accelerator, and save without its save_state."""
@@ -90,15 +98,20 @@ class SavedFolders:
     def _save(self, folder: str) -> None:
         accelerator = self._accelerator
         parent, name = os.path.split(os.path.abspath(folder))
-        is_new = not os.path.isdir(folder)
-        incomplete = os.path.join(parent, f".{name}.ckpt-incomplete")
+        # Rank 0 decides for all ranks: the script may make the folder itself while other ranks are here already.
+        is_new, token = broadcast_object_list([not os.path.isdir(folder), secrets.token_hex(8)])
+        incomplete = os.path.join(parent, f".{name}.{token}.ckpt-incomplete")
         if accelerator.is_main_process:
-            shutil.rmtree(incomplete, ignore_errors=True)  # of a process that was killed
-        accelerator.wait_for_everyone()
+            _delete_abandoned(parent, name)
         url = os.path.join(incomplete if is_new else folder, REPOSITORY_FOLDER)
-        with Checkpointer(url, every=None, keep=1, scrub=None) as saver:
-            newest = saver.repository.latest()
-            saver.save(0 if newest is None else newest.step + 1, self._prepared.entries()).result()
+        try:
+            with Checkpointer(url, every=None, keep=1, scrub=None) as saver:
+                newest = saver.repository.latest()
+                saver.save(0 if newest is None else newest.step + 1, self._prepared.entries()).result()
+        except BaseException:
+            if accelerator.is_main_process:
+                shutil.rmtree(incomplete, ignore_errors=True)
+            raise
         accelerator.wait_for_everyone()
         if is_new and accelerator.is_main_process:
             os.rename(incomplete, folder)
@@ -140,3 +153,25 @@ class SavedFolders:
 
 def _newest(folders: list[str]) -> str | None:
     return folders[-1] if folders else None
+
+
+def _delete_abandoned(parent: str, name: str) -> None:
+    """Delete the incomplete folders of the folder `name`, and those of other names whose process is known to be dead.
+
+    The lease in a folder identifies the process that would have given it its name. Of a process on another host, nobody knows
+    whether it is dead.
+    """
+    found = os.listdir(parent) if os.path.isdir(parent) else []
+    for folder, match in ((os.path.join(parent, each), _INCOMPLETE.fullmatch(each)) for each in found):
+        if match is not None and (match["name"] == name or _is_holder_dead(folder)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_holder_dead(folder: str) -> bool:
+    """Return whether the process that saves into an incomplete folder is known to be dead."""
+    repository = open_repository(os.path.join(folder, REPOSITORY_FOLDER))
+    try:
+        holder = lease_holder(repository, newest_generation(repository))
+    except CkptError:
+        return False
+    return holder is not None and is_dead(holder, this_process())
