@@ -13,7 +13,9 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -32,6 +34,8 @@ from ckpt.storage.base.fsync import sync_folder
 _NAME = "accelerate.Accelerator"
 
 _INCOMPLETE = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.ckpt-incomplete", re.DOTALL)
+
+_LONG_WAIT_SECONDS = 30
 
 _TRAINERS = ("transformers.", "trl.")
 """Packages whose trainers have an Accelerator, and save without its save_state."""
@@ -98,6 +102,8 @@ class SavedFolders:
     def _save(self, folder: str) -> None:
         accelerator = self._accelerator
         parent, name = os.path.split(os.path.abspath(folder))
+        with _long_wait_explained():
+            accelerator.wait_for_everyone()
         # Rank 0 decides for all ranks: the script may make the folder itself while other ranks are here already.
         is_new, token = broadcast_object_list([not os.path.isdir(folder), secrets.token_hex(8)])
         incomplete = os.path.join(parent, f".{name}.{token}.ckpt-incomplete")
@@ -175,3 +181,19 @@ def _is_holder_dead(folder: str) -> bool:
     except CkptError:
         return False
     return holder is not None and is_dead(holder, this_process())
+
+
+@contextmanager
+def _long_wait_explained() -> Iterator[None]:
+    """Print why rank 0 may be waiting for the others: it never ends if the script calls `save_state` in it alone."""
+    message = (
+        "save_state waits for the other ranks, since all ranks save together. If only the main process of the script calls it, "
+        f"use --adapt=off or {hooks.SWITCH}=off"
+    )
+    timer = threading.Timer(_LONG_WAIT_SECONDS, hooks.print_once, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

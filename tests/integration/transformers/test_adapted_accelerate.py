@@ -84,6 +84,29 @@ def test_ranks_agree_on_a_folder_that_the_script_makes(tmp_path: Path) -> None:
         assert [checkpoint.step for checkpoint in ckpt.open(folder / "ckpt")] == [0]
 
 
+SAVES_IN_RANK_0_ALONE = """
+import sys, time
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+accelerator.prepare(torch.nn.Linear(2, 1))
+if accelerator.is_main_process:
+    accelerator.save_state("out")
+deadline = time.monotonic() + 200
+while not any("waits for" in log.read_text() for log in Path("run").rglob("rank-0.log")) and time.monotonic() < deadline:
+    time.sleep(0.1)
+"""
+
+
+def test_a_save_in_the_main_process_alone_is_explained(tmp_path: Path) -> None:
+    """It waits for the other ranks. Here they end once the message is printed."""
+    (tmp_path / "script.py").write_text(SAVES_IN_RANK_0_ALONE)
+    ended = run_adapted(tmp_path, str(tmp_path / "script.py"), options=("--adapt", "-n", "2", "--restarts", "0"))
+    assert ended.outputs[0].count("save_state waits for the other ranks") == 1
+
+
 def test_a_loop_that_never_saves_is_not_changed(tmp_path: Path) -> None:
     """Nothing is saved, and a message says why."""
     plain = run_adapted(tmp_path / "a", PROGRAM, json.dumps({"never_saves": True}), options=())
