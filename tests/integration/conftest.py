@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
+LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "LOCAL_WORLD_SIZE")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -13,3 +18,24 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if collection_path.parent == HERE and (collection_path / "requirements.txt").is_file():
         return True if collection_path.name != os.environ.get("CKPT_TEST_FRAMEWORK") else None
     return None
+
+
+@pytest.fixture(autouse=True)
+def _process_group_ended() -> Iterator[None]:
+    """End the process group of torch that a test has left in this process; restore the variables that a launcher sets.
+
+    Frameworks such as Lightning make both. Ranks that a later test starts would inherit the port, where this process listens.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()  # of a wider fixture
+    before = {name: os.environ.get(name) for name in LAUNCHER_VARIABLES}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    distributed = sys.modules.get("torch.distributed")
+    distributed = sys.modules.get("torch.distributed")
+    if not has_group and distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
