@@ -93,7 +93,8 @@ class SavedFolders:
         """Load a folder; one that accelerate itself has saved is loaded by accelerate."""
         folder = os.path.expanduser(input_dir) if input_dir is not None else _newest(self._automatic_folders())
         if folder is None or not os.path.isdir(os.path.join(folder, REPOSITORY_FOLDER)):
-            self._load_state(input_dir, *args, **kwargs)
+            # Of automatic names, accelerate would also consider incomplete folders.
+            self._load_state(input_dir if folder is None else folder, *args, **kwargs)
             return
         require_no_hooks(self._accelerator._load_model_state_pre_hook, "register_load_state_pre_hook")
         self._prepared.continue_from(api.load(os.path.join(folder, REPOSITORY_FOLDER), self._prepared.entries()))

@@ -89,3 +89,30 @@ def test_a_failed_save_leaves_no_folder(tmp_path: Path) -> None:
     printed = finish(saving(tmp_path / "out" / "step_1", "failure", "save.manifest=full@*"), 300)
     assert "Errno 28" in printed
     assert left(tmp_path / "out") == []
+
+
+LOADS = """
+import sys
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from ckpt.adapters.adapt.accelerate import SavedFolders
+
+project = ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, project_config=project)
+model = accelerator.prepare(torch.nn.Linear(4, 4))
+if sys.argv[2] == "save":
+    accelerator.save_state()
+else:
+    SavedFolders(accelerator)
+    accelerator.load_state()
+print(model.weight.sum().item())
+"""
+
+
+def test_an_incomplete_folder_is_not_taken_for_the_newest_that_accelerate_saved(tmp_path: Path) -> None:
+    """accelerate saved without ckpt, and the first save with ckpt was killed."""
+    saved = finish(python(LOADS, tmp_path, "save"), 300)
+    killed(tmp_path / "checkpoints" / "checkpoint_1")
+    assert left(tmp_path / "checkpoints") == [".checkpoint_1.*.ckpt-incomplete", "checkpoint_0"]
+    assert finish(python(LOADS, tmp_path, "load"), 300) == saved
