@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ckpt.errors import DAMAGE_ADVICE
+from ckpt.errors import DAMAGE_ADVICE, Fenced
 from ckpt.groups.base import Group
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
@@ -18,6 +18,8 @@ log = logging.getLogger("ckpt")
 
 def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest: tuple[int, int] | None) -> None:
     """Delete the steps in memory tiers, after a check that the repository of record has the newest step.
+
+    A memory that a newer job has taken over stays: it may have later steps of that job.
 
     step: the number of that step; -1 if there is none.
     newest: training line and number of the step that this job restored or saved last.
@@ -36,10 +38,11 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
                 names = [entry.name for entry in store.list("steps")]
                 if group.size > 1 and newest is not None:  # another rank may still wait for this record
                     names = [name for name in names if name != commit_name(newest[1])]
+                tier.session.lease.writer.require_newest()  # after the listing, so that no later step is in it
                 store.delete([name for name in names if name.endswith("/commit.json")])
                 store.delete(names)
                 store.sweep_temporaries("")
-            except StoreError as error:
+            except (Fenced, StoreError) as error:
                 log.warning("the memory at %s could not be freed: %s", tier.url, error)
 
 

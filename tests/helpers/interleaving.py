@@ -15,6 +15,12 @@ from enum import Enum, auto
 _current = threading.local()
 
 
+def current_actor_name() -> str:
+    """Return the name of the actor that calls; "" in a thread of none, and in the check of a run."""
+    actor: Actor | None = getattr(_current, "actor", None)
+    return "" if actor is None else actor.name
+
+
 class Killed(BaseException):
     """Ends the thread of an actor that is not woken any more. It can do nothing that others see."""
 
@@ -78,8 +84,10 @@ class Scheduler(ABC):
     """Decides how a run continues."""
 
     @abstractmethod
-    def next(self, living: Sequence[Actor], current: Actor | None, steps: list[str]) -> Actor:
-        """Return the actor that runs next. To kill `current`, set `is_killed`, note it in `steps`, and return another one.
+    def next(self, living: Sequence[Actor], current: Actor | None, steps: list[str]) -> Actor | None:
+        """Return the actor that runs next, or None if all were killed.
+
+        To kill `current`, set `is_killed`, note it in `steps`, and return another one.
 
         current: the one that ran last; it is not among the living if it has ended, and None before the first.
         """
@@ -99,7 +107,7 @@ class RandomScheduler(Scheduler):
     def __init__(self, rng: random.Random, sleeps: float = 0.05, kills: float = 0.0, late: float = 1.0) -> None:
         self._rng, self._sleeps, self._kills, self._late = rng, sleeps, kills, late
 
-    def next(self, living: Sequence[Actor], current: Actor | None, steps: list[str]) -> Actor:
+    def next(self, living: Sequence[Actor], current: Actor | None, steps: list[str]) -> Actor | None:
         now, draw = len(steps), self._rng.random()
         if current is not None and current in living:
             if draw < self._kills and len(living) > 1:
@@ -130,6 +138,21 @@ class Interleaving(Steps):
     def add(self, name: str, run: Callable[[], None]) -> None:
         """Add an actor; it begins when the scheduler chooses it first."""
         self._actors.append(Actor(name, run, self))
+
+    def start(self, name: str, run: Callable[[], None]) -> None:
+        """Add an actor while others run."""
+        self._actors.append(actor := Actor(name, run, self))
+        actor.thread.start()
+
+    def is_alive(self, name: str) -> bool:
+        """Return whether an actor has neither ended nor been killed."""
+        return any(a.name == name and not a.has_ended and not a.is_killed for a in self._actors)
+
+    def wait(self, steps: int) -> None:
+        """Let the actor that calls stand still for a number of steps, or until no other one can run."""
+        actor: Actor = _current.actor
+        actor.asleep_until = len(self.steps) + steps
+        self.step("waits")
 
     def call_later(self, what: str, call: Callable[[], object]) -> None:
         """Let a call take effect at a later step, which the scheduler decides. Its result is ignored, and its error."""

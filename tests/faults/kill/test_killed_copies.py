@@ -171,6 +171,16 @@ def test_a_fenced_job_promotes_no_step(tier_folders: TierFolders) -> None:
     assert ckpt.open(tier_folders.run).steps() == [0]
 
 
+def test_a_fenced_job_frees_no_memory(tier_folders: TierFolders) -> None:
+    """The newer job may have later steps there. `test_tier_simulation.py` found this."""
+    ck = ckpt.Checkpointer(tier_folders.run, every=1, tiers=[ckpt.Tier("memory")], group=None)
+    train(ck, range(2))
+    ck.wait()
+    take_over(tier_folders.memory, 77)
+    ck.close()
+    assert ckpt.open(tier_folders.memory).steps() == [0, 1]
+
+
 def test_a_new_pack_reuses_the_memory_of_a_deleted_one(tmp_path: Path) -> None:
     """A pack is written into the file of a deleted one; several processes may do so at the same time."""
     store = MemoryStore(tmp_path)
