@@ -145,18 +145,21 @@ class MemoryNodes:
                 self._received += data
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
-            kind, _, text = line.decode().partition(" ")
-            if kind == "ready":
-                self._ready = True
-            elif kind == "fails":
-                self._warn(text)
-                self._fresh_requested, self._retry_at = False, time.monotonic() + _RESTART_SECONDS
-            else:
-                self.nodes = tuple(sorted({*self.nodes, text}))
-            if kind == "fresh":
-                self.fresh, self._fresh_requested = text, False
+            self._handle_line(line.decode())
         if (status := self._process.poll()) is not None:
             self._handle_end(f"has ended with status {status}")
+
+    def _handle_line(self, line: str) -> None:
+        kind, _, text = line.partition(" ")
+        if kind == "ready":
+            self._ready = True
+        elif kind == "fails":
+            self._warn(text)
+            self._fresh_requested, self._retry_at = False, time.monotonic() + _RESTART_SECONDS
+        else:
+            self.nodes = tuple(sorted({*self.nodes, text}))
+        if kind == "fresh":
+            self.fresh, self._fresh_requested = text, False
 
     def _handle_end(self, text: str) -> None:
         """Note that the process has ended, for a restart after a pause. text: what happened to it."""

@@ -113,11 +113,15 @@ def choose_memories(
 
 
 def is_newer(memories: Sequence[MemoryNamespace], reports: Sequence[MemoryReport], than_step: int = -1) -> bool:
-    """Return whether the first namespace has a newer step than all namespaces that are only read.
+    """Return whether the first namespace has a newer step than all namespaces that are only read, and is as safe as they are.
+
+    An attempt on one host has one copy of its steps, so that an older step with two copies is still needed.
 
     than_step: the newest step that was ever saved.
     """
-    return len(memories) > 1 and any(report.saved > than_step for report in reports)
+    if len(memories) < 2 or _tolerated_losses(memories[0]) < max(map(_tolerated_losses, memories[1:])):
+        return False
+    return any(report.saved > than_step for report in reports)
 
 
 def is_readable(memory: MemoryNamespace, reports: Mapping[str, MemoryReport]) -> bool:

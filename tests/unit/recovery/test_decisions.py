@@ -141,6 +141,16 @@ def test_memory_that_a_roll_back_may_need_is_kept() -> None:
     assert is_newer(memory, [agent("a", saved=30)], 29)
 
 
+def test_one_copy_of_a_newer_step_does_not_replace_two_of_an_older_one() -> None:
+    """An attempt on one host has one copy. If this host is lost, the older step is the newest one."""
+    one, two = MemoryNamespace((("a", "x:1"),)), MemoryNamespace((("a", "x:2"), ("b", "y:1")))
+    reports = [agent("a", saved=30)]
+    assert not is_newer((one, two), reports, 29)
+    assert not is_newer((one, one, two), reports, 29)
+    assert is_newer((two, two), reports, 29)
+    assert is_newer((one, one), reports, 29)
+
+
 def test_a_program_that_fails_at_one_step_is_given_up() -> None:
     """It is given up after three restored steps, each older than the one before, or as soon as no older one exists."""
     assert restore_points((33,) * 12, 5, 22, broken=True) == [-1, 29, 29, 24, 19, 14, -2]
