@@ -35,4 +35,4 @@ class ForkedPython:
         return int(self._server.stdout.readline())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._server.communicate(timeout=60)
+        self._server.communicate(timeout=600)

@@ -24,7 +24,7 @@ class _GatedWriter(Writer):
         self.inner, self.gate = inner, gate
 
     def append(self, data):
-        assert self.gate.wait(60)
+        assert self.gate.wait(600)
         return self.inner.append(data)
 
     def commit(self):

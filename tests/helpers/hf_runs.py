@@ -41,7 +41,7 @@ def run(folder: Path, name: str, ranks: int = 1, program: str = "hf_training.py"
         text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        printed, _ = process.communicate(timeout=280)
+        printed, _ = process.communicate(timeout=600)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -58,7 +58,9 @@ class Job:
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Return the result of a subcommand of ckpt-run about this run."""
         arguments = ["--run-dir", str(self.folder / "run"), *self.state]
-        return subprocess.run([*RUN, words[0], *arguments, *words[1:]], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [*RUN, words[0], *arguments, *words[1:]], capture_output=True, text=True, timeout=600, check=False
+        )
 
     def log(self) -> list[LogEntry]:
         """Return the entries, or nothing while no log answers. It is read here: a subcommand takes as long as many steps."""
@@ -104,7 +106,7 @@ class Job:
 
     def ends(self, *names: str) -> dict[str, int]:
         for name in names:
-            self.agents[name].wait(timeout=120)
+            self.agents[name].wait(timeout=600)
         return {name: self.agents[name].returncode for name in names}
 
     def messages(self, name: str) -> str:

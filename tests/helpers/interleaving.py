@@ -80,12 +80,6 @@ class Actor:
             self._interleaving.switch(self)
 
 
-def current_actor() -> Actor:
-    """Return the actor that this thread runs."""
-    actor: Actor = _current.actor
-    return actor
-
-
 class Scheduler(ABC):
     """Decides how a run continues."""
 

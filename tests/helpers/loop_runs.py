@@ -68,7 +68,7 @@ class Job:
 
     def end(self) -> list[str]:
         """Wait until all ranks end with status 0, and return their messages."""
-        messages = [p.communicate(timeout=120)[1] for p in self.processes]
+        messages = [p.communicate(timeout=600)[1] for p in self.processes]
         assert [p.returncode for p in self.processes] == [0] * len(self.processes), messages
         return messages
 

@@ -80,7 +80,7 @@ class NodeProcess:
 
     def ended(self) -> None:
         """Wait until the process has ended and its log is complete."""
-        self.process.wait(60)
+        self.process.wait(600)
         self._reading.join(60)
 
     def signal(self, number: int) -> None:

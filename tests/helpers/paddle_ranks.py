@@ -32,7 +32,7 @@ def run_ranks(program: Path, size: int, folder: Path, repository: str, name: str
         }  # fmt: skip
         ranks.append(subprocess.Popen(command, env=os.environ | environ))
     try:
-        statuses = {process.wait(timeout=180) for process in ranks}
+        statuses = {process.wait(timeout=600) for process in ranks}
     finally:
         for process in ranks:
             process.kill()

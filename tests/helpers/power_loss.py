@@ -41,7 +41,7 @@ class Recording:
     def run(self, program: str, *arguments: str, **variables: str) -> None:
         """Run a program with the mount and these arguments, until it ends."""
         command = [sys.executable, "-c", program, str(self.mount), *arguments]
-        subprocess.run(command, env=self.environment(**variables), check=True, timeout=120)
+        subprocess.run(command, env=self.environment(**variables), check=True, timeout=600)
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def recording_mount(folder: Path) -> Iterator[Recording]:
         yield Recording(mount, log)
     finally:
         unmount(mount)
-        server.wait(60)
+        server.wait(600)
 
 
 def record(folder: Path, program: str, left_out: str = "nothing", **variables: str) -> Path:

@@ -74,7 +74,7 @@ class Killer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(600)
         self._process.stdout.close()
 
 

@@ -29,7 +29,7 @@ def assert_two_ranks_save_and_load(
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     done = subprocess.run(
         [*launcher, str(program), str(folder / "run"), mode],
-        env=environment, cwd=folder, capture_output=True, text=True, timeout=240,
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     printed = "".join(file.read_text() for file in sorted(folder.glob(logs)))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:] + printed[-4000:]

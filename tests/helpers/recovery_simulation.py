@@ -129,7 +129,7 @@ class RecoverySimulation:
         self.interleaving = Interleaving(_Clock(self.world))
         self.world.interleaving = self.interleaving
         self._spec = RunSpec(
-            ("train",), 1, self.world.wanted, self.world.least, restarts=30, patience_seconds=draw.choice([2.0, 8.0]),
+            ("train",), 1, self.world.host_count, self.world.least, restarts=30, patience_seconds=draw.choice([2.0, 8.0]),
             give_up_seconds=300.0,
         )  # fmt: skip
         self.lines: list[str] = []

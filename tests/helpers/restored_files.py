@@ -98,7 +98,7 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
     """Return the result of ckpt-restore with these arguments."""
     return subprocess.run(
         [sys.executable, "-m", "ckpt.tools.restore", *map(str, arguments)],
-        capture_output=True, text=True, env={**os.environ, **environment}, timeout=120,
+        capture_output=True, text=True, env={**os.environ, **environment}, timeout=600,
     )  # fmt: skip
 
 

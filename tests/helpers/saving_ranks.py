@@ -40,14 +40,14 @@ def results_of(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, list[dict[
     """Return exit status, printed results and errors of each rank."""
     found = []
     for process in ranks:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         found.append((process.returncode, [json.loads(line) for line in out.splitlines() if line.startswith("{")], err))
     return found
 
 
 def run(command: Sequence[str]) -> list[dict[str, Any]]:
     """Return what the ranks of a launcher print, by rank."""
-    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stderr[:6000]}\n…\n{done.stderr[-3000:]}"
     next_lines = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
     return sorted((line for line in next_lines if "rank" in line), key=lambda line: int(line["rank"]))

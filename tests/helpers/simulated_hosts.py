@@ -22,7 +22,7 @@ from ckpt.recovery.run_log.entry_facts import memories_of
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace
 from ckpt.recovery.run_log.run_state import RunState
 from ckpt.tiers.memory_folder import MEMORY_WAIT_VARIABLE
-from helpers.interleaving import Interleaving, current_actor
+from helpers.interleaving import Interleaving, current_actor_name
 from helpers.simulated_parts import Fault, Host, Nodes, Training
 
 STEPS = 40
@@ -44,9 +44,9 @@ class World:
     def __init__(self, draw: random.Random) -> None:
         self.draw, self.now = draw, 0.0
         self.interleaving: Interleaving
-        self.wanted = draw.choice([2, 2, 3])
-        self.least = draw.choice([self.wanted, self.wanted - 1])
-        self.hosts = {name: Host(name) for name in ("h0", "h1", "h2", "h3")[: self.wanted + draw.choice([0, 0, 1])]}
+        self.host_count = draw.choice([2, 2, 3])
+        self.least = draw.choice([self.host_count, self.host_count - 1])
+        self.hosts = {name: Host(name) for name in ("h0", "h1", "h2", "h3")[: self.host_count + draw.choice([0, 0, 1])]}
         self.log: list[LogEntry] = []
         self.reports: dict[str, dict[str, Any]] = {}
         self.durable = -1
@@ -87,7 +87,7 @@ class World:
     @property
     def actor(self) -> str:
         """The name of the agent that runs now."""
-        return current_actor().name
+        return current_actor_name()
 
     def step(self, actor: str, what: str) -> None:
         """Let what happens before this call of an agent happen. Raises Killed where the agent was killed."""

@@ -47,7 +47,7 @@ class StoppedClient:
     def finish(self) -> str:
         """Continue the client to its end, and return what it prints."""
         self.process.send_signal(signal.SIGCONT)
-        printed, _ = self.process.communicate(timeout=120)
+        printed, _ = self.process.communicate(timeout=600)
         return printed
 
     def close(self) -> None:

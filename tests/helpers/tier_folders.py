@@ -101,7 +101,7 @@ class FullStore(FailingStore):
 
     def create(self, name: str, size_hint: int = 0) -> Writer:
         self.began.append(name)
-        self.gate.wait(60)
+        self.gate.wait(600)
         if self.full:
             raise NoSpace(f"creating {self.url}/{name} failed: the disk is full: free space or keep fewer steps")
         return super().create(name, size_hint)

@@ -140,7 +140,7 @@ class TierSimulation:
             while (
                 before and self.interleaving.is_alive(before) and len(self.interleaving.steps) < self._begun[before] + patience
             ):
-                self.interleaving.wait(20)
+                self.interleaving.wait(600)
             self._begun[name] = len(self.interleaving.steps)
             self._perhaps_begin_fault()
             work()

@@ -158,7 +158,7 @@ class Server:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(600)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def test_a_one_host_run_in_the_folder_of_another_run_is_refused(job: Callable[..
         run.start(name)
     run.until_step(3)
     command = [*RUN, "--run-dir", str(run.folder / "run"), "--", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert "another ckpt-run works in" in done.stderr
     assert all(agent.poll() is None for agent in run.agents.values())

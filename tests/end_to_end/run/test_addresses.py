@@ -71,5 +71,5 @@ def test_spares_are_counted_among_the_hosts_of_a_launcher(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--spares", "1"]
     environ = os.environ | {"SLURM_STEP_NUM_NODES": "3"}
     command += ["--launcher", "slurm", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environ)
     assert "2 hosts share no file for the log of the run" in done.stderr

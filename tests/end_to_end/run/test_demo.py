@@ -22,6 +22,6 @@ def test_an_interrupted_demo_ends_without_a_traceback(tmp_path: Path) -> None:
         if line.startswith("1  A training"):
             break
     os.killpg(demo.pid, signal.SIGINT)
-    _, errors = demo.communicate(timeout=60)
+    _, errors = demo.communicate(timeout=600)
     assert demo.returncode == 130
     assert "demo.py" not in errors

@@ -26,7 +26,7 @@ def ckpt_run(folder: Path, ranks: int, *command: str) -> subprocess.Popen[str]:
 def wait_for_end(process: subprocess.Popen[str]) -> str:
     """Check that the process ends with status 0, and return its standard error."""
     try:
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 0, stderr
@@ -97,7 +97,7 @@ def test_the_mpi_example_survives_a_killed_rank(tmp_path: Path) -> None:
     mpiexec = shutil.which("mpiexec", path=os.path.dirname(sys.executable)) or shutil.which("mpiexec")
     assert mpiexec, "no mpiexec: install the wheel mpich"
     program, options = [sys.executable, str(EXAMPLES / "run_mpi.py")], ["--steps", "150", "--every", "10"]
-    subprocess.run([*program, str(tmp_path / "alone"), *options, "--seconds", "0"], check=True, timeout=120)
+    subprocess.run([*program, str(tmp_path / "alone"), *options, "--seconds", "0"], check=True, timeout=600)
     job = ckpt_run(tmp_path / "run", 1, mpiexec, "-n", "3", *program, str(tmp_path / "rough"), *options, "--seconds", "0.02")
     wait_until_saved(tmp_path / "rough")
     os.kill(child_of(job, "run_mpi.py"), signal.SIGKILL)

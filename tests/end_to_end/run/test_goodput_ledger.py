@@ -38,7 +38,7 @@ class Watched(Run):
 
 def report(run: Run, *options: str) -> str:
     command = [sys.executable, "-m", "ckpt.tools.run", "report", "--run-dir", str(run.files), *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_metrics_are_served_on_a_port_or_skipped_if_it_is_taken(tmp_path: Path) 
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "ckpt.tools.run", "--metrics", f"127.0.0.1:{port}", "--run-dir"]
         first = [*command, str(tmp_path / "first"), "--", "true"]
-        done = subprocess.run(first, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(first, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, "a port in use ends the run"
         assert f"127.0.0.1:{port} can't be listened on: Address already in use; give another --metrics" in done.stderr
     process = subprocess.Popen([*command, str(tmp_path / "second"), "--", "sleep", "1000"])

@@ -137,7 +137,7 @@ def test_children_of_a_rank_are_ended_by_sigterm(tmp_path: Path) -> None:
     )
     HeartbeatPage(tmp_path / "page", new=True).close()
     environment = os.environ | {"CKPT_PULSE": str(tmp_path / "page")}
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, timeout=600)
 
 
 def test_a_job_survives_the_loss_of_a_host_and_the_coordinator(job: Callable[..., Job]) -> None:

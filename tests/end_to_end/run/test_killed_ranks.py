@@ -160,7 +160,7 @@ def test_an_older_step_is_loaded_where_newer_whole_ones_fail_the_job(
     failures an older step is loaded, and an even older one where that one is bad, too."""
     program = ROTTEN.replace("SPOILED", str(spoiled)).replace("PLACE", f"{failing_step} + attempt % {varies}")
     command = [sys.executable, "-m", "ckpt.tools.run", "--cold", "--run-dir", "run", "--", sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "restored").read_text().split() == restored.split()
     newest = restored.split()[1]

@@ -49,7 +49,7 @@ def run(folder: Path, how: str) -> tuple[int, list[dict[str, Any]]]:
     program.write_text(PROGRAM)
     ckpt_run, run_dir = [sys.executable, "-m", "ckpt.tools.run"], ["--run-dir", str(folder / "run")]
     job = [*ckpt_run, "-n", "1", "--cold", *run_dir, "--", sys.executable, str(program), str(folder), how]
-    done = subprocess.run(job, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(job, capture_output=True, text=True, timeout=600, check=False)
     why = subprocess.run([*ckpt_run, "why", "--json", *run_dir], capture_output=True, text=True, check=True)
     return done.returncode, [json.loads(line) for line in why.stdout.splitlines()]
 

@@ -61,7 +61,7 @@ def test_a_metrics_port_in_use_does_not_end_a_run(start: Starter) -> None:
 def test_unusable_options_are_refused_in_one_line(tmp_path: Path, options: list[str], status: int, words: str) -> None:
     (tmp_path / "file").touch()
     command = [*RUN, "--run-dir", str(tmp_path / "run"), *(option.format(tmp_path) for option in options), "--", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == status, done.stderr
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -71,7 +71,7 @@ def test_unusable_options_are_refused_in_one_line(tmp_path: Path, options: list[
 def test_a_command_that_is_no_program_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("1 2 3")
     command = [*RUN, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path / "data")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     message = f"ckpt-run: {tmp_path}/data can't be started: Permission denied; give a command that can be started in a shell\n"
     assert done.stderr == message

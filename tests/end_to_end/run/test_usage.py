@@ -87,7 +87,7 @@ def test_the_report_accounts_for_the_time_of_a_run(start: Callable[..., Run]) ->
 def test_wrong_usage_is_refused_with_advice(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), *arguments]
     environ = os.environ | {"GROUP_RANK": "x"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environ)
     assert done.returncode == status, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -136,7 +136,7 @@ def test_a_program_with_an_unusable_url_is_not_restarted(tmp_path: Path, url: st
     (tmp_path / "of-others" / "file").touch()
     program = [sys.executable, "-c", f"import ckpt; ckpt.Checkpointer({url!r})"]
     command = [sys.executable, "-m", "ckpt.tools.run", "-n", "2", "--run-dir", str(tmp_path / "run"), "--", *program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert url in line
@@ -151,7 +151,7 @@ def test_a_program_without_a_url_uses_the_dir_option(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", "run"]
     for more, status in ((["--dir", "kept"], 0), ([], 1)):
         done = subprocess.run(
-            [*command, *more, "--", sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,
+            [*command, *more, "--", sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False,
             cwd=tmp_path, env={name: value for name, value in os.environ.items() if name != "CKPT_DIR"},
         )  # fmt: skip
         assert done.returncode == status, done.stderr
@@ -177,13 +177,13 @@ def test_a_query_without_a_run_is_refused_and_creates_nothing(tmp_path: Path, wh
     if folder_exists:
         (tmp_path / "none").mkdir()
     command = [sys.executable, "-m", "ckpt.tools.run", *what.split(), "--run-dir", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert f"there is no run in {tmp_path / 'none'}; give its folder as --run-dir" in done.stderr
     assert [path.name for path in tmp_path.rglob("*")] == ["none"] * folder_exists, "the query has created a file"
     if folder_exists:
         (tmp_path / "none" / "ledger-h1.jsonl").touch()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert "has only the ledger of a host; also give the --state of the run" in done.stderr
 
 
@@ -201,7 +201,7 @@ def test_a_job_in_the_folder_of_another_one_warns_of_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--"]
     stderr = []
     for program in (["true"], ["true"], ["sh", "-c", "true"]):
-        done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0
         stderr.append(done.stderr)
     assert stderr[:2] == ["", ""]
@@ -247,7 +247,7 @@ def test_another_user_can_query_a_run(start: Callable[..., Run], tmp_path: Path)
 
         def query(*words: str) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, "-c", _AS_NOBODY, *words, "--run-dir", f"{folder}/run"]
-            return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd="/")
+            return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd="/")
 
         (tmp_path / "job").symlink_to(folder)
         run = start(steps=10_000)

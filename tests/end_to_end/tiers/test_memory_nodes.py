@@ -58,7 +58,7 @@ def test_memory_nodes_use_a_token_and_tls(job: Callable[..., InMemory], tmp_path
 def test_memory_on_reachable_hosts_needs_a_token_and_certificates(tmp_path: Path) -> None:
     """Without them a run has no memory tier, and one line reports it."""
     command = [*RUN, "--nnodes", "2", "--give-up", "1", "--run-dir", str(tmp_path), "--address", "0.0.0.0", "--", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "memory" in line]
     assert "give --token-file, --tls-cert, --tls-key, --ca-file, or --insecure or --no-memory" in line

@@ -43,7 +43,7 @@ def test_a_kill_at_any_point_of_a_promotion_loses_no_step(tier_folders: TierFold
     newest = -1
     for number, point in enumerate(POINTS):
         process = python(KILLED, tier_folders.base, env={"CKPT_FAILPOINTS": f"{point}=kill@{number % 2 + 1}"})
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == -signal.SIGKILL, (point, err)
         newest = max([newest, *map(int, out.split())])
         tier_folders.check()
@@ -66,7 +66,7 @@ def test_a_kill_at_any_point_of_a_promotion_loses_no_step(tier_folders: TierFold
 def test_drain_copies_the_newest_step_of_a_dead_process_once(tier_folders: TierFolders) -> None:
     """ckpt-run drains the memory of ranks that died in this way."""
     process = python(KILLED, tier_folders.base, env={"CKPT_FAILPOINTS": "save.commit=kill@3"})
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == -signal.SIGKILL, err
     assert out.split() == ["0", "1"]
     assert tier_folders.steps() == [[0, 1], tier_folders.steps()[1], []]
@@ -89,7 +89,7 @@ def test_the_memory_of_a_live_process_is_not_drained(tier_folders: TierFolders) 
     while process.stdout.readline() != "7\n":
         assert process.poll() is None
     assert f"process {process.pid}" in drain(os.environ["CKPT_MEMORY"])
-    process.communicate("\n", timeout=60)
+    process.communicate("\n", timeout=600)
     assert process.returncode == 0
     assert_all_load(tier_folders.run, 7)
 

@@ -184,7 +184,7 @@ def test_ranks_with_different_run_ids_do_not_meet_and_warn(tmp_path: Path) -> No
     ranks = [start_rank(0, 15)]
     until(lambda: list(tmp_path.glob("meet/*/open")))  # rank 1 must find the rendezvous of the other name when it warns
     ranks.append(start_rank(1, 2))
-    stderr = [rank.communicate(timeout=120)[1] for rank in ranks]
+    stderr = [rank.communicate(timeout=600)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "waiting for rank 1 at " in stderr[0]
     assert "waiting for rank 0 at " in stderr[1]

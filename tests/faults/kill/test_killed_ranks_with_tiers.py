@@ -40,7 +40,7 @@ def test_killed_ranks_with_tiers_lose_no_acknowledged_step(tier_folders: TierFol
             assert lines[0] == lines[1] != [], [rank.communicate()[1] for rank in ranks if rank.poll()]
             assert int(lines[0][1]) > newest, "an acknowledged step is lost"
             if victim is None:
-                assert [rank.wait(60) for rank in ranks] == [0, 0]
+                assert [rank.wait(600) for rank in ranks] == [0, 0]
                 break
             stdout = ranks[1 - victim].stdout
             assert stdout is not None

@@ -95,7 +95,7 @@ for step in range(5):
     print(step, flush=True)
 """
     process = python(code, tmp_path / "run", env={"CKPT_FAILPOINTS": "save.commit=kill@3"})
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == -signal.SIGKILL, err
     assert out.split() == ["0", "1"]
     assert assert_all_load(tmp_path / "run", 1) == [0, 1]

@@ -135,7 +135,7 @@ def test_a_note_read_from_a_stopped_network_returns_soon(monkeypatch: pytest.Mon
 
         def _network_note(self, key: str) -> bytes | None:
             calls.append(key)
-            resume.wait(60)
+            resume.wait(600)
             return key.encode()
 
     group = Slow()

@@ -113,7 +113,7 @@ set_failpoints("save.commit=error")
 ckpt.save(state_of(1), sys.argv[1], 1, blocking=False)
 """
     process = python(code, tmp_path)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 120
     assert "ERROR:ckpt:saving step 1" in out
     assert ckpt.open(tmp_path).steps() == [0]

@@ -37,7 +37,7 @@ def test_the_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> N
     with pytest.raises(ckpt.RepositoryBusy):
         ckpt.save(drifting_state(9), tmp_path, 9, full_every=10)
     assert_drifting_steps_load(tmp_path, 2)
-    first.communicate("\n", timeout=60)
+    first.communicate("\n", timeout=600)
     assert_drifting_steps_load(tmp_path, 3)
 
 
@@ -46,7 +46,7 @@ def test_a_successor_of_a_killed_writer_continues_with_its_base(tmp_path: Path) 
     assert first.stdout is not None
     assert first.stdout.readline() == "holding\n"
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=60)
+    first.communicate(timeout=600)
     ckpt.save(drifting_state(3), tmp_path, 3, keep=1, full_every=10)
     assert pack_step(base_of_weights(tmp_path, 3).pack) == 1
     assert assert_drifting_steps_load(tmp_path, 3) == [3]
@@ -60,6 +60,6 @@ def test_a_fenced_writer_neither_commits_a_difference_nor_deletes_a_base(tmp_pat
     assert first.stdout is not None
     assert first.stdout.readline() == "holding\n"
     take_over(tmp_path, 1000)
-    out, err = first.communicate("\n", timeout=60)
+    out, err = first.communicate("\n", timeout=600)
     assert "Fenced" in out, (out, err)
     assert assert_drifting_steps_load(tmp_path, 2) == [2]

@@ -148,7 +148,7 @@ if __name__ == "__main__":
     saver.close()
 """
     process = python(code, tmp_path)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert "Traceback" not in err
     assert assert_all_load(tmp_path, 15)[-1] == 15

@@ -46,11 +46,14 @@ def slow_memory_counts_as_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_copy_replaces_two(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transitions.memory_placement, "is_newer", lambda memories, reports, step: any(r.saved > step for r in reports))
+    def is_newer(memories: Any, reports: Any, than_step: int) -> bool:
+        return len(memories) > 1 and any(report.saved > than_step for report in reports)
+
+    patch.setattr(transitions.memory_placement, "is_newer", is_newer)
 
 
 def any_saved_step_counts_as_newer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transitions.memory_placement, "is_newer", lambda memories, reports, step: any(r.attempt >= 0 for r in reports))
+    patch.setattr(transitions.memory_placement, "is_newer", lambda memories, reports, step: any(r.saved >= 0 for r in reports))
 
 
 def a_start_waits_for_no_ranks(patch: pytest.MonkeyPatch) -> None:

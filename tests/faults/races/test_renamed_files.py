@@ -189,7 +189,7 @@ def test_a_stopped_writer_recognises_its_append_by_its_objects(
     def stop_once(name: str) -> None:
         if name == "register.changed" and threading.current_thread() is writer and not stopped.is_set():
             stopped.set()
-            assert resume.wait(60)
+            assert resume.wait(600)
 
     outcome: list[object] = []
 
@@ -205,7 +205,7 @@ def test_a_stopped_writer_recognises_its_append_by_its_objects(
     writer = threading.Thread(target=write)
     monkeypatch.setattr("ckpt.aggregator.records.paxos.failpoint", stop_once)
     writer.start()
-    assert stopped.wait(60)
+    assert stopped.wait(600)
     other.settle(["/log"])
     for i in range(others):
         with other.create("log", aligned=False, base=other.stat("log")) as writing:

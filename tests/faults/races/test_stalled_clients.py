@@ -129,7 +129,7 @@ def test_a_node_ends_by_a_signal_that_does_not_interrupt_its_wait(tmp_path: Path
         other = next(int(task.name) for task in threads if accepts(task, signal.SIGTERM))
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.tgkill(node.process.pid, other, signal.SIGTERM) == 0, os.strerror(ctypes.get_errno())
-        assert node.process.wait(60) == 0
+        assert node.process.wait(600) == 0
     finally:
         node.close()
 
@@ -144,7 +144,7 @@ def test_a_node_ends_by_sigterm_despite_stalled_clients(tmp_path: Path) -> None:
         writing = begin_append(store, store.call("create", "torn", 0), data[:_BIG])
         reading = flight.FlightClient(f"grpc://{node.address}").do_get(flight.Ticket(wire.pack(["kept", 0, 32 << 20])))
         node.signal(signal.SIGTERM)
-        assert node.process.wait(60) == 0
+        assert node.process.wait(600) == 0
         assert writing
         assert reading
         node.start()

@@ -97,7 +97,7 @@ def test_a_stopped_member_does_not_block_all_threads(open_client: Callable[[], N
 
     class Stopped(Down):
         def read(self, names: Any, fence_number: int = 0) -> Any:
-            resume.wait(20)
+            resume.wait(600)
             raise Unavailable("stopped")
 
     replace_registers(one, member, Stopped())

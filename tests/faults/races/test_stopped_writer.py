@@ -42,7 +42,7 @@ def run_repair(url: str) -> str:
     """Run a repair as an operator does, without the hour for which objects without a record are left alone; return its
     output."""
     command = [sys.executable, "-m", "ckpt.tools.node", "admin", "repair", url, "--quick", "--grace", "0"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
 
 
 def content(namespace: Namespace, path: str) -> bytes | None:

@@ -57,7 +57,7 @@ TIERS_THEN_SAVED = TIERS.replace(
 def run(code: str, url: Path) -> subprocess.CompletedProcess[str]:
     """Run a program whose first save works and whose next saves fail, followed by this code."""
     return subprocess.run(
-        [sys.executable, "-c", BEFORE + code, str(url)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", BEFORE + code, str(url)], capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -111,7 +111,7 @@ def test_exit_handlers_registered_before_the_import_still_run(tmp_path: Path) ->
     first = "import atexit\natexit.register(print, 'registered before the import', flush=True)\n"
     code = first + BEFORE + NOT_CLOSED
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode != 0
     assert done.stdout == "registered before the import\n"

@@ -40,7 +40,7 @@ def record_run(folder: Path, left_out: str = "nothing") -> tuple[Path, list[LogE
     with recording_mount(folder) as recording:
         program = [str(PROGRAMS / "recorded_run.py"), str(recording.mount), left_out]
         command = [sys.executable, *program, *arguments(recording.mount)]
-        subprocess.run(command, env=recording.environment(), check=True, timeout=120, stderr=subprocess.DEVNULL)
+        subprocess.run(command, env=recording.environment(), check=True, timeout=600, stderr=subprocess.DEVNULL)
         with contextlib.closing(SqliteRunLog(folder / "below" / "run", read_only=True)) as run_log:
             return recording.log, run_log.entries()
 
@@ -66,7 +66,7 @@ def what_is_wrong(expected: list[LogEntry], completes: Callable[[], bool], state
 def wrong_in_next_run(folder: Path) -> str | None:
     """Run the job again. Return what is wrong, None if it computes the same as without a power loss."""
     command = [sys.executable, "-m", "ckpt.tools.run", *arguments(folder)]
-    ended = subprocess.run(command, timeout=120, stderr=subprocess.PIPE, text=True, check=False)
+    ended = subprocess.run(command, timeout=600, stderr=subprocess.PIPE, text=True, check=False)
     if ended.returncode:
         return f"the next ckpt-run ended with {ended.returncode}: {ended.stderr}"
     w = np.zeros((4, 100))

@@ -144,7 +144,7 @@ class Watched(LocalStore):
         return super().open_once(name)
 
     def put(self, name: str, data: Any) -> None:
-        assert self.hold.wait(60)
+        assert self.hold.wait(600)
         super().put(name, data)
 
 

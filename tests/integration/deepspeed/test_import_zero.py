@@ -32,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return folder
     convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers=1", "--num_merge_workers=1"]
     folders = ["--input_folder", own / "stage3" / "global_step3", "--output_folder", own / "universal3"]
-    subprocess.run([*convert, *folders], check=True, capture_output=True, timeout=120)
+    subprocess.run([*convert, *folders], check=True, capture_output=True, timeout=600)
     shutil.copy(own / "stage3.pt", own / "universal3.pt")
     return folder
 

@@ -242,6 +242,6 @@ def test_ckpt_run_names_the_missing_certificate_variable(
     monkeypatch.delenv("CKPT_ETCD_CERT_FILE")
     command = [sys.executable, "-m", "ckpt.tools.run", "--nnodes", "2", "--run-dir", str(tmp_path / "run"), "--no-memory"]
     state = f"etcd://{requires_certificates.endpoint.removeprefix('https://')}/job"
-    done = subprocess.run([*command, "--state", state, "true"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, "--state", state, "true"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert "CKPT_ETCD_CERT_FILE and CKPT_ETCD_KEY_FILE go together" in done.stderr

@@ -37,7 +37,7 @@ def run(what: str, url: Path, size: int, devices: int, rows: int) -> None:
     ]  # fmt: skip
     try:
         for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=600)
             assert process.returncode == 0, err[-3000:]
             assert json.loads(out.splitlines()[-1]) == {"rank": rank, "devices": size * devices}
     finally:
@@ -69,7 +69,7 @@ def test_the_example_continues_with_half_of_the_devices(tmp_path: Path) -> None:
     def losses(devices: int, steps: int, url: Path) -> dict[int, float]:
         environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, str(TESTS.parent / "examples/jax_mesh.py"), "--steps", str(steps), "--url", str(url)]
-        out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
+        out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True).stdout
         lines = [line.split() for line in out.splitlines()]
         assert all(line[5] == str(devices) for line in lines)
         return {int(line[1]): float(line[3]) for line in lines}
@@ -153,7 +153,7 @@ except ckpt.UnsupportedLeaf as error:
 """
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", code, str(tmp_path)]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert out.stdout == "leaf key: a jax.ShapeDtypeStruct has a shape but no data: store the array\n", out.stderr[-3000:]
 
 

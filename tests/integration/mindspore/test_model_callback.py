@@ -56,7 +56,7 @@ def losses(log: Path) -> dict[int, str]:
 def test_a_training_that_has_ended_is_not_repeated_and_continues_with_more_epochs(tmp_path: Path) -> None:
     def run(repository: str, log: str, epochs: int) -> dict[int, str]:
         arguments = [str(tmp_path / repository), str(tmp_path / log), "pynative", str(epochs)]
-        subprocess.run([sys.executable, str(PROGRAMS / "mindspore_model_training.py"), *arguments], check=True, timeout=240)
+        subprocess.run([sys.executable, str(PROGRAMS / "mindspore_model_training.py"), *arguments], check=True, timeout=600)
         return losses(tmp_path / log)
 
     whole = run("other", "whole", 5)
@@ -209,7 +209,7 @@ def test_another_seed_and_no_seed_are_refused(tmp_path: Path) -> None:
         "model.train(1, rows, callbacks=[Checkpoints(sys.argv[1])])\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "other")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"GLOG_v": "4"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | {"GLOG_v": "4"})
     assert done.returncode == 1
     assert "call mindspore.set_seed() before it is created" in done.stderr
 

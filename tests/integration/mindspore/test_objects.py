@@ -305,4 +305,4 @@ def test_what_has_no_dropouts_is_refused(wrong: Any) -> None:
 
 def test_importing_ckpt_does_not_import_mindspore() -> None:
     code = "import sys, ckpt, numpy; ckpt.RandomState().state_dict(); assert 'mindspore' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -22,6 +22,6 @@ def test_the_program_of_the_page_resumes(tmp_path: Path) -> None:
     assert killed != found[1]
     for program, status in ((killed, 1), (killed, 0)):
         (tmp_path / "train.py").write_text(program)
-        done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == status, done.stderr
     assert 29 in [saved.step for saved in ckpt.open(tmp_path / "run")]

@@ -47,7 +47,7 @@ class Mounted:
     def unmount(self) -> None:
         subprocess.run([shutil.which("fusermount3") or "fusermount", "-uz", str(self.folder)], check=False)
         self.process.terminate()  # ends it also if another mount namespace still has a copy of the mount
-        self.process.wait(30)
+        self.process.wait(600)
 
     def close(self) -> None:
         self.unmount()

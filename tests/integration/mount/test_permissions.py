@@ -42,7 +42,7 @@ def _mounted(*options: str) -> Iterator[Path]:
         yield folder
     finally:
         unmount(folder)
-        process.wait(60)
+        process.wait(600)
         node.close()
         shutil.rmtree(base)
 

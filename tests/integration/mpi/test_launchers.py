@@ -75,7 +75,7 @@ def test_ranks_with_the_variables_of_a_launcher_save_and_load(tmp_path: Path, en
 def test_ranks_whose_variables_contradict_each_other_end_with_an_error(tmp_path: Path) -> None:
     """RANK and WORLD_SIZE are those of the process that started mpiexec."""
     command = [*launcher("mpiexec", 2), str(PROGRAM), "train", str(tmp_path), json.dumps({"steps": 1})]
-    done = subprocess.run(command, env=clean() | {"RANK": "0", "WORLD_SIZE": "1"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=clean() | {"RANK": "0", "WORLD_SIZE": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode != 0
     assert "contradicts rank 1 of 2 in the environment (PMI_RANK, PMI_SIZE)" in done.stderr
     assert not any(tmp_path.iterdir())

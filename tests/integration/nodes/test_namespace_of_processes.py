@@ -145,7 +145,7 @@ def run_ranks(size: int, what: str, url: str) -> None:
         for rank in range(size)
     ]  # fmt: skip
     for process in made:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         assert "done" in out, err
 
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_higher_redundancy_outlives_two_nodes(tmp_path: Path) ->
             "print(np.array_equal(got['w'], np.random.default_rng(0).standard_normal((300, 1000))))"
         )
         command = [sys.executable, "-c", program, f"{url}/run?redundancy=4+2"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.stdout == "True\n", done.stderr
     finally:
         for node in nodes:

@@ -80,7 +80,7 @@ def test_the_node_command_serves_and_reports_metrics(tmp_path: Path) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{node.monitor}/healthz") as answer:
             assert answer.read() == b"serving\n"
         node.signal(signal.SIGTERM)
-        assert node.process.wait(30) == 0
+        assert node.process.wait(600) == 0
         assert any("draining" in line for line in node.log)
     finally:
         node.close()
@@ -161,7 +161,7 @@ def test_a_node_logs_one_line_for_each_event(tmp_path: Path) -> None:
             with pytest.raises(InvalidArgument, match="invalid arguments"):
                 store.call(verb, 5)
         node.signal(signal.SIGTERM)
-        assert node.process.wait(60) == 0
+        assert node.process.wait(600) == 0
         node.ended()
         assert [line for line in node.log if not re.match(r"\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) ", line)] == []
         assert len(node.log) == 1 + 3 + 2
@@ -193,7 +193,7 @@ def test_unusable_certificates_are_refused_in_one_line(tmp_path: Path) -> None:
     for options, message in (([cert, wrong], "--tls-cert"), ([cert, key, __file__], "--tls-ca")):
         named = [str(x) for pair in zip(("--tls-cert", "--tls-key", "--tls-ca"), options, strict=False) for x in pair]
         command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "data"), "--listen", "127.0.0.1:0", *named]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 1
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
         assert message in done.stderr
@@ -240,7 +240,7 @@ def test_wrong_options_of_a_node_are_refused_with_advice(tmp_path: Path, options
 
 def test_a_node_on_a_port_in_use_is_refused_in_one_line(tmp_path: Path, local_node: LocalNode) -> None:
     command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path / "other"), "--listen", local_node.address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "choose another --listen" in done.stderr

@@ -17,7 +17,7 @@ PROGRAM = str(PROGRAMS / "paddle_training.py")
 def run(folder: Path, repo: str, name: str, *fault: object) -> tuple[int, dict[int, str]]:
     """Run a training; return its exit status and its losses by step."""
     command = [sys.executable, PROGRAM, str(folder / repo), str(folder / name), *map(str, fault)]
-    status = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120).returncode
+    status = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=600).returncode
     lines = [line.split(maxsplit=1) for line in (folder / name).read_text().splitlines()]
     return status, {int(step): rest for step, rest in lines}
 

@@ -289,7 +289,7 @@ def test_checkpoints_are_loaded_from_a_namespace_with_a_bucket(
     assert np.array_equal(ckpt.load("ckpt://lab/run")["w"], state["w"]), "the bucket alone does not have the step"
     done = subprocess.run(
         [sys.executable, "-m", "ckpt.tools.node", "admin", "status", "ckpt://lab"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "cloud" in done.stdout

@@ -130,7 +130,7 @@ def test_abort_releases_an_append_that_waits() -> None:
 
     def put(data: Iterator[bytes], part_bytes: int) -> None:
         next(data)
-        aborted.wait(60)
+        aborted.wait(600)
         next(data)
 
     writer = MultipartWriter("s3://bucket/name", put, 0)

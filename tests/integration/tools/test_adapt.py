@@ -43,7 +43,7 @@ def run(
         *options,
     ]
     done = subprocess.run(
-        [*ckpt_run, "--", *command, "script.py"], cwd=folder, env=environment, text=True, timeout=200,
+        [*ckpt_run, "--", *command, "script.py"], cwd=folder, env=environment, text=True, timeout=600,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout

@@ -216,7 +216,7 @@ def test_only_a_part_is_imported(tmp_path: Path) -> None:
         load_imported(tmp_path / "state.pt", "--only", "modle.*")
     torch.save({}, tmp_path / "dcp" / "common.pt")
     command_line = [*IMPORT, str(tmp_path / "dcp"), str(tmp_path / "more"), "--only", "model"]
-    assert "common.pt" in subprocess.run(command_line, capture_output=True, text=True, timeout=120).stderr
+    assert "common.pt" in subprocess.run(command_line, capture_output=True, text=True, timeout=600).stderr
 
 
 def test_damaged_torch_files_are_refused(tmp_path: Path) -> None:

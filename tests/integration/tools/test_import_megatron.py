@@ -39,7 +39,7 @@ def megatron_folder(folder: Path, tensors: dict[str, Any], common: Any) -> Path:
 def imported(source: Path, *options: str) -> str:
     """Import it, and return what the command printed to stderr."""
     url = source.with_name("repository")
-    done = subprocess.run([*RUN, str(source), str(url), *options], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*RUN, str(source), str(url), *options], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -80,7 +80,7 @@ def test_a_part_is_imported(tmp_path: Path) -> None:
 def test_a_damaged_common_file_is_refused(tmp_path: Path) -> None:
     source = megatron_folder(tmp_path / "source", {"a": torch.ones(2)}, {"iteration": 1})
     (source / "common.pt").write_bytes(b"PK\x03\x04 no archive")
-    done = subprocess.run([*RUN, str(source), str(tmp_path / "repository")], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*RUN, str(source), str(tmp_path / "repository")], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert "common.pt can't be read" in done.stderr
     assert "--only" in done.stderr

@@ -46,7 +46,7 @@ def root(made: Path, tmp_path: Path) -> Path:
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*MODULE, *map(str, arguments)], capture_output=True, text=True, env={**os.environ, **environment}, timeout=60
+        [*MODULE, *map(str, arguments)], capture_output=True, text=True, env={**os.environ, **environment}, timeout=600
     )
 
 
@@ -293,7 +293,7 @@ def test_a_closed_pipe_ends_inspect_quietly(made: Path) -> None:
     # The reader has closed the pipe before the first write.
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([*MODULE, str(made)], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run([*MODULE, str(made)], stdout=write, stderr=subprocess.PIPE, text=True, timeout=600)
     os.close(write)
     assert done.stderr == ""
     assert done.returncode == 141
@@ -302,7 +302,7 @@ def test_a_closed_pipe_ends_inspect_quietly(made: Path) -> None:
 def test_each_console_script_runs() -> None:
     for name in ("ckpt-inspect", "ckpt-restore"):
         script = Path(sys.executable).with_name(name)
-        done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=600)
         assert done.stdout.strip() == f"{name}, version {ckpt.__version__}"
 
 

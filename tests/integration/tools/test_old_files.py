@@ -48,7 +48,7 @@ def state_of(step: int) -> dict[str, Any]:
 def command(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", f"ckpt.tools.{name}", *map(str, words)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
 
 

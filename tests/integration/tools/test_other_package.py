@@ -46,7 +46,7 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Return the result of Python with this folder in front of all others on its path."""
     environment = {**os.environ, "PYTHONPATH": str(site)}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=site.parent, timeout=60
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=site.parent, timeout=600
     )
 
 

@@ -256,7 +256,7 @@ def test_an_interrupted_restore_removes_its_files(
     while not left_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
     started.send_signal(number)
-    _, stderr = started.communicate(timeout=60)
+    _, stderr = started.communicate(timeout=600)
     assert started.returncode == status
     assert "Traceback" not in stderr
     assert left_in(tmp_path) == []

@@ -102,7 +102,7 @@ def test_a_dcp_script_needs_two_changed_lines(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path).steps() == [1, 3]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     command = [sys.executable, str(EXAMPLES / "dcp_swap.py"), *arguments, "--steps=6"]
-    again = subprocess.run(command, env=environment(**alone), capture_output=True, text=True, timeout=120, check=False)
+    again = subprocess.run(command, env=environment(**alone), capture_output=True, text=True, timeout=600, check=False)
     assert again.returncode == 0, again.stderr[-4000:]
     assert re.findall(r"step +(\d+)", again.stdout) == ["4", "5"]
     assert ckpt.open(tmp_path).steps() == [3, 5]

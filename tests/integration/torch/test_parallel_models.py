@@ -96,7 +96,7 @@ def test_ranks_of_ckpt_run_under_torchrun_meet_by_themselves(tmp_path: Path) -> 
     run = [sys.executable, "-m", "ckpt.tools.run", "--launcher", "torchrun", "-n", "2"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python", *run]
     done = subprocess.run(
-        [*command, "--", sys.executable, "-c", MEETS], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [*command, "--", sys.executable, "-c", MEETS], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):

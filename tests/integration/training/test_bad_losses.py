@@ -157,7 +157,7 @@ def test_a_batch_that_spoils_the_weights_is_skipped(tmp_path: Path) -> None:
         page = HeartbeatPage(tmp_path / f"page-{attempt}", new=True)
         command = [sys.executable, str(Path(PROGRAM).with_name("spoiled_training.py")), str(tmp_path / "repo"), "20", "13"]
         environ[heartbeat_page.PAGE_VARIABLE] = str(tmp_path / f"page-{attempt}")
-        subprocess.run(command, env=os.environ | environ, check=True, timeout=60, stderr=subprocess.DEVNULL)
+        subprocess.run(command, env=os.environ | environ, check=True, timeout=600, stderr=subprocess.DEVNULL)
         beat = page.read()
         page.close()
         if beat.bad is None:

@@ -18,7 +18,7 @@ PROGRAM = str(PROGRAMS / "data_training.py")
 
 def test_the_import_of_the_data_loader_is_light() -> None:
     code = "import ckpt, sys; ckpt.data.Loader; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 DOCS = [file.read_text() for file in [*(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "README.md"]]
@@ -40,13 +40,13 @@ def train_step(model, batch):
 """
     (loop,) = re.findall(r"```python\n(data = ckpt.*?)```", (REPOSITORY / "docs/reference/loop.md").read_text(), re.DOTALL)
     after = "assert (step, data.batch, len(batch)) == (5, 5, 256)"
-    subprocess.run([sys.executable, "-c", before + loop + after], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", before + loop + after], check=True, timeout=600)
 
 
 def test_names_in_the_documentation_need_no_further_import() -> None:
     calls = {call for text in DOCS for call in re.findall(r"\bckpt(?:\.[a-zA-Z_]+)+(?=\()", text)}
     assert {"ckpt.data.Loader", "ckpt.pulse.compute", "ckpt.pulse.phase", "ckpt.tiers.drain"} <= calls
-    subprocess.run([sys.executable, "-c", "\n".join(["import ckpt", *sorted(calls)])], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", "\n".join(["import ckpt", *sorted(calls)])], check=True, timeout=600)
 
 
 def run(folder: Path, repo: str, name: str, world_size: int, *fault: object) -> dict[int, int]:
@@ -56,7 +56,7 @@ def run(folder: Path, repo: str, name: str, world_size: int, *fault: object) -> 
         command = [sys.executable, PROGRAM, str(folder / repo), str(folder / f"{name}-{rank}"), *map(str, fault)]
         environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": name, "OMP_NUM_THREADS": "1"}
         ranks[rank] = subprocess.Popen(command, env=os.environ | environ)
-    return {rank: process.wait(timeout=120) for rank, process in ranks.items()}
+    return {rank: process.wait(timeout=600) for rank, process in ranks.items()}
 
 
 def test_a_killed_and_restored_training_equals_the_undisturbed_one(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class Rollouts:
     def ends(self) -> list[tuple[int, str, str]]:
         found = []
         for process in self.processes:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=600)
             found.append((process.returncode, out, err))
         return found
 

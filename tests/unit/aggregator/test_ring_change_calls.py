@@ -82,7 +82,7 @@ def test_members_that_are_slow_in_a_ring_change_get_all_records(
     accept, fence = slow.accept, slow.fence
 
     def accept_late(*arguments: object, **options: object) -> list[bool]:
-        late.wait(60)
+        late.wait(600)
         return accept(*arguments, **options)  # type: ignore[arg-type]
 
     def count_fences(number: int) -> None:

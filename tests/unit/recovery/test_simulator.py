@@ -131,7 +131,7 @@ def test_dalys_interval_is_nearly_the_best(world: World) -> None:
 def run_simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Return the result of `ckpt-run simulate` with these arguments."""
     words = [sys.executable, "-m", "ckpt.tools.run", "simulate", *arguments]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_the_command_prints_points_and_draws_a_picture(tmp_path: Path) -> None:

@@ -293,12 +293,12 @@ def test_a_commit_waits_for_running_appends(local_node: LocalNode) -> None:
     def append() -> None:
         with writer._file.reserve_range(len(DATA)) as position:
             reserved.set()
-            proceed.wait(60)
+            proceed.wait(600)
             writer._file.write(memoryview(DATA), position)
 
     thread = threading.Thread(target=append)
     thread.start()
-    reserved.wait(60)
+    reserved.wait(600)
     writer._deadline_seconds = 0.05
     with pytest.raises(Unavailable, match="check the disk"):
         writer.commit()

@@ -67,4 +67,4 @@ def test_a_run_log_on_a_fuse_mount_is_refused(tmp_path: Path) -> None:
             SqliteRunLog(folder / "run")
     finally:
         subprocess.run(["fusermount3", "-u", "-z", str(folder)], check=False)
-        process.wait(30)
+        process.wait(600)

@@ -34,4 +34,4 @@ def test_a_taken_metrics_port_is_a_warning(tmp_path: Path) -> None:
         node.terminate()
         assert any("WARNING no health and metrics" in line and str(port) in line for line in lines), lines
         assert "(no metrics)" in lines[-1]
-        assert node.wait(60) == 0
+        assert node.wait(600) == 0

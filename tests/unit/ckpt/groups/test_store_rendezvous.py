@@ -321,7 +321,7 @@ def test_a_rank_that_died_ends_the_gather_of_the_others(folder: Path, dead: int)
         assert rank.stdout.readline() == "met\n"
     ranks[dead].kill()
     ranks[dead].communicate()
-    _, errors = ranks[1 - dead].communicate(timeout=60)
+    _, errors = ranks[1 - dead].communicate(timeout=600)
     assert ranks[1 - dead].returncode == 1
     assert f"rank {dead} (process {ranks[dead].pid} on {socket.gethostname()}) is dead" in errors
 

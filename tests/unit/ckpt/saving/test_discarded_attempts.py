@@ -33,14 +33,14 @@ class _TwoSaves(LocalStore):
 
     def put(self, name: str, data: Buffer) -> None:
         if name == self._failing_file:
-            assert self.may_fail.wait(60)
+            assert self.may_fail.wait(600)
             raise StoreError(f"{name} can't be written")
         super().put(name, data)
 
     def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
         if self._publishing_after.encode() in bytes(data):
             self.may_fail.set()
-            assert self.has_failed.wait(60)
+            assert self.has_failed.wait(600)
         super().publish(name, data, confirm, replaces)
 
 
@@ -53,7 +53,7 @@ def test_a_failed_save_leaves_the_files_of_a_later_save_of_its_step(tmp_path: Pa
         failed = saver.save(50, state_of(1, 50))
         for step in range(1, later):
             saver.save(step, state_of(step, 50), blocking=True)
-        threading.Thread(target=lambda: (failed.wait(60), store.has_failed.set())).start()
+        threading.Thread(target=lambda: (failed.wait(600), store.has_failed.set())).start()
         later_save = saver.save(50, state_of(2, 50))
         with pytest.raises(ckpt.CkptError, match="can't be written"):
             failed.result()

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, timeout=60)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, timeout=600)
 
 
 @pytest.mark.parametrize("arguments", [("-c", "import ckpt"), ("-m", "ckpt.tools.inspect", "--version")])
