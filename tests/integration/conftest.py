@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +20,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 @pytest.fixture(autouse=True)
-def _process_group_ended() -> Iterator[None]:
-    """End the process group of torch that a test has left in this process; restore the variables that a launcher sets.
+def _launcher_variables_restored() -> Iterator[None]:
+    """Restore the variables that a launcher sets. Frameworks such as Lightning set them when they make a process group.
 
-    Frameworks such as Lightning make both. Ranks that a later test starts would inherit the port, where this process listens.
+    Ranks that a later test starts would inherit the port, where this process listens.
     """
-    distributed = sys.modules.get("torch.distributed")
-    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()  # of a wider fixture
     before = {name: os.environ.get(name) for name in LAUNCHER_VARIABLES}
     yield
     for name, value in before.items():
@@ -35,7 +32,3 @@ def _process_group_ended() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    distributed = sys.modules.get("torch.distributed")
-    distributed = sys.modules.get("torch.distributed")
-    if not has_group and distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
