@@ -82,7 +82,7 @@ def test_a_job_without_a_whole_step_is_given_up_after_three_tries() -> None:
         budget = decision.budget
         failures.append(Failure("damaged", (0, 1), "exited with status 1", -1, -1, 1.0))
     assert len(failures) == 1 + MAX_REPEATED_FAILURES
-    assert "3 times in a row, as no saved step is whole; bring back the files of one, or remove all of them" in decision.reason
+    assert "3 times in a row, as all saved steps are damaged; restore the files of one, or remove all" in decision.reason
 
 
 def test_memory_on_two_nodes_survives_the_loss_of_one_with_a_rank(start: Starter, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_flipped_byte_in_a_tier_is_read_from_the_next_one(start: Starter, tmp_
     least = {"memory": 10, "nvme": 12, "repo": 12, "memory nvme": 5}
     assert min(run.restored()) >= least[where]
     saved = next(entry.facts["committed"] for entry in run.log() if entry.kind == "failure")
-    assert ("no later one is whole" in run.messages) == (min(run.restored()) <= saved)
+    assert ("the later steps are damaged" in run.messages) == (min(run.restored()) <= saved)
     assert ckpt.load(run.folder / "repo", group=None)["w"].shape == (4 * RANKS, 100)
 
 
@@ -181,7 +181,7 @@ def test_a_job_whose_steps_are_all_damaged_is_given_up(start: Starter) -> None:
     shutil.rmtree(places[0])
     assert [cause for cause, _ in run.failures()] == ["signal", *["damaged"] * MAX_REPEATED_FAILURES]
     assert (
-        f"{MAX_REPEATED_FAILURES} times in a row, as no saved step is whole; bring back the files of one, or remove all"
+        f"{MAX_REPEATED_FAILURES} times in a row, as all saved steps are damaged; restore the files of one, or remove all"
         in run.messages
     )
     assert re.search(rf"look at {run.files}/logs/{MAX_REPEATED_FAILURES}/rank-\d.log", run.messages)
