@@ -49,7 +49,7 @@ SUBJECTS = {
         (
             "tests/unit/storage/test_register_rules.py",
             "tests/unit/aggregator/test_replica_sets.py",
-            "tests/unit/aggregator/test_record_change_model.py",
+            "tests/faults/races/test_record_change_model.py",
             "tests/unit/aggregator/test_consensus.py",
             "tests/contracts/test_registers.py",
         ),
