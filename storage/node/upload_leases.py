@@ -50,7 +50,7 @@ class UploadLeases:
     def create(self, name: str, size_hint: int) -> str:
         """Begin an upload and return its key.
 
-        Raises NoSpace if it does not fit beside what is reserved for other uploads, and Unavailable while the node shuts down.
+        Raises NoSpace if it needs more space than other uploads have left, and Unavailable while the node shuts down.
         """
         with self._changed:
             if self._is_closed:

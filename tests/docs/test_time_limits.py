@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from helpers.folders import TESTS
 
 SHORTEST_SECONDS = 300
-"""The shortest limit. A process of a test took 150 s beside thirty others on two processors."""
+"""The shortest limit. While 30 processes shared two processors, a process of a test took 150 s."""
 LONGEST_PAUSE_SECONDS = 15
 """A shorter limit is a pause: the test expects that nothing happens in this time, or continues without it."""
 

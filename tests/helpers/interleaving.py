@@ -139,9 +139,9 @@ class Interleaving(Steps):
         """Add an actor; it begins when the scheduler chooses it first."""
         self._actors.append(Actor(name, run, self))
 
-    def start(self, name: str, run: Callable[[], None]) -> None:
+    def start(self, name: str, run: Callable[[], None], is_late_call: bool = False) -> None:
         """Add an actor while others run."""
-        self._actors.append(actor := Actor(name, run, self))
+        self._actors.append(actor := Actor(name, run, self, is_late_call))
         actor.thread.start()
 
     def is_alive(self, name: str) -> bool:
@@ -162,9 +162,7 @@ class Interleaving(Steps):
             self.steps.append(f"{caller.name}, late: {what}")
             call()
 
-        actor = Actor(f"{caller.name}, late", run, self, is_late_call=True)
-        self._actors.append(actor)
-        actor.thread.start()
+        self.start(f"{caller.name}, late", run, is_late_call=True)
 
     def run(self) -> dict[str, BaseException | None]:
         """Let the actors take turns until each has ended or was killed. Return the error of each but of late calls."""

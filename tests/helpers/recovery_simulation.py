@@ -29,6 +29,7 @@ from ckpt.storage.node.security_options import NodeSecurity
 from helpers.interleaving import Actor, Interleaving, Scheduler
 from helpers.simulated_agents import SimulatedHeartbeat, SimulatedLease, SimulatedNodes, SimulatedRanks
 from helpers.simulated_hosts import World
+from helpers.simulated_parts import host_of
 
 TICK_SECONDS = 0.25
 """How long an agent waits in its loop."""
@@ -42,13 +43,13 @@ class _Clock(Scheduler):
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def next(self, living: Sequence[Actor], current: Actor | None, steps: list[str]) -> Actor:
+    def next(self, living: Sequence[Actor], current: Actor | None, steps: list[str]) -> Actor | None:
         world = self._world
         while True:
             awake = {actor: world.wakes_at(actor.name) for actor in living if not actor.is_killed}
             chosen = min(awake, key=lambda actor: (awake[actor], actor.name), default=None)
             if chosen is None:
-                return None  # type: ignore[return-value]
+                return None
             killed = world.move_clock(awake[chosen])
             for actor in living:
                 if actor.name in killed:
@@ -64,8 +65,8 @@ class SimulatedRunLog(RunLog):
 
     is_remote = True
 
-    def __init__(self, world: World, host: str) -> None:
-        self._world, self._host = world, host
+    def __init__(self, world: World, actor: str) -> None:
+        self._world, self._actor = world, actor
 
     def entries(self, after: int = 0) -> list[LogEntry]:
         return self._call("reads the log", lambda: self._world.log[after:])
@@ -87,8 +88,8 @@ class SimulatedRunLog(RunLog):
 
     def _call(self, what: str, call: Callable[[], Any]) -> Any:
         world = self._world
-        world.step(self._host, what)
-        if not world.reaches_log(self._host):
+        world.step(self._actor, what)
+        if not world.reaches_log(self._actor):
             raise Unavailable("the run log does not answer")
         answer = call()
         if world.is_reply_lost():
@@ -99,11 +100,11 @@ class SimulatedRunLog(RunLog):
 class _Select:
     """Waits by the clock of the simulation."""
 
-    def __init__(self, world: World, host: str) -> None:
-        self._world, self._host = world, host
+    def __init__(self, world: World, actor: str) -> None:
+        self._world, self._actor = world, actor
 
     def select(self, seconds: float) -> list[Any]:
-        self._world.sleep(self._host, TICK_SECONDS)
+        self._world.sleep(self._actor, TICK_SECONDS)
         return []
 
     def close(self) -> None: ...
@@ -152,7 +153,7 @@ class RecoverySimulation:
 
     def _run_agent(self, name: str) -> None:
         """Run the agent of a host, and start it again where the run log did not answer when it began."""
-        world, host = self.world, name.partition(" ")[0]
+        world, host = self.world, host_of(name)
         options = HostOptions(host, Path("/run"), address=host, use_fork_server=False, security=NodeSecurity())
         world.step(name, "begins")
         while world.begin_agent(name):

@@ -15,14 +15,14 @@ from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.node.security_options import NodeSecurity
 from helpers.simulated_hosts import STEP_SECONDS, World
-from helpers.simulated_parts import Training
+from helpers.simulated_parts import Training, host_of
 
 
 class SimulatedRanks:
     """Stands in for `HostRanks`."""
 
     def __init__(self, world: World, actor: str) -> None:
-        self._world, self._actor, self._host = world, actor, actor.partition(" ")[0]
+        self._world, self._actor, self._host = world, actor, host_of(actor)
         self.attempt = -1
         self._training: Training | None = None
         self._failure: HostFailure | None = None
@@ -117,7 +117,7 @@ class SimulatedLease:
     """Stands in for `HostLease`, by the same rules of lost contact."""
 
     def __init__(self, world: World, actor: str, min_hosts: int) -> None:
-        self._world, self._actor, self._host = world, actor, actor.partition(" ")[0]
+        self._world, self._actor, self._host = world, actor, host_of(actor)
         self._contact = Contact(world.now, min_hosts)
         self._others: frozenset[str] = frozenset()
         self._probed_at = 0.0

@@ -23,7 +23,7 @@ from ckpt.recovery.run_log.memory_placement import MemoryNamespace
 from ckpt.recovery.run_log.run_state import RunState
 from ckpt.tiers.memory_folder import MEMORY_WAIT_VARIABLE
 from helpers.interleaving import Interleaving, current_actor_name
-from helpers.simulated_parts import Fault, Host, Nodes, Training
+from helpers.simulated_parts import Fault, Host, Nodes, Training, host_of
 
 STEPS = 40
 """How many steps the job makes."""
@@ -154,7 +154,7 @@ class World:
     # --- agents ----------------------------------------------------------------------------------------------------
 
     def _host(self, actor: str) -> Host:
-        return self.hosts[actor.partition(" ")[0]]
+        return self.hosts[host_of(actor)]
 
     def begin_agent(self, actor: str) -> bool:
         """Note that an agent begins; return False where its host has one, or where the run has ended."""
@@ -310,11 +310,11 @@ class World:
 
     def _restore(self, training: Training) -> None:
         """Let the ranks restore the newest step that they can read, and check that it is the right one."""
+        if training.at > self.now:
+            return
         namespaces = [memory.nodes for memory in training.memory if memory.nodes in self._steps]
         seconds, _, url = training.awaited.partition(" ")
         awaited = [nodes for nodes in namespaces if MemoryNamespace(nodes).url() == url.partition("&near")[0]]
-        if training.at > self.now:
-            return
         if any(not self._answers(nodes) for nodes in awaited) and self.now < training.at + float(seconds):
             return
         found = [self._steps[nodes] for nodes in namespaces if self._answers(nodes)]
@@ -328,8 +328,8 @@ class World:
         for nodes, step in self._steps.items():
             if step <= restored or not self._is_intact(nodes):
                 continue
-            silent = [self.hosts[host].silent_since for host, _ in nodes if self.hosts[host].silent_since is not None]
-            is_silent_long = bool(silent) and self.now - max(s for s in silent if s is not None) >= PROMISED_WAIT_SECONDS
+            silent = [since for host, _ in nodes if (since := self.hosts[host].silent_since) is not None]
+            is_silent_long = bool(silent) and self.now - max(silent) >= PROMISED_WAIT_SECONDS
             assert is_silent_long, f"{self.now:.2f} step {restored} is restored, and step {step} is in the memory {nodes}"
 
     def _save(self, training: Training) -> None:

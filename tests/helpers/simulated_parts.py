@@ -11,6 +11,11 @@ Nodes = tuple[tuple[str, str], ...]
 """The nodes of a namespace: host and HOST:PORT of each."""
 
 
+def host_of(actor: str) -> str:
+    """Return the host of an agent: the first word of the name of its actor. A later agent of a host has more words."""
+    return actor.partition(" ")[0]
+
+
 @dataclass(slots=True)
 class Host:
     """What is true of one host, whatever others know of it."""

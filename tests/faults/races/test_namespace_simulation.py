@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from helpers.forked_child import in_forked_child
 from helpers.linearizability import is_linearizable, shortest_wrong_prefix
 from helpers.namespace_simulation import NamespaceSimulation
 from helpers.processes import SOAK
+from helpers.seed_search import NOT_FOUND, first_found
 
 from ckpt.aggregator.maintenance import repair
 from ckpt.aggregator.records import paxos
@@ -94,22 +94,12 @@ FOUND_BY = {
     a_repair_begins_no_era: 404,
 }
 """The first seed that found each fault when the test was written."""
-
-
-def first_found(folder: Path, seeds: Iterable[int]) -> int:
-    """Return the first seed that finds a broken promise; -1 if none does."""
-    for seed in seeds:
-        try:
-            run(folder / str(seed), seed)
-        except AssertionError as error:
-            assert any(promise in str(error) for promise in ("is not linearizable", "can't be read", "are mixed")), error
-            return seed
-    return -1
+PROMISES = ("is not linearizable", "can't be read", "are mixed")
+"""A part of the message of each broken promise."""
 
 
 @pytest.mark.parametrize("fault", FOUND_BY, ids=lambda fault: fault.__name__)
 def test_a_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    seeds = itertools.chain([FOUND_BY[fault]], range(3_000))
-    found = in_forked_child(lambda: first_found(tmp_path, seeds))
-    assert found >= 0, "3,000 seeds found nothing"
+    found = in_forked_child(lambda: first_found(lambda seed: run(tmp_path / str(seed), seed), PROMISES, FOUND_BY[fault]))
+    assert found >= 0, NOT_FOUND

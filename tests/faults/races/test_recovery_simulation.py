@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from helpers.processes import SOAK
 from helpers.recovery_simulation import RecoverySimulation
+from helpers.seed_search import NOT_FOUND, first_found
 
 from ckpt.recovery.agent import end_of_run_drain
 from ckpt.recovery.coordinator import transitions
@@ -79,20 +79,11 @@ FOUND_BY = {
     a_failed_drain_frees_the_memory: 2,
 }
 """The first seed that found each fault when the test was written."""
-
-
-def first_found(seeds: Iterable[int]) -> int:
-    """Return the first seed that finds a broken promise; -1 if none does."""
-    for seed in seeds:
-        try:
-            run(seed)
-        except AssertionError as error:
-            assert any(promise in str(error) for promise in ("is restored, and step", "is lost", "others run on")), error
-            return seed
-    return -1
+PROMISES = ("is restored, and step", "is lost", "others run on")
+"""A part of the message of each broken promise."""
 
 
 @pytest.mark.parametrize("fault", FOUND_BY, ids=lambda fault: fault.__name__)
 def test_a_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    assert first_found(itertools.chain([FOUND_BY[fault]], range(3_000))) >= 0, "3,000 seeds found nothing"
+    assert first_found(run, PROMISES, FOUND_BY[fault]) >= 0, NOT_FOUND

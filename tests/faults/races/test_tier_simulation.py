@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from helpers.folders import fast_folder
 from helpers.forked_child import in_forked_child
 from helpers.processes import SOAK
+from helpers.seed_search import NOT_FOUND, first_found
 from helpers.tier_simulation import TierSimulation
 
 from ckpt.storage.base.errors import IntegrityError, StoreError
@@ -121,24 +121,13 @@ FOUND_BY = {
     a_fenced_job_frees_the_memory: 593,
 }
 """The first seed that found each fault when the test was written. The last one was a fault of the product."""
-
-
-def first_found(folder: Path, seeds: Iterable[int]) -> int:
-    """Return the first seed that finds a broken promise; -1 if none does."""
-    for seed in seeds:
-        try:
-            run(folder / str(seed), seed)
-        except AssertionError as error:
-            promises = ("has lost", "is lost", "was replaced", "lacks", "was deleted", "was restored instead")
-            assert any(promise in str(error) for promise in promises), error
-            return seed
-    return -1
+PROMISES = ("has lost", "is lost", "was replaced", "lacks", "was deleted", "was restored instead")
+"""A part of the message of each broken promise."""
 
 
 @pytest.mark.parametrize("fault", FOUND_BY, ids=lambda fault: fault.__name__)
 def test_a_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    seeds = itertools.chain([FOUND_BY[fault]], range(3_000))
     with fast_folder(tmp_path) as folder:
-        found = in_forked_child(lambda: first_found(folder, seeds))
-    assert found >= 0, "3,000 seeds found nothing"
+        found = in_forked_child(lambda: first_found(lambda seed: run(folder / str(seed), seed), PROMISES, FOUND_BY[fault]))
+    assert found >= 0, NOT_FOUND
