@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt.errors import UnsupportedLeaf
@@ -19,7 +20,7 @@ _TORCH_ATTRIBUTES = ("_is_param", "_is_buffer")
 """Attributes that torch itself sets on a tensor of a subclass that is a parameter or buffer."""
 
 
-def own_attributes(value: Any) -> dict[str, Any]:
+def own_attributes(value: object) -> dict[str, Any]:
     """Return the attributes of an object by name, those in slots too, without those that a cached_property can recompute."""
     kind = type(value)
     found = _instance_dict(value)
@@ -33,7 +34,7 @@ def own_attributes(value: Any) -> dict[str, Any]:
     return {k: v for k, v in found.items() if not isinstance(inspect.getattr_static(kind, k, None), functools.cached_property)}
 
 
-def _instance_dict(value: Any) -> dict[str, Any]:
+def _instance_dict(value: object) -> dict[str, Any]:
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -44,7 +45,7 @@ def _instance_dict(value: Any) -> dict[str, Any]:
 _framework_class_cache: dict[type, bool] = {}
 
 
-def require_plain_array(value: Any, path: str) -> None:
+def require_plain_array(value: object, path: str) -> None:
     """Raise UnsupportedLeaf for an array of a user's class that has attributes of its own."""
     kind = type(value)
     known = _framework_class_cache.get(kind)
@@ -62,7 +63,7 @@ def _is_of_framework(kind: type) -> bool:
     return file is not None and hasattr(file, "is_framework_class") and bool(file.is_framework_class(kind))
 
 
-def require_plain_container(value: Any, path: str, stored: dict[str, Any]) -> None:
+def require_plain_container(value: object, path: str, stored: Mapping[str, object]) -> None:
     """Raise UnsupportedLeaf for a container or dataclass with an attribute that is not stored.
 
     stored: the values that are stored, by attribute name. An attribute that is None may be lost: it is an unused field.
@@ -75,7 +76,7 @@ def require_plain_container(value: Any, path: str, stored: dict[str, Any]) -> No
         raise _lost_attributes_error(value, lost, path, "a plain dict, list or tuple")
 
 
-def _lost_attributes_error(value: Any, names: Any, path: str, plain: str) -> UnsupportedLeaf:
+def _lost_attributes_error(value: object, names: Iterable[str], path: str, plain: str) -> UnsupportedLeaf:
     kind = type(value)
     shown = sorted(names)
     several = len(shown) > 1

@@ -96,12 +96,12 @@ def _file_of_imported(name: str, package: str) -> ModuleType | None:
         return None
 
 
-def usable_torch() -> Any:
+def usable_torch() -> ModuleType | None:
     """Return torch if the process has imported it; None otherwise, and for a package that only has its name."""
     return sys.modules["torch"] if "torch" in sys.modules and _file_of_imported("torch", "torch") is not None else None
 
 
-def framework_function(value: Any, name: str) -> Callable[[Any], Any] | None:
+def framework_function(value: object, name: str) -> Callable[[Any], Any] | None:
     """Return a function of the file of the framework that defines the type of `value`; None where the file has none."""
     file = framework_file(type(value))
     return None if file is None else getattr(file, name, None)
@@ -115,7 +115,7 @@ def imported_files() -> dict[str, ModuleType]:
 
 
 @lru_cache(maxsize=16)
-def file_of_kind(kind: str) -> Any:
+def file_of_kind(kind: str) -> ModuleType:
     """Return the module of `ckpt.state.leaves` for a stored kind of array.
 
     Raises FormatError for an unknown kind, and LeafMismatch where its framework is not installed.

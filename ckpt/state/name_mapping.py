@@ -121,7 +121,7 @@ class _Renamer:
                 found[self._rename(name)] = name
         return {**node, "parameters": [found.get(name) for name in node["parameters"]]}
 
-    def _saved_path(self, state: Any, path: str) -> str | None:
+    def _saved_path(self, state: object, path: str) -> str | None:
         """Return the path under which all entries of an object's state were saved; None where there is no such path."""
         saved_paths = set()
         for inner in _entry_names(state, ""):
@@ -144,7 +144,7 @@ def _walk_nodes(node: Node, path: str) -> Iterator[tuple[str, Node]]:
         yield from _walk_nodes(child, name)
 
 
-def _entry_names(like: Any, path: str) -> Iterator[str]:
+def _entry_names(like: object, path: str) -> Iterator[str]:
     """Yield the names of the entries of a state; nothing for a state that is itself an array or plain value."""
     below = None if _is_leaf(like, path) or _is_object(like, path) else _children_of(like)
     if below is None:
@@ -155,7 +155,7 @@ def _entry_names(like: Any, path: str) -> Iterator[str]:
         yield from _entry_names(value.value if type(value) is PerRank else value, join_path(path, key))
 
 
-def _children_of(like: Any) -> list[tuple[Any, Any]] | None:
+def _children_of(like: object) -> list[tuple[Any, Any]] | None:
     """Return the items of a container with their keys; None for a value that is not a container."""
     if isinstance(like, dict):
         return list(like.items())
@@ -168,12 +168,12 @@ def _children_of(like: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _is_leaf(value: Any, path: str) -> bool:
+def _is_leaf(value: object, path: str) -> bool:
     try:
         return as_leaf(value) is not None
     except TypeError as error:
         raise LeafMismatch(f"leaf {path or '(root)'} of `like` cannot be filled: {error}") from error
 
 
-def _is_object(value: Any, path: str) -> bool:
+def _is_object(value: object, path: str) -> bool:
     return type(value) is not dict and as_stateful(value, path) is not None and not _is_leaf(value, path)

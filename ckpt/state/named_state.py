@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 
-def require_saved_names(state: Any, saved: Any, kind: str) -> None:
+def require_saved_names(state: object, saved: object, kind: str) -> None:
     """Raise ValueError where nested dicts of a state and of a step have different names.
 
     state: what a load fills: nested dicts of arrays, and of objects with a state of their own, which are not entered.
@@ -20,7 +19,7 @@ def require_saved_names(state: Any, saved: Any, kind: str) -> None:
         raise ValueError(f"{' and '.join(differences)}, unlike the {kind} of `like`: build it as it was when saved")
 
 
-def _names_besides(value: Any, other: Any, path: str = "") -> Iterator[str]:
+def _names_besides(value: object, other: object, path: str = "") -> Iterator[str]:
     """Yield the names in nested dicts that another one lacks."""
     if not isinstance(value, dict) or not isinstance(other, dict):
         return

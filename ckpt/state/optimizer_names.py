@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -12,19 +12,19 @@ from ckpt.state.leaves import empty_leaf
 from ckpt.state.torch_keys import bare_name
 
 
-def is_optimizer(value: Any) -> bool:
+def is_optimizer(value: object) -> bool:
     """Return whether `value` is an optimizer whose state numbers its parameters: torch's, one that wraps it, or Paddle's."""
     return _is_torch_optimizer(value) or _groups_of_framework(value) is not None
 
 
-def _is_torch_optimizer(value: Any) -> bool:
+def _is_torch_optimizer(value: object) -> bool:
     torch = usable_torch()
     return torch is not None and (
         isinstance(value, torch.optim.Optimizer) or isinstance(getattr(type(value), "param_groups", None), property)
     )
 
 
-def _groups_of_framework(value: Any) -> list[dict[str, Any]] | None:
+def _groups_of_framework(value: object) -> list[dict[str, Any]] | None:
     of_framework = framework_function(value, "param_groups")
     return None if of_framework is None else of_framework(value)
 
@@ -68,7 +68,7 @@ def names_by_path(optimizer: Any, modules: NamedModules) -> list[str] | None:
     return known[1]
 
 
-_names_cache: WeakKeyDictionary[Any, tuple[Any, list[str] | None]] = WeakKeyDictionary()
+_names_cache: WeakKeyDictionary[Any, tuple[tuple[list[int], list[tuple[str, int]]], list[str] | None]] = WeakKeyDictionary()
 
 
 def _names_by_path(ids: list[int], modules: NamedModules) -> list[str] | None:
@@ -85,7 +85,7 @@ def parameter_names(optimizer: Any, modules: NamedModules) -> ParameterNames:
     return ParameterNames(names_by_path(optimizer, modules), names_by_group(groups_of(optimizer)))
 
 
-def names_by_group(groups: Any) -> list[str] | None:
+def names_by_group(groups: object) -> list[str] | None:
     """Return the `param_names` of all parameter groups, one after the other; None where a group has none."""
     found: list[str] = []
     for group in groups if isinstance(groups, list) else []:
@@ -131,7 +131,7 @@ def add_missing_moments(optimizer: Any, current: Any, saved: Any) -> Any:
     return {**current, "state": state}
 
 
-def _missing_moments(entries: Mapping[str, Any], existing: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
+def _missing_moments(entries: Mapping[str, Any], existing: Container[str], parameter: Any) -> dict[str, Any]:
     made = {}
     for key, value in entries.items():
         if key not in existing and hasattr(value, "dtype") and hasattr(value, "shape"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from ckpt.state.optimizer_names import NamedModules, ParameterNames, groups_of, names_by_group, parameter_names
@@ -12,7 +12,7 @@ from ckpt.state.tree import Node, PerRank, encode_key, join_path
 from ckpt.state.tree_rebuild import decode_key
 
 
-def modules_in(state: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+def modules_in(state: object, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield the modules in the containers of a state, each with its path.
 
     above: the ids of the containers around this one.
@@ -22,7 +22,7 @@ def modules_in(state: Any, path: str = "", above: tuple[int, ...] = ()) -> Itera
         return
     if id(state) in above:  # the state contains itself, which flatten() refuses
         return
-    below: Any = ()
+    below: Iterable[tuple[object, object]] = ()
     if isinstance(state, PerRank):
         yield from modules_in(state.value, path, (*above, id(state)))
     elif isinstance(state, dict):

@@ -7,8 +7,8 @@ pipeline may have different leaves. Where values differ, each rank's is stored: 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ckpt.errors import StepRefused
 from ckpt.state.alias_notes import RANK_ALIAS, differing_aliases
@@ -41,11 +41,11 @@ def merge_trees(rank_nodes: RankNodes) -> Node:
             return {**common, "object": merge_trees([(ranks, node["object"]) for ranks, node in rank_nodes])}
         for tag in ("tuple", "namedtuple", "dataclass"):
             if len({_structure_key(node, tag) for _, node in rank_nodes}) == 1 and tag in first:
-                return {**first, tag: _merge_items(rank_nodes, lambda node, tag=tag: node[tag])}
+                return {**first, tag: _merge_items(rank_nodes, operator.itemgetter(tag))}
     return {"ranks": {str(rank): node for ranks, node in rank_nodes for rank in ranks}}
 
 
-def _merge_items(rank_nodes: RankNodes, items: Any) -> list[Node]:
+def _merge_items(rank_nodes: RankNodes, items: Callable[[Node], list[Node]]) -> list[Node]:
     count = len(items(rank_nodes[0][1]))
     return [merge_trees([(ranks, items(node)[i]) for ranks, node in rank_nodes]) for i in range(count)]
 
@@ -93,7 +93,7 @@ def keep_stored_arrays(node: Node, stored: Collection[str]) -> Node:
     return {tag: _keep_stored_in(tag, value, stored) for tag, value in node.items()}
 
 
-def _keep_stored_in(tag: str, value: Any, stored: Collection[str]) -> Any:
+def _keep_stored_in(tag: str, value: Node, stored: Collection[str]) -> Node:
     if tag == "dict":
         return [[key, keep_stored_arrays(v, stored)] for key, v in value]
     return keep_stored_arrays(value, stored) if tag in _TAGS_WITH_NODES else value

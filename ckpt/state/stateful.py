@@ -30,7 +30,7 @@ class Stateful:
     """Whether the object is immutable, so that `set` returns a new object."""
 
 
-def get_attribute(value: Any, name: str) -> Any:
+def get_attribute(value: object, name: str) -> Any:
     """Return an attribute of an object of any class, None where the object has none of that name.
 
     Any error counts as a missing attribute unless the class defines it: a dict whose entries are its attributes may raise
@@ -46,7 +46,7 @@ def get_attribute(value: Any, name: str) -> Any:
         ) from error
 
 
-def method(value: Any, name: str) -> Callable[..., Any] | None:
+def method(value: object, name: str) -> Callable[..., Any] | None:
     """Return a method that the class defines: attributes of the object may be anything, as those of a generator of nnx."""
     return getattr(value, name) if hasattr(type(value), name) else None
 
@@ -79,7 +79,7 @@ def as_stateful(value: Any, path: str) -> Stateful | None:
     return _as_pytree(value, path)
 
 
-def _as_pytree(value: Any, path: str) -> Stateful | None:
+def _as_pytree(value: object, path: str) -> Stateful | None:
     """Return the functions for a value of a class that the user has registered with a framework."""
     if is_plain(value):
         return None
@@ -94,7 +94,7 @@ def _as_pytree(value: Any, path: str) -> Stateful | None:
     return None
 
 
-def _stateful_of_framework(value: Any, path: str) -> Stateful | None:
+def _stateful_of_framework(value: object, path: str) -> Stateful | None:
     of_framework = framework_function(value, "as_stateful")
     if of_framework is None:
         return None
@@ -105,7 +105,7 @@ def _stateful_of_framework(value: Any, path: str) -> Stateful | None:
     return found
 
 
-def state_of(stateful: Stateful, value: Any, path: str) -> Any:
+def state_of(stateful: Stateful, value: object, path: str) -> Any:
     """Return the state of an object; raise UnsupportedLeaf with its path where the object's own code fails."""
     try:
         return stateful.get()
@@ -121,7 +121,7 @@ def state_of(stateful: Stateful, value: Any, path: str) -> Any:
 _LEAVE_OUT_HINT = "fix that, store its values as entries of the state, or leave it out"
 
 
-def _type_name(value: Any) -> str:
+def _type_name(value: object) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
@@ -129,7 +129,7 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def is_random_generator(value: Any) -> bool:
+def is_random_generator(value: object) -> bool:
     """Return whether `value` is a random generator or a RandomState: each rank of a group stores its own."""
     of_numpy = (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
     if isinstance(value, (RandomState, random.Random, *of_numpy)) or _is_torch_generator(value):
@@ -138,12 +138,12 @@ def is_random_generator(value: Any) -> bool:
     return of_framework is not None and bool(of_framework(value))
 
 
-def _is_torch_generator(value: Any) -> bool:
+def _is_torch_generator(value: object) -> bool:
     torch = usable_torch()
     return torch is not None and isinstance(value, torch.Generator)
 
 
-def _is_torch_scheduler(value: Any) -> bool:
+def _is_torch_scheduler(value: object) -> bool:
     torch = usable_torch()
     return torch is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
 
@@ -163,7 +163,7 @@ def _without_annealing(get: Callable[[], Any]) -> Any:
     return without(get())
 
 
-def _bit_generator_state(generator: Any) -> Stateful:
+def _bit_generator_state(generator: np.random.BitGenerator) -> Stateful:
     return Stateful(lambda: generator.state, lambda state: setattr(generator, "state", state))
 
 

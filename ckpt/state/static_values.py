@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
 
 import numpy as np
 
@@ -23,19 +22,19 @@ _PACKAGES_OF_FUNCTIONS = ("jax", "jaxlib")
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
 
 
-def is_function(value: Any) -> bool:
+def is_function(value: object) -> bool:
     """Return whether a value is a function or a class."""
     if isinstance(value, _FUNCTION_TYPES):
         return True
     return callable(value) and type(value).__module__.partition(".")[0] in _PACKAGES_OF_FUNCTIONS
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether a value is a plain value, which every save stores."""
     return isinstance(value, _PLAIN_TYPES)
 
 
-def static_fields(value: Any) -> frozenset[str]:
+def static_fields(value: object) -> frozenset[str]:
     """Return the fields of a dataclass that are static for a framework with which it is registered."""
     found: frozenset[str] = frozenset()
     for file in imported_files().values():
@@ -44,13 +43,13 @@ def static_fields(value: Any) -> frozenset[str]:
     return found
 
 
-def keeps_functions(value: Any) -> bool:
+def keeps_functions(value: object) -> bool:
     """Return whether the framework of an object treats functions inside of it as static."""
     function = framework_function(value, "keeps_functions")
     return function is not None and bool(function(value))
 
 
-def replacement_advice(value: Any) -> str | None:
+def replacement_advice(value: object) -> str | None:
     """Return what to store in place of a value that is refused; None where only the general advice applies."""
     if is_function(value):
         return (
@@ -61,7 +60,7 @@ def replacement_advice(value: Any) -> str | None:
     return None if function is None else function(value)
 
 
-def refusal(value: Any, path: str) -> UnsupportedLeaf:
+def refusal(value: object, path: str) -> UnsupportedLeaf:
     """Return the error for a value that cannot be stored."""
     advice = replacement_advice(value) or (
         "give it state_dict() and load_state_dict(), turn it into arrays and plain values, or leave it out of the state"

@@ -15,7 +15,7 @@ _WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 _LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
-def is_module(value: Any) -> bool:
+def is_module(value: object) -> bool:
     """Return whether `value` is a torch module."""
     torch = usable_torch()
     return torch is not None and isinstance(value, torch.nn.Module)
@@ -34,7 +34,7 @@ class ModuleEntries(NamedTuple):
     """Parameters without requires_grad."""
 
 
-def has_named_parameters(value: Any) -> bool:
+def has_named_parameters(value: object) -> bool:
     """Return whether `value` is a module of torch, or a layer of a framework whose parameters have names too."""
     of_framework = framework_function(value, "is_module")
     return is_module(value) or (of_framework is not None and bool(of_framework(value)))

@@ -39,7 +39,7 @@ own."""
 RANK_SUFFIX = re.compile(r"@\d+$")  # the suffix of a leaf that one rank alone has; a path that ends like it needs another name
 _SAFE_INTEGER = 1 << 53  # other JSON readers round larger integers
 _DECIMAL_BITS = 2048  # fits in 640 digits, the lowest limit that Python can have for conversions between int and decimal text
-FACTORIES: dict[str, Callable[[], Any]] = {
+FACTORIES: dict[str, Callable[[], object]] = {
     "int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool, "tuple": tuple,
     "Counter": collections.Counter, "OrderedDict": collections.OrderedDict,
 }  # fmt: skip
@@ -98,7 +98,7 @@ def encode_tree(node: Node, layouts: Sequence[str] = ()) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def join_path(path: str, key: Any) -> str:
+def join_path(path: str, key: object) -> str:
     """Return the path of the entry `key` below `path`: the keys joined by dots."""
     return f"{path}.{key}" if path else str(key)
 
@@ -218,7 +218,7 @@ class _Flattener:
 
     def _dict(self, value: dict[Any, Any], path: str) -> Node:
         prefix = path + "." if path else ""
-        node: dict[str, Any] = {
+        node: dict[str, Node] = {
             "dict": [
                 [k, self.node(v, prefix + k)] if type(k) is str else [encode_key(k, path), self.node(v, f"{prefix}{k}")]
                 for k, v in value.items()
@@ -274,7 +274,7 @@ class _Flattener:
             return None
         return self.node(value, path)
 
-    def _field(self, value: Any, name: str, path: str) -> Any:
+    def _field(self, value: object, name: str, path: str) -> Any:
         try:
             return getattr(value, name)
         except Exception as error:
@@ -324,7 +324,7 @@ class _Flattener:
             elif address is not None:
                 self._name_at_address[address] = name
         self._of_modules.add(name, path)
-        node: dict[str, Any] = {"array": name, "kind": leaf.kind}
+        node: dict[str, Node] = {"array": name, "kind": leaf.kind}
         if attributes := leaf.attributes():
             node.update(attributes)
             if "parameter" in attributes and "requires_grad" not in attributes:
@@ -349,7 +349,7 @@ def _require_utf8(name: str) -> None:
         raise UnsupportedLeaf(f"leaf {name!r}: its name is not text that UTF-8 can hold; rename the key") from None
 
 
-def encode_key(key: Any, path: str) -> Node:
+def encode_key(key: object, path: str) -> Node:
     """Return a dict key as JSON: a string as it is, another plain value in a list of one item. Raises UnsupportedLeaf."""
     if type(key) is str:
         return key
@@ -373,7 +373,7 @@ def _torch_metadata(value: dict[Any, Any]) -> dict[Any, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _factory_name(factory: Callable[[], Any], path: str) -> str:
+def _factory_name(factory: Callable[[], object], path: str) -> str:
     """Return the stored name of the factory of a defaultdict; raise UnsupportedLeaf for one that has none."""
     for name, known in FACTORIES.items():
         if factory is known:
@@ -384,7 +384,7 @@ def _factory_name(factory: Callable[[], Any], path: str) -> str:
     )
 
 
-def _require_repr(value: Any, path: str) -> str:
+def _require_repr(value: object, path: str) -> str:
     try:
         return repr(value)
     except ValueError as error:  # an integer beyond Python's limit for decimal digits

@@ -12,7 +12,7 @@ import dataclasses
 import struct
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -90,7 +90,7 @@ def decode_key(key: Node) -> Any:
     return rebuild(key[0], _no_array)()
 
 
-def _no_array(node: Node) -> Callable[[], Any]:
+def _no_array(node: Node) -> NoReturn:
     raise TreeError(f"the tree file has an array where a plain value belongs; {DAMAGE_ADVICE}")
 
 

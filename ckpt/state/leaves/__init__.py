@@ -21,7 +21,7 @@ from ckpt.state.leaves.numpy import NumpyLeaf, NumpyScalarLeaf
 from ckpt.storage.base.errors import CkptError, first_line
 
 
-def as_leaf(value: Any) -> ArrayLeaf | None:
+def as_leaf(value: object) -> ArrayLeaf | None:
     """Return the leaf of an array, or None for a value that is not an array; raise TypeError for an array without bytes."""
     kind = type(value)
     try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +74,7 @@ class LeafPiece(NamedTuple):
 class Transfer(Protocol):
     """Copies from an accelerator that run while the program continues; a CUDA stream is one."""
 
-    def synchronize(self) -> Any:
+    def synchronize(self) -> object:
         """Wait until all copies that were begun are done."""
 
 
@@ -141,7 +141,7 @@ class ArrayLeaf(ABC):
         """Return `memory_layout`, also of a shard that is the whole array; None where this process has only parts of it."""
         return self.memory_layout()
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         """Return what else a load needs to make the same object, as JSON."""
         return {}
 
@@ -173,7 +173,7 @@ class ArrayLeaf(ABC):
         return self if self.shards() is None else None
 
     @classmethod
-    def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
+    def read_elements(cls, leaves: Sequence[tuple[Self, StridedElements]]) -> list[bytes]:
         """Return the bytes of the selected elements of each leaf; all leaves are of this class."""
         found = []
         for leaf, elements in leaves:

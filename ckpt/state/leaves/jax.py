@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from ckpt.state.boxes import Box, Replica
 from ckpt.state.dtype_names import dtype_name, numpy_dtype
-from ckpt.state.leaves.base import ArrayLeaf, LeafShard
+from ckpt.state.leaves.base import ArrayLeaf, Bytes, LeafShard
 from ckpt.state.leaves.jax_objects import advice, as_pytree, as_stateful, keeps_functions, static_fields
 from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.leaves.sharded import ShardedLeaf
@@ -57,10 +58,10 @@ class JaxLeaf(NumpyLeaf):
         super().__init__(np.asarray(self._data))
         self.value = value
 
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[str, int]:
         return ("jax", id(self.value))
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return _attributes(self._data, self._key)
 
     def is_frozen(self) -> bool:
@@ -87,7 +88,7 @@ class _JaxTarget(NumpyLeaf):
         self._key = key
         self._weak = weak
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return {"key": self._key} if self._key else {}
 
     def finish(self) -> Any:
@@ -120,7 +121,7 @@ class JaxShards(ShardedLeaf):
         dtype = np.dtype(self._data.dtype)
         super().__init__(value, "jax", shape, dtype_name(dtype), dtype.itemsize, list(parts.values()), attributes)
 
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[str, int]:
         return ("jax", id(self.value))
 
     def target(self) -> ArrayLeaf:
@@ -148,10 +149,10 @@ class AbstractLeaf(ArrayLeaf):
     def require_data(self) -> None:
         raise TypeError("a jax.ShapeDtypeStruct has a shape but no data: store the array")
 
-    def read(self, box: Box, out: Any) -> None:
+    def read(self, box: Box, out: Bytes) -> None:
         self.require_data()
 
-    def write(self, box: Box, data: Any) -> None:
+    def write(self, box: Box, data: Bytes) -> None:
         self.require_data()
 
     def target(self) -> ArrayLeaf:
@@ -211,7 +212,7 @@ def _plain_data(value: jax.Array) -> tuple[jax.Array, str | None]:
     return value, None
 
 
-def _attributes(data: jax.Array, key: str | None) -> dict[str, Any]:
+def _attributes(data: jax.Array, key: str | None) -> dict[str, str | bool]:
     return {"key": key} if key else {"weak": True} if data.weak_type else {}
 
 

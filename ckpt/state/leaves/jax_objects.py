@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from ckpt.state.stateful import Stateful
 Children = list[tuple[tuple[Any, ...], Any]]
 
 
-def as_stateful(value: Any) -> Stateful | None:
+def as_stateful(value: object) -> Stateful | None:
     """Return the functions that read and set the state of an object of flax.nnx or equinox; None for other objects."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None:
@@ -36,7 +37,7 @@ def as_stateful(value: Any) -> Stateful | None:
     return None
 
 
-def as_pytree(value: Any) -> Stateful | None:
+def as_pytree(value: object) -> Stateful | None:
     """Return the functions for a value of a class that is registered as a pytree; None for other values.
 
     Dicts, lists, tuples and dataclasses have stored forms of their own. `set` returns the new pytree.
@@ -64,10 +65,10 @@ def _entries_of_like(get: Callable[[], dict[Any, Any]], put: Callable[[Any], Any
     return Stateful(get, put, lambda saved, everything: get())
 
 
-def _equal_entries(value: Any, get: Callable[[], dict[Any, Any]], put: Callable[[Any], Any]) -> Stateful:
+def _equal_entries(value: object, get: Callable[[], dict[Any, Any]], put: Callable[[Any], Any]) -> Stateful:
     """Return the functions of an object that must have all entries that were saved, unless only some are loaded."""
 
-    def like(saved: Any, everything: bool) -> dict[Any, Any]:
+    def like(saved: object, everything: bool) -> dict[Any, Any]:
         state = get()
         if everything:
             require_saved_names(state, saved, type(value).__name__)
@@ -84,13 +85,13 @@ def static_fields(value: Any) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(value)) - {path[0].name for path, _ in children}
 
 
-def keeps_functions(value: Any) -> bool:
+def keeps_functions(value: object) -> bool:
     """Return whether functions inside of an object count as static: in equinox modules, where activations are leaves."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(value, equinox.Module)
 
 
-def advice(value: Any) -> str | None:
+def advice(value: object) -> str | None:
     """Return what to store in place of an object that is refused; None for an object that this file does not know."""
     linen = sys.modules.get("flax.linen")
     if linen is not None and isinstance(value, linen.Module):
@@ -109,24 +110,24 @@ def leaf_names(leaves: Children) -> list[str]:
     return list(names)
 
 
-def _flatten_one_level(value: Any) -> tuple[Children, Any]:
+def _flatten_one_level(value: object) -> tuple[Children, Any]:
     """Return the children of a pytree, and its structure, which is None for a value of a class that is not registered."""
     children, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
     return (children, None) if len(children) == 1 and not children[0][0] else (children, structure)
 
 
-def _module_state(nnx: Any, module: Any) -> dict[Any, Any]:
+def _module_state(nnx: ModuleType, module: Any) -> dict[Any, Any]:
     """Return the values of the variables of a module, without those that its last call left behind (sow)."""
     return _plain_dict(nnx, nnx.state(module, nnx.Not(nnx.Intermediate)))
 
 
-def _is_variable(nnx: Any, value: Any) -> bool:
+def _is_variable(nnx: ModuleType, value: object) -> bool:
     return isinstance(
         value, (nnx.Variable, vars(nnx).get("VariableState", nnx.Variable))
     )  # a class of its own before flax 0.12
 
 
-def _plain_dict(nnx: Any, state: Mapping[Any, Any]) -> dict[Any, Any]:
+def _plain_dict(nnx: ModuleType, state: Mapping[Any, Any]) -> dict[Any, Any]:
     found = {}
     for key, value in state.items():
         if _is_variable(nnx, value):
@@ -144,7 +145,7 @@ def _raw_value(variable: Any) -> Any:
     return value[...] if type(value).__name__ in ("Ref", "ArrayRef") else value
 
 
-def _replace_entries(nnx: Any, state: Any, new: dict[Any, Any]) -> None:
+def _replace_entries(nnx: ModuleType, state: Any, new: dict[Any, Any]) -> None:
     for key, value in new.items():
         old = state[key]
         if _is_variable(nnx, old):

@@ -6,8 +6,8 @@ weight files. The automatic names of Keras, such as `dense_7`, count all layers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -74,10 +74,10 @@ class _VariableLeaf(ArrayLeaf):
         self._inner.write(box, data)
 
     @classmethod
-    def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
+    def read_elements(cls, leaves: Sequence[tuple[Self, StridedElements]]) -> list[bytes]:
         return [type(leaf._inner).read_elements([(leaf._inner, elements)])[0] for leaf, elements in leaves]
 
-    def identity(self) -> Any:
+    def identity(self) -> Hashable | None:
         return self._inner.identity()
 
     def address(self) -> int | None:
@@ -86,7 +86,7 @@ class _VariableLeaf(ArrayLeaf):
     def memory_layout(self) -> MemoryLayout | None:
         return self._inner.memory_layout()
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return self._inner.attributes()
 
     def version(self) -> int | None:
@@ -115,7 +115,7 @@ class _VariableLeaf(ArrayLeaf):
 # --- objects -----------------------------------------------------------------------------------------------------
 
 
-def as_stateful(value: Any) -> Stateful | None:
+def as_stateful(value: object) -> Stateful | None:
     """Return the functions that read and set the state of a model, layer, optimizer, metric or seed generator."""
     if isinstance(value, keras.random.SeedGenerator):
         return _seed_stateful(value)
@@ -137,7 +137,7 @@ def _seed_stateful(generator: Any) -> Stateful:
     return Stateful(lambda: {"state": np.array(keras.ops.convert_to_numpy(generator.state)).astype(np.int64)}, put)
 
 
-def is_random_generator(value: Any) -> bool:
+def is_random_generator(value: object) -> bool:
     """Return whether `value` is a seed generator, so that each rank of a group stores its own."""
     return isinstance(value, keras.random.SeedGenerator)
 
@@ -159,7 +159,7 @@ def set_random_state(state: dict[str, Any] | None) -> None:
     generator.state.assign(state["state"])
 
 
-def _named(value: Any, get: Callable[[], dict[str, Any]], prepare: Callable[[Any], None] = lambda _: None) -> Stateful:
+def _named(value: object, get: Callable[[], dict[str, Any]], prepare: Callable[[Any], None] = lambda _: None) -> Stateful:
     """Return the functions of an object whose variables are filled in place, if their names are those of the step."""
 
     def like(saved: Any, everything: bool) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _whole_state(layer: Any) -> dict[str, Any]:
     return state
 
 
-def layer_state(layer: Any, visited: dict[int, Any]) -> dict[str, Any]:
+def layer_state(layer: Any, visited: dict[int, object]) -> dict[str, Any]:
     """Return the variables, seed generators and sublayers of a layer in nested dicts.
 
     visited: the layers that have an entry already, by id. A shared layer has one entry.
@@ -236,7 +236,7 @@ def layer_state(layer: Any, visited: dict[int, Any]) -> dict[str, Any]:
     return state
 
 
-def _entry(value: Any, visited: dict[int, Any]) -> Any:
+def _entry(value: object, visited: dict[int, object]) -> Any:
     """Return the state of a sublayer, of a container of them, or a seed generator; None for other values."""
     if id(value) in visited:
         return None
@@ -251,7 +251,7 @@ def _entry(value: Any, visited: dict[int, Any]) -> Any:
     return value if _is_torch_module(value) else None
 
 
-def _container_state(container: Any, visited: dict[int, Any]) -> dict[str, Any]:
+def _container_state(container: list[Any] | tuple[Any, ...] | dict[Any, Any], visited: dict[int, object]) -> dict[str, Any]:
     """Return the states in a list by the names of the classes and their count, in a dict by its keys."""
     state: dict[str, Any] = {}
     numbers: dict[str, int] = {}
@@ -289,11 +289,11 @@ _SKIPPED = {
 """Attributes of Keras that list what other attributes have, or that belong to the compiled model."""
 
 
-def _is_torch_module(value: Any) -> bool:
+def _is_torch_module(value: object) -> bool:
     return keras.backend.backend() == "torch" and hasattr(value, "named_buffers") and hasattr(value, "state_dict")
 
 
-def own_variables(owner: Any, variables: Sequence[Any]) -> dict[str, Any]:
+def own_variables(owner: object, variables: Sequence[Any]) -> dict[str, Any]:
     """Return variables by the attributes of their owner that have them, or else by their place in the list."""
     names = _names_of_attributes(owner)
     state: dict[str, Any] = {}
@@ -302,12 +302,12 @@ def own_variables(owner: Any, variables: Sequence[Any]) -> dict[str, Any]:
     return state
 
 
-def _names_of_attributes(owner: Any) -> dict[int, str]:
+def _names_of_attributes(owner: object) -> dict[int, str]:
     """Return the names of the attributes that are variables, by the id of the variable."""
     return {id(value): name.lstrip("_") for name, value in sorted(vars(owner).items()) if isinstance(value, _Variable)}
 
 
-def _add(state: dict[str, Any], name: str, value: Any) -> None:
+def _add(state: dict[str, Any], name: str, value: object) -> None:
     while name in state:
         name += "_"
     state[name] = value
@@ -316,7 +316,7 @@ def _add(state: dict[str, Any], name: str, value: Any) -> None:
 # --- optimizers --------------------------------------------------------------------------------------------------
 
 
-def _other_optimizers(value: Any, path: tuple[str, ...], visited: set[int]) -> Iterator[tuple[str, Any]]:
+def _other_optimizers(value: object, path: tuple[str, ...], visited: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield the optimizers in attributes of a model and of its layers, which its own training step uses, by their names.
 
     visited: the ids of objects that are no more looked at.
@@ -335,7 +335,7 @@ def _other_optimizers(value: Any, path: tuple[str, ...], visited: set[int]) -> I
             yield from _other_optimizers(child, (*path, str(key)), visited)
 
 
-def _build_for_saved_parameters(optimizer: Any, layer: Any, saved: Any) -> None:
+def _build_for_saved_parameters(optimizer: Any, layer: Any, saved: object) -> None:
     """Make the variables of an optimizer that has made no step yet, for the parameters that it had when it was saved."""
     if optimizer.built or not isinstance(saved, dict):
         return

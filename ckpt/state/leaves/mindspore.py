@@ -9,6 +9,7 @@ The objects of MindSpore that have a state (cells, optimizers, schedules, scaler
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -129,7 +130,7 @@ def _memory_of(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(_ViewedMemory(value, array))
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, str | bool]:
     if not isinstance(value, ms.Parameter):
         return {}
     return {"parameter": value.name, "requires_grad": bool(value.requires_grad)}
@@ -158,7 +159,7 @@ class HostTensorLeaf(HostLeaf):
         is_copy = not isinstance(self.value, ms.Parameter) and not views_have_addresses()
         return _CheckedTarget(self.value, self.dtype, self.shape) if is_copy else self
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return _attributes(self.value)
 
 
@@ -175,10 +176,10 @@ class CopiedTensorLeaf(NumpyLeaf):
         self.value = value
         self.dtype = _NAME_OF_TYPE[value.dtype]
 
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[str, int]:
         return ("mindspore", id(self.value))
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return _attributes(self.value)
 
     def is_frozen(self) -> bool:
@@ -237,7 +238,7 @@ class _NewTensor(NumpyLeaf):
         super().__init__(np.empty(shape, numpy_dtype(dtype)))
         self._attributes = attributes
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return {}
 
     def finish(self) -> Any:

@@ -24,7 +24,7 @@ _OPTIMIZERS = (nn.Optimizer, optim.Optimizer)
 _SCHEDULES = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, lr_scheduler.SequentialLR)
 
 
-def as_stateful(value: Any) -> Stateful | None:
+def as_stateful(value: object) -> Stateful | None:
     """Return the functions that read and set the state of an object of MindSpore; None for other values.
 
     Raises TypeError for an object whose state cannot be reached.
@@ -55,7 +55,7 @@ def _cell_stateful(cell: Any) -> Stateful:
         _warn_of_dropout(cell)
         return cell_state(cell)
 
-    def like(saved: Any, everything: bool) -> Any:
+    def like(saved: object, everything: bool) -> dict[str, Any]:
         state = cell_state(cell)
         if everything:
             require_saved_names(state, saved, kind)
@@ -95,7 +95,7 @@ def _persistent_buffers(cell: Any) -> list[str]:
     return [name for name, value in getattr(cell, "_buffers", {}).items() if value is not None and name not in left_out]
 
 
-def module_entries(value: Any) -> ModuleEntries:
+def module_entries(value: object) -> ModuleEntries:
     """Return the names of the buffers of a cell, and of its parameters that are not trained."""
     buffers: list[str] = []
     frozen: list[str] = []
@@ -130,7 +130,7 @@ def _warn_of_dropout(cell: Any) -> None:
 # --- schedules and loss scalers --------------------------------------------------------------------------------
 
 
-def attribute_state(value: Any) -> dict[str, Any]:
+def attribute_state(value: object) -> dict[str, Any]:
     """Return the attributes of a schedule or scaler that are tensors or plain values; of schedules in a list, theirs."""
     found = {}
     for name, item in vars(value).items():
@@ -143,11 +143,11 @@ def attribute_state(value: Any) -> dict[str, Any]:
     return found
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _set_attributes(value: Any, state: dict[str, Any]) -> None:
+def _set_attributes(value: object, state: dict[str, Any]) -> None:
     """Set the plain attributes of an object, of which a load has filled the tensors in place; raise ValueError for a misfit."""
     current = attribute_state(value)
     if current.keys() != state.keys():
@@ -166,7 +166,7 @@ def _set_attributes(value: Any, state: dict[str, Any]) -> None:
 # --- random generators -----------------------------------------------------------------------------------------
 
 
-def is_random_generator(value: Any) -> bool:
+def is_random_generator(value: object) -> bool:
     """Return whether `value` is a random generator, of which each rank has its own."""
     return isinstance(value, Generator)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from types import EllipsisType
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class HostLeaf(ArrayLeaf):
         np.copyto(self.array[_view_index(box)], data.view(self.array.dtype).reshape(box.shape))
 
     @classmethod
-    def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
+    def read_elements(cls, leaves: Sequence[tuple[Self, StridedElements]]) -> list[bytes]:
         return [leaf.array.flat[elements.indices()].tobytes() for leaf, elements in leaves]
 
     def address(self) -> int | None:
@@ -43,7 +44,7 @@ class HostLeaf(ArrayLeaf):
         return MemoryLayout("cpu", start, array.shape, array.strides, self.itemsize, self.dtype)
 
 
-def _view_index(box: Box) -> Any:
+def _view_index(box: Box) -> tuple[slice | EllipsisType, ...]:
     """Return the box as an index that gives a view; without the ellipsis, an array without axes would give a scalar."""
     return (*box.slices(), ...)
 
@@ -79,7 +80,7 @@ class NumpyLeaf(HostLeaf):
         self.array = array if array.dtype.kind in "biufc" else _as_opaque(array)
         self.flat = flat_bytes(self.array) if self.itemsize else np.empty(0, np.uint8)
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         value = self.value
         return {} if type(value) is np.ndarray and not value.dtype.names else _class_attribute(value)
 
@@ -114,7 +115,7 @@ class NumpyScalarLeaf(NumpyLeaf):
     def target(self) -> ArrayLeaf:
         return NumpyScalarLeaf(np.empty_like(np.asarray(self.value)))
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return {}
 
 
@@ -130,10 +131,10 @@ class BytesLeaf(NumpyLeaf):
         super().__init__(value)
         self._type = made
 
-    def finish(self) -> Any:
+    def finish(self) -> bytes | bytearray:
         return self._type() if self.flat is None else self._type(self.flat)
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return {"type": "bytearray"} if self._type is bytearray else {}
 
 
@@ -153,7 +154,7 @@ _CLASSES = ("matrix", "recarray", "chararray")
 """Classes of numpy that add methods to an array but no data."""
 
 
-def _class_attribute(value: np.ndarray[Any, Any]) -> dict[str, Any]:
+def _class_attribute(value: np.ndarray[Any, Any]) -> dict[str, str]:
     """Return the attribute `class` of an array of one of numpy's classes, `record` where only its elements are records."""
     kind = type(value)
     if kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in _CLASSES:

@@ -5,6 +5,7 @@ The objects of Paddle that have a state (layers, optimizers, schedules, random g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -81,7 +82,7 @@ class _TensorType(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _tensor_type(dtype: Any) -> _TensorType:
+def _tensor_type(dtype: object) -> _TensorType:
     name = str(dtype).removeprefix("paddle.")
     try:
         plain = numpy_dtype(name)
@@ -134,11 +135,11 @@ class _TensorLeaf(ArrayLeaf):
         device = "cpu" if _is_on_host(value) else str(value.place)  # as the host is named for arrays of other frameworks
         return MemoryLayout(device, value.data_ptr(), self.shape, strides, size, self.dtype)
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return paddle_attributes(self.value)
 
 
-def paddle_attributes(value: paddle.Tensor) -> dict[str, Any]:
+def paddle_attributes(value: paddle.Tensor) -> dict[str, bool]:
     """Return what else a load needs to make the same object."""
     found = {}
     if isinstance(value, _Parameter):

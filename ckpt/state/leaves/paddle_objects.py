@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import paddle
 from paddle.optimizer.lr import LRScheduler
@@ -15,7 +15,7 @@ _Generator = paddle.framework.core.Generator
 _GeneratorState = paddle.framework.core.GeneratorState
 
 
-def as_stateful(value: Any) -> Stateful | None:
+def as_stateful(value: object) -> Stateful | None:
     """Return the functions that read and set the state of an object of Paddle; None where its own methods are enough."""
     if isinstance(value, paddle.nn.Layer):
         return Stateful(value.state_dict, lambda state: set_layer_state(value, state))
@@ -30,7 +30,7 @@ def as_stateful(value: Any) -> Stateful | None:
     return None
 
 
-def _refuse_wrapper(*_: Any) -> Any:
+def _refuse_wrapper(*_: object) -> NoReturn:
     raise TypeError(
         "its state is divided over ranks or named after counters: give ckpt.adapters.paddle.ModelState the optimizer"
     )
@@ -39,7 +39,7 @@ def _refuse_wrapper(*_: Any) -> Any:
 # --- layers ----------------------------------------------------------------------------------------------------
 
 
-def is_module(value: Any) -> bool:
+def is_module(value: object) -> bool:
     """Return whether `value` is a layer, which has `named_parameters`."""
     return isinstance(value, paddle.nn.Layer)
 
@@ -90,7 +90,7 @@ def set_schedule_state(schedule: Any, state: dict[str, Any]) -> None:
             setattr(schedule, name, state[name])
 
 
-def param_groups(value: Any) -> list[dict[str, Any]] | None:
+def param_groups(value: object) -> list[dict[str, Any]] | None:
     """Return the parameters of an optimizer as torch's `param_groups`: dicts with the key `params`; None for other objects."""
     return paddle_optimizer.groups_of(value) if isinstance(value, paddle.optimizer.Optimizer) else None
 
@@ -122,7 +122,7 @@ def set_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
 # --- random generators -----------------------------------------------------------------------------------------
 
 
-def is_random_generator(value: Any) -> bool:
+def is_random_generator(value: object) -> bool:
     """Return whether `value` is a random generator, of which each rank has its own."""
     return isinstance(value, _Generator)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 from ckpt.state.boxes import Box, Replica, flat_boxes, whole_box
 from ckpt.state.leaves.base import ArrayLeaf, Bytes, LeafShard, MemoryLayout
@@ -89,7 +89,7 @@ class ShardedLeaf(ArrayLeaf):
 
     def __init__(
         self, value: Any, kind: str, shape: tuple[int, ...], dtype: str, itemsize: int, shards: list[LeafShard],
-        attributes: dict[str, Any] | None = None,
+        attributes: Mapping[str, str | bool] | None = None,
     ) -> None:  # fmt: skip
         self.value = value
         self.kind = kind
@@ -142,7 +142,7 @@ class ShardedLeaf(ArrayLeaf):
         is_whole = len(self._shards) == 1 and self._shards[0].box == whole_box(self.shape)
         return self._shards[0].leaf.memory_layout() if is_whole else None
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return self._attributes
 
     def is_frozen(self) -> bool:
@@ -235,7 +235,7 @@ def require_in_bounds(part: LeafShard, shape: tuple[int, ...]) -> LeafShard:
     return part
 
 
-def _as_integers(values: Any, what: str) -> tuple[int, ...]:
+def _as_integers(values: Iterable[SupportsIndex], what: str) -> tuple[int, ...]:
     try:
         return tuple(operator.index(v) for v in values)
     except TypeError:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 
 class SharedObject(Protocol):
     """An object that the leaves of a state share."""
 
-    def leaves_are_made(self) -> Any:
+    def leaves_are_made(self) -> object:
         """Called when all leaves of the state are made, in the thread that made them. Not called after an error."""
 
 

@@ -7,6 +7,8 @@ a variable has at that time: tensorflow copies a buffer before it changes one th
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -86,10 +88,10 @@ class TensorLeaf(NumpyLeaf):
         super().__init__(_host_array(value))
         self.value = value
 
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[str, int]:
         return ("tensorflow", id(self.value))
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         if not isinstance(self.value, tf.Variable):
             return {}
         return {"variable": True} if self.value.trainable else {"variable": True, "frozen": True}
@@ -135,7 +137,7 @@ class _NewTensor(NumpyLeaf):
         self._device = device
         self._attributes = attributes
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return {}
 
     def finish(self) -> Any:
@@ -148,7 +150,7 @@ class _NewTensor(NumpyLeaf):
 # --- objects -----------------------------------------------------------------------------------------------------
 
 
-def as_stateful(value: Any) -> Stateful | None:
+def as_stateful(value: object) -> Stateful | None:
     """Return the functions that read and set the state of a trackable: its variables, named by attributes as in a checkpoint.
 
     The objects are tf.Module, tf.train.Checkpoint, tf.random.Generator, iterators of tf.data and lookup tables.
@@ -168,7 +170,7 @@ def as_stateful(value: Any) -> Stateful | None:
     if _has_own_tensors(value):
         return Stateful(lambda: _own_bytes(value), lambda state: _set_own_bytes(value, state))
 
-    def like(saved: Any, everything: bool) -> Any:
+    def like(saved: object, everything: bool) -> dict[str, Any]:
         state = _children(value, set())
         if everything:
             require_saved_names(state, saved, type(value).__name__)
@@ -177,7 +179,7 @@ def as_stateful(value: Any) -> Stateful | None:
     return Stateful(lambda: _children(value, set()), lambda _: None, like)  # the variables are filled in place
 
 
-def is_random_generator(value: Any) -> bool:
+def is_random_generator(value: object) -> bool:
     """Return whether `value` is a generator, so that each rank of a group stores its own."""
     return isinstance(value, tf.random.Generator)
 
@@ -228,7 +230,7 @@ def _child_entry(child: Any, visited: set[int]) -> Any:
     return _children(child, visited) or None
 
 
-def _has_own_tensors(value: Any) -> bool:
+def _has_own_tensors(value: object) -> bool:
     """Return whether a trackable turns its state into tensors itself, as iterators and lookup tables do."""
     method = getattr(type(value), "_serialize_to_tensors", None)
     return method is not None and method is not Trackable._serialize_to_tensors and not isinstance(value, tf.Variable)
@@ -290,5 +292,5 @@ def _context() -> Any:
     return importlib.import_module("tensorflow.python.eager.context").context()
 
 
-def _global_generator_module() -> Any:
+def _global_generator_module() -> ModuleType:
     return importlib.import_module("tensorflow.python.ops.stateful_random_ops")

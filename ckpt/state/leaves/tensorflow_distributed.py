@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ckpt.state.leaves.sharded import ShardedLeaf
 # --- variables of tf.distribute that are combined when they are read -----------------------------------------------
 
 
-def replicas_of(value: Any) -> tuple[Any, ...]:
+def replicas_of(value: object) -> tuple[Any, ...]:
     """Return the variables of this process behind an ON_READ variable of tf.distribute; none for any other value."""
     if getattr(value, "synchronization", None) != tf.VariableSynchronization.ON_READ:
         return ()
@@ -79,7 +80,7 @@ class DTensorLeaf(ShardedLeaf):
         shape = tuple(value.shape)
         super().__init__(value, "tensorflow", shape, dtype_name(dtype), dtype.itemsize, list(parts.values()), attributes)
 
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[str, int]:
         return ("tensorflow", id(self.value))
 
     def target(self) -> ArrayLeaf:
@@ -126,5 +127,5 @@ def _boxes(layout: Any, shape: Any) -> list[Box]:
     return [Box(tuple(i * n for i, n in zip(index, size, strict=True)), size) for index in indices]
 
 
-def _dtensor() -> Any:
+def _dtensor() -> ModuleType:
     return importlib.import_module("tensorflow.experimental.dtensor")

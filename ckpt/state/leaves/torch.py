@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ def as_leaf(value: torch.Tensor) -> ArrayLeaf:
     return TorchDeviceLeaf(value)
 
 
-def torch_attributes(value: torch.Tensor) -> dict[str, Any]:
+def torch_attributes(value: torch.Tensor) -> dict[str, bool]:
     """Return the attributes that mark a parameter (`parameter`) and a tensor with a gradient (`requires_grad`)."""
     found = {}
     if isinstance(value, torch.nn.Parameter):
@@ -155,7 +155,7 @@ class _TensorLeaf(ArrayLeaf):
         strides = tuple([step * size for step in value.stride()])
         return MemoryLayout(str(value.device), self._start, self.shape, strides, size, self.dtype, self._lazy_view)
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         value = self.value
         return {} if type(value) is torch.Tensor and not value.requires_grad else torch_attributes(value)
 
@@ -245,7 +245,7 @@ class TorchDeviceLeaf(_TensorLeaf):
         return transfers
 
     @classmethod
-    def read_elements(cls, leaves: Sequence[tuple[Any, StridedElements]]) -> list[bytes]:
+    def read_elements(cls, leaves: Sequence[tuple[Self, StridedElements]]) -> list[bytes]:
         """Return the selected elements, with one transfer for each device and type.
 
         One transfer for each leaf would take longer than copying the whole state.
