@@ -14,17 +14,19 @@ import random
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from mmap import mmap
-from typing import Any
+from typing import TypeVar
 
 import pytest
 
 from ckpt.storage.base.errors import AlreadyExists, Changed, IntegrityError, InvalidName, NotFound, StoreError
 from ckpt.storage.base.huge_pages import map_huge_pages
-from ckpt.storage.base.store import ALIGNMENT, Store
+from ckpt.storage.base.store import ALIGNMENT, Buffer, Store
+
+T = TypeVar("T")
 
 INVALID_NAMES = [
     "..",
@@ -62,12 +64,12 @@ def object_lengths(store: Store, prefix: str = "") -> dict[str, int]:
     return listed
 
 
-def run_simultaneously(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+def run_simultaneously(calls: Iterable[Callable[[], T]]) -> list[T | StoreError]:
     """Start all calls at the same moment, each in a thread; return their results, where a StoreError counts as a result."""
     every = list(calls)
     start = threading.Barrier(len(every))
 
-    def run(call: Callable[[], Any]) -> Any:
+    def run(call: Callable[[], T]) -> T | StoreError:
         start.wait()
         try:
             return call()
@@ -102,7 +104,7 @@ class StoreContract(ABC):
 
     @pytest.fixture
     @abstractmethod
-    def store(self) -> Any:
+    def store(self) -> Store | Iterator[Store]:
         """Return a new, empty store."""
 
     # --- put and get ---------------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ class StoreContract(ABC):
         assert object_lengths(store) == {"a/b/c.bin": nbytes}
 
     @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-    def test_put_takes_any_buffer(self, store: Store, kind: Callable[[bytes], Any]) -> None:
+    def test_put_takes_any_buffer(self, store: Store, kind: Callable[[bytes], Buffer]) -> None:
         store.put("put", kind(b"some bytes"))
         store.put_new("new", kind(b"some bytes"))
         assert store.get("put") == store.get("new") == b"some bytes"
@@ -400,8 +402,10 @@ class StoreContract(ABC):
             def append(part: list[memoryview]) -> list[int]:
                 return [writer.append(piece) for piece in part]
 
-            positions = run_simultaneously([lambda part=part: append(part) for part in parts])  # type: ignore[misc]
+            results = run_simultaneously([lambda part=part: append(part) for part in parts])  # type: ignore[misc]
             length = writer.commit()
+        positions = [result for result in results if not isinstance(result, StoreError)]
+        assert len(positions) == len(parts), results
         data = store.get("a/w")
         assert length == len(data) == object_lengths(store)["a/w"]
         in_order = sorted(
@@ -566,7 +570,7 @@ class StoreContract(ABC):
     @pytest.mark.parametrize("name", INVALID_NAMES)
     def test_invalid_names_are_refused(self, store: Store, name: str) -> None:
         store.put("kept", b"x")
-        calls: list[Callable[[], Any]] = [
+        calls: list[Callable[[], object]] = [
             lambda: store.put(name, b"x"),
             lambda: store.put_new(name, b"x"),
             lambda: store.get(name),

@@ -43,7 +43,7 @@ class _BadToken(Refused):
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Refuses redirects: etcd never sends one, and it would carry the token to any host."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: object) -> None:
         return None
 
 
@@ -143,7 +143,7 @@ class EtcdClient:
         except NotFound:
             pass  # it has expired
 
-    def _call(self, method: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, method: str, message: Mapping[str, object]) -> dict[str, Any]:
         """Call the endpoints in turn, first the one that answered last. Each gets its share of the time that is left."""
         until = time.monotonic() + self._deadline_seconds
         first, count = self._last_answering, len(self._endpoints)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.interfaces.folders import ParentCheck
+
+if TYPE_CHECKING:
+    from fsspec.callbacks import Callback
 
 _COPY_BYTES = 8 << 20
 
@@ -22,7 +25,9 @@ def read_file_range(namespace: Namespace, path: str, start: int | None, end: int
         return bytes(data)
 
 
-def upload_file(local_path: str, namespace: Namespace, path: str, parent_check: ParentCheck, new: bool, callback: Any) -> None:
+def upload_file(
+    local_path: str, namespace: Namespace, path: str, parent_check: ParentCheck, new: bool, callback: Callback
+) -> None:
     """Copy a file of this host to a namespace.
 
     parent_check: raises where a file can't be at this path. new: raise AlreadyExists where a file exists. callback: an fsspec
@@ -38,7 +43,7 @@ def upload_file(local_path: str, namespace: Namespace, path: str, parent_check: 
         writer.commit()
 
 
-def download_file(namespace: Namespace, path: str, local_path: str, callback: Any) -> None:
+def download_file(namespace: Namespace, path: str, local_path: str, callback: Callback) -> None:
     """Copy a file of a namespace to this host, and create the folders above it.
 
     callback: an fsspec callback for the progress.

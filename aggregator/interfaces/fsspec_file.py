@@ -6,7 +6,7 @@ import errno
 import functools
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeVar, TypeVarTuple
 
 from fsspec.spec import AbstractBufferedFile
 
@@ -14,12 +14,26 @@ from ckpt.aggregator.records.file_record import RecordHead
 from ckpt.storage.base.errors import AlreadyExists, Changed, InvalidName, StoreError, error_number
 
 if TYPE_CHECKING:
+    from ckpt.aggregator.file_io.reader import FileReader
+    from ckpt.aggregator.file_io.writer import FileWriter
     from ckpt.aggregator.interfaces.fsspec_filesystem import CkptFileSystem
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
-def call_with_os_errors(path: str, call: Callable[..., T], *args: Any) -> T:
+class FileInfo(TypedDict):
+    """The entry of a file or a folder in the listings of fsspec."""
+
+    name: str
+    size: int
+    type: Literal["file", "directory"]
+    created: NotRequired[float]
+    mtime: NotRequired[float]
+    ukey: NotRequired[str]
+
+
+def call_with_os_errors(path: str, call: Callable[[*Ts], T], *args: *Ts) -> T:
     """Return the result of a call. Raises OSError with an error number for a StoreError, and ValueError for an InvalidName."""
     try:
         return call(*args)
@@ -29,7 +43,7 @@ def call_with_os_errors(path: str, call: Callable[..., T], *args: Any) -> T:
         raise OSError(error_number(error), str(error), path) from error
 
 
-def file_info(path: str, head: RecordHead) -> dict[str, Any]:
+def file_info(path: str, head: RecordHead) -> FileInfo:
     """Return the entry of a file or a folder in the listings of fsspec."""
     return {
         "name": path,
@@ -56,8 +70,8 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
 
     def __init__(self, fs: CkptFileSystem, path: str, mode: str, block_size: int, autocommit: bool, **options: Any) -> None:
         location = self._location = fs.resolve(path)
-        self._reader: Any = None
-        self._writer: Any = None
+        self._reader: FileReader | None = None
+        self._writer: FileWriter | None = None
         if mode not in ("rb", "wb", "ab", "xb"):
             raise ValueError(f"mode {mode!r}: use rb, wb, ab or xb; an existing file can't be changed in its middle")
         if mode == "rb":
@@ -78,6 +92,7 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
             self._base = existing
 
     def _fetch_range(self, start: int, end: int) -> bytes:
+        assert self._reader is not None
         data = bytearray(max(0, end - start))
         count = call_with_os_errors(self.path, self._reader.read_into, start, memoryview(data))
         return bytes(data[:count])
@@ -93,6 +108,7 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
     def _upload_chunk(self, final: bool = False) -> bool:
         data = self.buffer.getbuffer()
         if len(data):
+            assert self._writer is not None
             call_with_os_errors(self.path, self._writer.append, data)
         if final and self.autocommit:
             self.commit()
@@ -107,6 +123,7 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
             raise
 
     def _commit_writer(self) -> None:
+        assert self._writer is not None
         try:
             self._writer.commit()
         except AlreadyExists as error:

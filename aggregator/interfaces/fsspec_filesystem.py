@@ -17,15 +17,15 @@ import errno
 import functools
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from glob import has_magic
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from fsspec.asyn import AsyncFileSystem
-from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.callbacks import DEFAULT_CALLBACK, Callback
 from fsspec.implementations.local import trailing_sep
 from fsspec.utils import other_paths, stringify_path
 
@@ -33,11 +33,15 @@ from ckpt.aggregator.cluster.config import NAMESPACE_SCHEME, full_path, is_full_
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.interfaces.file_transfer import copy_file, download_file, read_file_range, upload_file
 from ckpt.aggregator.interfaces.folders import ParentCheck, move_folder, parent_folders, remove_folder
-from ckpt.aggregator.interfaces.fsspec_file import CkptFile, call_with_os_errors, file_info, raise_unless_missing
-from ckpt.aggregator.records.file_record import RecordHead
+from ckpt.aggregator.interfaces.fsspec_file import CkptFile, FileInfo, call_with_os_errors, file_info, raise_unless_missing
+from ckpt.storage.base.store import Buffer
 from ckpt.storage.base.threads import DaemonThreadPool
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_OnError = str | Callable[[OSError], object]
+"""What a walk does where a folder can't be listed: "omit" or "raise", or a call with the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             self.namespace, _ = open_namespace(join_url(members, redundancy=redundancy, near=near))
             self.parent_check = ParentCheck(self.namespace)
 
-    def resolve(self, path: Any) -> _ResolvedPath:
+    def resolve(self, path: str | os.PathLike[str]) -> _ResolvedPath:
         """Return the namespace of a path of either kind, and the path in it. Raises ValueError where there is no namespace."""
         text = stringify_path(path)
         if text.startswith(f"{NAMESPACE_SCHEME}://"):
@@ -118,7 +122,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return full_path(*split_url(text)[:2]) if text.startswith(f"{NAMESPACE_SCHEME}://") else text.strip("/")
 
     @classmethod
-    def _get_kwargs_from_urls(cls, urlpath: Any) -> dict[str, Any]:
+    def _get_kwargs_from_urls(cls, urlpath: str | os.PathLike[str]) -> dict[str, str]:
         text = stringify_path(urlpath)
         if not text.startswith(f"{NAMESPACE_SCHEME}://"):
             return {}
@@ -145,7 +149,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     # --- information -------------------------------------------------------------------------------------------
 
-    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+    async def _info(self, path: str, **_: object) -> FileInfo:
         location = self.resolve(path)
         name = location.full_name(location.path)
         if location.path:
@@ -157,12 +161,10 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             raise FileNotFoundError(name)
         return {"name": name, "size": 0, "type": "directory"}
 
-    async def _ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+    async def _ls(self, path: str, detail: bool = True, **_: object) -> list[FileInfo] | list[str]:
         location = self.resolve(path)
-        heads: dict[str, RecordHead] = await self._call_in_thread(
-            location.full_name(location.path), location.namespace.list, location.path
-        )
-        found: dict[str, dict[str, Any]] = {}
+        heads = await self._call_in_thread(location.full_name(location.path), location.namespace.list, location.path)
+        found: dict[str, FileInfo] = {}
         skip = len(location.path) + 1 if location.path else 0
         for name, head in heads.items():
             child, deeper, _rest = name[skip:].partition("/")
@@ -172,10 +174,10 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             else:
                 found[full] = file_info(full, head)
         if not found and location.path:
-            own_info: dict[str, Any] = await self._info(path)
+            own_info = await self._info(path)
             if own_info["type"] == "file":
                 found[own_info["name"]] = own_info
-        return [found[name] if detail else name for name in sorted(found)]
+        return [found[name] for name in sorted(found)] if detail else sorted(found)
 
     async def _isfile(self, path: str) -> bool:
         return await self._entry_type(path) == "file"
@@ -186,14 +188,13 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     async def _entry_type(self, path: str) -> str | None:
         """Return the type of a path, None where nothing exists. Other errors are raised: they do not show that."""
         try:
-            found: str = (await self._info(path))["type"]
-            return found
+            return (await self._info(path))["type"]
         except FileNotFoundError:
             return None
 
     async def _walk(
-        self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = None, below: Any = None,
-        **options: Any,
+        self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: _OnError | None = None,
+        below: _OnError | None = None, **options: Any,
     ) -> AsyncIterator[tuple[str, Any, Any]]:  # fmt: skip
         """Walk as fsspec does, but raise where a folder can't be listed, unless `on_error` is given: a copy or a removal would
         take the folder for empty. below: `on_error` for the folders below, to which fsspec does not pass it."""
@@ -205,9 +206,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         location = self.resolve(path)
         if maxdepth is not None or withdirs:
             return await super()._find(self._strip_protocol(path), maxdepth=maxdepth, withdirs=withdirs, **options)
-        heads: dict[str, RecordHead] = await self._call_in_thread(
-            location.full_name(location.path), location.namespace.list, location.path
-        )
+        heads = await self._call_in_thread(location.full_name(location.path), location.namespace.list, location.path)
         found = [file_info(location.full_name(name), head) for name, head in heads.items() if head.kind == "file"]
         if not found and location.path:
             file = await self._call_in_thread(location.full_name(location.path), location.namespace.stat, location.path)
@@ -224,8 +223,8 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         """Return the time when the current content of the file was written."""
         return datetime.fromtimestamp(self._file_times(path)["mtime"], UTC)
 
-    def _file_times(self, path: str) -> dict[str, Any]:
-        info: dict[str, Any] = self.info(path)
+    def _file_times(self, path: str) -> FileInfo:
+        info: FileInfo = self.info(path)
         if "mtime" not in info:
             raise FileNotFoundError(
                 f"{path}: a folder that was not made, but has files in it, has no times; make it with mkdir"
@@ -234,20 +233,19 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     # --- reading and writing -----------------------------------------------------------------------------------
 
-    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
         location = self.resolve(path)
-        found: bytes = await self._call_in_thread(path, read_file_range, location.namespace, location.path, start, end)
-        return found
+        return await self._call_in_thread(path, read_file_range, location.namespace, location.path, start, end)
 
-    async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
+    async def _pipe_file(self, path: str, value: Buffer, mode: str = "overwrite", **_: object) -> None:
         await self._call_in_thread(path, self._put_whole, self.resolve(path), value, mode == "create")
 
-    def _put_whole(self, location: _ResolvedPath, value: Any, new: bool = False) -> None:
+    def _put_whole(self, location: _ResolvedPath, value: Buffer, new: bool = False) -> None:
         location.parent_check.check(location.path)
         location.namespace.put(location.path, value, new)
 
     async def _put_file(
-        self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **_: Any
+        self, lpath: str, rpath: str, callback: Callback = DEFAULT_CALLBACK, mode: str = "overwrite", **_: object
     ) -> None:
         location = self.resolve(rpath)
         if os.path.isdir(lpath):
@@ -257,14 +255,14 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         upload = functools.partial(upload_file, lpath, location.namespace, location.path, parent_check, new, callback)
         await self._call_in_thread(rpath, upload)
 
-    async def _get_file(self, rpath: str, lpath: str, callback: Any = DEFAULT_CALLBACK, **_: Any) -> None:
+    async def _get_file(self, rpath: str, lpath: str, callback: Callback = DEFAULT_CALLBACK, **_: object) -> None:
         location = self.resolve(rpath)
         if (await self._info(rpath))["type"] == "directory":
             os.makedirs(lpath, exist_ok=True)
             return
         await self._call_in_thread(rpath, download_file, location.namespace, location.path, lpath, callback)
 
-    async def _cp_file(self, path1: str, path2: str, **_: Any) -> None:
+    async def _cp_file(self, path1: str, path2: str, **_: object) -> None:
         source, target = self.resolve(path1), self.resolve(path2)
         if (await self._info(path1))["type"] == "directory":
             await self._makedirs(path2, exist_ok=True)
@@ -278,13 +276,13 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     def _open(
         self, path: str, mode: str = "rb", block_size: int | None = None, autocommit: bool = True,
-        cache_options: dict[str, Any] | None = None, **options: Any,
-    ) -> Any:  # fmt: skip
+        cache_options: dict[str, object] | None = None, **options: Any,
+    ) -> CkptFile:  # fmt: skip
         return CkptFile(
             self, self._strip_protocol(path), mode, block_size or 4 << 20, autocommit, cache_options=cache_options, **options
         )
 
-    def mv(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **_: Any) -> None:
+    def mv(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **_: object) -> None:
         """Rename files, and with `recursive` folders with all their content, without a copy.
 
         Raises OSError: EXDEV between two namespaces, EISDIR for a folder without `recursive`, and those of a rename.
@@ -325,7 +323,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     # --- changing ----------------------------------------------------------------------------------------------
 
-    async def _rm_file(self, path: str, **_: Any) -> None:
+    async def _rm_file(self, path: str, **_: object) -> None:
         location = self.resolve(path)
         if (await self._info(path))["type"] == "directory":
             raise IsADirectoryError(errno.EISDIR, "a folder, not a file", path)
@@ -333,7 +331,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             raise FileNotFoundError(path)
 
     async def _rm(
-        self, path: Any, recursive: bool = False, batch_size: int | None = None, maxdepth: int | None = None, **_: Any
+        self, path: Any, recursive: bool = False, batch_size: int | None = None, maxdepth: int | None = None, **_: object
     ) -> None:
         paths = await self._expand_path(path, recursive=recursive, maxdepth=maxdepth)
         for each in paths:
@@ -346,7 +344,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         for namespace, below in paths_by_namespace.items():
             await self._call_in_thread(str(path), namespace.delete, below)
 
-    async def _mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
+    async def _mkdir(self, path: str, create_parents: bool = True, **_: object) -> None:
         location = self.resolve(path)
         for folder in map(location.full_name, parent_folders(location.path)):
             if await self._isfile(folder):
@@ -376,7 +374,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         """Remove an empty folder. Raises OSError: ENOENT, ENOTDIR or ENOTEMPTY."""
         _call_sync(self, self._rmdir, path)
 
-    async def _touch(self, path: str, truncate: bool = True, **_: Any) -> None:
+    async def _touch(self, path: str, truncate: bool = True, **_: object) -> None:
         location = self.resolve(path)
         if truncate:
             await self._call_in_thread(path, self._put_whole, location, b"")
@@ -388,13 +386,13 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         """Make an empty file. With `truncate=False`, keep an existing file."""
         _call_sync(self, self._touch, path, truncate, **options)
 
-    async def _call_in_thread(self, path: str, work: Callable[..., T], *args: Any) -> T:
+    async def _call_in_thread(self, path: str, work: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run a call of the namespace on a thread. Raises the errors of a file system."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, functools.partial(call_with_os_errors, path, work, *args))
 
 
-def _call_sync(fs: CkptFileSystem, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _call_sync(fs: CkptFileSystem, call: Callable[..., Awaitable[object]], *args: object, **options: object) -> object:
     from fsspec.asyn import sync
 
     return sync(fs.loop, call, *args, **options)

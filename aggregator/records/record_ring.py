@@ -325,7 +325,7 @@ def decode_ring(value: RegisterValue) -> RecordRing:
         ) from error
 
 
-def _pack_ring(ring: RecordRing) -> list[Any]:
+def _pack_ring(ring: RecordRing) -> list[object]:
     members = [[m.name, list(m.domain)] for m in ring.members]
     others = [None if each is None else _pack_ring(each) for each in (ring.previous, ring.agreed_by)]
     return [ring.epoch, members, ring.tolerated_losses, ring.namespace, *others, list(ring.removed_members)]
@@ -333,7 +333,7 @@ def _pack_ring(ring: RecordRing) -> list[Any]:
 
 def _unpack_ring(
     epoch: int, members: list[Any], tolerated: int, namespace: str, previous: list[Any] | None, agreed_by: list[Any] | None,
-    removed_members: list[str], *_: Any,
+    removed_members: list[str], *_: object,
 ) -> RecordRing:  # fmt: skip
     locations = tuple(MemberLocation(name, tuple(domain)) for name, domain in members)
     previous_ring, agreeing_ring = (None if each is None else _unpack_ring(*each) for each in (previous, agreed_by))

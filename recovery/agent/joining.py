@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckpt.recovery.agent.followed_log import FollowedLog
 from ckpt.recovery.memory_tier.memory_nodes import nodes_with_objects
@@ -90,7 +89,7 @@ class Joining:
         self._refuse_lost_log(run_state)
         return self._begin(reports, living)
 
-    def _find_living(self, reports: Mapping[str, Mapping[str, Any]], can_join: bool) -> dict[str, AgentReport]:
+    def _find_living(self, reports: Mapping[str, Mapping[str, object]], can_join: bool) -> dict[str, AgentReport]:
         """Return the reports of living agents if the decision depends on them, as it takes a while to find them."""
         is_locked = self._request.spec.hosts == 1 and not self._log.run_log.is_remote
         must_observe = reports and not is_locked and (self._request.name in reports or not can_join)
@@ -117,7 +116,7 @@ class Joining:
                 f"--state; give that --state, or another --run-dir; if nobody needs these steps, remove {folder}"
             )
 
-    def _begin(self, reports: Mapping[str, Mapping[str, Any]], living: Mapping[str, AgentReport]) -> Joined | None:
+    def _begin(self, reports: Mapping[str, Mapping[str, object]], living: Mapping[str, AgentReport]) -> Joined | None:
         """Begin a run, which this agent leads. Return None if another agent has begun one at the same time."""
         run_state, name, spec = self._log.run_state, self._request.name, self._request.spec
         run_id = secrets.token_hex(6)
@@ -143,7 +142,7 @@ class Joining:
         return Joined(run_id)
 
 
-def _unfinished_reports(run_state: RunState, facts_by_name: Mapping[str, Mapping[str, Any]]) -> list[AgentReport]:
+def _unfinished_reports(run_state: RunState, facts_by_name: Mapping[str, Mapping[str, object]]) -> list[AgentReport]:
     """Return the reports of the newest attempt if the agents ended before one of them wrote its end."""
     if run_state.last is None or run_state.last.kind not in ("start", "stop"):
         return []

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from ckpt.storage.node.client_credentials import is_loopback
 
@@ -31,7 +30,7 @@ class Address:
     """A numeric address and a port."""
 
     family: int
-    sockaddr: tuple[Any, ...]
+    sockaddr: tuple[object, ...]
     """The address in the form that `socket` uses."""
 
     @property

@@ -166,7 +166,7 @@ def _import_all(
     """
     with contextlib.suppress(OSError):  # of this thread only, because only root can raise the priority again
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    finder: Any = _LibraryFinder(origins, without)
+    finder = _LibraryFinder(origins, without)
     plain = os.environ.__class__
     os.environ.__class__ = _WatchedEnviron
     sys.meta_path.insert(0, finder)

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ckpt.recovery.goodput.time_category import TimeCategory
 from ckpt.recovery.policy.failure import PLANNED_CAUSES, Cause
@@ -124,11 +124,11 @@ class AgentReport:
     beat: int = 0
     """The number of this report."""
 
-    def to_facts(self) -> dict[str, Any]:
+    def to_facts(self) -> dict[str, object]:
         return asdict(self)
 
 
-def decode_report(facts: Mapping[str, Any]) -> AgentReport:
+def decode_report(facts: Mapping[str, object]) -> AgentReport:
     """Return the report in these facts. Fields that a newer version adds are ignored. Raises Malformed."""
     report = decode(AgentReport, facts)
     if not 0 <= report.leaving < signal.NSIG or not 0 <= report.port < 1 << 16:
@@ -138,7 +138,7 @@ def decode_report(facts: Mapping[str, Any]) -> AgentReport:
     return report
 
 
-def decode_reports(facts_by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, AgentReport]:
+def decode_reports(facts_by_name: Mapping[str, Mapping[str, object]]) -> dict[str, AgentReport]:
     """Return the reports of all agents, by name. A malformed one is left out, and one warning names its agent."""
     found = {}
     for name, facts in facts_by_name.items():

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 log = logging.getLogger("ckpt.run")
 
@@ -26,7 +25,7 @@ class Draft:
     kind: str
     """run, lead, start, request, stop, failure, decision, memory, end, note. Notes are for people."""
     text: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class LogEntry:
     attempt: int
     kind: str
     text: str
-    facts: dict[str, Any]
+    facts: dict[str, object]
 
 
 class RunLog(ABC):
@@ -60,11 +59,11 @@ class RunLog(ABC):
         """Append entries after the number `after`: all or none. Return False if `after` is no longer the last number."""
 
     @abstractmethod
-    def reports(self) -> dict[str, dict[str, Any]]:
+    def reports(self) -> dict[str, dict[str, object]]:
         """Return the newest report of each agent, by its name."""
 
     @abstractmethod
-    def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
+    def publish_report(self, name: str, facts: Mapping[str, object]) -> None:
         """Replace the report of an agent. It need not be durable."""
 
     @abstractmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from ckpt.recovery.policy.coordinated_stop import StopRequest
 from ckpt.recovery.policy.failure import Failure
@@ -80,13 +79,13 @@ def draft_stop(attempt: int, text: str, request: StopRequest) -> Draft:
 
 def draft_failure(attempt: int, failure: Failure) -> Draft:
     """Return the draft that ends an attempt."""
-    facts: dict[str, Any] = asdict(failure)
+    facts = asdict(failure)
     return Draft(attempt, "failure", facts.pop("detail"), facts)
 
 
 def draft_decision(attempt: int, decision: Decision, status: int) -> Draft:
     """Return the draft of a decision. status: the exit status of the run, if the decision is to halt."""
-    facts: dict[str, Any] = {"action": decision.action, "wait": decision.wait_seconds}
+    facts: dict[str, object] = {"action": decision.action, "wait": decision.wait_seconds}
     facts |= {"before": decision.before, "skip": decision.skip, "limit": decision.limit}
     if decision.action == "halt":
         facts["status"] = status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from ckpt.groups.launchers import MAX_RANKS
 from ckpt.recovery.policy.failure import Failure
@@ -67,7 +67,7 @@ class StartFacts:
     address: str
     port: int
     memory: _MemoryNodeLists = ()
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, object] = field(default_factory=dict)
     """Checked by allowed_variables.py."""
     command: tuple[str, ...] = ()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ckpt.recovery.policy.coordinated_stop import StopRequest
 from ckpt.recovery.policy.failure import Failure
@@ -37,14 +36,14 @@ class _EntryFields:
     attempt: int
     kind: str
     text: str
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
 
     def __post_init__(self) -> None:
         if not 0 <= self.at <= _LATEST_TIME:
             raise ValueError(f"{self.at} is not a time")
 
 
-def _facts_check(kind: type[Any]) -> Callable[[_EntryFields], object]:
+def _facts_check(kind: type[object]) -> Callable[[_EntryFields], object]:
     return lambda line: decode(kind, line.facts)
 
 

@@ -14,7 +14,6 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ckpt.aggregator.cluster.etcd import parse_etcd_url
 from ckpt.aggregator.cluster.etcd_client import EtcdClient, EtcdItem
@@ -84,7 +83,7 @@ class EtcdRunLog(RunLog):
         }
         return self._etcd.put_new(puts)
 
-    def reports(self) -> dict[str, dict[str, Any]]:
+    def reports(self) -> dict[str, dict[str, object]]:
         folder = f"{self._prefix}agents/"
         found = {}
         for item in self._etcd.range(folder):
@@ -97,7 +96,7 @@ class EtcdRunLog(RunLog):
                 self._warn_once(item.key, f"%s in etcd is no report of an agent of this run ({error}): it is ignored")
         return found
 
-    def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
+    def publish_report(self, name: str, facts: Mapping[str, object]) -> None:
         key = f"{self._prefix}agents/{name}"
         self._etcd.put(key, self._signer.sign(key, json.dumps(facts).encode()))
 

@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ckpt.storage.base.checked_decode import Malformed, read_json
 from ckpt.storage.base.errors import Unavailable
@@ -31,9 +30,9 @@ class ReportFiles:
         self._lock = threading.Lock()
         """Taken while a report is written: two threads of an agent write the same temporary file."""
 
-    def read(self) -> dict[str, dict[str, Any]]:
+    def read(self) -> dict[str, dict[str, object]]:
         """Return the newest report of each agent, by its name. A file that a power cut has damaged is left out."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, object]] = {}
         try:
             paths = sorted(self._folder.glob("*.json"))
             for path in paths:
@@ -45,7 +44,7 @@ class ReportFiles:
             raise self._unavailable("read", error) from error
         return found
 
-    def write(self, name: str, facts: Mapping[str, Any]) -> None:
+    def write(self, name: str, facts: Mapping[str, object]) -> None:
         """Replace the report of an agent."""
         path = self._folder / f"{name}.json"
         temporary = self._folder / f".{name}.{os.getpid()}"

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog
 from ckpt.recovery.run_log.entry_schema import read_row
@@ -119,10 +118,10 @@ class SqliteRunLog(RunLog):
                 raise
             return bool(last == after)
 
-    def reports(self) -> dict[str, dict[str, Any]]:
+    def reports(self) -> dict[str, dict[str, object]]:
         return self._reports.read()
 
-    def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
+    def publish_report(self, name: str, facts: Mapping[str, object]) -> None:
         self._reports.write(name, facts)
 
     def remove_report(self, name: str) -> None:

@@ -11,13 +11,20 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from ckpt.storage.base.errors import InvalidArgument, Unavailable
 from ckpt.storage.base.file_system_kind import is_on_local_file_system
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+class _HasRoot(Protocol):
+    root: str
+
+
+S = TypeVar("S", bound=_HasRoot)
 
 STORE_TIMEOUT_VARIABLE = "CKPT_STORE_TIMEOUT"
 """The environment variable with the seconds after which a call that has not returned, or a save without progress, fails."""
@@ -116,13 +123,13 @@ def can_block_on(root: str) -> bool:
     return threading.current_thread() is not threading.main_thread() or folder_at(root).is_local()
 
 
-def interruptible(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+def interruptible(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Decorate a method of a store with a `root`: another thread makes the call if this one must not block on it."""
 
     @functools.wraps(method)
-    def made(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+    def made(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
         if can_block_on(self.root):
             return method(self, *args, **kwargs)
         return call_in_thread(functools.partial(method, self, *args, **kwargs), f"{method.__name__} at {self.root}")
 
-    return cast(Callable[Concatenate[Any, P], T], made)
+    return cast(Callable[Concatenate[S, P], T], made)

@@ -7,8 +7,8 @@ without a default, raises Malformed, which names the field. A reader reports it,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -81,7 +81,7 @@ def _dataclass_converter(kind: Any) -> _Converter:
     types = get_type_hints(kind)
     converters = [(each.name, _converter(types[each.name]), _is_required(each)) for each in fields(kind)]
 
-    def convert(data: object) -> Any:
+    def convert(data: object) -> object:
         if not isinstance(data, Mapping):
             raise _type_error("a mapping", data)
         found = {}
@@ -101,12 +101,12 @@ def _dataclass_converter(kind: Any) -> _Converter:
     return convert
 
 
-def _is_required(each: Any) -> bool:
+def _is_required(each: Field[object]) -> bool:
     return each.default is MISSING and each.default_factory is MISSING
 
 
 def _union_converter(converters: Sequence[_Converter]) -> _Converter:
-    def convert(data: object) -> Any:
+    def convert(data: object) -> object:
         if data is None and _convert_none in converters:
             return None
         first = None
@@ -120,8 +120,8 @@ def _union_converter(converters: Sequence[_Converter]) -> _Converter:
     return convert
 
 
-def _literal_converter(values: Sequence[Any]) -> _Converter:
-    def convert(data: object) -> Any:
+def _literal_converter(values: Sequence[object]) -> _Converter:
+    def convert(data: object) -> object:
         if any(type(data) is type(value) and data == value for value in values):
             return data
         raise _type_error("one of " + ", ".join(map(repr, values)), data)
@@ -130,7 +130,7 @@ def _literal_converter(values: Sequence[Any]) -> _Converter:
 
 
 def _fixed_tuple_converter(converters: Sequence[_Converter]) -> _Converter:
-    def convert(data: object) -> Any:
+    def convert(data: object) -> tuple[object, ...]:
         if not isinstance(data, list | tuple) or len(data) != len(converters):
             raise _type_error(f"a list of {len(converters)}", data)
         return tuple(_convert_item(each, i, item) for i, (each, item) in enumerate(zip(converters, data, strict=True)))
@@ -138,8 +138,8 @@ def _fixed_tuple_converter(converters: Sequence[_Converter]) -> _Converter:
     return convert
 
 
-def _sequence_converter(each: _Converter, made: type[Any]) -> _Converter:
-    def convert(data: object) -> Any:
+def _sequence_converter(each: _Converter, made: Callable[[Iterable[object]], object]) -> _Converter:
+    def convert(data: object) -> object:
         if not isinstance(data, list | tuple):
             raise _type_error("a list", data)
         return made([_convert_item(each, i, item) for i, item in enumerate(data)])
@@ -148,7 +148,7 @@ def _sequence_converter(each: _Converter, made: type[Any]) -> _Converter:
 
 
 def _mapping_converter(key: _Converter, value: _Converter) -> _Converter:
-    def convert(data: object) -> Any:
+    def convert(data: object) -> dict[object, object]:
         if not isinstance(data, Mapping):
             raise _type_error("a mapping", data)
         return {_convert_item(key, k, k): _convert_item(value, k, v) for k, v in data.items()}
@@ -156,33 +156,33 @@ def _mapping_converter(key: _Converter, value: _Converter) -> _Converter:
     return convert
 
 
-def _convert_item(each: _Converter, where: object, data: object) -> Any:
+def _convert_item(each: _Converter, where: object, data: object) -> object:
     try:
         return each(data)
     except Malformed as error:
         raise error.within(f"[{_short_repr(where)}]") from None
 
 
-def _convert_int(data: object) -> Any:
+def _convert_int(data: object) -> int:
     if type(data) is int and -_INT_LIMIT <= data < _INT_LIMIT:  # not isinstance: True is not a number here
         return data
     raise _type_error("an integer of 64 bits", data)
 
 
-def _convert_float(data: object) -> Any:
+def _convert_float(data: object) -> float:
     if type(data) is float:
         return data
     return float(_convert_int(data))
 
 
-def _convert_none(data: object) -> Any:
+def _convert_none(data: object) -> None:
     if data is None:
         return None
     raise _type_error("None", data)
 
 
-def _exact_type_converter(kind: Any) -> _Converter:
-    def convert(data: object) -> Any:
+def _exact_type_converter(kind: object) -> _Converter:
+    def convert(data: object) -> object:
         if type(data) is kind:
             return data
         raise _type_error(getattr(kind, "__name__", str(kind)), data)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
+
+if TYPE_CHECKING:
+    from ckpt.storage.base.store import Buffer
 
 CELL_BYTES = 256 << 10
 """Bytes of a cell. The manifest of a step and the records of a namespace have a checksum of each cell, so that one cell can
@@ -16,7 +19,7 @@ checksum: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 """Returns the 64-bit checksum of stored bytes or of a cell."""
 
 
-def transfer_digest(data: Any) -> bytes:
+def transfer_digest(data: Buffer) -> bytes:
     """Return the 128-bit checksum of transferred bytes."""
     return xxhash.xxh3_128_digest(data)
 

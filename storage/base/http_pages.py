@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 log = logging.getLogger("ckpt")
 
@@ -46,13 +45,13 @@ class HttpPages:
                 self.end_headers()
                 self.wfile.write(page.body)
 
-            def log_message(self, *args: Any) -> None:
+            def log_message(self, *args: object) -> None:
                 """Log nothing: requests of a scraper are not events."""
 
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
-            def handle_error(self, request: Any, client_address: Any) -> None:
+            def handle_error(self, request: object, client_address: tuple[object, ...]) -> None:
                 log.info("%s: no answer to %s: %s", thread_name, client_address[0], sys.exc_info()[1])
 
         self._http = Server((host, port), Handler)

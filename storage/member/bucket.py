@@ -16,7 +16,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgpack
 import xxhash
@@ -49,7 +49,7 @@ from ckpt.storage.registers.base import (
     with_promise,
 )
 from ckpt.storage.registers.fence_numbers import advance_fence, order_key, outdated_message
-from ckpt.storage.remote.object_store import ObjectStore
+from ckpt.storage.remote.object_store import ObjectStore, ObjectTag
 
 _THREADS = 16
 _KEY_BYTES = 900
@@ -290,7 +290,7 @@ class BucketRegisters(Registers):
                 return answer
         raise Unavailable(f"{self._store.url}/{_object_key(name)} changes all the time; try again")
 
-    def _read_record(self, name: str, facts: _RegisterFacts) -> tuple[RegisterAnswer, Any]:
+    def _read_record(self, name: str, facts: _RegisterFacts) -> tuple[RegisterAnswer, ObjectTag | None]:
         try:
             data, tag = self._store.get_tagged(_object_key(name), _RECORD_BYTES)
         except NotFound:
@@ -324,7 +324,7 @@ class BucketRegisters(Registers):
     def _read_facts(self) -> _RegisterFacts:
         return self._read_tagged_facts()[0]
 
-    def _read_tagged_facts(self) -> tuple[_RegisterFacts, Any]:
+    def _read_tagged_facts(self) -> tuple[_RegisterFacts, ObjectTag | None]:
         try:
             data, tag = self._store.get_tagged(_FACTS_NAME, _FACTS_BYTES)
             found = json.loads(data)

@@ -188,11 +188,11 @@ class NodeStore(Store):
 
     # --- the wire ----------------------------------------------------------------------------------------------
 
-    def call(self, verb: str, *arguments: Any, deadline: float | None = None) -> Any:
+    def call(self, verb: str, *arguments: object, deadline: float | None = None) -> Any:
         """Call a verb of the node and return its only answer. deadline: seconds; None for that of the credentials."""
         return next(iter(self.call_parts(verb, *arguments, deadline=deadline)))
 
-    def call_parts(self, verb: str, *arguments: Any, deadline: float | None = None) -> Sequence[Any]:
+    def call_parts(self, verb: str, *arguments: object, deadline: float | None = None) -> Sequence[Any]:
         """Call a verb of the node and return its answers."""
         with self.convert_flight_errors(verb):
             action = flight.Action(verb, wire.pack(list(arguments)))
@@ -236,7 +236,7 @@ class NodeStore(Store):
 
     def _open_connection(self, number: int) -> flight.FlightClient:
         access = self._credentials
-        tls: dict[str, Any] = {}
+        tls: dict[str, bytes] = {}
         if access.ca is not None:
             tls["tls_root_certs"] = access.ca
             if access.certificate is not None:

@@ -93,7 +93,7 @@ class NodeRegisters(Registers):
             raise Unavailable(f"{self._url} answered for {len(answers)} of {expected} registers; {wire.SAME_VERSION_ADVICE}")
         return answers
 
-    def _check_flags(self, data: Any, expected: int) -> list[bool]:
+    def _check_flags(self, data: object, expected: int) -> list[bool]:
         if not isinstance(data, list) or len(data) != expected:
             raise Unavailable(f"{self._url} did not answer for {expected} registers; {wire.SAME_VERSION_ADVICE}")
         return data

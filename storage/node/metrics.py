@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ckpt.storage.base.http_pages import HttpPage, HttpPages
 from ckpt.storage.node.server import NodeServer
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 
 class MetricsServer:
@@ -36,10 +39,10 @@ class _NodeMetricsCollector:
     def __init__(self, server: NodeServer) -> None:
         self._server = server
 
-    def describe(self) -> Iterator[Any]:
+    def describe(self) -> Iterator[Metric]:
         return iter(())
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         server = self._server

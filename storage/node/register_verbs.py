@@ -16,10 +16,10 @@ class RegisterVerbs:
         self._registers = registers
         self._read_only = read_only
 
-    def _verb_registers_read(self, names: list[str], fence_number: int) -> list[Any]:
+    def _verb_registers_read(self, names: list[str], fence_number: int) -> list[object]:
         return wire.encode_answers(self._registers.read(names, fence_number))
 
-    def _verb_registers_prepare(self, names: list[str], ballot: list[Any], fence_number: int) -> list[Any]:
+    def _verb_registers_prepare(self, names: list[str], ballot: list[Any], fence_number: int) -> list[object]:
         self._require_writable()
         return wire.encode_answers(self._registers.prepare(names, Ballot(*ballot), fence_number))
 
@@ -35,7 +35,7 @@ class RegisterVerbs:
         self._require_writable()
         return self._registers.change(wire.decode_changes(changes), writer, fence_number)
 
-    def _verb_registers_scan(self, prefix: str, after: str, limit: int, fence_number: int) -> list[Any]:
+    def _verb_registers_scan(self, prefix: str, after: str, limit: int, fence_number: int) -> list[object]:
         found = self._registers.scan(prefix, after, min(limit, 10_000), fence_number)
         return [[name for name, _ in found], wire.encode_answers([answer for _, answer in found])]
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -31,6 +31,8 @@ from ckpt.storage.node.token_check import TokenCheck
 from ckpt.storage.node.upload_leases import FULL_ADVICE, SHUTTING_DOWN, UploadLeases
 
 log = logging.getLogger("ckpt.node")
+
+T = TypeVar("T")
 
 _READ_BYTES = 4 << 20
 """The most bytes of an object that one message of a stream has."""
@@ -219,7 +221,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
                 self._outgoing.discard(outgoing)
             outgoing.close()
 
-    def _run_handler(self, verb: str, work: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _run_handler(self, verb: str, work: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Yield the results of a handler, count the call, and send an error to the client with its kind."""
         began = time.perf_counter()
         try:
@@ -273,8 +275,8 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         return self._device.store.exists(name)
 
     def _verb_list(self, prefix: str) -> _PartedAnswer:
-        def parts() -> Iterator[list[Any]]:
-            part: list[Any] = []
+        def parts() -> Iterator[list[list[object]]]:
+            part: list[list[object]] = []
             for entry in self._device.store.list(prefix):
                 part.append([entry.name, entry.nbytes])
                 if len(part) == _LIST_ENTRIES:
@@ -312,14 +314,14 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._require_writable()
         self._device.quarantine(name)
 
-    def _verb_near(self) -> list[Any] | None:
+    def _verb_near(self) -> list[object] | None:
         """Return the address at which clients on this host get descriptors, or None."""
         if self._fd_server is None:
             return None
         address = self._fd_server.address
         return [address.socket_name, address.secret, address.lease_seconds]
 
-    def _verb_info(self) -> list[Any]:
+    def _verb_info(self) -> list[object]:
         used, free = self.usage()
         state = "draining" if self.is_draining else "read-only" if self._options.read_only else "serving"
         labels = [list(label) for label in self._options.labels]
@@ -344,7 +346,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             raise InvalidArgument(f"this node has no descriptors for {verb!r}; use 'open' or 'append'")
 
 
-def _handlers_of(source: object) -> dict[str, Callable[..., Any]]:
+def _handlers_of(source: object) -> dict[str, Callable[..., object]]:
     """Return the methods that answer calls, by verb: `_verb_a_b` answers a.b."""
     names = [name for name in dir(source) if name.startswith("_verb_")]
     return {name.removeprefix("_verb_").replace("_", "."): getattr(source, name) for name in names}
@@ -369,8 +371,8 @@ def _log_and_convert_error(verb: str, error: Exception) -> CkptError:
 class _PartedAnswer:
     """An answer that is sent in several messages."""
 
-    def __init__(self, parts: Iterator[Any]) -> None:
+    def __init__(self, parts: Iterator[object]) -> None:
         self._parts = parts
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self._parts

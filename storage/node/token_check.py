@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow.flight as flight
 
@@ -25,7 +24,7 @@ class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     def __init__(self, tokens: Callable[[], tuple[str, ...]]) -> None:
         self._tokens = tokens
 
-    def start_call(self, info: flight.CallInfo, headers: dict[str, list[Any]]) -> None:
+    def start_call(self, info: flight.CallInfo, headers: dict[str, list[str | bytes]]) -> None:
         given = [h if isinstance(h, bytes) else h.encode() for h in headers.get("authorization", [])]
         valid = [f"Bearer {token}".encode() for token in self._tokens()]
         if not any(hmac.compare_digest(g, v) for g in given for v in valid):

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from ckpt.storage.base import errors
 from ckpt.storage.base.errors import CkptError, StoreError
+from ckpt.storage.base.store import Buffer
 from ckpt.storage.registers.base import Ballot, DamagedRecord, DirectChange, Record, RegisterAnswer, RegisterValue
 
 PROTOCOL_VERSION = 1
@@ -45,13 +46,13 @@ _MAX_VALUES = 4_000_000
 SCHEMA = pa.schema([pa.field("data", pa.uint8(), nullable=False)])
 
 
-def pack(value: Any) -> bytes:
+def pack(value: object) -> bytes:
     """Return a value as bytes: numbers, strings, bytes, None, and lists of them."""
     data: bytes = msgpack.packb(value)
     return data
 
 
-def unpack(data: Any) -> Any:
+def unpack(data: Buffer | pa.Buffer) -> Any:
     """Return the value that `pack` encoded. Raises ValueError for bytes that are no message of this protocol."""
     size = len(memoryview(data).cast("B"))
     # An empty list takes one byte of a message and 64 bytes of memory, so the values of long messages are limited.
@@ -69,11 +70,11 @@ def unpack(data: Any) -> Any:
         raise ValueError(f"not a message of this protocol: {str(error) or type(error).__name__}") from error
 
 
-def _limit_values(limit: int) -> Callable[[list[Any]], list[Any]]:
+def _limit_values(limit: int) -> Callable[[list[object]], list[object]]:
     """Return a hook for each decoded list, which raises ValueError if all lists together have more than `limit` values."""
     remaining = limit
 
-    def count(values: list[Any]) -> list[Any]:
+    def count(values: list[object]) -> list[object]:
         nonlocal remaining
         remaining -= len(values) + 1
         if remaining < 0:
@@ -118,7 +119,7 @@ def decode_error(data: bytes) -> CkptError | None:
 # --- registers -------------------------------------------------------------------------------------------------
 
 
-def encode_answers(answers: Sequence[RegisterAnswer]) -> list[Any]:
+def encode_answers(answers: Sequence[RegisterAnswer]) -> list[object]:
     """Return the answers of registers as lists: [reason] for a damaged record, else [promised, accepted, value]."""
     return [
         [a.reason] if isinstance(a, DamagedRecord) else [list(a.promised), list(a.accepted), encode_value(a.value)]
@@ -141,7 +142,7 @@ def encode_value(value: RegisterValue | None) -> list[bytes] | None:
     return None if value is None else [value.head, value.body]
 
 
-def encode_changes(changes: Sequence[DirectChange]) -> list[Any]:
+def encode_changes(changes: Sequence[DirectChange]) -> list[object]:
     """Return changes of registers as lists."""
     return [[c.name, list(c.expected), encode_value(c.value)] for c in changes]
 

@@ -76,7 +76,7 @@ class SqliteRegisters(Registers):
         """Guards changes of `_connection` and `_owner_pid`, and is held while the connection is used."""
         self._connection: sqlite3.Connection | None = None
         self._owner_pid = os.getpid()
-        self._queued_calls: deque[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = deque()
+        self._queued_calls: deque[tuple[Callable[[sqlite3.Connection], object], Future[Any]]] = deque()
 
     def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
         if not self._exists():
@@ -226,10 +226,10 @@ class SqliteRegisters(Registers):
         return result.result()
 
     def _commit_batch(self, db: sqlite3.Connection) -> None:
-        batch: list[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]] = []
+        batch: list[tuple[Callable[[sqlite3.Connection], object], Future[Any]]] = []
         while self._queued_calls and len(batch) < _MAX_BATCH_CALLS:
             batch.append(self._queued_calls.popleft())
-        outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+        outcomes: list[tuple[Future[Any], object, BaseException | None]] = []
         try:
             db.execute("BEGIN IMMEDIATE")
             for work, future in batch:

@@ -62,7 +62,7 @@ class FsspecStore(Store):
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self.is_remote = bool(self._fs.async_impl)
         parallel = bool(self._fs.async_impl or protocols & _PARALLEL_PROTOCOLS)
-        self._call_guard: AbstractContextManager[Any] = nullcontext() if parallel else _call_lock
+        self._call_guard: AbstractContextManager[object] = nullcontext() if parallel else _call_lock
 
     @property
     def device(self) -> str:

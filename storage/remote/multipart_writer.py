@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.store import ALIGNMENT, Writer
@@ -26,7 +25,7 @@ _QUEUED_PARTS = 2
 class MultipartWriter(Writer):
     """Calls `put(data, part_bytes)` once: with the bytes of a small object, or with an iterator over those of a large one."""
 
-    def __init__(self, url: str, put: Callable[[Any, int], None], size_hint: int) -> None:
+    def __init__(self, url: str, put: Callable[[bytes | Iterator[bytes], int], None], size_hint: int) -> None:
         mebibyte = 1024 * 1024
         self._part_bytes = max(PART_BYTES, -(-size_hint // (_MAX_PARTS * mebibyte)) * mebibyte)
         self._url = url
@@ -100,7 +99,7 @@ class MultipartWriter(Writer):
         self._pieces.cancel()
 
 
-def _run_upload(put: Callable[[Any, int], None], pieces: _PieceQueue, part_bytes: int) -> None:
+def _run_upload(put: Callable[[bytes | Iterator[bytes], int], None], pieces: _PieceQueue, part_bytes: int) -> None:
     try:
         put(pieces.drain(), part_bytes)
     except _Cancelled:

@@ -8,7 +8,7 @@ of the bucket (AbortIncompleteMultipartUpload) deletes them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,10 @@ _CLIENT_OPTIONS = (
     "randomize_addresses", "timeout", "user_agent",
 )  # fmt: skip
 
-_RETRY_CONFIG: Any = None  # the default of obstore: ten times within three minutes, with growing pauses
+_RETRY_CONFIG: Mapping[str, object] | None = None  # the default of obstore: ten times within three minutes, with growing pauses
+
+ObjectTag = dict[str, str]
+"""The identifiers that a server gave to the content of an object: `e_tag`, and `version` where it has versions."""
 
 _DELETE_BATCH = 1000  # names in one DeleteObjects request
 
@@ -82,7 +85,7 @@ class ObjectStore(ConditionalStore):
         with self._convert_errors("writing", name):
             self._store.put(check_name(name), memoryview(data).cast("B"), mode="create")
 
-    def put_if(self, name: str, data: Buffer, tag: Any) -> bool:
+    def put_if(self, name: str, data: Buffer, tag: ObjectTag | None) -> bool:
         """Replace an object only if it still has this tag of `get_tagged` (None: only if it does not exist).
 
         Returns whether it was replaced. False may also mean that a put succeeded without an answer and was repeated; read the
@@ -91,7 +94,7 @@ class ObjectStore(ConditionalStore):
         return self._compare_and_swap(name, data, tag) is not None
 
     def _compare_and_swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
-        mode: Any = "create" if expected is None else expected
+        mode: str | ObjectTag = "create" if expected is None else expected
         try:
             with self._convert_errors("writing", name, can_be_missing=True):
                 put = self._store.put(check_name(name), memoryview(data).cast("B"), mode=mode, use_multipart=False)
@@ -115,7 +118,7 @@ class ObjectStore(ConditionalStore):
     def create(self, name: str, size_hint: int = 0) -> Writer:
         check_name(name)
 
-        def put(data: Any, part_bytes: int) -> None:
+        def put(data: bytes | Iterator[bytes], part_bytes: int) -> None:
             with self._convert_errors("uploading", name):
                 self._store.put(name, data, chunk_size=part_bytes, max_concurrency=CONCURRENCY)
 
@@ -126,7 +129,7 @@ class ObjectStore(ConditionalStore):
     def _read(self, name: str, limit: int | None = None) -> tuple[bytes, Version]:
         return self.get_tagged(name, limit)
 
-    def get_tagged(self, name: str, limit: int | None = None) -> tuple[bytes, Any]:
+    def get_tagged(self, name: str, limit: int | None = None) -> tuple[bytes, ObjectTag]:
         """Return a whole object and its tag for `put_if`; raise NotFound, and IntegrityError beyond `limit` bytes."""
         check_name(name)
         with self._convert_errors("reading", name, can_be_missing=True):
@@ -134,7 +137,7 @@ class ObjectStore(ConditionalStore):
             require_length(f"{self.url}/{name}", found.meta["size"], limit)
             return bytes(found.bytes()), _version_tag(found.meta)
 
-    def tag(self, name: str) -> Any:
+    def tag(self, name: str) -> ObjectTag:
         """Return the tag of an object for `put_if`; raise NotFound."""
         with self._convert_errors("looking up", name, can_be_missing=True):
             return _version_tag(self._store.head(check_name(name)))
@@ -239,7 +242,7 @@ class ObjectStore(ConditionalStore):
             raise kind(f"{where} failed: {_first_line(error)}; {advice}") from error
 
 
-def _version_tag(meta: Any) -> dict[str, Any]:
+def _version_tag(meta: Any) -> ObjectTag:
     """Return the identifiers that the server gave to this content of an object."""
     return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
 
@@ -294,7 +297,7 @@ def _s3_endpoint() -> str:
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
 
 
-def _boto3_credentials() -> dict[str, Any]:
+def _boto3_credentials() -> dict[str, object]:
     """Return the credentials that boto3 finds (profiles, SSO, instance roles); empty if boto3 is missing or finds none."""
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -312,7 +315,7 @@ def _variable_prefix(url: str) -> str:
     return "AWS" if scheme in ("s3", "s3a") else "GOOGLE" if scheme == "gs" else "AZURE"
 
 
-def _client_options(url: str) -> dict[str, Any]:
+def _client_options(url: str) -> dict[str, str]:
     """Return the client options for a URL: those of the environment, else the defaults of ckpt."""
     named = {key: f"{_variable_prefix(url)}_{key.upper()}" for key in _CLIENT_OPTIONS}
     return _CLIENT_DEFAULTS | {key: os.environ[name] for key, name in named.items() if os.environ.get(name)}

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 from ckpt.storage.tuning.choice import Choice, ChoiceSpace
@@ -98,7 +97,7 @@ def _read_choices() -> dict[str, Choice]:
     return {device: choice for device, choice in found.items() if choice is not None}
 
 
-def _read_devices(folder: Path) -> dict[str, Any]:
+def _read_devices(folder: Path) -> dict[str, dict[str, object]]:
     """Return the entries of the file by device; an empty dict if it can't be read, or has another version."""
     try:
         with (folder / _FILE_NAME).open("rb") as file:
@@ -109,7 +108,7 @@ def _read_devices(folder: Path) -> dict[str, Any]:
     return {k: v for k, v in devices.items() if isinstance(v, dict)} if isinstance(devices, dict) else {}
 
 
-def _write(folder: Path, devices: Mapping[str, Any]) -> None:
+def _write(folder: Path, devices: Mapping[str, Mapping[str, object]]) -> None:
     newest = sorted(devices.items(), key=lambda entry: _learned_at(entry[1]))[-_MAX_DEVICES:]
     text = json.dumps({"version": _VERSION, "devices": dict(newest)}, indent=1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,16 +123,16 @@ def _write(folder: Path, devices: Mapping[str, Any]) -> None:
         raise
 
 
-def _learned_at(fields: Mapping[str, Any]) -> float:
+def _learned_at(fields: Mapping[str, object]) -> float:
     found = fields.get("learned_at")
     return float(found) if isinstance(found, int | float) else 0.0
 
 
-def _to_json(choice: Choice) -> dict[str, Any]:
+def _to_json(choice: Choice) -> dict[str, object]:
     return {"requests": choice.requests, "request_bytes": choice.request_bytes, "learned_at": int(time.time())}
 
 
-def _from_json(fields: Mapping[str, Any]) -> Choice | None:
+def _from_json(fields: Mapping[str, object]) -> Choice | None:
     requests, request_bytes = fields.get("requests"), fields.get("request_bytes")
     if not isinstance(requests, int) or not isinstance(request_bytes, int):
         return None
