@@ -50,7 +50,7 @@ def describe_differences(choice: DifferenceChoice) -> str:
     )
 
 
-def choice_json(choice: CodecChoice) -> dict[str, Any]:
+def choice_json(choice: CodecChoice) -> dict[str, object]:
     """Return a choice for --json, its codecs as configurations."""
     fields = asdict(choice)
     return fields | {name: _parsed(fields[name]) for name in ("codec", "candidate")}

@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -59,7 +60,10 @@ class Size(click.ParamType):  # type: ignore[type-arg]
         return int(number)
 
 
-def key_option(command: Callable[..., Any]) -> Callable[..., Any]:
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def key_option(command: C) -> C:
     """Add the option --key-file to a command that reads steps."""
     return click.option(
         "--key-file", metavar="FILE",
@@ -108,7 +112,7 @@ def emit(text: str) -> None:
         sys.exit(_PIPE_CLOSED)
 
 
-def emit_json(value: Any) -> None:
+def emit_json(value: object) -> None:
     """Print a JSON document to stdout."""
     emit(json.dumps(value, indent=2))
 
@@ -198,7 +202,7 @@ def require_plot(png: Path) -> None:
         raise CkptError(f"--png {png}: the folder {png.parent} does not exist; create it, or name another file")
 
 
-def import_optional(module: str, what: str, extra: str) -> Any:
+def import_optional(module: str, what: str, extra: str) -> ModuleType:
     """Return a module of an optional dependency; raise CkptError with the command that installs it if it is missing.
 
     what: the feature that needs it. extra: the extra of ckpt-store that includes it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+from types import ModuleType
 
 from ckpt.tools.common import Advance, import_optional
 from ckpt.tools.step_contents import Array, Contents, as_raw, check_paths
@@ -33,7 +33,7 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     return list(raw)
 
 
-def _is_supported(h5py: Any, array: Array) -> bool:
+def _is_supported(h5py: ModuleType, array: Array) -> bool:
     """Return whether HDF5 stores the type of the array unchanged."""
     if not array.is_numpy:
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -161,7 +161,7 @@ def _read_config(source: Path | None, name: str) -> dict[str, Any]:
     return config
 
 
-def _has_untied_weights(config: dict[str, Any]) -> bool:
+def _has_untied_weights(config: Mapping[str, object]) -> bool:
     """Return whether the configuration says that transformers will not tie the weights that were tied in the state."""
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     return any(part.get("tie_word_embeddings") is False for part in parts)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
 
 import numpy as np
 
@@ -40,7 +39,7 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
 def write_file(contents: Contents, path: str, metadata: dict[str, str], advance: Advance) -> None:
     """Write all arrays of `contents` as one file with this metadata."""
     types = {a.name: type_code(a) for a in contents.arrays}
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, object] = {"__metadata__": metadata}
     starts: dict[str, int] = {}
     end = 0
     # Like the library, write large elements first, so that each array begins at a multiple of its element size.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from ckpt.state.tree import Node, flatten
 from ckpt.state.tree_rebuild import rebuild, scalar_bytes
 from ckpt.tools.common import Advance, import_optional
 from ckpt.tools.step_contents import PIECE_BYTES, Array, Contents, as_raw
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 TENSOR_TYPES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
@@ -47,7 +51,7 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
 class _TensorReader:
     """Reads the arrays of a tree as tensors. Each name is read once, so that tied leaves stay tied."""
 
-    def __init__(self, contents: Contents, torch: Any) -> None:
+    def __init__(self, contents: Contents, torch: ModuleType) -> None:
         self._contents = contents
         self._torch = torch
         self._saved = contents.checkpoint.saved()
@@ -121,7 +125,7 @@ def make_plain(node: Node) -> Node:
     if "set" in node:
         return {"set": [make_plain(n) for n in node["set"]]}
     if "dict" in node:
-        made: dict[str, Any] = {"dict": [[k, make_plain(n)] for k, n in node["dict"]]}
+        made: dict[str, Node] = {"dict": [[k, make_plain(n)] for k, n in node["dict"]]}
         if node.get("type") in ("OrderedDict", "Counter"):
             made["type"] = node["type"]
         if "metadata" in node and node.get("type") == "OrderedDict":  # the versions of torch modules
@@ -137,7 +141,7 @@ class _CountingFile(io.RawIOBase):
         self._file = file
         self._advance = advance
 
-    def write(self, data: Any) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         written = self._file.write(data)
         self._advance(written)
         return written

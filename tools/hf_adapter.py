@@ -5,9 +5,8 @@ In a model, the name of each adapter follows the parameter: `q_proj.lora_A.defau
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.step_contents import Array
@@ -37,7 +36,7 @@ def find_adapter(names: Iterable[str], requested: str | None) -> str | None:
     return found[0] if found else None
 
 
-def adapter_arrays(arrays: Iterable[Array], adapter: str, config: dict[str, Any]) -> list[Array]:
+def adapter_arrays(arrays: Iterable[Array], adapter: str, config: Mapping[str, object]) -> list[Array]:
     """Return the arrays of one adapter, under the names in a file of peft; raise CkptError for one that ckpt can't export."""
     if (bias := config.get("bias", "none")) not in ("none", None):
         raise CkptError(

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +21,9 @@ from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import FileLeaf
 from ckpt.tools.import_torch import read_slice
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 METADATA = ".metadata"
 _METADATA_CLASSES = (
@@ -50,7 +53,7 @@ class MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
     @staticmethod
-    def find_member(kind: Any, name: str) -> Any:
+    def find_member(kind: object, name: str) -> Any:
         """Return a member of an enumeration. Python 3.11.0 to 3.11.3 store members as calls of getattr."""
         if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
             raise pickle.UnpicklingError(f"it has a getattr of {kind!r}, which is no enumeration of DCP's metadata")
@@ -187,7 +190,7 @@ class _Slice(io.RawIOBase):
         self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence])
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         view = memoryview(buffer).cast("B")
         view = view[: max(0, min(len(view), self._length - self._at))]
         self._file.seek(self._start + self._at)
@@ -196,7 +199,7 @@ class _Slice(io.RawIOBase):
         return int(count)
 
 
-def _nested(flat: dict[str, Any], paths: Any) -> Any:
+def _nested(flat: dict[str, Any], paths: object) -> Any:
     """Return the values in the dicts and lists that DCP took apart; `paths` has the keys of each name."""
     if not isinstance(paths, dict) or not set(flat) <= paths.keys():
         return flat

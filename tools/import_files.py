@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ class FileLeaf(ArrayLeaf):
 
     def __init__(
         self, dtype: str, shape: Sequence[int], regions: Sequence[tuple[Box, FileRegion]], kind: str = "torch",
-        attributes: dict[str, Any] | None = None,
+        attributes: Mapping[str, str | bool] | None = None,
     ) -> None:  # fmt: skip
         """kind: the kind of the array that a load without `like` makes: "torch" or "numpy". Its framework is not imported."""
         self.value = self
@@ -140,7 +140,7 @@ class FileLeaf(ArrayLeaf):
     def identity(self) -> Hashable | None:
         return ("file", self.dtype, self.shape, tuple(self._regions))
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> Mapping[str, str | bool]:
         return self._attributes
 
 
@@ -155,6 +155,8 @@ def _is_tiled(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     return bool(are_tiled(np.array([shape], np.int64), np.array([0, len(boxes)]), offsets, lengths)[0])
 
 
-def whole_file_leaf(region: FileRegion, dtype: str, kind: str = "torch", attributes: dict[str, Any] | None = None) -> FileLeaf:
+def whole_file_leaf(
+    region: FileRegion, dtype: str, kind: str = "torch", attributes: Mapping[str, str | bool] | None = None
+) -> FileLeaf:
     """Return the leaf of an array that lies in one region."""
     return FileLeaf(dtype, region.shape, [(Box((0,) * len(region.shape), region.shape), region)], kind, attributes)

@@ -11,7 +11,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -67,22 +67,22 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> An
 class _Unknown:
     """Stands for an object of a class that is not read. It takes any arguments, and does nothing with them."""
 
-    def __new__(cls, *args: Any, **options: Any) -> _Unknown:
+    def __new__(cls, *args: object, **options: object) -> _Unknown:
         return super().__new__(cls)
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: object, **options: object) -> None:
         pass
 
-    def __call__(self, *args: Any, **options: Any) -> _Unknown:
+    def __call__(self, *args: object, **options: object) -> _Unknown:
         return self
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         pass
 
-    def append(self, item: Any) -> None:
+    def append(self, item: object) -> None:
         """Ignore an item of a list."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         pass
 
 
@@ -96,7 +96,7 @@ class _MegatronMetadataUnpickler(MetadataUnpickler):
             return _Unknown
 
     @staticmethod
-    def find_member(kind: Any, name: str) -> Any:
+    def find_member(kind: object, name: str) -> Any:
         """Return a member of an enumeration that DCP's metadata has, or else an `_Unknown`."""
         try:
             return MetadataUnpickler.find_member(kind, name)
@@ -124,7 +124,7 @@ class _PlainPickle:
     Unpickler = _PlainUnpickler
 
     @staticmethod
-    def load(file: Any, **options: Any) -> Any:
+    def load(file: IO[bytes], **options: Any) -> Any:
         return _PlainUnpickler(file, **options).load()
 
 
@@ -156,5 +156,5 @@ def _plain(value: Any, path: str, left_out: list[str]) -> Any:
     return encoded(value, path)
 
 
-def _is_unknown(value: Any) -> bool:
+def _is_unknown(value: object) -> bool:
     return isinstance(value, _Unknown) or value is _Unknown

@@ -11,6 +11,7 @@ import struct
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import IO, Any
 
 from ckpt.storage.base.errors import CkptError
@@ -19,12 +20,12 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a record in a zip archive: the lengths of its name and of the extra field come last."""
 
 
-def reports_places(torch: Any) -> bool:
+def reports_places(torch: ModuleType) -> bool:
     """Return whether torch.load to the device meta reports where each storage lies, which it does from torch 2.7 on."""
     return hasattr(torch.UntypedStorage, "_checkpoint_offset")
 
 
-def load_to_meta(torch: Any, file: IO[bytes]) -> Any:
+def load_to_meta(torch: ModuleType, file: IO[bytes]) -> Any:
     """Return the state in a file of torch.save; each storage is on the device meta and has a `_checkpoint_offset`.
 
     Raises what torch.load raises for a file that it refuses.
@@ -66,7 +67,7 @@ def _data_offset(file: IO[bytes], record: zipfile.ZipInfo) -> int:
 
 
 @contextmanager
-def allowed_classes(torch: Any, classes: Sequence[type]) -> Iterator[None]:
+def allowed_classes(torch: ModuleType, classes: Sequence[type]) -> Iterator[None]:
     """Allow these classes in files while the context is open, as `torch.serialization.safe_globals` does from torch 2.5 on."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals(list(classes))

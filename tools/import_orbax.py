@@ -131,7 +131,7 @@ class _Arrays:
         return FileLeaf(dtype, shape, [(Box((0,) * len(shape), shape), stored)], _KINDS[value_type])
 
     def _open_without_cache(self, name: str) -> Any:
-        store: dict[str, Any] = {"driver": "file", "path": f"{self._folder}/{name}/"}
+        store: dict[str, str] = {"driver": "file", "path": f"{self._folder}/{name}/"}
         if self._use_ocdbt:
             store = {"driver": "ocdbt", "base": f"file://{self._folder}/", "path": f"{name}/"}
         spec = {"driver": self._driver, "kvstore": store, "recheck_cached_data": False, "recheck_cached_metadata": False}
@@ -153,7 +153,7 @@ def _bytes_to_cache(array: Any) -> int:
     return int(math.prod((*chunk[:1], *others)) * array.dtype.numpy_dtype.itemsize)
 
 
-def _insert(root: Any, keys: list[str | int], value: Any) -> None:
+def _insert(root: dict[Any, Any] | list[Any], keys: list[str | int], value: object) -> None:
     """Put a value into the nested dicts and lists of a state, and make those that are missing."""
     node: Any = root
     for key, following in zip(keys, [*keys[1:], None], strict=True):

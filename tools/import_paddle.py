@@ -12,6 +12,7 @@ import numpy as np
 
 from ckpt.state.boxes import Box, flat_boxes
 from ckpt.state.dtype_names import dtype_name
+from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides
 from ckpt.tools.import_paddle_names import NAMES, join_states
@@ -48,7 +49,7 @@ def _is_tensor(value: Any) -> bool:
     return is_pair and isinstance(value[1], (FileLeaf, np.ndarray))
 
 
-def _contains_tensor(value: Any) -> bool:
+def _contains_tensor(value: object) -> bool:
     if _is_tensor(value):
         return True
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -77,7 +78,7 @@ def _tensors(value: Any, arrays_are_tensors: bool) -> Any:
     return value
 
 
-def _tensor(array: Any) -> Any:
+def _tensor(array: object) -> FileLeaf:
     """Return an array as a tensor of Paddle, which stores bfloat16 as uint16."""
     if not isinstance(array, FileLeaf):
         raw = np.array(array, order="C")
@@ -93,7 +94,7 @@ class _Memory:
     def __init__(self, array: Any) -> None:
         self._array, self.shape = array, array.shape
 
-    def read(self, box: Box, out: np.ndarray[Any, Any]) -> None:
+    def read(self, box: Box, out: Bytes) -> None:
         out[:] = np.ascontiguousarray(self._array[(*box.slices(), ...)]).reshape(-1).view(np.uint8)
 
 

@@ -44,6 +44,10 @@ class _Part:
         return stop <= start or min(self.box.shape, default=1) <= 0
 
 
+_PartKey = tuple[str, tuple[int, ...], tuple[int, int] | None]
+"""The name of a tensor, and of one of its parts the offset and the flat range."""
+
+
 def read_state(source: Path) -> Any:
     """Return the state of a folder, or of one of its .metadata files, nested as it was saved.
 
@@ -71,7 +75,7 @@ def read_state(source: Path) -> Any:
 # --- the metadata ------------------------------------------------------------------------------------------------
 
 
-def _read_metadata(path: Path) -> tuple[dict[str, list[_Part]], dict[tuple[Any, ...], str], dict[str, tuple[str, ...]]]:
+def _read_metadata(path: Path) -> tuple[dict[str, list[_Part]], dict[_PartKey, str], dict[str, tuple[str, ...]]]:
     """Return the parts of each tensor, the file of each part, and the keys of each tensor in the nested state."""
     metadata = read_pickle(path, _RECORDS)
     try:

@@ -68,7 +68,7 @@ class _Bytes:
 class _Type:
     """A dtype of numpy."""
 
-    def __init__(self, code: Any) -> None:
+    def __init__(self, code: object) -> None:
         if not isinstance(code, str) or not _TYPES.fullmatch(code):
             raise _Refused(f"an array of the type {str(code)[:20]}")
         self.numpy = np.dtype(code)
@@ -85,7 +85,7 @@ class PickledObject:
         self.class_name = class_name
         self.fields: dict[str, Any] = {}
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: object) -> None:
         """Take the fields."""
         if not isinstance(state, dict) or self.fields:
             raise ValueError(f"the fields of a {self.class_name} are a {type(state).__name__}")
@@ -118,7 +118,7 @@ class _Array:
             raise ValueError(f"an array of shape {list(self.shape)} has {size} bytes")
 
 
-def _scalar(kind: _Type, data: Any) -> Any:
+def _scalar(kind: _Type, data: _Bytes | bytes) -> Any:
     return np.frombuffer(data.read() if isinstance(data, _Bytes) else data, kind.numpy)[0]
 
 
@@ -135,7 +135,7 @@ def _encode(text: str, encoding: str) -> bytes:
 
 _TYPES = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")
 
-_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+_FUNCTIONS: dict[tuple[str, str], Callable[..., object]] = {
     ("builtins", "tuple"): tuple,
     ("__builtin__", "tuple"): tuple,
     ("collections", "OrderedDict"): collections.OrderedDict,
@@ -257,7 +257,7 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]
     dispatch[pickle.BINBYTES8[0]] = lambda self: self.load_bytes("<Q")
 
 
-def _replace(value: Any, leaf_of: Callable[[_Array], Any]) -> Any:
+def _replace(value: Any, leaf_of: Callable[[_Array], FileLeaf | np.ndarray[Any, Any]]) -> Any:
     """Return a value with what `leaf_of` returns in place of its arrays, and bytes in place of bytes in the file."""
     if isinstance(value, _Array):
         return leaf_of(value)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
-from ckpt.tools.import_files import FileRegion, contiguous_strides, whole_file_leaf
+from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, whole_file_leaf
 from ckpt.tools.import_leveldb import parse_fields, read_leveldb, read_varint
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -102,7 +102,7 @@ def _message(value: int | bytes) -> bytes:
     return value
 
 
-def _value(index: Path, key: str, entry: _Entry, shards: int) -> Any:
+def _value(index: Path, key: str, entry: _Entry, shards: int) -> FileLeaf | bytes | list[bytes]:
     """Return the leaf of a tensor, or the strings of one."""
     path = index.with_name(f"{index.name.removesuffix('.index')}.data-{entry.shard:05d}-of-{shards:05d}")
     if entry.is_sliced:
@@ -166,7 +166,7 @@ def _joined(names: list[str]) -> str:
     return path
 
 
-def _insert(state: dict[str, Any], names: list[str], key: str, value: Any) -> None:
+def _insert(state: dict[str, Any], names: list[str], key: str, value: object) -> None:
     """Put a value into nested dicts; under its whole key where an object on the way is a tensor itself."""
     node: Any = state
     for name in names[:-1]:

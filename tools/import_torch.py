@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 from ckpt.state.tree import join_path
@@ -77,7 +78,7 @@ def _require_intact(file: IO[bytes], where: str) -> None:
         raise CkptError(f"{where} is damaged ({first_line(error)}): copy it again") from error
 
 
-def _load(torch: Any, file: IO[bytes], where: str, device: str) -> Any:
+def _load(torch: ModuleType, file: IO[bytes], where: str, device: str) -> Any:
     try:
         if device == "meta" and not reports_places(torch):
             return load_to_meta(torch, file)
@@ -96,7 +97,7 @@ def _refused(error: Exception) -> str:
     return lines[0][:150] if lines else first_line(error)[:150]
 
 
-def replace_tensors(torch: Any, state: Any, leaf_of: Callable[[Any, str], FileLeaf]) -> Any:
+def replace_tensors(torch: ModuleType, state: Any, leaf_of: Callable[[Any, str], FileLeaf]) -> Any:
     """Return the state with leaves for its tensors. Dicts and lists are changed in place, to keep their attributes."""
 
     def replaced(value: Any, path: str) -> Any:
@@ -114,7 +115,7 @@ def replace_tensors(torch: Any, state: Any, leaf_of: Callable[[Any, str], FileLe
     return replaced(state, "")
 
 
-def _leaf(torch: Any, tensor: Any, where: str, path: str, start: int) -> FileLeaf:
+def _leaf(torch: ModuleType, tensor: Any, where: str, path: str, start: int) -> FileLeaf:
     """Return the leaf of a tensor on the device meta that was loaded from a file."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         raise CkptError(f"{where} is a {tensor.layout} {type(tensor).__name__}, not a plain tensor: store its plain tensors")

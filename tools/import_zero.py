@@ -38,7 +38,7 @@ _OWN_ENTRIES = frozenset((
 class StandIn:
     """An object of DeepSpeed in a file, of which only the attributes are read."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
 
 
@@ -159,7 +159,7 @@ def _without_parameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 

@@ -90,7 +90,7 @@ class MountOperations:
 
     # --- attributes and listings -------------------------------------------------------------------------------
 
-    def getattr(self, path: str, handle: int | None = None) -> dict[str, Any]:
+    def getattr(self, path: str, handle: int | None = None) -> dict[str, float]:
         full = self._full_path(path)
         writing = self._files_in_writing.get(full)
         if writing is not None:
@@ -103,10 +103,10 @@ class MountOperations:
             raise OSError(errno.ENOENT, path)
         return self._stat_attributes("folder", 0, self._mounted_at, self._mounted_at)
 
-    def _file_attributes(self, head: RecordHead) -> dict[str, Any]:
+    def _file_attributes(self, head: RecordHead) -> dict[str, float]:
         return self._stat_attributes(head.kind, head.nbytes, head.created, head.modified)
 
-    def _stat_attributes(self, kind: str, nbytes: int, created: float, modified: float) -> dict[str, Any]:
+    def _stat_attributes(self, kind: str, nbytes: int, created: float, modified: float) -> dict[str, float]:
         return {
             **self._ownership.attributes(kind == "folder"), "st_nlink": 2 if kind == "folder" else 1, "st_size": nbytes,
             "st_ctime": created, "st_mtime": modified, "st_atime": modified, "st_blocks": -(-nbytes // 512),
@@ -143,7 +143,7 @@ class MountOperations:
             writing = MountFile(self._namespace, full, None if flags & os.O_TRUNC else file)
         return self._add_write_handle(full, writing)
 
-    def create(self, path: str, mode: int, info: Any = None) -> int:
+    def create(self, path: str, mode: int, info: object = None) -> int:
         full = self._full_path(path)
         created = self._namespace.put(full, b"", new=True)
         self._discard_writes(full)  # another client deleted the file while it was being written here
@@ -254,7 +254,7 @@ class MountOperations:
 
     def chown(self, path: str, uid: int, gid: int) -> None: ...
 
-    def utimens(self, path: str, times: Any = None) -> None: ...
+    def utimens(self, path: str, times: object = None) -> None: ...
 
     def access(self, path: str, mode: int) -> int:
         self.getattr(path)

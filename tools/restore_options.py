@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,7 +18,7 @@ class RenameOption(click.ParamType):  # type: ignore[type-arg]
 
     name = "rename"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
         if isinstance(value, tuple):
             return value
         pattern, equals, replacement = str(value).rpartition("=")  # a regular expression may contain `=`, as in (?=…)

@@ -114,7 +114,7 @@ def command(job: SimulatedJob, runs: SimulatedRuns, as_json: bool, png: Path | N
     return 0
 
 
-def _point_to_json(point: IntervalOutcome) -> dict[str, Any]:
+def _point_to_json(point: IntervalOutcome) -> dict[str, object]:
     """Return the result of one interval as JSON. Seconds and counts are means over its runs."""
     from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from datetime import datetime
-from typing import Any
 
 import click
 
@@ -138,9 +137,9 @@ def _written_in(leaf: LeafReport) -> str:
 # --- JSON ------------------------------------------------------------------------------------------------------
 
 
-def step_json(repo: Repository, report: StepReport, order: StepOrder | None, verifying: bool) -> dict[str, Any]:
+def step_json(repo: Repository, report: StepReport, order: StepOrder | None, verifying: bool) -> dict[str, object]:
     """Return what the JSON document says about a step. order: of all steps; None if only one is shown."""
-    result: dict[str, Any] = {"step": report.step, "state": report.state, "problems": list(report.problems)}
+    result: dict[str, object] = {"step": report.step, "state": report.state, "problems": list(report.problems)}
     if verifying:
         result["verified"] = report.state == "ok"
     if report.commit is not None:
@@ -155,7 +154,7 @@ def step_json(repo: Repository, report: StepReport, order: StepOrder | None, ver
     return result
 
 
-def leaf_json(leaf: LeafReport) -> dict[str, Any]:
+def leaf_json(leaf: LeafReport) -> dict[str, object]:
     """Return what the JSON document says about an array."""
     return {**dataclasses.asdict(leaf), "codecs": [json.loads(codec) for codec in leaf.codecs]}
 
