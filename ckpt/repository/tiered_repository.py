@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ckpt.block_io.replicated_store import ReplicatedStore
 from ckpt.format.json_records import CommitRecord
 from ckpt.repository.repository import Repository, commit_name
-from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
+from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
 
 log = logging.getLogger("ckpt")
 
@@ -55,3 +55,11 @@ class TieredRepository(Repository):
         if found is None:
             raise damage or store_failure or NotFound(f"{self.url}/{commit_name(step)} is in no tier")
         return found
+
+    def training_line_of(self, step: int) -> int:
+        """Return the number of the training line of a step; 0 if there is no such step, or if its record can't be read."""
+        try:
+            return self.record(step).line if step >= 0 and self.line_numbers() else 0
+        except CkptError as error:
+            log.warning("the training line of step %d is unknown: %s", step, error)
+            return 0

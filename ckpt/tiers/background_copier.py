@@ -13,7 +13,7 @@ from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.call_timeout import STORE_TIMEOUT_VARIABLE, StallTimer, store_timeout_seconds
-from ckpt.storage.base.errors import IntegrityError
+from ckpt.storage.base.errors import IntegrityError, NotFound
 from ckpt.support.runtime import lower_thread_priority
 from ckpt.tiers.copy_step import promote
 
@@ -25,6 +25,18 @@ def _ignore_progress() -> None: ...
 
 _RETRY_SECONDS = (1.0, 60.0)
 """The first and the longest time before a failed copy is retried."""
+
+
+_FINAL_ERRORS = (IntegrityError, StepNotFound)
+"""Errors of one step that remain if its copy is retried."""
+
+
+def _continuation(error: Exception) -> str:
+    """Return what happens after a failed copy, as the end of a message."""
+    if isinstance(error, StepNotFound):
+        return ""
+    is_final = isinstance(error, (Fenced, IntegrityError))
+    return "; the nearer tier keeps it" if is_final else "; the nearer tier keeps it, and the copy is retried"
 
 
 class BackgroundCopier:
@@ -181,11 +193,21 @@ class BackgroundCopier:
                 promote(self._source, step, self._target, self._keep, self._orphaned_files, self._record_progress)
                 self.last_copy_seconds = time.monotonic() - began
                 self._on_copied(step)
-            except StepNotFound:  # a nearer tier has lost it, or a roll-back has replaced it
-                log.warning("step %d is not promoted to %s: no nearer tier has it any more", step, self._target.repo.url)
+            except StepNotFound as absent:
+                error = self._explain_absence(step, absent)
             except Exception as failed:
                 error = failed
             self._copy_ended(step, error)
+
+    def _explain_absence(self, step: int, absent: StepNotFound) -> Exception | None:
+        """Return the error for a step that no nearer tier has; None if the target has it, for example by a direct save."""
+        try:
+            self._target.repo.record(step)
+        except NotFound:
+            return StepNotFound(f"step {step} is in no nearer tier any more: {absent}")
+        except Exception as failed:
+            return failed
+        return None
 
     def _next_step(self) -> int | None:
         with self._condition:
@@ -209,7 +231,7 @@ class BackgroundCopier:
                 self._retry_seconds = _RETRY_SECONDS[0]
             elif isinstance(error, Fenced):
                 self._closing, self._waiting_step = True, None
-            elif not isinstance(error, IntegrityError):
+            elif not isinstance(error, _FINAL_ERRORS):
                 if self._waiting_step is None:
                     self._waiting_step = step
                 self._retry_at = time.monotonic() + self._retry_seconds
@@ -221,9 +243,8 @@ class BackgroundCopier:
         before, self._logged_failure = self._logged_failure, ""
         if error is None:
             return
-        self._logged_failure = f"{type(error).__name__} {step}" if isinstance(error, IntegrityError) else type(error).__name__
+        self._logged_failure = f"{type(error).__name__} {step}" if isinstance(error, _FINAL_ERRORS) else type(error).__name__
         if self._logged_failure != before:
             log.warning(
-                "step %d could not be promoted to %s: %s; the nearer tier keeps it%s", step, self._target.repo.url, error,
-                "" if isinstance(error, (Fenced, IntegrityError)) else ", and the copy is retried",
+                "step %d could not be promoted to %s: %s%s", step, self._target.repo.url, error, _continuation(error)
             )  # fmt: skip

@@ -34,7 +34,7 @@ from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.save_plan import flatten_state, planned_bytes
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.writer_session import Session
-from ckpt.storage.base.errors import CkptError, NoSpace, StoreError
+from ckpt.storage.base.errors import NoSpace, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.support.user_warning import warn_user
 from ckpt.tiers.background_copier import BackgroundCopier
@@ -65,6 +65,8 @@ class TierManager:
         self._step_bytes: int | None = None
         self._line_and_step: tuple[int, int] | None = None
         """Training line and number of the step that this job restored or saved last."""
+        self._is_newest_in_record = False
+        """Whether this job saved that step to the repository of record directly."""
         self._caught_up = False
         series = SerialCounter(repos)
         try:
@@ -81,7 +83,8 @@ class TierManager:
             entered = [tier.session.repo for tier in self._open_tiers]
             bind_to_repository(entered, group.rank == 0)
             self._previous_memories = previous_memories(record) if any(spec.url == MEMORY for spec in tiers) else []
-            near = [r for r in repos[:-1] if r in entered or has_steps_of(r, record)]
+            self._read_only_tiers = [r for r in repos[:-1] if r not in entered and has_steps_of(r, record)]
+            near = [r for r in repos[:-1] if r in entered or r in self._read_only_tiers]
             self.repository = TieredRepository([*near, *self._previous_memories, record])
             # All tiers share one lineage: a save to the nearest tier may continue from a step restored from another tier.
             writer = self.nearest
@@ -107,11 +110,11 @@ class TierManager:
         self._open_tiers.insert(0, OpenTier(tier, session_registry.enter(repo, self._group, series, rendezvous_store)))
 
     def _start_copiers(self) -> None:
-        """Start copying to all tiers but the nearest, and measure their sizes, on rank 0."""
+        """Start copying to all tiers that have nearer ones, and measure the sizes of the near tiers, on rank 0."""
         for number, tier in enumerate(self._open_tiers):
             repo = tier.session.repo
             tier.session.spared_steps = partial(self._steps_to_promote_from, number)
-            if number:
+            if repo in self.repository.places[1:]:  # the first open tier may have nearer ones that are only read
                 tier.copier = BackgroundCopier(
                     self._repositories_except(repo), tier.session, as_keep(tier.spec.keep), partial(publish_durable, tier)
                 )
@@ -234,6 +237,7 @@ class TierManager:
         publish_durable(tier, handle.step)
         commit = handle.checkpoint().commit
         self._line_and_step = commit.line, handle.step
+        self._is_newest_in_record = tier is self._open_tiers[-1]
         self._step_bytes = commit.raw_bytes
         with suppress(StoreError):
             tier.measure_stored_bytes()
@@ -265,8 +269,13 @@ class TierManager:
         self.repository = TieredRepository([r for r in self.repository.places if r not in before])
         self.nearest.lineage.repo = self.repository
         for tier in self._open_tiers:
-            if tier.copier is not None:
+            if tier.copier is None:
+                continue
+            if tier.session.repo in self.repository.places[1:]:
                 tier.copier.set_source(self._repositories_except(tier.session.repo))
+            else:
+                tier.copier.close(wait=False)
+                tier.copier = None
 
     # --- promoting ---------------------------------------------------------------------------------------------
 
@@ -275,16 +284,10 @@ class TierManager:
 
         step: the loaded step; -1 if there was none.
         """
-        self._line_and_step = self._training_line_of(step), step
+        self._line_and_step = self.repository.training_line_of(step), step
+        self._is_newest_in_record = False
         remove_damaged_copies(self.repository)
         self.catch_up()
-
-    def _training_line_of(self, step: int) -> int:
-        try:
-            return self.repository.record(step).line if step >= 0 and self.repository.line_numbers() else 0
-        except CkptError as error:
-            log.warning("the training line of step %d is unknown: %s", step, error)
-            return 0
 
     def catch_up(self) -> None:
         """Promote, once, the newest step that an earlier job left in a nearer tier and that is due in a further one.
@@ -300,8 +303,8 @@ class TierManager:
             there = tier.session.repo.newest()
             publish_durable(tier, there[1])
             is_due = tier.spec.counts if isinstance(tier.spec.every, int) else lambda _: True
-            nearer = [*(other.session.repo for other in self._open_tiers[:number]), *self._previous_memories]
-            newest = max(repo.newest(is_due) for repo in nearer)
+            nearer = (other.session.repo for other in self._open_tiers[:number])
+            newest = max(repo.newest(is_due) for repo in [*nearer, *self._read_only_tiers, *self._previous_memories])
             if newest > there and (self._line_and_step is None or newest <= self._line_and_step):
                 tier.copier.offer(newest[1])
 
@@ -372,11 +375,10 @@ class TierManager:
             return -1
         newest = self._line_and_step
         if newest is None:
-            newest = max(
-                repo.newest() for repo in [*(tier.session.repo for tier in self._open_tiers), *self._previous_memories]
-            )
+            opened = (tier.session.repo for tier in self._open_tiers)
+            newest = max(repo.newest() for repo in [*opened, *self._read_only_tiers, *self._previous_memories])
         step = newest[1]
-        if step >= 0:
+        if step >= 0 and not self._is_newest_in_record:
             record.copier.offer(step)
         return step
 

@@ -24,12 +24,13 @@ _servers: list[subprocess.Popen[str]] = []
 def run_ranks(size: int, program: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a program as ranks that meet as under torchrun, with `more` in their environment; return how they ended.
 
-    The exit status is 1 if a rank failed; then stderr ends with the status or the signal of each such rank. None of them
-    outlives the call.
+    The exit status is 1 if a rank failed; then stderr ends with the status or the signal of each such rank. Before them stand
+    the errors of the rank that failed by itself, because tests show the end of stderr. None of the ranks outlives the call.
     """
     ended = outcomes_of_ranks(size, program, *arguments, end_others=True, **more)
     failures = "".join(_failure(rank, one.returncode) for rank, one in enumerate(ended) if one.returncode)
-    output, errors = ("".join(one.stdout for one in ended), "".join(one.stderr for one in ended))
+    output = "".join(one.stdout for one in ended)
+    errors = "".join(one.stderr for one in sorted(ended, key=_failed_by_itself))
     return subprocess.CompletedProcess([str(program), *arguments], int(bool(failures)), output, errors + failures)
 
 
@@ -62,6 +63,13 @@ def run_checks_on_ranks(program: str, size: int, root: Path, *checks: str) -> No
     done = run_ranks(size, PROGRAMS / program, str(root), *checks)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     assert len(re.findall(r'\{"rank".*?\}', done.stdout)) == size * len(checks), done.stdout
+
+
+def _failed_by_itself(ended: subprocess.CompletedProcess[str]) -> int:
+    """Return 0 for a rank that completed, 1 for one that was ended after another, 2 for an exit status, 3 for a crash."""
+    if ended.returncode in (0, -signal.SIGTERM):
+        return int(ended.returncode != 0)
+    return 2 if ended.returncode > 0 else 3
 
 
 def _failure(rank: int, status: int) -> str:

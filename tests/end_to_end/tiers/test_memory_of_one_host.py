@@ -71,7 +71,7 @@ def test_status_and_metrics_show_the_bytes_in_memory(start: Callable[..., Run], 
 
 
 def test_no_step_in_memory_is_lost_when_all_ranks_are_killed(start: Callable[..., Run], tiered: None) -> None:
-    """At most the step under way is repeated."""
+    """At most the step under way, and the step before it, whose save may still run, are repeated."""
     run = start(seconds=0.1)
     memory_folder_of(run)
     run.until_step(12)
@@ -79,7 +79,8 @@ def test_no_step_in_memory_is_lost_when_all_ranks_are_killed(start: Callable[...
     assert run.end() == 0, run.messages
     assert_result(run)
     (failure,) = [e for e in run.record() if e["kind"] == "failure"]
-    assert failure["facts"]["committed"] >= failure["facts"]["step"] - 1 >= 11
+    assert failure["facts"]["step"] >= 12
+    assert failure["facts"]["committed"] >= failure["facts"]["step"] - 2
     assert ckpt.open(run.folder / "repo").steps()[-1] == 39
     assert not [p for p in memory_folder_of(run).rglob("*") if p.is_file()], "a file is left in memory"
 
