@@ -24,6 +24,7 @@ from ckpt.loading.group_load import LoadRequest
 from ckpt.repository.repository import Url
 from ckpt.repository.retention import Keep
 from ckpt.saving.handle import SaveHandle
+from ckpt.state.leaves.base import Bytes
 from ckpt.state.name_patterns import children
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.tiers.tier_spec import Tier
@@ -133,7 +134,7 @@ class AttachedAccelerator:
         if start == 0:
             return None
         repository, number = self._saver.repository, start - 1
-        files: dict[str, Any] = {}
+        files: dict[str, dict[str, Bytes | None]] = {}
         if ENTRY in dict(children(repository[number].tree(), "")):  # a save hook was registered
             files = load_step(repository, number, LoadRequest({ENTRY: None}, group=as_group()))[ENTRY]
         with called_load_hooks(self._accelerator, _folder_name(input_dir, number), files):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
 from ckpt.adapters.epoch_random import PERSISTENT_WORKERS, EpochRandom, RandomSnapshot, WatchedBatchSampler, ignore
 from ckpt.support.user_warning import warn_user
+
+T = TypeVar("T")
 
 
 class LoaderPosition:
@@ -110,7 +112,7 @@ class LoaderPosition:
         batches = iter(make())
         return batches if hasattr(loader, "_fetch_batches") else self._fetches(batches)
 
-    def _fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _fetches(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
             self._before_next_fetch()
             try:
@@ -173,7 +175,7 @@ class _Pass:
     def __post_init__(self) -> None:
         self._iteration_of_loader = getattr(self.loader, "iteration", 0)
 
-    def place(self, whole: Any) -> tuple[int, bool, int]:
+    def place(self, whole: object) -> tuple[int, bool, int]:
         """Return how many batches the loop has taken, whether these are all of the epoch, and the number of the epoch.
 
         After the last batch, the number is that of the next epoch.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ckpt.groups import as_group
+from ckpt.state.leaves.base import Bytes
 from ckpt.state.leaves.sharded import Shard
 from ckpt.storage.base.errors import InvalidArgument
 
@@ -22,7 +23,7 @@ ENTRY = "hook_files"
 """The entry of a step with the files of hooks: for each rank, a dict of paths and bytes."""
 
 
-def call_save_hooks(accelerator: Any, name: str) -> dict[str, Any]:
+def call_save_hooks(accelerator: Any, name: str) -> dict[str, dict[str, dict[str, Shard | None]]]:
     """Call the hooks of a save with a temporary folder called `name`, and return what to add to the state of the step.
 
     Raises InvalidArgument if a hook has changed the weights that accelerate would save, because a step has those of the models.
@@ -51,11 +52,11 @@ def _whole_models(accelerator: Any) -> list[Any]:
     return [] if kind in ("FSDP", "DEEPSPEED") else list(accelerator._models)
 
 
-def _is_unchanged(weights: Any, before: dict[str, Any] | None) -> bool:
+def _is_unchanged(weights: Mapping[str, object], before: Mapping[str, object] | None) -> bool:
     return before is not None and before.keys() == weights.keys() and all(weights[name] is before[name] for name in before)
 
 
-def _read_files(folder: str) -> Iterator[tuple[str, Any]]:
+def _read_files(folder: str) -> Iterator[tuple[str, Shard | None]]:
     """Yield each file below a folder: its path, and its bytes, which only this rank has; None if the file is empty.
 
     The bytes are mapped, and stay valid when the file is deleted.
@@ -68,7 +69,7 @@ def _read_files(folder: str) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def called_load_hooks(accelerator: Any, name: str, files: dict[str, dict[str, Any]]) -> Iterator[None]:
+def called_load_hooks(accelerator: Any, name: str, files: Mapping[str, Mapping[str, Bytes | None]]) -> Iterator[None]:
     """Call the hooks of a load with a temporary folder that has the files of a step. The block then loads the step.
 
     A model that a hook removes from the list of models is one that the hook has loaded: it keeps its values after the block.
@@ -94,7 +95,7 @@ def _tensors(model: Any) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _write_files(folder: str, files: dict[str, dict[str, Any]]) -> None:
+def _write_files(folder: str, files: Mapping[str, Mapping[str, Bytes | None]]) -> None:
     """Write the files of all ranks. Where several ranks have one of the same name, that of the lowest rank is written."""
     for rank in sorted(files, key=int, reverse=True):
         for name, data in files[rank].items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt.adapters.accelerate_data import LoaderPosition
@@ -117,7 +117,7 @@ def _require_own_loop() -> None:
         frame = frame.f_back
 
 
-def require_no_hooks(hooks: dict[Any, Any], name: str) -> None:
+def require_no_hooks(hooks: Mapping[int, object], name: str) -> None:
     """Raise InvalidArgument if the user has registered hooks that are called with a folder. name: what calls them."""
     if hooks:
         raise InvalidArgument(

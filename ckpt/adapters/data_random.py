@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ckpt.state.stateful import as_stateful, is_random_generator
+from ckpt.state.stateful import Stateful, as_stateful, is_random_generator
 
 _PARTS = ("sampler", "batch_sampler", "dataset", "generator")
 """The attributes of a DataLoader, and of its samplers, that may have random generators."""
 
 
-def own_generator_states(loaders: Iterable[Any]) -> dict[str, Any]:
+def own_generator_states(loaders: Iterable[object]) -> dict[str, Any]:
     """Return the states of the generators that are attributes of dataloaders, samplers and datasets."""
     return {
         key: copied_state(stateful.get())
@@ -20,7 +20,7 @@ def own_generator_states(loaders: Iterable[Any]) -> dict[str, Any]:
     }
 
 
-def set_own_generators(loaders: Iterable[Any], states: dict[str, Any]) -> None:
+def set_own_generators(loaders: Iterable[object], states: dict[str, Any]) -> None:
     """Set these generators; those that have no state in `states` stay unchanged."""
     for name, part in parts_of_loaders(loaders):
         for key, stateful in generators_of_part(name, part):
@@ -28,11 +28,11 @@ def set_own_generators(loaders: Iterable[Any], states: dict[str, Any]) -> None:
                 stateful.set(copied_state(states[key]))
 
 
-def parts_of_loaders(loaders: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+def parts_of_loaders(loaders: Iterable[object]) -> Iterator[tuple[str, Any]]:
     """Yield the dataloaders, their samplers and datasets, with their names."""
     seen: set[int] = set()
 
-    def below(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    def below(name: str, value: object) -> Iterable[tuple[str, Any]]:
         if value is None or id(value) in seen or isinstance(value, (str, bytes, int, list, tuple, dict)):
             return
         seen.add(id(value))
@@ -44,7 +44,7 @@ def parts_of_loaders(loaders: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         yield from below(str(number), loader)
 
 
-def generators_of_part(name: str, part: Any) -> Iterator[tuple[str, Any]]:
+def generators_of_part(name: str, part: object) -> Iterator[tuple[str, Stateful]]:
     """Yield the random generators that are attributes of an object, and a sampler that has a state of its own."""
     if is_random_generator(part) or ("sampler" in name.rpartition(".")[2] and hasattr(part, "load_state_dict")):
         if (stateful := as_stateful(part, name)) is not None:

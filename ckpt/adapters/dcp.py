@@ -14,7 +14,7 @@ import dataclasses
 import io
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -353,7 +353,7 @@ class _UnreadMetadata(described.Metadata):  # type: ignore[misc]
         self.error = error
 
     @property
-    def state_dict_metadata(self) -> Any:
+    def state_dict_metadata(self) -> NoReturn:
         raise self.error
 
 
@@ -371,7 +371,7 @@ def _destination_leaf(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) 
     return leaf
 
 
-def _as_pickled(value: Any) -> io.BytesIO:
+def _as_pickled(value: object) -> io.BytesIO:
     """Return a value as pickled bytes, which the planner of DCP expects."""
     if isinstance(value, Pickled):
         return io.BytesIO(value.data)

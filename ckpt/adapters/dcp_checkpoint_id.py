@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ckpt.api import check_step
 from ckpt.storage.base.errors import InvalidArgument
 
@@ -13,16 +11,16 @@ class StepAddressed:
 
     _step: int | None
 
-    def reset(self, checkpoint_id: Any = None) -> None:
+    def reset(self, checkpoint_id: object = None) -> None:
         if checkpoint_id is not None:
             self._step = _step_of(checkpoint_id)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return str(checkpoint_id).isdecimal()
 
 
-def _step_of(checkpoint_id: Any) -> int:
+def _step_of(checkpoint_id: object) -> int:
     """Return the number of the step; raise InvalidArgument where the id is not a number."""
     text = str(checkpoint_id)
     if not text.isdecimal():

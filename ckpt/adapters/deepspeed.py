@@ -89,8 +89,8 @@ class AttachedEngine:
     # --- what the script calls ---------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, save_dir: Any, tag: Any = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: str | os.PathLike[str], tag: object = None, client_state: dict[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Save the step `engine.global_steps` in the background, and return True, as DeepSpeed does."""
         if not save_latest:
@@ -110,8 +110,9 @@ class AttachedEngine:
         return True
 
     def load_checkpoint(
-        self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None,
+        self, load_dir: str | os.PathLike[str], tag: object = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        custom_load_fn: object = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Load a step into the engine, by default the newest, and return its name and the client_state."""
         if custom_load_fn is not None:
@@ -144,7 +145,7 @@ class AttachedEngine:
 
     # --- the repository ----------------------------------------------------------------------------------------
 
-    def _saver(self, folder: Any) -> Checkpointer:
+    def _saver(self, folder: str | os.PathLike[str]) -> Checkpointer:
         url: Url = os.fspath(folder) if self._url is None else self._url
         key = str(url)
         if key not in self._savers:
@@ -178,7 +179,7 @@ class AttachedEngine:
         )
 
 
-def _is_deepspeed_folder(folder: Any, tag: Any) -> bool:
+def _is_deepspeed_folder(folder: str | os.PathLike[str], tag: object) -> bool:
     """Return whether a folder has a checkpoint that DeepSpeed itself has saved."""
     if "://" in str(folder):
         return False

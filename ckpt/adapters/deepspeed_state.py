@@ -198,7 +198,7 @@ class EngineState:
         used = {label: _without_values(groups[label]) for label in dict.fromkeys(group_of.values()) if label in groups}
         return {"state": state, "group_of": group_of, "groups": used}
 
-    def _target(self, partition: Partition, flat: dict[str, Any], elements: Range, name: str, key: str, value: Any) -> Any:
+    def _target(self, partition: Partition, flat: dict[str, Any], elements: Range, name: str, key: str, value: object) -> Any:
         """Return the target of one saved value; those of one partition are parts of one new tensor, which `flat` gets."""
         import torch
 
@@ -309,7 +309,7 @@ def only_step_changes_weights(engine: Any) -> bool:
     return known and not getattr(optimizer, "zenflow", False) and "muon" not in type(optimizer.optimizer).__name__.lower()
 
 
-def _torch_extra_state() -> Any:
+def _torch_extra_state() -> object:
     import torch
 
     return torch.nn.Module.get_extra_state
@@ -356,7 +356,7 @@ def _common_value(first: Any, value: Any, what: str) -> Any:
     return first
 
 
-def _without_values(saved: Any) -> Any:
+def _without_values(saved: object) -> Any:
     """Return the containers of a saved state with None for each plain value, and a new tensor for each array."""
     if isinstance(saved, dict):
         return {key: _without_values(value) for key, value in saved.items()}

@@ -65,7 +65,7 @@ class RandomSnapshot(RandomState):
     """
 
     def __init__(self) -> None:
-        self.loaders: tuple[Any, ...] = ()
+        self.loaders: tuple[object, ...] = ()
         self._state = super().state_dict()
 
     def take(self) -> None:
@@ -104,7 +104,7 @@ class EpochRandom:
         self._order_at_start: Any = None
         self._replay_start: dict[str, Any] = {}
 
-    def use_order_of(self, loader: Any) -> None:
+    def use_order_of(self, loader: object) -> None:
         """Note the generators from which a loader draws the order of each epoch, if they are no global ones."""
         for snapshot in (self.now, self.before_ahead, self._epoch_start):
             snapshot.loaders = (getattr(loader, "base_dataloader", loader),)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt import pulse
 from ckpt.adapters import keras_fit
-from ckpt.adapters.keras_fit import Snapshot
+from ckpt.adapters.keras_fit import EpochBatches, Snapshot
 from ckpt.adapters.other_callbacks import OtherCallbacks
 from ckpt.adapters.running_fit import FitState
 from ckpt.checkpointer import Checkpointer
@@ -105,7 +105,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._first_epoch = 0
         self._random_at_fit = self._random_at_epoch = Snapshot()
         self._validation = ExitStack()
-        self._list: list[Any] = []
+        self._list: list[object] = []
         self._others = OtherCallbacks([])
         self._saves_at_epoch_begin = False
         self._expected_batch: int | None = None
@@ -114,7 +114,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
 
     # --- the calls of Keras ------------------------------------------------------------------------------------
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: object = None) -> None:
         """Restore the newest step, and let the fit begin at its epoch."""
         fit = keras_fit.locals_of_fit(self._model)
         iterator = fit["epoch_iterator"]
@@ -136,12 +136,12 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         original = iterator._enumerate_iterator
         iterator._enumerate_iterator = lambda: self._batches_of_epoch(iterator, original)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
         """Note the epoch."""
         self._model._initial_epoch = None  # otherwise Keras would begin the next fit there too
         self._position.epoch, self._position.batch = epoch, 0
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
         """Save the end of the epoch before, if a save is due."""
         if self._expected_batch not in (None, batch):
             raise CkptError(
@@ -153,7 +153,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             self._saves_at_epoch_begin = False
             self._save_if_due()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save the step if a save is due."""
         self._position.step += batch + 1 - self._position.batch
         self._position.batch = batch + 1
@@ -163,15 +163,15 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         else:
             self._save_if_due()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: object = None) -> None:
         """Mark the validation, so that `ckpt-run` does not count it as a hang: it takes longer than a step."""
         self._validation.enter_context(pulse.phase("eval"))
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: object = None) -> None:
         """Mark the end of the validation."""
         self._validation.close()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: object = None) -> None:
         """Save the last step, and wait until it is committed."""
         self._model._initial_epoch = None
         if self._checkpointer is None:
@@ -266,7 +266,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         values = [(variable, np.array(keras.ops.convert_to_numpy(variable))) for variable in scalars]
         return _Resume(position, state["metrics"], state["callbacks"], *snapshots, values)
 
-    def _batches_of_epoch(self, iterator: Any, original: Any) -> Iterator[Any]:
+    def _batches_of_epoch(self, iterator: Any, original: Callable[[], EpochBatches]) -> EpochBatches:
         """Yield the batches of an epoch as Keras does; of the resumed epoch, only those that are not done."""
         if self._is_first_epoch:
             self._is_first_epoch = False
@@ -291,7 +291,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         keras_fit.require_position(read, saved.batch)
         self._continue(resume, batch)
 
-    def _position_data(self, resume: _Resume, iterator: Any, original: Any) -> Iterator[Any]:
+    def _position_data(self, resume: _Resume, iterator: Any, original: Callable[[], EpochBatches]) -> EpochBatches:
         """Return the batches of the resumed epoch, in the order that they had when the step was saved."""
         self._random_at_fit, self._random_at_epoch = resume.random_at_fit, resume.random_at_epoch
         if not keras_fit.order_follows_global_generators(iterator):
@@ -299,10 +299,9 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             for _ in range(resume.position.epoch - self._first_epoch):
                 keras_fit.read_epoch(iterator, original)
         resume.random_at_epoch.set()
-        batches: Iterator[Any] = original()
-        return batches
+        return original()
 
-    def _continue(self, resume: _Resume, batch: Any) -> None:
+    def _continue(self, resume: _Resume, batch: object) -> None:
         """Restore what Keras and other callbacks have reset since the model was filled.
 
         batch: the last batch that was read, None at the start of an epoch.

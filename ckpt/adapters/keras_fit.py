@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import keras
@@ -14,6 +15,9 @@ from ckpt.storage.base.errors import CkptError, InvalidArgument
 log = logging.getLogger("ckpt")
 
 _END = object()
+
+EpochBatches = Iterator[tuple[int, int, Iterator[Any]]]
+"""For each call of the training function: the numbers of its first and last batch, and the iterator that yields them."""
 
 
 class Snapshot(RandomState):
@@ -43,7 +47,7 @@ class Snapshot(RandomState):
         self._state = state
 
 
-def locals_of_fit(model: Any) -> dict[str, Any]:
+def locals_of_fit(model: object) -> dict[str, Any]:
     """Return the local variables of the running `fit` of a model; a callback gets neither the data nor the other callbacks.
 
     Raises InvalidArgument outside of `fit`.
@@ -72,7 +76,7 @@ def build_from_data(model: Any, iterator: Any) -> None:
 # --- the data ----------------------------------------------------------------------------------------------------
 
 
-def read_batches(data: Any, number: int) -> Any:
+def read_batches(data: Iterator[Any], number: int) -> Any:
     """Read batches of an iterator; return the last one. Raises CkptError where there is none."""
     batch = None
     for _ in range(number):
@@ -91,7 +95,7 @@ def require_position(read: int, saved: int) -> None:
         raise CkptError("the data ends before the position of the saved step: give fit the data that it had then")
 
 
-def read_epoch(iterator: Any, original: Any) -> None:
+def read_epoch(iterator: Any, original: Callable[[], EpochBatches]) -> None:
     """Read all batches of an epoch, as a fit does that trains on them.
 
     iterator: the EpochIterator of Keras. original: its method that yields the batches.
@@ -128,7 +132,7 @@ def warn_of_random_order(iterator: Any) -> None:
 # --- the other callbacks -----------------------------------------------------------------------------------------
 
 
-def require_alone(callbacks: list[Any]) -> None:
+def require_alone(callbacks: Iterable[object]) -> None:
     """Raise InvalidArgument if another callback of a fit restores the model, too."""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -138,7 +142,7 @@ def require_alone(callbacks: list[Any]) -> None:
             )
 
 
-def move_to_end(callbacks: list[Any], callback: Any) -> None:
+def move_to_end(callbacks: list[object], callback: object) -> None:
     """Let Keras call a callback after all others."""
     callbacks.remove(callback)
     callbacks.append(callback)

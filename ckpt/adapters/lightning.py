@@ -80,7 +80,7 @@ class Checkpoints:
         made._is_from_environment = True
         return made
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _make, (self._arguments, self._is_from_environment)
 
     def _forget_fit(self) -> None:
@@ -107,7 +107,7 @@ class Checkpoints:
         self._loops = LoopPoints(trainer, self._reached, self._restore, self._check_data)
         self._state = TrainerState(trainer, self._loops.state_dict)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
         """Remember the loss, for the decision whether a step may be saved."""
         self._loss = outputs.get("loss") if isinstance(outputs, dict) else None
 
@@ -166,7 +166,7 @@ class Checkpoints:
             self._checkpointer.save(self._steps_seen - 1, self._entries())
             self._steps_saved = self._steps_seen
 
-    def _entries(self) -> Any:
+    def _entries(self) -> object:
         """Return what is saved: the checkpoint of Lightning, and separately a model that is sharded over the ranks."""
         if not is_sharded(self._trainer.strategy):
             return self._state
@@ -186,7 +186,7 @@ class Checkpoints:
             ) from error
         return entries["trainer"], start
 
-    def _restore(self, path: Any) -> dict[str, Any] | None:
+    def _restore(self, path: object) -> dict[str, Any] | None:
         """Return the checkpoint of the newest whole step; None if there is none, or if `fit` loads a path."""
         assert self._checkpointer is not None
         repository = self._checkpointer.repository
@@ -218,7 +218,7 @@ def _make(arguments: dict[str, Any], is_from_environment: bool) -> Checkpoints:
 # --- the entry point -------------------------------------------------------------------------------------------
 
 
-def callbacks_from_environment() -> list[Any]:
+def callbacks_from_environment() -> list[object]:
     """Return the callbacks that Lightning gives to every Trainer: with CKPT_DIR set, one that saves there.
 
     Once a CkptIO was made, there is another one, which refuses strategies that would ignore it.
@@ -230,13 +230,13 @@ def callbacks_from_environment() -> list[Any]:
     return [*plugin_checks(), Checkpoints._from_environment()]
 
 
-def fabric_callbacks() -> list[Any]:
+def fabric_callbacks() -> list[object]:
     """Return the callbacks that Lightning gives to every Fabric: once a CkptIO was made, one that refuses DeepSpeed."""
     return fabric_plugin_checks()
 
 
 _SWITCH = "CKPT_LIGHTNING"
-_trainer_of_environment: list[Any] = []
+_trainer_of_environment: list[weakref.ref[Any]] = []
 """A weak reference to the Trainer whose fit uses CKPT_DIR: another Trainer of the process must not resume from its steps."""
 
 

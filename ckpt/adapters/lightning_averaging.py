@@ -46,7 +46,7 @@ def without_annealing_functions(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_of_scheduler(state: Any) -> bool:
+def _is_of_scheduler(state: object) -> bool:
     return isinstance(state, dict) and _SCHEDULER in state
 
 

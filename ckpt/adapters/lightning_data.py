@@ -8,7 +8,7 @@ Batches of a dataset with an index are not loaded for that if the DataLoader has
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -130,7 +130,7 @@ class FetcherPosition:
     def _indices(self) -> list[list[int]]:
         return [[counter.count, counter.checksum] for _, counter in sorted(self._counters.items())]
 
-    def _begin_later(self, combined_loader: Any, number: int, iterable: Any) -> Any:
+    def _begin_later(self, combined_loader: Any, number: int, iterable: Iterable[Any]) -> Iterator[Any]:
         """Make the iterator of a dataloader in the middle of an epoch: it begins again, or follows another one.
 
         A resumed run repeats the random state of the last time. The batches of earlier times are discarded as a whole.
@@ -154,9 +154,9 @@ class _LaterIterable:
 
     number: int
     iterable: Any
-    begin: Callable[[int, Any], Any]
+    begin: Callable[[int, Iterable[Any]], Iterator[Any]]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         return self.begin(self.number, self.iterable)
 
     def __len__(self) -> int:
@@ -202,14 +202,14 @@ def _other_data_error(what: str) -> CkptError:
 class _IndexCounter:
     """An iterator over the sample indices of batches, with their number and checksum."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
+    def __init__(self, iterator: Iterator[object]) -> None:
         self._iterator = iterator
         self.count = self.checksum = 0
 
     def __iter__(self) -> _IndexCounter:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         index = next(self._iterator)
         self.count += 1
         self.checksum = zlib.crc32(repr(index).encode(), self.checksum)
@@ -227,7 +227,7 @@ def _iterators(combined_loader: Any) -> list[Any]:
 class _NoFetcher:
     """Takes the place of the part of a DataLoader iterator that loads the samples of a batch."""
 
-    def fetch(self, index: Any) -> None:
+    def fetch(self, index: object) -> None:
         return None
 
 

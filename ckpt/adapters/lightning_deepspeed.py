@@ -8,7 +8,7 @@ from ckpt.adapters.deepspeed_state import EngineState
 from ckpt.storage.base.errors import InvalidArgument
 
 
-def uses_deepspeed(strategy: Any) -> bool:
+def uses_deepspeed(strategy: object) -> bool:
     """Return whether a strategy of Lightning trains with DeepSpeed."""
     return any(base.__name__ == "DeepSpeedStrategy" for base in type(strategy).__mro__)
 

@@ -59,10 +59,10 @@ class CkptIO:
         self._folders: set[str] = set()
         """The local folders of the files that this plugin has written."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _make, (self._url, self._options)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: object = None) -> None:
         """Save a checkpoint as a step, and then write the file at `path`. Lightning calls this on rank 0."""
         if storage_options is not None:
             raise InvalidArgument("CkptIO takes no storage_options: give options to CkptIO itself")
@@ -77,10 +77,12 @@ class CkptIO:
         if "://" not in os.fspath(path):
             self._folders.add(os.path.dirname(os.path.abspath(path)))
 
-    def _repository_url(self, path: Any) -> str:
+    def _repository_url(self, path: str | os.PathLike[str]) -> str:
         return f"{str(self._url or resolve_url(None)).rstrip('/')}/{_repository_name(path)}"
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Return the checkpoint of a path, with its tensors in host memory. Nothing is unpickled."""
         if not _exists(path):
             raise FileNotFoundError(f"there is no checkpoint at {path}: check ckpt_path")
@@ -90,7 +92,7 @@ class CkptIO:
         checkpoint: dict[str, Any] = load(url, group=None, key=self._options.get("key"))
         return checkpoint
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the file at a path, and then the repository of the checkpoint."""
         if not _exists(path):
             return
@@ -137,7 +139,7 @@ def _has_plugin(strategy: Any) -> bool:
     return plugin is not None
 
 
-def _writes_itself(strategy: Any) -> bool:
+def _writes_itself(strategy: object) -> bool:
     """Return whether a strategy writes the parts of each rank itself, past the plugin for checkpoints."""
     is_sharded = getattr(strategy, "_save_distributed_checkpoint", False)  # of ModelParallelStrategy
     return uses_deepspeed(strategy) or is_sharded or getattr(strategy, "_state_dict_type", "") == "sharded"  # of FSDPStrategy
@@ -156,12 +158,12 @@ class _FabricPluginCheck:
             )
 
 
-def plugin_checks() -> list[Any]:
+def plugin_checks() -> list[object]:
     """Return the callbacks that each Trainer needs because of the plugins made so far."""
     return [lightning_packages.with_bases(_PluginCheck, lightning_packages.callback_bases("Callback"))()] if _is_used else []
 
 
-def fabric_plugin_checks() -> list[Any]:
+def fabric_plugin_checks() -> list[object]:
     """Return the callbacks that each Fabric needs because of the plugins made so far."""
     return [_FabricPluginCheck()] if _is_used else []
 
@@ -170,7 +172,7 @@ def _make(url: str | os.PathLike[str] | None, options: dict[str, Any]) -> CkptIO
     return CkptIO(url, **options)
 
 
-def _repository_name(path: Any) -> str:
+def _repository_name(path: str | os.PathLike[str]) -> str:
     """Return a name for the repository of a path, which differs between paths with the same last part."""
     text = os.path.abspath(path) if "://" not in os.fspath(path) else os.fspath(path)
     return f"{re.sub('[^A-Za-z0-9._-]', '_', os.path.basename(text))}-{zlib.crc32(text.encode()):08x}"
@@ -184,7 +186,7 @@ def _links(folder: str) -> list[str]:
         return []
 
 
-def _own_repository(path: Any) -> str | None:
+def _own_repository(path: str | os.PathLike[str]) -> str | None:
     """Return the repository that was made for this path; None where the file is a link or a copy of another checkpoint's."""
     url = _read_file(path) if _exists(path) else None
     return url if url is not None and url.endswith(f"/{_repository_name(path)}") else None
@@ -211,12 +213,12 @@ def _delete_all(store: Store) -> None:
 # --- the file at the path --------------------------------------------------------------------------------------
 
 
-def _exists(path: Any) -> bool:
+def _exists(path: str | os.PathLike[str]) -> bool:
     fs, name = url_to_fs(os.fspath(path))
     return bool(fs.exists(name))
 
 
-def _read_file(path: Any) -> str | None:
+def _read_file(path: str | os.PathLike[str]) -> str | None:
     """Return the URL in a file that this plugin has written, None for any other file."""
     fs, name = url_to_fs(os.fspath(path))
     if fs.isdir(name) or fs.size(name) > _LONGEST_FILE:
@@ -228,7 +230,7 @@ def _read_file(path: Any) -> str | None:
     return url if isinstance(url, str) else None
 
 
-def _write_file(path: Any, url: str) -> None:
+def _write_file(path: str | os.PathLike[str], url: str) -> None:
     fs, name = url_to_fs(os.fspath(path))
     fs.makedirs(os.path.dirname(name) or ".", exist_ok=True)
     if "file" in (fs.protocol if isinstance(fs.protocol, (tuple, list)) else (fs.protocol,)):

@@ -33,7 +33,11 @@ class LoopPoints:
     """
 
     def __init__(
-        self, trainer: Any, reached: Callable[[Point], None], restore: Callable[[Any], dict[str, Any] | None], check_data: bool
+        self,
+        trainer: Any,
+        reached: Callable[[Point], None],
+        restore: Callable[[object], dict[str, Any] | None],
+        check_data: bool,
     ) -> None:
         self._trainer, self._reached, self._restore = trainer, reached, restore
         self.point: Point = "epoch"
@@ -41,7 +45,7 @@ class LoopPoints:
         self._resume_at: dict[str, Any] | None = None
         self._fit_loop_state: dict[str, Any] = {}
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._wrapped: list[tuple[Any, str, Callable[..., None]]] = [
+        self._wrapped: list[tuple[object, str, Callable[..., None]]] = [
             (trainer._checkpoint_connector, "resume_start", self._resume_start),
             (fit, "setup_data", self._setup_data),
             (fit, "on_advance_start", self._epoch_starts),
@@ -68,7 +72,7 @@ class LoopPoints:
 
     # --- wrappers of the Trainer's methods ---------------------------------------------------------------------
 
-    def _resume_start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _resume_start(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         path = args[0] if args else kwargs.get("checkpoint_path")
         checkpoint = self._restore(path)

@@ -71,12 +71,12 @@ def sharded_model(trainer: Any) -> ModelState | EngineState:
     return ModelState(trainer.lightning_module, trainer.optimizers, group="auto" if trainer.world_size > 1 else None)
 
 
-def is_sharded(strategy: Any) -> bool:
+def is_sharded(strategy: object) -> bool:
     """Return whether a strategy of Lightning keeps only a part of the model on each rank."""
     return uses_deepspeed(strategy) or _is_a(strategy, (_SHARDED_STRATEGY,))
 
 
-def _is_a(strategy: Any, names: tuple[str, ...]) -> bool:
+def _is_a(strategy: object, names: tuple[str, ...]) -> bool:
     return any(base.__name__ in names for base in type(strategy).__mro__)
 
 
@@ -112,7 +112,7 @@ def storable(checkpoint: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
     left_out: the names that a warning has named; further ones are added.
     """
 
-    def keeps(name: str, value: Any) -> bool:
+    def keeps(name: str, value: object) -> bool:
         try:
             flatten({name: value})
         except UnsupportedLeaf:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -41,9 +42,10 @@ _CONTENT_METADATA = "content_metadata"
 
 
 def save(
-    sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None,
-    common_strategy: Any = None, validate_access_integrity: bool = True, async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: Any = None, content_metadata: dict[str, Any] | None = None, **options: Any,
+    sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], sharded_strategy: object = None,
+    common_strategy: object = None, validate_access_integrity: bool = True, async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Save a sharded state dict as one step, as `dist_checkpointing.save` does to a folder.
 
@@ -94,8 +96,8 @@ def _of_all_ranks(sharded: Any) -> Any:
 
 
 def load(
-    sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None,
-    common_strategy: Any = None, validate_access_integrity: bool = True,
+    sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], sharded_strategy: object = None,
+    common_strategy: object = None, validate_access_integrity: bool = True,
     strict: Any = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> dict[str, Any]:  # fmt: skip
     """Load a sharded state dict on any parallelism, as `dist_checkpointing.load` does from a folder.

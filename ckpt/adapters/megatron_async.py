@@ -86,7 +86,7 @@ class _CommitCaller(async_utils.AsyncCaller):  # type: ignore[misc]
     def __init__(self, handle: SaveHandle) -> None:
         self._handle = handle
 
-    def schedule_async_call(self, async_req: Any) -> None:
+    def schedule_async_call(self, async_req: object) -> None:
         """Do nothing: the save runs already."""
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:

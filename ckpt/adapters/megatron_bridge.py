@@ -98,7 +98,7 @@ _schedule_async_save: Callable[[Any, Any], None] = checkpointing.schedule_async_
 _cleanup: Callable[..., None] = checkpointing.cleanup_old_non_persistent_checkpoint
 
 
-def _repair(load_dir: Any) -> None:
+def _repair(load_dir: str | os.PathLike[str] | None) -> None:
     """Repair the tracker in a local folder, on rank 0."""
     is_group = dist.is_initialized() and dist.get_world_size() > 1
     try:
@@ -141,7 +141,7 @@ def _module_for(checkpoint_dir: str | os.PathLike[str]) -> Any:
 
 
 @contextmanager
-def _replaced(**names: Any) -> Iterator[None]:
+def _replaced(**names: object) -> Iterator[None]:
     """Replace globals of the module with which the Bridge saves and loads, which has no parameter for them."""
     before = {name: getattr(checkpointing, name, _MISSING) for name in names}
     try:

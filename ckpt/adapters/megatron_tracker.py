@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -29,25 +29,25 @@ class DelayedTrackers:
 
     def __init__(self) -> None:
         self._written: dict[str, str] = {}
-        self._cleanups: list[Callable[[int], Any]] = []
+        self._cleanups: list[Callable[[int], object]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(shutil, name)  # this stands for the module
 
-    def copy(self, source: str, target: str) -> Any:
+    def copy(self, source: str, target: str) -> str:
         """Copy a file, as shutil does."""
         if os.path.basename(target) not in TRACKERS:
             return shutil.copy(source, target)
         self._written[target] = str(shutil.copy(source, f"{target}.tmp"))
         return target
 
-    def open(self, name: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+    def open(self, name: str | os.PathLike[str], mode: str = "r", *args: Any, **options: Any) -> IO[Any]:
         """Open a file, as the built-in function does."""
         if mode == "w" and os.path.basename(os.fspath(name)) in TRACKERS:
             self._written[os.fspath(name)] = name = f"{os.fspath(name)}.tmp"
         return builtins.open(name, mode, *args, **options)
 
-    def cleanup(self, original: Callable[..., Any]) -> Callable[..., None]:
+    def cleanup(self, original: Callable[..., object]) -> Callable[..., None]:
         """Return a function that calls `original`, which keeps some of the newest checkpoints, at `finish`."""
 
         def delayed(folder: str, leave_ckpt_num: int = 1, **options: Any) -> None:

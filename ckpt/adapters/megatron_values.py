@@ -61,5 +61,5 @@ def decoded(value: Any) -> Any:
     return type(value)(map(decoded, value)) if type(value) in (list, tuple) else value
 
 
-def _has_dtype(key: Any) -> bool:
+def _has_dtype(key: object) -> bool:
     return any(map(_has_dtype, key)) if isinstance(key, tuple) else isinstance(key, torch.dtype)

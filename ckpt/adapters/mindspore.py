@@ -266,7 +266,7 @@ def _training_model() -> Any:
     return None if found is None else found["self"]
 
 
-def _refuse_sink(*_: Any, **__: Any) -> None:
+def _refuse_sink(*_: object, **__: object) -> None:
     raise InvalidArgument(
         "Checkpoints: with dataset_sink_mode=True MindSpore calls no callback between the batches: call train or fit with "
         "dataset_sink_mode=False"
@@ -288,12 +288,12 @@ def _tensors_of(outputs: Any) -> Any:
     return ms.Tensor(outputs) if isinstance(outputs, np.ndarray) else outputs
 
 
-def _loss_of(outputs: Any) -> float | None:
+def _loss_of(outputs: object) -> float | None:
     """Return the loss of what a training step returns: a tensor, or a tuple that begins with it."""
     first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
     return float(first.asnumpy()) if isinstance(first, ms.Tensor) and first.size == 1 else None
 
 
-def _is_finite(outputs: Any) -> bool:
+def _is_finite(outputs: object) -> bool:
     loss = _loss_of(outputs)
     return loss is None or math.isfinite(loss)

@@ -45,7 +45,7 @@ class CheckpointManager:
         CkptError: As of `ckpt.Checkpointer`.
     """
 
-    def __init__(self, directory: Url, options: Any = None, *, item_names: Any = None, **further: Any) -> None:
+    def __init__(self, directory: Url, options: Any = None, *, item_names: object = None, **further: Any) -> None:
         for name, instead in _REFUSED_OPTIONS.items():
             if getattr(options, name, None):
                 raise InvalidArgument(f"options.{name} has no counterpart in ckpt: {instead}")
@@ -173,12 +173,12 @@ class CheckpointManager:
                 raise
 
 
-def _keep(options: Any) -> ckpt.Keep | None:
+def _keep(options: object) -> ckpt.Keep | None:
     last = getattr(options, "max_to_keep", None)
     return None if last is None else ckpt.Keep(last, getattr(options, "keep_period", None))
 
 
-def _is_composite(args: Any) -> bool:
+def _is_composite(args: object) -> bool:
     return isinstance(args, Mapping)
 
 

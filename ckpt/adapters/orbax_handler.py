@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class CkptHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     All processes of `jax.distributed` save together.
     """
 
-    async def async_save(self, directory: Any, args: CkptSave) -> list[Any]:
+    async def async_save(self, directory: str | os.PathLike[str], args: CkptSave) -> list[_Commit]:
         """Copy the item, and return the save that runs in the background.
 
         Raises:
@@ -54,11 +55,11 @@ class CkptHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
             await asyncio.sleep(_POLL_SECONDS)
         return [_Commit(ckpt.save(args.item, folder / REPOSITORY_FOLDER, _STEP, blocking=False))]
 
-    def save(self, directory: Any, args: CkptSave) -> None:
+    def save(self, directory: str | os.PathLike[str], args: CkptSave) -> None:
         """Save the item, and wait until it is durable."""
         ckpt.save(args.item, Path(directory, REPOSITORY_FOLDER), _STEP)
 
-    def restore(self, directory: Any, args: CkptRestore | None = None) -> Any:
+    def restore(self, directory: str | os.PathLike[str], args: CkptRestore | None = None) -> Any:
         """Return the item, filled into that of `args` if it has one.
 
         Raises:
@@ -66,7 +67,7 @@ class CkptHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         """
         return ckpt.load(Path(directory, REPOSITORY_FOLDER), None if args is None else args.item, step=_STEP)
 
-    def metadata(self, directory: Any) -> Any:
+    def metadata(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Return a `jax.ShapeDtypeStruct` for each array, by its name."""
         import jax
 

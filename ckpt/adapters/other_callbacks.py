@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,10 @@ import numpy as np
 class OtherCallbacks:
     """What callbacks such as EarlyStopping, ReduceLROnPlateau and History have counted since the start of a fit."""
 
-    def __init__(self, callbacks: list[Any], skipped: Collection[str] = (), no_state: Collection[str] = ()) -> None:
+    def __init__(self, callbacks: Iterable[object], skipped: Collection[str] = (), no_state: Collection[str] = ()) -> None:
         """skipped: names of classes without a state. no_state: names of attributes that do not belong to the state."""
         self._no_state = no_state
-        self._callbacks: dict[str, Any] = {}
+        self._callbacks: dict[str, object] = {}
         for callback in callbacks:
             name, number = type(callback).__name__, 0
             if name in skipped:
@@ -45,7 +45,7 @@ class OtherCallbacks:
                 for key, value in attributes.items():
                     setattr(self._callbacks[name], key, value)
 
-    def _plain_attributes(self, callback: Any) -> dict[str, Any]:
+    def _plain_attributes(self, callback: object) -> dict[str, Any]:
         return {key: value for key, value in vars(callback).items() if key not in self._no_state and _is_plain(value)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -98,7 +99,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
 
     # --- the calls of Paddle -----------------------------------------------------------------------------------
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: object = None) -> None:
         """Restore the newest step, and let the fit begin at its epoch."""
         if not paddle.in_dynamic_mode():
             raise InvalidArgument("Checkpoints needs the dynamic mode of Paddle: remove paddle.enable_static()")
@@ -127,7 +128,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         self._restore(self._checkpointer)
         self._wrap()
 
-    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save the step if a save is due."""
         position = self._position
         position.step += step + 1 - position.batch
@@ -139,15 +140,15 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         elif (step + 1) % self.model._accumulate == 0:
             self._save_if_due()
 
-    def on_eval_begin(self, logs: Any = None) -> None:
+    def on_eval_begin(self, logs: object = None) -> None:
         """Mark the evaluation, so that `ckpt-run` does not count it as a hang: it takes longer than a step."""
         self._evaluation.enter_context(pulse.phase("eval"))
 
-    def on_eval_end(self, logs: Any = None) -> None:
+    def on_eval_end(self, logs: object = None) -> None:
         """Mark the end of the evaluation."""
         self._evaluation.close()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: object = None) -> None:
         """Save the last step, and wait until it is committed."""
         checkpointer, position = self._checkpointer, self._position
         if checkpointer is None:
@@ -307,7 +308,7 @@ _urls_of_ended_fits: set[str] = set()
 """The repositories of the fits that have ended in this process."""
 
 
-def _locals_of_fit(model: Any) -> dict[str, Any]:
+def _locals_of_fit(model: object) -> dict[str, Any]:
     """Return the local variables of the running `fit` of a model. Raises InvalidArgument outside of `fit`."""
     found = caller_locals("fit", lambda names: names.get("self") is model and "train_loader" in names)
     if found is not None:

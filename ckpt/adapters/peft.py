@@ -31,7 +31,7 @@ class AdapterState(ModelState):
         set_model_state_dict(model, state, options=StateDictOptions(strict=False))
 
 
-def is_peft_model(model: Any) -> bool:
+def is_peft_model(model: object) -> bool:
     """Return whether a model has adapters of peft, and a base model that they leave unchanged."""
     return hasattr(model, "peft_config") and any(c.__name__ == "PeftModel" for c in type(model).__mro__)
 

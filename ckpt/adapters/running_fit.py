@@ -27,7 +27,7 @@ class FitState:
         raise TypeError(f"load a dict with some of its entries, such as {self._loadable}")
 
 
-def caller_locals(function: str, is_searched: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any] | None:
+def caller_locals(function: str, is_searched: Callable[[Mapping[str, object]], bool]) -> dict[str, Any] | None:
     """Return the local variables of the innermost running function of this name for which `is_searched` is true; else None."""
     frame = sys._getframe(1)
     while frame is not None:

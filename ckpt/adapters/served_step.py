@@ -33,7 +33,7 @@ class ServedStep:
     strict: bool = True
 
     @classmethod
-    def from_options(cls, options: Any) -> Self:
+    def from_options(cls, options: object) -> Self:
         """Return what `model_loader_extra_config` names; InvalidArgument for an unknown option or another type."""
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(options, dict) or (unknown := [name for name in options if name not in known]):

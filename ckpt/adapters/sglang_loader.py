@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +101,9 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
         step = options.with_number(group)
         return _Loaded(options, step, frozenset(step.names()))
 
-    def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: torch.device) -> None:
+    def load_weights_and_postprocess(
+        self, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], target_device: torch.device
+    ) -> None:
         """Load the weights. Raise LeafNotFound at the start if one is missing, which SGLang itself does not notice."""
         with _recorded_loads(model) as loaded:
             self.load_weights_only(model, weights, target_device)
@@ -127,7 +129,7 @@ def _missing_parts(model: torch.nn.Module, names: Set[str]) -> list[str]:
 def _recorded_loads(model: torch.nn.Module) -> Iterator[set[str]]:
     """Record the names of the parameters whose loader is called. SGLang's models do not return them."""
     loaded: set[str] = set()
-    replaced: list[tuple[torch.nn.Parameter, str, Any]] = []
+    replaced: list[tuple[torch.nn.Parameter, str, Callable[..., Any] | None]] = []
     for name, parameter in model.named_parameters():
         attribute = "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader"
         original = getattr(parameter, attribute, None)
@@ -143,7 +145,7 @@ def _recorded_loads(model: torch.nn.Module) -> Iterator[set[str]]:
                 setattr(parameter, attribute, original)
 
 
-def _recording(load: Any, name: str, loaded: set[str]) -> Any:
+def _recording(load: Callable[..., Any], name: str, loaded: set[str]) -> Callable[..., Any]:
     @functools.wraps(load)
     def recording(*args: Any, **further: Any) -> Any:
         loaded.add(name)

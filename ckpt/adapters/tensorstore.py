@@ -26,7 +26,7 @@ def open_array(checkpoint: Checkpoint, name: str) -> Any:
     """
     lazy = checkpoint[name]
 
-    def read(domain: Any, array: np.ndarray[Any, Any], parameters: Any) -> None:
+    def read(domain: Any, array: np.ndarray[Any, Any], parameters: object) -> None:
         array[...] = lazy[tuple(slice(low, high) for low, high in zip(domain.inclusive_min, domain.exclusive_max, strict=True))]
 
     return ts.virtual_chunked(read, dtype=ts.dtype(lazy.dtype), shape=lazy.shape, rank=len(lazy.shape))

@@ -90,7 +90,7 @@ class _Rule:
 class ExpertNames:
     """The places of all tensors of a model, by their local names and by their names in the whole model."""
 
-    def __init__(self, experts: Mapping[str, Any] | None, model_group: Any) -> None:
+    def __init__(self, experts: Mapping[str, object] | None, model_group: object) -> None:
         self._rules = [_rule(pattern, value, model_group) for pattern, value in (experts or {}).items()]
         self._by_local_name: dict[str, ExpertTensor | None] = {}
         self._by_name: dict[str, ExpertTensor] = {}
@@ -166,7 +166,7 @@ def _expert_tensor(rule: _Rule, match: _Match, name: str, numbers: Mapping[tuple
     )
 
 
-def _rule(pattern: str, value: Any, model_group: Any) -> _Rule:
+def _rule(pattern: str, value: object, model_group: object) -> _Rule:
     given = value if isinstance(value, Experts) else Experts(value)
     ranks, mine = _ordered_ranks(given.group), own_rank()
     if mine not in ranks:
@@ -219,12 +219,12 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def ranks_of(group: Any) -> tuple[int, ...]:
+def ranks_of(group: object) -> tuple[int, ...]:
     """Return the ranks of a process group or device mesh in ascending order; for None, this rank alone."""
     return tuple(sorted(_ordered_ranks(group)))
 
 
-def _ordered_ranks(group: Any) -> tuple[int, ...]:
+def _ordered_ranks(group: object) -> tuple[int, ...]:
     """Return the ranks of a process group or device mesh in its order."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -238,7 +238,7 @@ def _ordered_ranks(group: Any) -> tuple[int, ...]:
     raise InvalidArgument(f"ModelState: group={group!r}: give 'auto', None, a torch process group or a device mesh")
 
 
-def model_ranks(group: Any) -> tuple[int, ...]:
+def model_ranks(group: object) -> tuple[int, ...]:
     """Return the ranks that have the model: for "auto", all."""
     import torch.distributed as dist
 

@@ -87,7 +87,7 @@ def load_optimizer(optimizer: Any, names: dict[Any, str], saved: dict[str, Any])
         now.update({k: v for k, v in values.items() if getattr(v, "dtype", None) != getattr(now.get(k), "dtype", None)})
 
 
-def _is_equal(a: Any, b: Any) -> bool:
+def _is_equal(a: object, b: object) -> bool:
     import torch
 
     if isinstance(a, dict) and isinstance(b, dict):

@@ -26,7 +26,7 @@ def ranks_with_names(names: Iterable[str]) -> tuple[int, ...] | None:
     """Return the ranks that have tensors of the same names, as those of one pipeline stage; None if all ranks have."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    digests: list[Any] = [None] * dist.get_world_size()
+    digests: list[bytes | None] = [None] * dist.get_world_size()
     own = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=16).digest()
     dist.all_gather_object(digests, own)
     ranks = tuple(rank for rank, digest in enumerate(digests) if digest == own)
@@ -55,7 +55,7 @@ class ShardedState:
         buffers = {name for part in self._model_parts for name, _ in part.named_buffers()}
         return {name: self._placed(name, value, buffers) for name, value in self._stateful.state_dict().items()}
 
-    def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
+    def state_dict_like(self, saved: object, everything: bool) -> dict[str, Any]:
         """Return the tensors that a load fills. Those of a model have the saved type, which may be that of an export."""
         found = self.state_dict()
         if self._model_parts and isinstance(saved, dict):

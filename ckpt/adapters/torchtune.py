@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class _RepositoryCheckpointer:
                 f"{type(self).__name__} saves for a recipe that makes it in load_checkpoint or setup, and has train and "
                 "save_checkpoint: use torchtune's own checkpointer elsewhere"
             )
-        save: Any = super().save_checkpoint  # type: ignore[misc]  # the class of torchtune has it
+        save: Callable[..., object] = super().save_checkpoint  # type: ignore[misc]  # the class of torchtune has it
         save(state_dict, epoch=epoch, intermediate_checkpoint=False, **options)
 
 

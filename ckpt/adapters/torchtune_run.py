@@ -107,7 +107,7 @@ class Batches:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def shape(self) -> dict[str, Any]:
+    def shape(self) -> dict[str, int]:
         """Return what the meaning of a number of batches depends on, by the name that a user knows."""
         sampler = getattr(self._loader, "sampler", None)
         return {

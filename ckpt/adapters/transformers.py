@@ -9,8 +9,9 @@ Usage:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from transformers import Trainer, TrainerCallback
 
@@ -18,6 +19,8 @@ from ckpt import pulse
 from ckpt.adapters.transformers_run import TrainerRun, require_supported
 from ckpt.repository.repository import Url
 from ckpt.storage.base.errors import IntegrityError, InvalidArgument
+
+T = TypeVar("T")
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -69,14 +72,16 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
         self._ckpt_run: TrainerRun | None = None
         super().__init__(*args, **kwargs)
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train, as Trainer does; see the class for `resume_from_checkpoint`."""
         require_supported(self, args[0] if args else kwargs.get("trial"))
         with TrainerRun(self, self._ckpt_url) as run:
             train = super().train
             return self._ckpt_train(run, run.choose(resume_from_checkpoint), lambda folder: train(folder, *args, **kwargs))
 
-    def _ckpt_train(self, run: TrainerRun, folder: str | None, train: Callable[[str | None], Any]) -> Any:
+    def _ckpt_train(self, run: TrainerRun, folder: str | None, train: Callable[[str | None], T]) -> T:
         """Train by a function that takes what `TrainerRun.choose` returns."""
         self._ckpt_run = run
         try:
@@ -180,13 +185,13 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
         InvalidArgument: Always, at the start of the Trainer.
     """
 
-    def __init__(self, url: Url | None = None, **options: Any) -> None:
+    def __init__(self, url: Url | None = None, **options: object) -> None:
         self._url = url
 
-    def on_init_end(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def on_init_end(self, *args: object, **kwargs: object) -> NoReturn:
         self._refuse()
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def on_train_begin(self, *args: object, **kwargs: object) -> NoReturn:
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
 from ckpt.adapters.epoch_random import EpochRandom, WatchedBatchSampler, ignore
 from ckpt.adapters.trl_samples import GeneratedSamples
+
+T = TypeVar("T")
 
 
 class DataPosition:
@@ -21,7 +23,7 @@ class DataPosition:
         self._samples = samples
         self._random = EpochRandom()
         self._taken = 0
-        self._iterator: Any = None
+        self._iterator: Iterator[object] | None = None
         self._fetched = 0
         self._fetches_of_batch = 1
         self._is_stream = False  # a stream of samples, of which a resumed epoch reads all from the start
@@ -55,7 +57,7 @@ class DataPosition:
 
     # --- the fetches -------------------------------------------------------------------------------------------
 
-    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def watch(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield batches of an epoch, and record the generators before each; a new iterator is a new epoch."""
         while True:
             self._before_next(batches)
@@ -66,7 +68,7 @@ class DataPosition:
             self._taken += 1
             yield batch
 
-    def _before_next(self, batches: Iterator[Any]) -> None:
+    def _before_next(self, batches: Iterator[object]) -> None:
         if batches is self._iterator:
             self._random.before_ahead.take()
             return

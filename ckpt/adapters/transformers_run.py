@@ -42,7 +42,7 @@ _STEP_NAME = re.compile(r"(?:.*/)?(?:checkpoint-)?(\d+)/?")
 _STATE_FILE = "trainer_state.json"
 
 
-def require_supported(trainer: Any, trial: Any) -> None:
+def require_supported(trainer: Any, trial: object) -> None:
     """Raise InvalidArgument if a Trainer is set up in a way that can't be saved by ckpt, with what to do instead."""
     args = trainer.args
     if trial is not None or getattr(trainer, "hp_search_backend", None) is not None:
@@ -117,7 +117,7 @@ class TrainerRun:
         """Return in words what `choose` has chosen."""
         return "starts anew" if self._resume_step is None else f"continues from step {self._resume_step}"
 
-    def choose(self, resume: Any) -> str | None:
+    def choose(self, resume: str | os.PathLike[str] | bool | int | None) -> str | None:
         """Return what `Trainer.train` takes as its `resume_from_checkpoint`.
 
         This is a folder with the state of the Trainer, which belongs to a step of the repository, or a folder that Trainer has
@@ -298,7 +298,7 @@ class _Progress:
         self.best_step: int | None = None
         self.position: list[int] = []
         """The epoch that was saved, and how many batches of it this rank had taken."""
-        self._losses: list[Any] = []
+        self._losses: list[float] = []
 
     def target(self) -> _Progress:
         """Return an object to load into."""

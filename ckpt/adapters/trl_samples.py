@@ -23,7 +23,7 @@ class GeneratedSamples:
         self._are_left_out = False
 
     @staticmethod
-    def exist_in(trainer: Any) -> bool:
+    def exist_in(trainer: object) -> bool:
         """Return whether a trainer generates samples and keeps them for later batches."""
         return hasattr(trainer, "_buffered_inputs") and isinstance(getattr(trainer, "_step", None), int)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
 
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
@@ -47,7 +46,7 @@ class StepEngine(CheckpointEngine):  # type: ignore[misc]
         self._memory: PeerMemory | None = None
         self._address: str | None = None
 
-    def prepare(self) -> dict[str, Any]:
+    def prepare(self) -> dict[str, str]:
         """Return the address of the memory of the first actor rank, which begins to serve it."""
         if not self._is_master:
             return {}
@@ -57,8 +56,8 @@ class StepEngine(CheckpointEngine):  # type: ignore[misc]
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, str]]
+    ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """Return the address for each worker. metadata: what `prepare` of each returned, that of the first actor rank first.
 
         Raises:

@@ -74,7 +74,7 @@ class SavedFolders:
         self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
 
-    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Save into a folder and return it when the step is complete, as accelerate does."""
         accelerator = self._accelerator
         try:
@@ -89,7 +89,7 @@ class SavedFolders:
             hooks.print_refused(_NAME, error)
         return self._save_state(output_dir, *args, **kwargs)
 
-    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
         """Load a folder; one that accelerate itself has saved is loaded by accelerate."""
         folder = os.path.expanduser(input_dir) if input_dir is not None else _newest(self._automatic_folders())
         if folder is None or not os.path.isdir(os.path.join(folder, REPOSITORY_FOLDER)):
@@ -127,7 +127,7 @@ class SavedFolders:
 
     # --- the names of folders ----------------------------------------------------------------------------------
 
-    def _folder_to_save(self, output_dir: Any) -> str | None:
+    def _folder_to_save(self, output_dir: str | os.PathLike[str] | None) -> str | None:
         """Return the folder; None where accelerate has no name."""
         accelerator = self._accelerator
         config = accelerator.project_configuration

@@ -187,7 +187,7 @@ def _report_nothing() -> None:
 def _first_optimizer_step(torch_optimizer: ModuleType) -> None:
     """Print at the first step of an optimizer of torch that a loop of the script is not adapted."""
 
-    def notice(*_: Any) -> None:
+    def notice(*_: object) -> None:
         handle.remove()
         if acts_here() and not _process.printed and not {"lightning", "pytorch_lightning", "keras"} & sys.modules.keys():
             name = "accelerate" if "accelerate" in sys.modules else "torch"
