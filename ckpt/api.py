@@ -52,20 +52,20 @@ log = logging.getLogger("ckpt")
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[True] = True, codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
+    group: object = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
     nan: NanOption = "warn", full_every: DifferenceOption = "auto",
 ) -> Checkpoint: ...  # fmt: skip
 @overload
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: Literal[False], codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
+    group: object = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
     nan: NanOption = "warn", full_every: DifferenceOption = "auto",
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     state: Any, url: Url | None = None, step: int | None = None, *, blocking: bool = True, codec: CodecOption = "auto",
     digest: str = "auto", keep: int | Keep | None = None, memory: int | None = None, overwrite: bool = False,
-    group: Any = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
+    group: object = "auto", timeout: float = COMMIT_TIMEOUT_SECONDS, verify_replicas: bool | None = None, key: KeyOption = None,
     nan: NanOption = "warn", full_every: DifferenceOption = "auto",
 ) -> Checkpoint | SaveHandle:  # fmt: skip
     """Save `state` as one step of the repository at `url`, and create the repository if it does not exist.
@@ -148,7 +148,7 @@ def save(
 
 def load(
     url: Url | None = None, like: Any = None, *, step: int | None = None, only: Patterns | None = None, strict: bool = False,
-    rename: Rename | None = None, progress: Progress | None = None, group: Any = "auto", share_reads: ShareReads = "auto",
+    rename: Rename | None = None, progress: Progress | None = None, group: object = "auto", share_reads: ShareReads = "auto",
     key: KeyOption = None,
 ) -> Any:  # fmt: skip
     """Load a step, by default the newest complete one, and return the state.
@@ -293,7 +293,7 @@ def check_step(step: int) -> int:
     try:
         number = operator.index(step)
     except TypeError:
-        given: Any = step
+        given: object = step
         what = repr(given) if given is None or isinstance(given, (str, float)) else f"a {type(given).__name__}"
         raise InvalidArgument(f"step must be a whole number, 0, 1, 2 …, and not {what}") from None
     if not 0 <= number < 1 << 62:

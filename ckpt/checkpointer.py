@@ -102,7 +102,7 @@ class Checkpointer:
         digest: str = "auto",
         memory: int | None = None,
         in_flight: int = 1,
-        group: Any = "auto",
+        group: object = "auto",
         timeout: float = COMMIT_TIMEOUT_SECONDS,
         verify_replicas: bool | None = None,
         nan: NanOption = "warn",
@@ -428,7 +428,7 @@ class Checkpointer:
         for optimizer in optimizers:
             self._attached.add(optimizer)
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
+    def _before_step(self, optimizer: object, *_: object) -> None:
         if self._session is not None and self._creator_process.is_current:
             (self._tiers or self._session).wait_staged()
         if is_recording_graph():

@@ -10,12 +10,15 @@ import bz2
 import lzma
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from numcodecs.abc import Codec
 
 MAX_LZMA_BYTES = 256 << 20
 """The most memory that an LZMA decoder may use. The strongest preset of the format needs 65 MiB."""
@@ -26,7 +29,7 @@ _GZIP_WINDOW_BITS = 31
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
-def decode(codec: Any, config: dict[str, Any], stored: memoryview, out: Bytes) -> None:
+def decode(codec: Codec, config: dict[str, Any], stored: memoryview, out: Bytes) -> None:
     """Decode `stored` with `codec` into `out`, which has the length that the manifest states.
 
     config: the configuration of `codec`.
@@ -75,15 +78,15 @@ def _length_error(found: int | None, stated: int) -> IntegrityError:
 # --- codecs that stop at a length. They get one byte more than stated, to detect a result that is too long -------------
 
 
-def _decode_zlib(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+def _decode_zlib(_: object, stored: memoryview, nbytes: int) -> bytes:
     return zlib.decompressobj().decompress(stored, nbytes + 1)
 
 
-def _decode_gzip(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+def _decode_gzip(_: object, stored: memoryview, nbytes: int) -> bytes:
     return zlib.decompressobj(_GZIP_WINDOW_BITS).decompress(stored, nbytes + 1)
 
 
-def _decode_bz2(_: dict[str, Any], stored: memoryview, nbytes: int) -> bytes:
+def _decode_bz2(_: object, stored: memoryview, nbytes: int) -> bytes:
     return bz2.BZ2Decompressor().decompress(stored, nbytes + 1)
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.errors import FormatError
 from ckpt.format import bounded_decode
@@ -64,7 +65,7 @@ def parse_option(option: CodecOption) -> Callable[[str], str | None]:
     return lambda _: only
 
 
-def _parse_one(option: Any) -> str | None:
+def _parse_one(option: object) -> str | None:
     if option is None or option == "none":
         return None
     if option == "auto":
@@ -98,7 +99,7 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
     config: the codec, in JSON. itemsize: bytes of one element, for codecs that shuffle bytes.
     """
     made = codec_of(config)
-    data: Any = raw
+    data: npt.NDArray[Any] = raw
     if itemsize in (2, 4, 8) and len(raw) % itemsize == 0:
         data = raw.view(f"u{itemsize}")
     try:

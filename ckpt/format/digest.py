@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
@@ -12,24 +13,28 @@ from ckpt.storage.base.checksums import checksum as checksum
 from ckpt.storage.base.checksums import pack_checksums
 from ckpt.storage.base.errors import InvalidArgument
 
+if TYPE_CHECKING:
+    from ckpt.state.leaves.base import Bytes
+    from ckpt.storage.base.store import Buffer
 
-def digest(algorithm: str, data: Any) -> bytes:
+
+def digest(algorithm: str, data: Buffer | Bytes) -> bytes:
     """Return the digest of any buffer: 16 bytes for xxh3-128, 32 for blake3."""
     if algorithm == "xxh3-128":
-        return xxhash.xxh3_128_digest(data)
-    return _blake3()(data).digest()  # type: ignore[no-any-return]
+        return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]  # an array is a buffer for mypy from Python 3.12 on
+    return _blake3()(data).digest()
 
 
 class Hasher(Protocol):
     """A digest of bytes that arrive in parts, as in `hashlib`."""
 
-    def update(self, data: Any, /) -> object: ...
+    def update(self, data: Buffer | Bytes, /) -> object: ...
     def digest(self) -> bytes: ...
 
 
 def hasher(algorithm: str) -> Hasher:
     """Return a new hash object."""
-    return xxhash.xxh3_128() if algorithm == "xxh3-128" else _blake3()()  # type: ignore[no-any-return, return-value]
+    return xxhash.xxh3_128() if algorithm == "xxh3-128" else _blake3()()  # type: ignore[return-value]
 
 
 def is_cryptographic(algorithm: str) -> bool:
@@ -66,12 +71,12 @@ def require_algorithm(algorithm: str) -> str:
     return algorithm
 
 
-def _blake3() -> Any:
+def _blake3() -> Callable[..., Hasher]:
     try:
         from blake3 import blake3
     except ImportError as error:
         raise FormatError('blake3 digests need a package: pip install "ckpt-store[blake3]"') from error
-    return blake3
+    return blake3  # type: ignore[return-value]
 
 
 def digest_and_cells(algorithm: str, data: memoryview) -> tuple[bytes, bytes]:

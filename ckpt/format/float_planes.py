@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -229,7 +230,7 @@ def _new_compressor() -> _Compress:
 
 
 @cache
-def _zstandard() -> Any | None:
+def _zstandard() -> ModuleType | None:
     try:
         return importlib.import_module("zstandard")
     except ImportError:

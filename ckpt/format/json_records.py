@@ -7,6 +7,7 @@ bytes that are read must equal the bytes that would be written, so that any chan
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -102,7 +103,7 @@ class CommitRecord:
         return self.generation, int(serial) if serial.isdecimal() else 0
 
 
-def encode(kind: str, body: dict[str, Any]) -> bytes:
+def encode(kind: str, body: Mapping[str, object]) -> bytes:
     """Return the bytes of a record of this kind."""
     body = {**body, "kind": kind, "format": FORMAT_VERSION}
     return _canonical_json({**body, "digest": _body_digest(body)})
@@ -137,7 +138,7 @@ def load(store: Store, kind: str, name: str) -> dict[str, Any]:
     return decode(kind, store.get_up_to(name, MAX_RECORD_BYTES), f"{store.url}/{name}")
 
 
-def require_known_format(version: Any, where: str, newest: int = FORMAT_VERSION) -> None:
+def require_known_format(version: object, where: str, newest: int = FORMAT_VERSION) -> None:
     """Raise FormatError if a file has a newer format version than this ckpt reads. newest: the newest one of such files."""
     if not isinstance(version, int) or version > newest:
         raise FormatError(f"{where} has format version {version}, this ckpt reads up to {newest}: install a newer ckpt-store")
@@ -171,7 +172,7 @@ def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord
     return commit
 
 
-def _commit_body(commit: CommitRecord) -> dict[str, Any]:
+def _commit_body(commit: CommitRecord) -> dict[str, object]:
     body = asdict(commit)
     if not commit.line:  # records without roll-backs keep the bytes that they had before training lines were added
         del body["line"], body["left"]
@@ -184,7 +185,7 @@ def _commit_body(commit: CommitRecord) -> dict[str, Any]:
     return body
 
 
-def parse_body(kind: type[T], body: dict[str, Any], where: str) -> T:
+def parse_body(kind: type[T], body: Mapping[str, object], where: str) -> T:
     """Return the content of a record as the dataclass `kind`; raise IntegrityError for a field that is missing or ill-typed."""
     try:
         return decode_data(kind, body)
@@ -192,9 +193,9 @@ def parse_body(kind: type[T], body: dict[str, Any], where: str) -> T:
         raise IntegrityError(damage_text(where, str(error))) from error
 
 
-def _canonical_json(body: dict[str, Any]) -> bytes:
+def _canonical_json(body: Mapping[str, object]) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
-def _body_digest(body: dict[str, Any]) -> str:
+def _body_digest(body: Mapping[str, object]) -> str:
     return digest("xxh3-128", _canonical_json(body)).hex()

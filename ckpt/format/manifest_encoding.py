@@ -101,7 +101,7 @@ def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> pa.Ta
     of_block = planned_columns["block"]
     shared = list(zip(*blocks, strict=True)) if blocks else [()] * 9
 
-    def spread(column: int, kind: Callable[[Any], pa.Array], missing: Any = None) -> pa.Array:
+    def spread(column: int, kind: Callable[[Sequence[Any]], pa.Array], missing: object = None) -> pa.Array:
         """Return a column of `blocks` with one value for each piece; missing: the value for pieces without a block."""
         return arrow_columns.compute_function("take", kind([missing, *shared[column]]), of_block)
 
@@ -130,8 +130,8 @@ def _base_columns(bases: Sequence[BaseBlock | None], of_block: pa.Array) -> dict
     values = zip(
         *((None,) * len(manifest_parquet.BASE_COLUMNS) if base is None else base for base in (None, *bases)), strict=True
     )
-    numbers: Callable[[Any], pa.Array] = arrow_columns.number_array
-    make: dict[str, Callable[[Any], pa.Array]] = {
+    numbers: Callable[[Sequence[Any]], pa.Array] = arrow_columns.number_array
+    make: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
         "base_pack": arrow_columns.text_array,
         "base_codec": arrow_columns.text_array,
         "base_digest": arrow_columns.binary_array,

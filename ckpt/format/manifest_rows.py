@@ -108,7 +108,7 @@ def bases_of_columns(columns: Mapping[str, Iterable[Any]], row_count: int, where
             found.append(None)
             continue
         made = BaseBlock(*base)
-        numbers: Sequence[Any] = (made.position, made.stored, made.width, made.digest)
+        numbers: Sequence[object] = (made.position, made.stored, made.width, made.digest)
         if codec is None or None in numbers or min(made.position, made.stored) < 0 or made.width not in WIDTHS:
             raise IntegrityError(f"{where}: a difference has an invalid base; {DAMAGE_ADVICE}")
         found.append(made)

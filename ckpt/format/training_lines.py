@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 Ancestry = tuple[tuple[int, int], ...]
 """Older lines in ascending order, each with its last step in the history of this line, -1 for none."""
@@ -51,7 +50,7 @@ class TrainingLine:
         return TrainingLine(number, tuple(sorted((older, min(last, below - 1)) for older, last in left.items())))
 
 
-def parse_line(number: Any, left: Any) -> TrainingLine:
+def parse_line(number: int, left: Ancestry) -> TrainingLine:
     """Return the line from the fields `line` and `left` of a record; raise ValueError where they are invalid."""
     found = TrainingLine(number, tuple((older, last) for older, last in left))
     for older, last in ((number, -1), *found.ancestry):

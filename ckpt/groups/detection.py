@@ -6,7 +6,6 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from ckpt.groups.base import Group, SingleProcessGroup
 from ckpt.groups.env import EnvGroup
@@ -14,13 +13,13 @@ from ckpt.groups.framework_ranks import framework_rank
 from ckpt.groups.launchers import EnvRank, rank_from_env
 from ckpt.storage.base.errors import InvalidArgument
 
-_group_cache: dict[int, tuple[Callable[[], Any], Group]] = {}
+_group_cache: dict[int, tuple[Callable[[], object], Group]] = {}
 """By the id of the wrapped object, with a reference to it, because another object may get the same id later."""
 
 _env_groups: dict[EnvRank, EnvGroup] = {}
 
 
-def as_group(group: Any = "auto") -> Group:
+def as_group(group: object = "auto") -> Group:
     """Return the group of a `group=` option, without communication.
 
     group: "auto" (see `detect`), None for this process alone, a Group, an mpi4py communicator, a torch process group or
@@ -40,7 +39,7 @@ def as_group(group: Any = "auto") -> Group:
     return known[1]
 
 
-def _weak_reference(group: Any) -> Callable[[], Any]:
+def _weak_reference(group: object) -> Callable[[], object]:
     """Return a weak reference if possible: a process group that the user destroys must be freed, with its threads."""
     try:
         return weakref.ref(group)
@@ -75,7 +74,7 @@ def detect() -> Group:
     return _env_groups[env_rank]
 
 
-def _wrap(group: Any) -> Group:
+def _wrap(group: object) -> Group:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(group, mpi.Comm):
         if not isinstance(group, mpi.Intracomm) or group == mpi.COMM_NULL:

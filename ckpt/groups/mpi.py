@@ -6,11 +6,14 @@ MPI has no timeouts: if a rank dies, the launcher ends the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpt.groups.base import MESSAGE_PIECE_BYTES, Group, Message
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _MESSAGE_TAG, _NOTE_TAG = 0, 1
 """MPI tags of messages and of notes."""
@@ -22,16 +25,16 @@ class MpiGroup(Group):
     name = "MPI"
     can_exchange = True
 
-    def __init__(self, communicator: Any) -> None:
+    def __init__(self, communicator: MPI.Intracomm) -> None:
         self.rank = communicator.Get_rank()
         self.size = communicator.Get_size()
         self._user_communicator = communicator
-        self._duplicate: Any = None
+        self._duplicate: MPI.Intracomm | None = None
         self._received_notes: dict[str, bytes] = {}
-        self._pending_sends: list[Any] = []
+        self._pending_sends: list[MPI.Request] = []
         self.has_network_notes = _is_thread_multiple()
 
-    def _communicator(self) -> Any:
+    def _communicator(self) -> MPI.Intracomm:
         """Return a duplicate of the user's communicator, in which the user's receives cannot take messages of ckpt.
 
         It is created by the first collective call, since creating it is collective: rank and size are available before.
@@ -130,7 +133,7 @@ def _is_thread_multiple() -> bool:
     return MPI.Is_initialized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def _byte_type() -> Any:
+def _byte_type() -> MPI.Datatype:
     from mpi4py import MPI
 
     return MPI.BYTE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from ckpt.errors import GroupError
 from ckpt.storage.base.checked_decode import Malformed, read_json
@@ -65,7 +64,7 @@ def get_object(store: Store, name: str, limit: int = MAX_MARKER_BYTES) -> bytes 
         return b""
 
 
-def member_tokens(data: bytes | None, size: int) -> list[Any] | None:
+def member_tokens(data: bytes | None, size: int) -> list[object] | None:
     """Return the tokens in members.json, in the order of ranks; None while it does not exist."""
     if data is None:
         return None

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ckpt.groups.base import MESSAGE_PIECE_BYTES, Group, Message
 from ckpt.storage.base.store import Store
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
 
 
 class TorchGroup(Group):
@@ -19,7 +25,7 @@ class TorchGroup(Group):
     name = "torch.distributed"
     has_network_notes = True
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         import torch
         import torch.distributed as dist
 
@@ -40,7 +46,7 @@ class TorchGroup(Group):
         self._has_met = False
 
     @property
-    def _group(self) -> Any:
+    def _group(self) -> dist.ProcessGroup:
         found = self._group_reference()
         if found is None:
             raise ValueError("the process group was destroyed")  # `_as_group_error` turns it into GroupError
@@ -113,29 +119,29 @@ class TorchGroup(Group):
                 work.wait()
 
 
-def _key_value_store() -> Any:
+def _key_value_store() -> dist.Store:
     """Return the key-value store by which torch.distributed was initialised. It has no public name."""
     import torch.distributed as dist
 
     return dist.distributed_c10d._get_default_store()
 
 
-def _gloo_timeout(group: Any) -> Any:
-    """Return the timeout of a gloo process group as timedelta; None where this version of torch does not expose it."""
+def _gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout of a gloo process group; None where this version of torch does not expose it."""
     import torch
 
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_timeout", None)
 
 
-def _device_kinds(group: Any) -> list[str]:
+def _device_kinds(group: dist.ProcessGroup) -> list[str]:
     """Return the kinds of device of a process group, such as cpu and cuda for "cpu:gloo,cuda:nccl"."""
     import torch.distributed as dist
 
     return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
 
 
-def _as_tensor(data: memoryview) -> Any:
+def _as_tensor(data: memoryview) -> torch.Tensor:
     """Return the same memory as a tensor, or a copy if it is read-only, since torch has no read-only tensors."""
     import torch
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.block_io.block_reader import Progress, read_leaves
 from ckpt.block_io.pack_reader import is_bad_sector
@@ -244,10 +245,10 @@ class LazyArray:
             raise TypeError("len() of an array without axes")
         return self.shape[0]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.asarray(self[...], dtype)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         box, within = _bounding_box(index, self.shape)
         out = np.empty(box.shape, self.dtype)
         if out.size:
@@ -259,7 +260,7 @@ class LazyArray:
         return out[within]
 
 
-def _bounding_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+def _bounding_box(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[slice | int, ...]]:
     """Return the smallest box around a basic index, and the index into that box that selects the same elements."""
     items = list(index) if isinstance(index, tuple) else [index]
     given = sum(i is not Ellipsis for i in items)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,11 @@ from ckpt.storage.base.errors import StoreError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow._compute import FunctionOptions
 
     Column: TypeAlias = pa.Array | pa.ChunkedArray
+
+T = TypeVar("T")
 
 # --- into Arrow --------------------------------------------------------------------------------------------------
 
@@ -78,7 +81,7 @@ def _bitmap(flags: Sequence[bool]) -> pa.Buffer:
     return pa.py_buffer(np.packbits(np.array(flags, bool), bitorder="little"))
 
 
-def compute_function(function: str, *columns: Any, options: Any = None) -> Any:
+def compute_function(function: str, *columns: Column | pa.Table, options: FunctionOptions | None = None) -> Any:
     """Return the result of one of Arrow's compute functions, given by name.
 
     `pyarrow.compute` is not used: importing it generates a documented Python function for each compute function, a quarter of
@@ -96,9 +99,10 @@ def cast(column: Column, kind: pa.DataType) -> Column:
     return column if column.type == kind else compute_function("cast", column, options=CastOptions.safe(kind))
 
 
-def take_rows(column: Column | pa.Table, rows: npt.NDArray[np.integer[Any]]) -> Any:
+def take_rows(column: T, rows: npt.NDArray[np.integer[Any]]) -> T:
     """Return the rows of an Arrow array or table with these numbers, in this order; the result has the type of `column`."""
-    return compute_function("take", column, number_array(rows))
+    taken: T = compute_function("take", column, number_array(rows))
+    return taken
 
 
 def dictionary_encoded(column: Column) -> Column:

@@ -9,14 +9,14 @@ import operator
 import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ckpt.storage.base.errors import InvalidArgument
 
 
-def checked_positive(name: str, value: Any, what: str) -> int:
+def checked_positive(name: str, value: object, what: str) -> int:
     """Return a whole number of at least 1 as int, also one of numpy. what: the allowed values. Raises InvalidArgument."""
     number = as_integer(value)
     if number is None or number < 1:
@@ -24,16 +24,18 @@ def checked_positive(name: str, value: Any, what: str) -> int:
     return number
 
 
-def checked_every(value: Any) -> Any:
+def checked_every(value: object) -> int | timedelta | Literal["auto"] | None:
     """Return the option `every`, the interval between saves, if it is valid."""
-    if value is None or (isinstance(value, str) and value == "auto"):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, str) and value == "auto":
+        return "auto"
     if isinstance(value, timedelta) and value >= timedelta(0):
         return value
     return checked_positive("every", value, "a positive number of steps, a timedelta, 'auto' or None")
 
 
-def checked_bytes(name: str, value: Any) -> int | None:
+def checked_bytes(name: str, value: object) -> int | None:
     """Return a limit in bytes, or None, if it is valid."""
     return None if value is None else checked_positive(name, value, "a positive number of bytes, as in 4 << 30, or None")
 
@@ -49,7 +51,7 @@ def checked_seconds(name: str, value: Any) -> float:
     return seconds
 
 
-def checked_patterns(value: Any) -> tuple[str, ...] | None:
+def checked_patterns(value: object) -> tuple[str, ...] | None:
     """Return the option `only`, names and patterns of leaves, as a tuple; None for no selection. Raises InvalidArgument."""
     if value is None:
         return None
@@ -59,7 +61,7 @@ def checked_patterns(value: Any) -> tuple[str, ...] | None:
     return found
 
 
-def check_rename(value: Any) -> None:
+def check_rename(value: object) -> None:
     """Raise InvalidArgument unless `rename` is None, a function, or a mapping from regular expressions to replacements."""
     if value is None or callable(value):
         return
@@ -77,19 +79,19 @@ def check_rename(value: Any) -> None:
             ) from error
 
 
-def check_progress(value: Any) -> None:
+def check_progress(value: object) -> None:
     """Raise InvalidArgument unless `progress` is None or a function."""
     if value is not None and not callable(value):
         raise InvalidArgument(f"progress={value!r}: use a function of one number, the bytes just read, or None")
 
 
-def check_switch(name: str, value: Any) -> None:
+def check_switch(name: str, value: object) -> None:
     """Raise InvalidArgument unless the value is True or False, also of numpy; the text "false" would count as True."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidArgument(f"{name}={value!r}: use True or False")
 
 
-def check_share_reads(value: Any) -> None:
+def check_share_reads(value: object) -> None:
     """Raise InvalidArgument unless `share_reads` is "auto", True or False."""
     if not (isinstance(value, bool) or (isinstance(value, str) and value == "auto")):
         raise InvalidArgument(f"share_reads={value!r}: use 'auto', True or False")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
-from typing import Any
 
 from ckpt.groups.base import SingleProcessGroup
 from ckpt.repository.repository import Repository, Url, commit_name, open_repository
@@ -16,7 +15,7 @@ from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.tiers.copy_step import missing_packs, promote
-from ckpt.tiers.tier_note import TIER_NOTE_NAME, read_tier_note
+from ckpt.tiers.tier_note import TIER_NOTE_NAME, TierNote, read_tier_note
 from ckpt.tiers.tier_spec import url_of_subfolder
 
 log = logging.getLogger("ckpt")
@@ -69,7 +68,7 @@ def drain(memory: Url, *before: Url) -> str:
     return "\n".join(filter(None, messages))
 
 
-def _require_tier_note(repo: Repository) -> dict[str, Any] | None:
+def _require_tier_note(repo: Repository) -> TierNote | None:
     """Return the note of a tier, or None if the tier has no step that could be lost.
 
     Raises IntegrityError if the tier has steps, and its note is missing or damaged.
@@ -92,9 +91,9 @@ def _drain_repository(repo: Repository) -> str:
     note = _require_tier_note(repo)
     if note is None:
         return ""
-    repos = [repo if url == repo.url else open_repository(url) for url in note["places"]]
+    repos = [repo if url == repo.url else open_repository(url) for url in note.places]
     record = repos[-1]
-    if record.identity() != note["id"]:
+    if record.identity() != note.id:
         raise InvalidArgument(f"{record.url} is another repository now; {_EXPORT_ADVICE}")
     source = TieredRepository([r for r in repos if r is not record])
     newest, there = max(r.newest() for r in source.places), record.newest()

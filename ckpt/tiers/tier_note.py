@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from ckpt.errors import FormatError, StepNotFound
 from ckpt.format import json_records
@@ -35,9 +34,9 @@ def bind_to_repository(repos: Sequence[Repository], write_notes: bool) -> None:
             _require_shared_step(repo, record, error)
             log.warning("%s; writing it again", error)
             continue
-        if known is not None and known["id"] != identity and repo.step_numbers():
+        if known is not None and known.id != identity and repo.step_numbers():
             raise InvalidArgument(
-                f"{repo.url} has steps of the repository that was at {known['places'][-1]}, not of the one at {record.url}; "
+                f"{repo.url} has steps of the repository that was at {known.places[-1]}, not of the one at {record.url}; "
                 "delete the folder if nobody needs these steps, or use another URL for this tier"
             )
     if write_notes:
@@ -72,30 +71,31 @@ def has_steps_of(repo: Repository, record: Repository) -> bool:
     """
     try:
         note = read_tier_note(repo)
-        return note is not None and note["id"] == record.identity() and bool(repo.step_numbers())
+        return note is not None and note.id == record.identity() and bool(repo.step_numbers())
     except IntegrityError:  # the name of a folder in memory is proof, too: it is derived from the URL of the repository
         return repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}") and bool(repo.step_numbers())
     except CkptError:
         return False
 
 
-def read_tier_note(repo: Repository) -> dict[str, Any] | None:
+def read_tier_note(repo: Repository) -> TierNote | None:
     """Return the note of a tier, or None if it has none. Raises IntegrityError if the note is damaged."""
     where = f"{repo.url}/{TIER_NOTE_NAME}"
     try:
-        note = json_records.load(repo.store, "tier", TIER_NOTE_NAME)
+        body = json_records.load(repo.store, "tier", TIER_NOTE_NAME)
     except NotFound:
         return None
-    json_records.parse_body(_TierNote, note, where)
-    return note
+    return json_records.parse_body(TierNote, body, where)
 
 
 @dataclass(frozen=True, slots=True)
-class _TierNote:
-    """The fields that a note must have."""
+class TierNote:
+    """The content of the note of a tier."""
 
     id: str
+    """The identity of the repository of record."""
     places: tuple[str, ...]
+    """The URLs of the tiers, the nearest first; the last is the repository of record."""
 
     def __post_init__(self) -> None:
         if not self.places:

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from ckpt.block_io.staging_arena import available_memory
 from ckpt.repository.repository import Repository, Url, open_repository
@@ -61,7 +60,7 @@ class Tier:
         return isinstance(self.every, int) and (step + 1) % self.every == 0
 
 
-def checked_tiers(tiers: Any) -> tuple[Tier, ...]:
+def checked_tiers(tiers: object) -> tuple[Tier, ...]:
     """Return the argument tiers= as a tuple; raise InvalidArgument if it contains anything else than tiers."""
     found = tuple(tiers) if isinstance(tiers, Iterable) else (tiers,)
     if isinstance(tiers, Tier) or not all(isinstance(tier, Tier) for tier in found):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from ckpt.storage.base.store import Buffer
 
 CELL_BYTES = 256 << 10
 """Bytes of a cell. The manifest of a step and the records of a namespace have a checksum of each cell, so that one cell can
 be read and verified alone."""
 
-checksum: Callable[[Any], int] = xxhash.xxh3_64_intdigest
+checksum: Callable[[Buffer | npt.NDArray[np.uint8]], int] = xxhash.xxh3_64_intdigest  # type: ignore[assignment]
 """Returns the 64-bit checksum of stored bytes or of a cell."""
 
 

@@ -11,15 +11,17 @@ and the client raises it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import pyarrow as pa
 
 from ckpt.storage.base import errors
 from ckpt.storage.base.errors import CkptError, StoreError
-from ckpt.storage.base.store import Buffer
 from ckpt.storage.registers.base import Ballot, DamagedRecord, DirectChange, Record, RegisterAnswer, RegisterValue
+
+if TYPE_CHECKING:
+    from ckpt.storage.base.store import Buffer
 
 PROTOCOL_VERSION = 1
 SAME_VERSION_ADVICE = "install the same version of ckpt-store on both"

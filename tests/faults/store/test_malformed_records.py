@@ -345,7 +345,7 @@ def test_a_malformed_repository_marker_or_tier_note_is_read_or_refused(rng: rand
         try:
             found = tier_note.read_tier_note(repo)
             assert found is not None
-            assert found["places"][-1] + found["id"]
+            assert found.places[-1] + found.id
         except IntegrityError:
             pass
     repo.store.put(tier_note.TIER_NOTE_NAME, _record("tier", _with_new_fields(note)))
