@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,11 +15,13 @@ from ckpt.state.static_values import keeps_functions
 from ckpt.state.tree import Node
 from ckpt.state.tree_rebuild import scalar_bytes
 
+T = TypeVar("T", bound=tuple[object, ...])
+
 Finish = Callable[[], Any]
 """Returns a loaded value. It is called after all bytes are read."""
 
 
-def tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
+def tuple_like(like: T, values: list[object]) -> T:
     """Return a tuple of the type of `like` with these values."""
     try:
         return tuple.__new__(type(like), values)  # the constructor of a namedtuple would take each value as an argument
@@ -44,9 +46,9 @@ def finish_once(leaf: ArrayLeaf, name: str) -> Finish:
 
     It raises LeafMismatch with the name where the framework can't make such an array.
     """
-    made: list[Any] = []
+    made: list[object] = []
 
-    def finish() -> Any:
+    def finish() -> object:
         if not made:
             try:
                 made.append(leaf.finish())
@@ -62,7 +64,7 @@ def fill_scalar(target: ArrayLeaf, node: Node) -> Finish:
     data = np.frombuffer(scalar_bytes(node), np.uint8)
     parts = target.shards()
 
-    def finish() -> Any:
+    def finish() -> object:
         for leaf in [target] if parts is None else [part.leaf for part in parts]:
             if leaf.nbytes:
                 leaf.write(whole_box(()), data)

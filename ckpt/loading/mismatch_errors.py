@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ckpt.errors import LeafMismatch
 from ckpt.state.tree import Node
@@ -20,7 +19,7 @@ def naming_leaf(name: str, where: str) -> Iterator[None]:
         raise type(error)(f"leaf {name} of {where}: {error}") from error
 
 
-def kind_mismatch(like: Any, node: Node, path: str, where: str) -> LeafMismatch:
+def kind_mismatch(like: object, node: Node, path: str, where: str) -> LeafMismatch:
     """Return the error for a value of `like` of another kind than the saved one. where: the name of the step."""
     saved = str(next(iter(node))) if isinstance(node, dict) else type(node).__name__
     return LeafMismatch(
@@ -29,7 +28,7 @@ def kind_mismatch(like: Any, node: Node, path: str, where: str) -> LeafMismatch:
     )
 
 
-def refused_state(like: Any, path: str, where: str, error: Exception) -> LeafMismatch:
+def refused_state(like: object, path: str, where: str, error: Exception) -> LeafMismatch:
     """Return the error for an object of `like` that refuses the saved state. where: the name of the step."""
     kind, reason = _with_article(type(like).__name__), " ".join(str(error).split())
     return LeafMismatch(

@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ckpt.errors import StepNotFound
 from ckpt.groups.base import Group
@@ -32,9 +32,9 @@ def load_newest_on_all_ranks(
     repo: Repository,
     strict: bool,
     request: LoadRequest,
-    load: Callable[[Callable[[], Checkpoint], LoadRequest], Any],
+    load: Callable[[Callable[[], Checkpoint], LoadRequest], T],
     before: int | None = None,
-) -> tuple[int, Any] | None:
+) -> tuple[int, T] | None:
     """Load the newest complete step on all ranks; return its number and the state, or None if no step is committed.
 
     load: loads one checkpoint, given a function that opens it.
@@ -55,7 +55,7 @@ def load_newest_on_all_ranks(
     while True:
         damage: dict[int, IntegrityError] = {}
         missing: set[int] = set()  # never committed, or deleted after they were listed
-        found: tuple[int, Any] | None = None
+        found: tuple[int, T] | None = None
         for number in numbers:
             try:
                 found = number, load(functools.partial(open_agreed_checkpoint, repo, number, group), request)

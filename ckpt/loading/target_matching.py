@@ -60,7 +60,7 @@ class TargetMatcher:
         self._selector = selector
         self._where = where
         self._stored_bytes = stored_bytes
-        self._like: Any = None  # the root of `like`
+        self._like: object = None  # the root of `like`
         self._new_arrays: dict[tuple[str, str, str | None], Finish] = {}
         self._filled_targets: dict[tuple[str, Hashable], Finish] = {}
 
@@ -136,7 +136,7 @@ class TargetMatcher:
             raise kind_mismatch(like, node, path, self._where)
         return self.rebuild(node)
 
-    def _is_traced_number(self, like: Any, node: Node) -> bool:
+    def _is_traced_number(self, like: object, node: Node) -> bool:
         """Return whether a number of `like` was saved as a jax array without axes, as jit returns it: flax counts steps so."""
         is_number = isinstance(like, (int, float, complex))
         return is_number and node["kind"] == "jax" and "key" not in node and self._lookup(node["array"], "").shape == ()
@@ -155,7 +155,7 @@ class TargetMatcher:
     def _is_selected(self, path: str) -> bool:
         return self._selector is None or self._selector(path or "(root)")
 
-    def _leaf(self, value: Any, path: str) -> ArrayLeaf | None:
+    def _leaf(self, value: object, path: str) -> ArrayLeaf | None:
         try:
             return as_leaf(value)
         except TypeError as error:
@@ -165,7 +165,7 @@ class TargetMatcher:
         if not (isinstance(node, dict) and "dict" in node):
             raise kind_mismatch(like, node, path, self._where)
         saved = {decode_key(k): v for k, v in node["dict"]}
-        changed: list[tuple[Any, Finish]] = []
+        changed: list[tuple[object, Finish]] = []
         for key, value in like.items():
             name = join_path(path, key)
             if key not in saved:
@@ -179,19 +179,19 @@ class TargetMatcher:
             if finish is not None:
                 changed.append((key, finish))
 
-        def finish_dict() -> Any:
+        def finish_dict() -> object:
             for key, finish in changed:
                 like[key] = finish()
             return like
 
         return finish_dict if changed else None
 
-    def _has_selected_in_like(self, value: Any, path: str) -> bool:
+    def _has_selected_in_like(self, value: object, path: str) -> bool:
         if isinstance(value, dict):
             return any(self._has_selected_in_like(v, join_path(path, k)) for k, v in value.items())
         return self._is_selected(path)
 
-    def _items(self, like: Any, nodes: Any, names: list[Any], path: str) -> list[Finish | None]:
+    def _items(self, like: Sequence[Any], nodes: Sequence[Node], names: Sequence[object], path: str) -> list[Finish | None]:
         if len(nodes) != len(like):
             raise LeafMismatch(
                 f"leaf {path or '(root)'}: {self._where} has {len(nodes)} entries, `like` has {len(like)}; give `like` as many "
@@ -204,7 +204,7 @@ class TargetMatcher:
             raise kind_mismatch(like, node, path, self._where)
         parts = self._items(like, node, list(range(len(like))), path)
 
-        def finish() -> Any:
+        def finish() -> object:
             for i, part in enumerate(parts):
                 if part is not None:
                     like[i] = part()
@@ -232,7 +232,7 @@ class TargetMatcher:
                 parts[name] = part
         return (lambda: dataclass_like(like, parts)) if parts else None
 
-    def _match_static(self, value: Any, node: Node, path: str) -> None:
+    def _match_static(self, value: object, node: Node, path: str) -> None:
         """Keep a static field of `like`; log a warning if it is another plain value than the saved one."""
         if is_plain(value) and flatten(value).node != node and self._is_selected(path):
             log.warning("leaf %s: `like` has %.80r, unlike %s; it is static, so it stays", path, value, self._where)
@@ -297,7 +297,7 @@ class TargetMatcher:
                 current = add_missing_moments(like, current, self._saved_outline(state, path))
             finish = self._merge(current, state, path)
 
-        def load() -> Any:
+        def load() -> object:
             try:
                 made = stateful.set(finish())
             except Exception as error:
@@ -306,7 +306,7 @@ class TargetMatcher:
 
         return load
 
-    def _reorder_optimizer_state(self, optimizer: Any, node: Node, state: Node, path: str) -> Node:
+    def _reorder_optimizer_state(self, optimizer: object, node: Node, state: Node, path: str) -> Node:
         """Return the saved state of an optimizer, renumbered in the order of its parameters in `like`."""
         kind = type(optimizer).__name__
         try:
@@ -322,7 +322,7 @@ class TargetMatcher:
         )  # fmt: skip
         return found
 
-    def _check_module_keys(self, module: Any, current: Any, node: Node, path: str) -> None:
+    def _check_module_keys(self, module: object, current: object, node: Node, path: str) -> None:
         """Raise LeafMismatch if the module would refuse the keys of the saved state."""
         if not (isinstance(node, dict) and "dict" in node and isinstance(current, dict)):
             return
@@ -345,7 +345,7 @@ class TargetMatcher:
             node = select(node, lambda name: self._is_selected(join_path(path, name)))
         return rebuild(node, lambda array: lambda: self._lookup(array["array"], path))()
 
-    def _merge(self, current: Any, node: Node, path: str) -> Finish:
+    def _merge(self, current: object, node: Node, path: str) -> Finish:
         """Plan as `match` does, but with the saved structure: a new optimizer has no moments yet, and gets them."""
         if isinstance(node, dict) and "dict" in node and isinstance(current, dict):
             parts = []
@@ -359,7 +359,7 @@ class TargetMatcher:
             extra = {} if self._selector is None else dict(current)
             metadata = get_attribute(current, "_metadata")
 
-            def finish_dict() -> Any:
+            def finish_dict() -> object:
                 made = empty_dict(node)
                 made.update(extra)
                 made.update({key: part() for key, part in parts})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -40,7 +39,7 @@ class WrappedValues:
         if not self.writes:
             return finish
 
-        def write_and_finish() -> Any:
+        def write_and_finish() -> object:
             for source, leaf in self.writes:
                 data = source.flat
                 assert data is not None

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.storage.base.errors import CkptError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
 
 
 class AttachedOptimizers:
@@ -17,22 +21,22 @@ class AttachedOptimizers:
     def __init__(self, before_step: Callable[..., None]) -> None:
         """before_step: called before each step of an attached optimizer."""
         self._before_step = before_step
-        self._optimizers: list[Any] = []
-        self._hooks: list[Any] = []
-        self._tensors: list[Any] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._hooks: list[RemovableHandle] = []
+        self._tensors: list[torch.Tensor] = []
         """The parameters and moments."""
-        self._tensor_at: dict[int, Any] = {}
+        self._tensor_at: dict[int, torch.Tensor] = {}
         """One of them, by its address."""
         self._ranges: dict[int, list[_Range]] | None = None
         """By the address of a storage: its bytes that belong to them, as separate ranges in order; None until needed."""
 
-    def add(self, optimizer: Any) -> None:
+    def add(self, optimizer: object) -> None:
         """Attach an optimizer, or the one inside of wrappers; raise CkptError where there is no torch optimizer."""
         inner, hook = _register_step_hook(optimizer, self._before_step)
         self._hooks.append(hook)
         self._optimizers.append(inner)
 
-    def remove(self, optimizer: Any) -> None:
+    def remove(self, optimizer: object) -> None:
         """Defer no copies of an optimizer's memory from now on. Its hook stays."""
         self._optimizers = [other for other in self._optimizers if other is not optimizer]
 
@@ -43,7 +47,7 @@ class AttachedOptimizers:
 
     def find_memory(self) -> None:
         """Find the memory of all parameters and moments, for one save: that of the next one may differ."""
-        found: list[Any] = []
+        found: list[torch.Tensor] = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 found += map(_local, group["params"])
@@ -80,7 +84,7 @@ class AttachedOptimizers:
             return True
         return self._has_view(value)
 
-    def _has_view(self, value: Any) -> bool:
+    def _has_view(self, value: torch.Tensor) -> bool:
         if self._ranges is None:
             self._ranges = _ranges_by_storage(self._tensors)
         ranges = self._ranges.get(value.untyped_storage().data_ptr(), [])
@@ -89,9 +93,9 @@ class AttachedOptimizers:
         return at >= 0 and end <= ranges[at][1]
 
 
-def _register_step_hook(optimizer: Any, before_step: Callable[..., None]) -> tuple[Any, Any]:
+def _register_step_hook(optimizer: object, before_step: Callable[..., None]) -> tuple[torch.optim.Optimizer, RemovableHandle]:
     """Register a hook before each step of the optimizer; return the optimizer inside any wrappers, and the hook."""
-    inner = optimizer
+    inner: Any = optimizer
     while inner is not None:
         try:
             return inner, inner.register_step_pre_hook(before_step)
@@ -102,7 +106,7 @@ def _register_step_hook(optimizer: Any, before_step: Callable[..., None]) -> tup
     )
 
 
-def _local(tensor: Any) -> Any:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a DTensor, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -111,7 +115,7 @@ _Range = tuple[int, int]
 """The first byte in a storage, and the one after the last."""
 
 
-def _ranges_by_storage(tensors: Iterable[Any]) -> dict[int, list[_Range]]:
+def _ranges_by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[_Range]]:
     """Return the bytes that the tensors have in each storage. One with gaps is left out: other code may use the gaps."""
     found: dict[int, list[_Range]] = {}
     for tensor in tensors:
@@ -120,7 +124,7 @@ def _ranges_by_storage(tensors: Iterable[Any]) -> dict[int, list[_Range]]:
     return {storage: _united(ranges) for storage, ranges in found.items()}
 
 
-def _range_of(tensor: Any) -> _Range:
+def _range_of(tensor: torch.Tensor) -> _Range:
     """Return the smallest range that has all elements of a tensor."""
     size = tensor.dtype.itemsize
     begin = tensor.storage_offset() * size
@@ -130,7 +134,7 @@ def _range_of(tensor: Any) -> _Range:
     return begin, begin + (last + 1) * size
 
 
-def _has_no_gaps(tensor: Any) -> bool:
+def _has_no_gaps(tensor: torch.Tensor) -> bool:
     """Return whether the elements of a tensor follow each other in memory, in any order of its axes."""
     expected = 1
     for step, length in sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):

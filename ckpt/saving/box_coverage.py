@@ -7,8 +7,6 @@ function. So a million boxes are checked by sorting their corners, without compa
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -104,8 +102,8 @@ def _is_tiled_by_pairs(global_shape: Ints, offset: Ints, shape: Ints) -> bool:
 
 
 def _volume(shapes: Ints) -> int:
-    total: Any = np.sum(np.prod(shapes.astype(object), axis=1))  # Python integers, which can't overflow
-    return int(total)
+    total: int = np.sum(np.prod(shapes.astype(object), axis=1))  # Python integers, which can't overflow
+    return total
 
 
 def first_overlap(offset: Ints, shape: Ints) -> tuple[int, int] | None:
@@ -118,7 +116,7 @@ def first_overlap(offset: Ints, shape: Ints) -> tuple[int, int] | None:
     if low.shape[1] == 0:
         return (int(rows[0]), int(rows[1])) if len(rows) > 1 else None
     # Find by sorting the axis along which the fewest pairs overlap, and compare only those pairs.
-    best: tuple[int, Any, Any] | None = None
+    best: tuple[int, Ints, Ints] | None = None
     for axis in range(low.shape[1]):
         order = np.argsort(low[:, axis], kind="stable")
         pair_counts = np.searchsorted(low[order, axis], high[order, axis], "left") - np.arange(len(order)) - 1

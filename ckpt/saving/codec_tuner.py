@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckpt.format import codec
 from ckpt.format.codec_choice import MAX_STOLEN_SHARE, CodecChoice, CodecSpeed, Resources, choose_codec, reason_against_any
@@ -23,7 +22,7 @@ from ckpt.storage.base.threads import WorkerThread, join_all
 from ckpt.support.processor_load import ProcessorLoad, ProcessorTimes, read_processor_times
 from ckpt.support.runtime import processor_count
 
-_CANDIDATES: tuple[dict[str, Any], ...] = (
+_CANDIDATES: tuple[dict[str, str | int], ...] = (
     {"id": "float_planes"},
     {"id": "blosc", "cname": "lz4", "clevel": 1, "shuffle": 2, "blocksize": 0},
     {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 1, "blocksize": 1 << 20},

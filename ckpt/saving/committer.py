@@ -11,7 +11,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt.errors import Fenced, RanksMissing, SignatureError, StepNotFound, StepRefused
 from ckpt.format import manifest
@@ -30,7 +30,7 @@ from ckpt.saving.buffer_merge import warn_of_large_buffers
 from ckpt.saving.options import Options
 from ckpt.saving.replica_check import PublishedDigests
 from ckpt.saving.writer_session import Session
-from ckpt.state.tree import FlatState, encode_tree
+from ckpt.state.tree import FlatState, Node, encode_tree
 from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.support.runtime import collector_paused
@@ -146,7 +146,7 @@ class Committer:
             self._store.delete(merged.part_files)
         return checkpoint
 
-    def _previous_step_tree(self) -> tuple[int, Any] | None:
+    def _previous_step_tree(self) -> tuple[int, Node] | None:
         """Return the newest step with a lower number, and its tree for all ranks; None if there is none."""
         repo = self._session.repo
         number = next((n for n in reversed(repo.order().steps) if n < self._step), None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ckpt.groups import Group, as_group
 from ckpt.groups.launchers import signs_of_other_ranks
 from ckpt.support.user_warning import warn_user
@@ -12,7 +10,7 @@ _MAX_SIGNS = 4
 _has_warned = False
 
 
-def group_that_saves(group: Any) -> Group:
+def group_that_saves(group: object) -> Group:
     """Return the group of a `group=` option. Warns once where "auto" finds one process, but the environment shows others."""
     global _has_warned
     found = as_group(group)

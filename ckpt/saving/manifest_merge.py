@@ -6,7 +6,7 @@ No Python object is made for a row, so a million rows of ten thousand ranks are 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class _Rows:
     def __init__(self, table: pa.Table, ranks: Ints, index: RowIndex) -> None:
         order = index.row_order
 
-        def sort(column: Any) -> Any:
+        def sort(column: arrow_columns.Column) -> pa.Array:
             column = arrow_columns.one_chunk(column)
             return column if order is None else arrow_columns.take_rows(column, order)
 

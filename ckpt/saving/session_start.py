@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -94,7 +95,7 @@ def start_in_group(
 
 
 def _announce_and_gather(
-    rendezvous_store: Store, group: Group, announcement: dict[str, Any] | None
+    rendezvous_store: Store, group: Group, announcement: Mapping[str, object] | None
 ) -> tuple[dict[str, Any], list[ProcessIdentity]]:
     """Return the announcement of rank 0 and the processes of all ranks, by which a dead rank is recognised later.
 

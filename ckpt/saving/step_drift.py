@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from ckpt.state.tree import Node
 
 log = logging.getLogger("ckpt")
 
-NodePath = tuple[Any, ...]
+NodePath = tuple[str | int, ...]
 """The tags, keys and list positions from the root of a tree to a node."""
 
 _NESTING_TAGS = ("tuple", "namedtuple", "dataclass", "object")
@@ -81,7 +80,7 @@ def common_numbers(node: Node) -> Iterator[tuple[NodePath, int]]:
     return ((path, value) for path, value in numbers(node) if is_integer(value))
 
 
-def numbers(node: Node, path: NodePath = ()) -> Iterator[tuple[NodePath, Any]]:
+def numbers(node: Node, path: NodePath = ()) -> Iterator[tuple[NodePath, Node]]:
     """Yield the path of each number and its value, and of each value that differs by rank, with a dict of it by rank."""
     if is_integer(node):
         yield path, node

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ckpt.format.limits import BLOCK_BYTES, SMALL_LEAF_BYTES
 from ckpt.format.manifest_encoding import PlannedColumns
 from ckpt.saving.replica_split import ShardRange, ShardReplica, own_ranges
 from ckpt.state.boxes import Box, Replica, contiguous_start, split_into_boxes, whole_box
-from ckpt.state.leaves.base import ArrayLeaf, LeafPiece, start_reads
+from ckpt.state.leaves.base import ArrayLeaf, Bytes, LeafPiece, start_reads
 
 PIECE_ALIGNMENT = 64
 """The alignment of a leaf within a shared block: a cache line, so that any vector code can use it in place."""
@@ -165,7 +165,7 @@ class _OpenBlock:
         self.end = end
 
 
-def stage_block(block: Block, leaves: Sequence[ArrayLeaf], out: Any) -> None:
+def stage_block(block: Block, leaves: Sequence[ArrayLeaf], out: Bytes) -> None:
     """Copy the raw bytes of a block to `out` (uint8, at least `block.nbytes` long); gaps and the rest become zero."""
     end = 0
     to_read = []

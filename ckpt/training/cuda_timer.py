@@ -9,7 +9,10 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_PENDING = 64
 """How many results of a device may be outstanding; with more, the oldest is waited for."""
@@ -19,9 +22,9 @@ MAX_PENDING = 64
 class TimedWork:
     """The events before and after some work on one stream."""
 
-    stream: Any
-    began: Any
-    ended: Any
+    stream: torch.cuda.Stream
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
 
 
 _pending: deque[TimedWork] = deque()

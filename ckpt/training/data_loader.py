@@ -18,7 +18,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from ckpt.training.data_position import (
     sample_seed,
     skipped_batches_from_env,
 )
+
+T = TypeVar("T")
 
 
 class _ResumableBatches:
@@ -342,7 +344,7 @@ class _ShareDataset:
             return self._collate(samples)
 
 
-def _return_unchanged(data: Any) -> Any:
+def _return_unchanged(data: T) -> T:
     return data
 
 

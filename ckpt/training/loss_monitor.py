@@ -103,13 +103,13 @@ def as_number(loss: Any) -> float:
         raise _not_a_number_error(loss) from error
 
 
-def _not_a_number_error(loss: Any) -> InvalidArgument:
+def _not_a_number_error(loss: object) -> InvalidArgument:
     shape = getattr(loss, "shape", None)
     kind = type(loss).__name__ if shape is None else f"{type(loss).__name__} of shape {list(shape)}"
     return InvalidArgument(f"loss= is a {kind}, and must be a number or an array of one element: give its sum or mean")
 
 
-def _element_count(loss: Any) -> int:
+def _element_count(loss: object) -> int:
     return math.prod(getattr(loss, "shape", ()))
 
 
