@@ -56,8 +56,8 @@ class BackgroundCopier:
         self._on_copied = on_copied
         self._condition = threading.Condition()
         """Guards `_expected_steps` and `_waiting_step`. Guards changes of `_current_step`, `_attempt_count`, `_error`,
-        `_retry_at`, `_closing`, `_progress_callback` and `_thread`. Notified when one of these changes. The other attributes
-        belong to the thread."""
+        `_retry_at`, `_closing`, `_progress_callback` and `_thread`. Notified when one of these changes. `_source` is
+        replaced as a whole. Only the thread changes the other attributes."""
         self._expected_steps: set[int] = set()
         self._waiting_step: int | None = None
         self._current_step: int | None = None
@@ -73,7 +73,7 @@ class BackgroundCopier:
         self._orphaned_files: set[str] = set()
         self._thread: threading.Thread | None = None
         self.last_copy_seconds = 0.0
-        """How long the last copy took."""
+        """The duration of the last copy; 0 before the first one."""
 
     # --- what to copy ------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class BackgroundCopier:
     def wait(self, progress: Callable[[], None] | None = None) -> None:
         """Wait until the offered steps are copied.
 
-        progress: called by the copying thread for each range.
+        progress: called by the copying thread for each range of bytes that it has copied.
 
         Raises SaveFailed if a copy failed, which is retried later, or if it makes no progress any more.
         """
@@ -123,11 +123,12 @@ class BackgroundCopier:
             self._progress_callback = progress or _ignore_progress
             self._retry_at = 0.0
             self._condition.notify_all()
-            enough = self._attempt_count + (self._current_step is not None) + (self._waiting_step is not None)
+            # Once that many attempts have ended, each step that was offered before this call was tried.
+            attempts_to_await = self._attempt_count + (self._current_step is not None) + (self._waiting_step is not None)
             ended = self._wait_for_progress(
                 lambda: (
                     (self._waiting_step is None and self._current_step is None)
-                    or bool(self._error and self._attempt_count >= enough)
+                    or bool(self._error and self._attempt_count >= attempts_to_await)
                 )
             )
             error, self._progress_callback = self._error, _ignore_progress
@@ -154,13 +155,13 @@ class BackgroundCopier:
 
     def _wait_for_progress(self, ended: Callable[[], bool]) -> bool:
         """Wait until `ended`, and return True; return False if a copy makes no progress for too long. Needs `_condition`."""
-        standstill = StallTimer(self._progress_count)
+        stall_timer = StallTimer(self._progress_count)
         while not ended():
-            if self._condition.wait(tick := standstill.next_wait_seconds()):
+            if self._condition.wait(wait_seconds := stall_timer.next_wait_seconds()):
                 continue
             if self._current_step is None:
-                standstill = StallTimer(self._progress_count)
-            elif standstill.has_timed_out(tick, self._progress_count):
+                stall_timer = StallTimer(self._progress_count)
+            elif stall_timer.has_timed_out(wait_seconds, self._progress_count):
                 return ended()
         return True
 

@@ -35,6 +35,7 @@ from ckpt.saving.save_plan import flatten_state, planned_bytes
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import NoSpace, StoreError
+from ckpt.storage.base.plural import format_count
 from ckpt.storage.base.store import Store
 from ckpt.support.user_warning import warn_user
 from ckpt.tiers.background_copier import BackgroundCopier
@@ -63,11 +64,12 @@ class TierManager:
         self._open_tiers: list[OpenTier] = []
         self._last_save: SaveHandle | None = None
         self._step_bytes: int | None = None
+        """The bytes of a step of all ranks; None before they are known."""
         self._line_and_step: tuple[int, int] | None = None
         """Training line and number of the step that this job restored or saved last."""
         self._is_newest_in_record = False
         """Whether this job saved that step to the repository of record directly."""
-        self._caught_up = False
+        self._has_caught_up = False
         series = SerialCounter(repos)
         try:
             # The repository of record is first, so that a job which is refused there has changed nothing.
@@ -252,8 +254,8 @@ class TierManager:
         tier = self._open_tiers[number]
         tier.skip_next_saves()
         log.warning(
-            "step %d could not be saved to the tier %s: %s; saves go to %s for the next %d",
-            step, tier.url, error, self._open_tiers[number + 1].url, tier.saves_to_skip,
+            "step %d could not be saved to the tier %s: %s; %s gets the next %s", step, tier.url, error,
+            self._open_tiers[number + 1].url, format_count(tier.saves_to_skip, "save"),
         )  # fmt: skip
 
     def _failed_handle(self, tier: OpenTier, step: int, error: BaseException) -> SaveHandle:
@@ -265,8 +267,8 @@ class TierManager:
 
     def _release_previous_memories(self) -> None:
         """Stop reading the memory of earlier attempts, so that `ckpt-run` may free it: a newer step exists."""
-        before, self._previous_memories = self._previous_memories, []
-        self.repository = TieredRepository([r for r in self.repository.places if r not in before])
+        released, self._previous_memories = self._previous_memories, []
+        self.repository = TieredRepository([r for r in self.repository.places if r not in released])
         self.nearest.lineage.repo = self.repository
         for tier in self._open_tiers:
             if tier.copier is None:
@@ -294,18 +296,19 @@ class TierManager:
 
         A step newer than the restored one is abandoned, and is not promoted.
         """
-        if self._caught_up:
+        if self._has_caught_up:
             return
-        self._caught_up = True
+        self._has_caught_up = True
         for number, tier in enumerate(self._open_tiers):
             if tier.copier is None:
                 continue
-            there = tier.session.repo.newest()
-            publish_durable(tier, there[1])
+            newest_in_tier = tier.session.repo.newest()
+            publish_durable(tier, newest_in_tier[1])
+            # Only for an interval in steps does the number say whether a step is due. Otherwise the newest step is copied.
             is_due = tier.spec.counts if isinstance(tier.spec.every, int) else lambda _: True
             nearer = (other.session.repo for other in self._open_tiers[:number])
             newest = max(repo.newest(is_due) for repo in [*nearer, *self._read_only_tiers, *self._previous_memories])
-            if newest > there and (self._line_and_step is None or newest <= self._line_and_step):
+            if newest > newest_in_tier and (self._line_and_step is None or newest <= self._line_and_step):
                 tier.copier.offer(newest[1])
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:
@@ -383,12 +386,12 @@ class TierManager:
         return step
 
     def _warn_of_unpromoted_step(self) -> None:
-        """Log where the newest step is, after a failure of the program, which does not wait for a copy."""
+        """Log where the newest step is. After a failure of the program, nothing waits for the copy of that step."""
         record, newest = self._open_tiers[-1].session.repo, self._line_and_step
-        if self._group.rank == 0 and newest is not None and newest > (there := record.newest()):
+        if self._group.rank == 0 and newest is not None and newest > (newest_in_record := record.newest()):
             log.warning(
                 "step %d is in %s, and %s has step %d: give the next job the same tiers to continue from the newest", newest[1],
-                self._open_tiers[0].url, record.url, there[1],
+                self._open_tiers[0].url, record.url, newest_in_record[1],
             )  # fmt: skip
 
     def _free_memory(self, step: int) -> None:
