@@ -57,6 +57,7 @@ class Committer:
     def __init__(
         self, session: Session, attempt: Attempt, step: int, options: Options, flat: FlatState, digests: PublishedDigests
     ) -> None:
+        """flat: the state of this rank. digests: those of its replicas, which `commit` publishes with its rows."""
         self._session = session
         self._attempt = attempt
         self._step = step
@@ -98,6 +99,9 @@ class Committer:
         written_bytes: the bytes that this attempt has written into packs.
         sharded: whether rows may be parts of arrays, which must then be checked to cover them.
         choices: what `codec="auto"` chose on this rank. The commit record keeps those of rank 0.
+
+        Raises AlreadyExists if the step exists and may not be replaced, Fenced if a newer writer has taken over, StepRefused if
+        the rows are not a complete step, its subclass RanksMissing if ranks are late, and StoreError if the store fails.
         """
         extra = {"format": "1", "digest": algorithm, "step": str(self._step)}
         if self._group.size > 1:
@@ -171,8 +175,8 @@ class Committer:
         ):
             if len(data) > max_bytes:  # no load would accept it
                 raise StepRefused(
-                    f"step {self._step}: its {what} has {len(data)} bytes, and {max_bytes} are the most: put long lists and "
-                    "dicts of plain values into arrays"
+                    f"step {self._step}: its {what} has {len(data)} bytes, more than the limit of {max_bytes}: put long lists "
+                    "and dicts of plain values into arrays"
                 )
         files = {f"{folder}.parquet": table, f"{folder}.json": tree}
         failpoint("save.manifest")
@@ -211,6 +215,7 @@ class Committer:
         return self._session.repo.checkpoint(commit, self._group.rank)
 
     def _require_replaceable(self, existing: CommitRecord | None) -> None:
+        """Raise AlreadyExists or Fenced if the existing record must stay; otherwise note the files of its save."""
         if not self._options.overwrite:
             self.refuse_existing()
         if existing is not None and existing.step == self._step:
@@ -219,6 +224,7 @@ class Committer:
             self.replaced_files.update(existing.files())
 
     def _has_intact_step(self) -> bool:
+        """Return whether the step is committed and its files are complete. A damaged step is logged."""
         try:
             commit = self._session.repo.commit(self._step)
             Checkpoint(self._store, commit).require_complete()
@@ -230,13 +236,14 @@ class Committer:
         except IntegrityError as error:  # no other error: a step that can't be read now may be intact
             log.warning("step %d is damaged and will be replaced: %s", self._step, error)
             return False
-        sizes = {e.name: e.nbytes for e in self._store.list("steps")}
+        sizes = {entry.name: entry.nbytes for entry in self._store.list("steps")}
         return has_all_files(commit, sizes)
 
     def discard(self, error: BaseException) -> None:
         """Delete the files of a failed attempt; the next sweep deletes those that can't be deleted now."""
-        refused = isinstance(error, StepRefused) and (not isinstance(error, RanksMissing) or error.given_up)
-        if self._is_part_offered and self._group.rank and not refused:
+        # After a refusal nobody commits the attempt. Without `given_up`, rank 0 may still commit it.
+        is_refused = isinstance(error, StepRefused) and (not isinstance(error, RanksMissing) or error.given_up)
+        if self._is_part_offered and self._group.rank and not is_refused:
             return  # rank 0 may have this rank's part, and may still commit it
         # While the commit record has not been read, the step may be committed: do not report a failure to the other ranks.
         self.is_outcome_reported = self.is_outcome_reported or self._is_part_offered

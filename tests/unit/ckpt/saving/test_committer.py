@@ -328,8 +328,8 @@ def test_a_step_that_no_load_would_accept_is_refused(
     with pytest.raises(StepRefused) as error:
         save(root, 5, 3)
     assert str(error.value) == (
-        f"step 5: its {what} has {nbytes} bytes, and {nbytes - 1} are the most: put long lists and dicts of plain values into "
-        "arrays"
+        f"step 5: its {what} has {nbytes} bytes, more than the limit of {nbytes - 1}: put long lists and dicts of plain values "
+        "into arrays"
     )
     assert ckpt.open(root).steps() == [3, 4]
     assert_clean(root, folders=False)
