@@ -31,6 +31,9 @@ from ckpt.support.fork_check import CreatorProcess
 
 log = logging.getLogger("ckpt")
 
+_ACQUIRE_TRIES = 20
+"""How often a process tries to take the next generation while other writers are faster."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -231,7 +234,7 @@ class WriterLease:
                 "save, and the steps in it are lost; start the program again to save from the beginning"
             )
         owner, me = lease_holder(self.repo, newest), this_process()
-        if owner and (owner.pid, is_alive(owner, me)) == (me.pid, True):
+        if owner and owner.pid == me.pid and is_alive(owner, me):
             return Fenced(
                 f"{self.repo.url}: this process has also begun to save there for another group (generation {newest}, this "
                 f"group has {self.generation}); save to one URL through one group"
@@ -264,7 +267,7 @@ class WriterLease:
         try:
             if not self._has_own_record():  # the repository was deleted, and a release must not create it again
                 return True
-            with self._temporaries_lock:  # another thread's sweep could delete the temporary file of this record
+            with self._temporaries_lock:  # a later sweep of another thread could delete the temporary file of this record
                 self._are_temporaries_swept = True
                 self.repo.store.put(name, json_records.encode("generation", {"owner": None}))
             if self._has_ranks:
@@ -296,18 +299,19 @@ def acquire_lease(repo: Repository, serials: SerialCounter | None = None) -> Wri
 
 
 def _take_generation(repo: Repository, above_generation: int, process: ProcessIdentity) -> int:
-    for _ in range(20):
+    """Write the record of the next generation above all existing ones, and return its number; raise RepositoryBusy."""
+    for _ in range(_ACQUIRE_TRIES):
         current = newest_generation(repo)
         newest = max(current, above_generation)
         owner = lease_holder(repo, current) if current else None
         if owner is not None and owner.pid != process.pid:
-            lives = is_alive(owner, process)
-            if lives:
+            is_owner_alive = is_alive(owner, process)
+            if is_owner_alive:
                 raise RepositoryBusy(
                     f"{repo.url} is being written by process {owner.pid} on {owner.host} since {owner.since}; "
                     "wait for it, stop it, or save to another URL"
                 )
-            if lives is None:
+            if is_owner_alive is None:  # it may run on another host, or in another container
                 log.warning(
                     "taking over %s from process %d on %s: it may still run, but it can't commit any more",
                     repo.url, owner.pid, owner.host,
