@@ -127,17 +127,17 @@ class FileWriter(Writer):
         self._write_stripe(index, start, data.cast("B"))
 
     def truncate(self, length: int) -> None:
-        """Set the length of the file; bytes behind it are not read."""
+        """Set the length of the file in bytes. Bytes after its end are not read."""
         with self._lock:
             self._length = length
 
     def _write_stripe(self, index: int, start: int, data: memoryview) -> None:
+        """Write the fragments of a stripe to as many members. A fragment whose member fails goes to another member."""
         fragment_data, scratch = self._make_fragments(data)
-        sums = [cell_checksums(each) for each in fragment_data[: max(1, self._redundancy.data_fragments)]]
-        if self._redundancy.data_fragments == 1:
-            sums *= len(fragment_data)
+        if self._redundancy.data_fragments == 1:  # all fragments have the same bytes
+            sums = [cell_checksums(fragment_data[0])] * len(fragment_data)
         else:
-            sums += [cell_checksums(each) for each in fragment_data[self._redundancy.data_fragments :]]
+            sums = [cell_checksums(each) for each in fragment_data]
         fragments: list[Fragment | None] = [None] * len(fragment_data)
         unwritten = dict(enumerate(self._choose_members(index, len(fragment_data), ())))
         while unwritten:
@@ -164,9 +164,9 @@ class FileWriter(Writer):
         if k == 1:
             return [data] * (1 + m), None
         length = fragment_bytes(len(data), self._redundancy)
+        # Data fragments without padding are views of the data. The others and the parity fragments need scratch memory.
         whole = len(data) // length
-        needed = (k - whole + m) * length
-        scratch = self._member_io.scratch.take(needed)
+        scratch = self._member_io.scratch.take((k - whole + m) * length)
         extra = scratch[: (k - whole) * length]
         source = np.frombuffer(data, np.uint8)
         rest = source[whole * length :]
@@ -275,7 +275,7 @@ class FileWriter(Writer):
         else:
             stripes = tuple(stripe for stripe in self._stripes if stripe is not None)
             if len(stripes) < len(self._stripes):
-                raise StoreError(f"{self._path}: an append failed, so that the file can't be committed; write it again")
+                raise StoreError(f"{self._path}: an append failed, so the file can't be committed; write it again")
             layout = FileLayout(self._redundancy, tuple(self._objects), file_record.truncate_stripes(stripes, self._length))
             failpoint("namespace.commit")
             lost = LostFragments(frozenset(self._commit_objects()))

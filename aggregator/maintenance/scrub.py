@@ -28,6 +28,9 @@ GRACE_SECONDS = 3600.0
 """An object that no record names may belong to a file that is still being written, for this time after it was made durable."""
 
 _VERIFY_BYTES = 64 << 20
+"""About how many bytes a member verifies in one call."""
+_VERIFY_SECONDS = float(1 << 30)
+"""Practically no limit for all calls of a scrub: a member reads its whole disk. Each call has a limit of its own."""
 
 HealthState = Literal["whole", "endangered", "lost"]
 
@@ -75,7 +78,6 @@ class ScrubReport:
     """The members that do not answer, with the error of each."""
     unchecked_bytes: int = 0
     """The number of bytes that could not be verified, as their members do not answer or can't read them now."""
-
     insufficient_redundancy: Redundancy | None = None
     """The highest redundancy of the files whose records tolerate fewer losses than the files; None if there are none."""
     grace_seconds: float = GRACE_SECONDS
@@ -236,7 +238,7 @@ def _verify_objects(
             elif check.name in objects[member]:
                 checks[member].append(check)
     calls = {member: partial(_verify_member, namespace, member, checks[member], progress) for member in checks}
-    answers, errors = namespace.member_io.read_fan_out.ask(calls, float(1 << 30))
+    answers, errors = namespace.member_io.read_fan_out.ask(calls, _VERIFY_SECONDS)
     for member, error in errors.items():
         log.warning("the objects on %s could not be verified: %s", member, error)
         unchecked_bytes += sum(check.nbytes for check in checks[member])
@@ -252,12 +254,12 @@ def _checks_of_file(path: str, file: PathRecord) -> Iterable[tuple[str, _ObjectC
     """Yield the check of each object of a file, with the member that has the object."""
     if file.layout is None:
         return
-    length = partial(fragment_bytes, redundancy=file.layout.redundancy)
     ranges: dict[int, list[_CheckedRange]] = defaultdict(list)
     for stripe in file.layout.stripes:
+        nbytes = fragment_bytes(stripe.nbytes, file.layout.redundancy)
         for fragment in stripe.fragments:
             if fragment is not None:
-                ranges[fragment.object_index].append((fragment.position, length(stripe.nbytes), fragment.cell_checksums))
+                ranges[fragment.object_index].append((fragment.position, nbytes, fragment.cell_checksums))
     for object_index, object_ranges in ranges.items():
         member_object = file.layout.objects[object_index]
         yield member_object.member, _ObjectCheck(path, member_object.name, object_ranges)
