@@ -30,20 +30,26 @@ def draft_stop_request(run_state: RunState, reports: Sequence[AgentReport], text
 
 
 def draft_while_stopping(
-    view: DecisionInput, reports: Sequence[AgentReport], asked: Sequence[AgentReport], cause: Failure | None, ended: bool
+    view: DecisionInput, reports: Sequence[AgentReport], leaving: Sequence[AgentReport], cause: Failure | None, ended: bool
 ) -> list[Draft]:
-    """Return the entries after a stop request. A rank that exits with an error or hangs still has the whole grace period."""
+    """Return the entries after a stop request. A rank that exits with an error or hangs still has the whole grace period.
+
+    reports: of all hosts of the attempt.
+    leaving: of those that a signal has asked to leave.
+    cause: the first failure, if there is one.
+    ended: whether all ranks have ended.
+    """
     run_state = view.run_state
     last, spec = run_state.last, run_state.spec
     assert last is not None
     assert spec is not None
-    is_urgent = any(report.hurry for report in asked)
+    is_urgent = any(report.hurry for report in leaving)
     uses_ckpt = any(report.uses_ckpt for report in reports)
     if cause is not None and uses_ckpt and cause.cause not in ("exit", "hang"):
         if run_state.left_out:  # nobody requested this stop, so the failure is the cause of the end
             return draft_failure_and_decision(view, cause)
         detail = f"{cause.detail} while the ranks saved on {last.text},"
-        return draft_failure_and_decision(view, replace(cause, cause=_stop_cause(view, asked), detail=detail))
+        return draft_failure_and_decision(view, replace(cause, cause=_stop_cause(view, leaving), detail=detail))
     if ended or is_urgent or view.waited_seconds > spec.grace_seconds:
         detail = (
             f"were ended by {last.text}, with no Checkpointer opened," if not uses_ckpt
@@ -54,18 +60,18 @@ def draft_while_stopping(
         )  # fmt: skip
         ranks = [rank for member in run_state.members for rank in range(member.first, member.first + member.count)]
         return draft_failure_and_decision(
-            view, make_failure(view, _stop_cause(view, asked), ranks, detail, reports, run_state.left_out)
+            view, make_failure(view, _stop_cause(view, leaving), ranks, detail, reports, run_state.left_out)
         )
-    asked_before = facts_of(last, StopRequest)
-    asked_now = _next_stop_request(asked_before, reports)
-    return [draft_stop(last.attempt, last.text, asked_now)] if asked_now != asked_before else []
+    request = facts_of(last, StopRequest)
+    next_request = _next_stop_request(request, reports)
+    return [draft_stop(last.attempt, last.text, next_request)] if next_request != request else []
 
 
-def _stop_cause(view: DecisionInput, asked: Sequence[AgentReport]) -> Cause:
+def _stop_cause(view: DecisionInput, leaving: Sequence[AgentReport]) -> Cause:
     """Return the cause of a requested stop. It is "preempted" if only some hosts leave and the others continue."""
     run_state = view.run_state
     several = run_state.spec is not None and run_state.spec.hosts > 1
-    if not several or run_state.end_request or len(asked) == len(view.living):
+    if not several or run_state.end_request or len(leaving) == len(view.living):
         return "asked"
     return "straggler" if run_state.left_out else "preempted"
 

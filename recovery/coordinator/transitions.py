@@ -77,10 +77,10 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
     spec, last = run_state.spec, run_state.last
     assert spec is not None
     assert last is not None
-    asked = max((r.leaving for r in view.living.values()), default=0)
+    signal_number = max((report.leaving for report in view.living.values()), default=0)
     staying = {name: report for name, report in view.living.items() if not report.leaving}
-    if run_state.end_request or (asked and not staying):
-        return [_draft_end(run_state, run_state.end_request or "a signal requested the end", asked)]
+    if run_state.end_request or (signal_number and not staying):
+        return [_draft_end(run_state, run_state.end_request or "a signal requested the end", signal_number)]
     if view.waited_seconds < run_state.wait_seconds:
         return []
     if any(report.doing != "idle" for report in view.maybe_living.values()):
@@ -129,7 +129,7 @@ def _draft_memory_wait_note(run_state: RunState, hosts: tuple[str, ...]) -> list
 
 def _draft_host_wait_note(view: DecisionInput, spec: RunSpec, arrived: int) -> list[Draft]:
     """Return the note about how many hosts have arrived while more are awaited. It is written when the number changes."""
-    if view.waited_seconds < _ARRIVAL_SECONDS or arrived == view.run_state.came:
+    if view.waited_seconds < _ARRIVAL_SECONDS or arrived == view.run_state.arrived_hosts:
         return []
     seconds = spec.patience_seconds if view.run_state.members else spec.give_up_seconds
     if arrived >= spec.least:
@@ -157,9 +157,9 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
     failures += [reported_failure(view, report, reports) for report in reports if report.wrong is not None]
     cause = min(failures, key=lambda failure: _CAUSE_ORDER.index(failure.cause), default=None)
     ended = len(reports) == len(reports_by_host) and all(report.doing == "over" for report in reports)
-    asked = [report for name, report in view.living.items() if report.leaving and name in reports_by_host]
+    leaving = [report for name, report in view.living.items() if report.leaving and name in reports_by_host]
     if last.kind == "stop":
-        return draft_while_stopping(view, reports, asked, cause, ended)
+        return draft_while_stopping(view, reports, leaving, cause, ended)
     if cause is not None:
         # Ranks that lose a peer may fail before the peer's host is silent for long enough to be lost.
         may_follow = _CAUSE_ORDER.index(cause.cause) > _CAUSE_ORDER.index("lost")
@@ -168,8 +168,8 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
         return draft_failure_and_decision(view, cause)
     if ended:
         return [draft_end(run_state.attempt, "all ranks have ended with success", 0, final=True)]
-    if asked or run_state.end_request:
-        name = run_state.end_request or signal.Signals(max(report.leaving for report in asked)).name
+    if leaving or run_state.end_request:
+        name = run_state.end_request or signal.Signals(max(report.leaving for report in leaving)).name
         return [draft_stop_request(run_state, reports, name)]
     drafts = [*_draft_fallback_note(run_state, reports), *_draft_spares_note(view), *_draft_straggler_notes(view, reports)]
     newest_known_step = max(
@@ -249,5 +249,6 @@ def _draft_straggler_notes(view: DecisionInput, reports: Sequence[AgentReport]) 
     return drafts
 
 
-def _draft_end(run_state: RunState, text: str, asked: int) -> Draft:
-    return draft_end(run_state.attempt, text, 128 + asked if asked else int(not run_state.end_request))
+def _draft_end(run_state: RunState, text: str, signal_number: int) -> Draft:
+    """Return the end of a run between two attempts. signal_number: the signal that requested it; 0 for none."""
+    return draft_end(run_state.attempt, text, 128 + signal_number if signal_number else int(not run_state.end_request))

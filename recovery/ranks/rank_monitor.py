@@ -51,13 +51,14 @@ class RankMonitor:
         self._hangs = HangDetector(ranks, limits)
         self._best_step = best_step
         self._heartbeats = {rank.number: rank.heartbeat_page.read() for rank in ranks}
-        self._measures = {rank.number: PaceMeter(rank.number, straggler_seconds) for rank in ranks}
+        self._pace_meters = {rank.number: PaceMeter(rank.number, straggler_seconds) for rank in ranks}
         self._running = {rank.number: rank for rank in ranks}
         self._oom_kills = processes.oom_kill_count()
         self._has_stacks = False
         self._sent_sigterm = False
         self._polled_at = time.monotonic()
-        self._step_times: deque[tuple[float, int]] = deque()  # the times at which the newest step grew, and the steps
+        self._step_times: deque[tuple[float, int]] = deque()
+        """The times at which the newest step grew, and the steps."""
 
     # --- progress of the ranks ---------------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ class RankMonitor:
     @property
     def paces(self) -> tuple[RankPace, ...]:
         """The pace of the running ranks of which enough steps were observed."""
-        found = (self._measures[number].pace for number in self._running)
+        found = (self._pace_meters[number].pace for number in self._running)
         return tuple(pace for pace in found if pace is not None)
 
     def request_stop(self, step: int, agreed: bool) -> None:
@@ -157,15 +158,15 @@ class RankMonitor:
 
     def poll(self, now: float) -> list[RankProcess]:
         """Update the state of all ranks and return those that have ended since. now: the time by CLOCK_MONOTONIC."""
-        before = self._polled_at
-        if now - before > UNOBSERVED_SECONDS:  # this process or the whole host was stopped
+        previous_poll = self._polled_at
+        if now - previous_poll > UNOBSERVED_SECONDS:  # this process or the whole host was stopped
             self._hangs.restart_observation(now)
         self._polled_at = now
         ended = [rank for rank in self._running.values() if rank.has_ended()]
         for rank in ended:
             rank.heartbeat_page.publish_ended()
             del self._running[rank.number]
-        self._read_heartbeats(before)
+        self._read_heartbeats(previous_poll)
         if (newest := self.newest) >= 0 and (not self._step_times or newest > self._step_times[-1][1]):
             self._step_times.append((now, newest))
             while len(self._step_times) > 2 and now - self._step_times[0][0] > _PACE_SECONDS:
@@ -184,8 +185,8 @@ class RankMonitor:
                 self.failure = self._find_signalled(now) or self._hangs.find(self._running, self._heartbeats, now)
         return ended
 
-    def _read_heartbeats(self, polled_at: float) -> None:
-        """Read the heartbeats, and learn how long phases and steps take. polled_at: the time of the poll before."""
+    def _read_heartbeats(self, previous_poll: float) -> None:
+        """Read the heartbeats, and learn how long phases and steps take. previous_poll: the time of the last poll."""
         for rank in self.ranks:
             before, beat = self._heartbeats[rank.number], rank.heartbeat_page.read()
             if beat.beats != before.beats:
@@ -193,8 +194,8 @@ class RankMonitor:
                     # The average, if there were several beats since the last poll. The phase lasted at least until that poll.
                     took = (beat.since - before.since) / (beat.beats - before.beats)
                     if before.since >= self._hangs.observed_since:
-                        self._limits.learn(before.phase, max(took, polled_at - before.since))
-                    self._measures[rank.number].learn(before, beat)
+                        self._limits.learn(before.phase, max(took, previous_poll - before.since))
+                    self._pace_meters[rank.number].learn(before, beat)
                 self._heartbeats[rank.number] = beat
             elif _fields_without_heartbeat(beat) != _fields_without_heartbeat(before):
                 self._heartbeats[rank.number] = beat
@@ -225,6 +226,7 @@ class RankMonitor:
         return rank.status > 0, not self._heartbeats[rank.number].trouble
 
     def _failure_cause(self, rank: RankProcess) -> Cause:
+        """Return the cause of the failure of a rank that has ended."""
         if rank.status == -signal.SIGKILL and processes.oom_kill_count() > self._oom_kills:
             return "out of memory"
         beat = self._heartbeats[rank.number]

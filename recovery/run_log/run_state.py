@@ -65,7 +65,7 @@ class RunState:
     """The slow host that the next attempt leaves out; "" none."""
     spares: int | None = None
     """How many spares wait, by the last note about it."""
-    came: int | None = None
+    arrived_hosts: int | None = None
     """How many hosts have arrived while the run waits for more, by the last note about it."""
     awaited: tuple[str, ...] = ()
     """The silent hosts that the run waits for because they may have the newest steps, by the last note about it."""
@@ -165,7 +165,7 @@ def _apply_note(run_state: RunState, entry: LogEntry) -> RunState:
         run_state,
         left_out=run_state.left_out if facts.left_out is None else facts.left_out,
         spares=run_state.spares if facts.spares is None else facts.spares,
-        came=run_state.came if facts.came is None else facts.came,
+        arrived_hosts=run_state.arrived_hosts if facts.came is None else facts.came,
         restored=run_state.restored if facts.restored is None else facts.restored,
     )
 
@@ -191,7 +191,7 @@ def _apply_run(run_state: RunState, entry: LogEntry) -> RunState:
 
 
 def _apply_start(run_state: RunState, entry: LogEntry) -> RunState:
-    cleared = replace(run_state, stragglers={}, left_out="", came=None, awaited=(), restored=None)
+    cleared = replace(run_state, stragglers={}, left_out="", arrived_hosts=None, awaited=(), restored=None)
     return replace(cleared, attempt=entry.attempt, members=facts_of(entry, StartFacts).members, memory=memories_of(entry))
 
 
