@@ -1,7 +1,7 @@
 """The class NodeServer, a node: it serves one device over Arrow Flight.
 
-It reads nothing of a call before it has checked the token, checks lengths and digests before it acknowledges, and reserves no
-space that it does not have. Every handler ends: each wait has a limit, and unfinished uploads and reads expire.
+It checks the token of a call before it reads anything else of it. It checks lengths and digests before it acknowledges data. It
+reserves no space that it does not have. Every handler ends: each wait has a limit, and unfinished uploads and reads expire.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class NodeOptions:
     client_ca: bytes | None = None
     """The authority, PEM, of which each client must have a certificate; None requires none."""
     read_only: bool = False
+    """Whether calls that write are refused."""
     labels: tuple[tuple[str, str], ...] = ()
     """The failure domains of the node, outermost first: rack, host …"""
     buffer_bytes: int = 256 << 20
@@ -188,7 +189,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     def _stream_object(self, ticket: flight.Ticket) -> flight.FlightDataStream:
         name, position, nbytes = wire.unpack(ticket.ticket)
         if min(position, nbytes) < 0:
-            raise InvalidArgument(f"{name} has no {nbytes} bytes at {position}; give no negative number")
+            raise InvalidArgument(f"{nbytes} bytes at {position} of {name} can't be read; give no negative number")
         failpoint("node.get")
         sending = OutgoingObject(name, self._device.store.open(name))
 
@@ -287,8 +288,8 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         return _PartedAnswer(parts())
 
     def _verb_inventory(self) -> _PartedAnswer:
-        every = [[name, nbytes, age] for name, (nbytes, age) in self._device.inventory().items()]
-        return _PartedAnswer(every[i : i + _LIST_ENTRIES] for i in range(0, max(1, len(every)), _LIST_ENTRIES))
+        entries = [[name, nbytes, age] for name, (nbytes, age) in self._device.inventory().items()]
+        return _PartedAnswer(entries[i : i + _LIST_ENTRIES] for i in range(0, max(1, len(entries)), _LIST_ENTRIES))
 
     def _verb_folders(self, prefix: str) -> list[str]:
         return list(self._device.store.list_folders(prefix))
