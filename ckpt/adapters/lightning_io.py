@@ -22,8 +22,10 @@ from ckpt.storage.base.errors import InvalidArgument, NotFound
 from ckpt.storage.base.fsync import make_durable_root, sync_folder
 from ckpt.storage.base.store import Store
 
-_MARK = "ckpt repository"
-_LONGEST_FILE = 1 << 16
+_URL_KEY = "ckpt repository"
+"""The key of the URL in a file that the plugin writes."""
+_MAX_FILE_BYTES = 1 << 16
+"""A longer file was not written by the plugin."""
 
 
 class CkptIO:
@@ -37,7 +39,8 @@ class CkptIO:
 
     At the path that Lightning names there is a small file with the URL of the repository. It is written when the step is
     committed, so Lightning finds no incomplete checkpoint there. `trainer.fit(ckpt_path=…)` and `fabric.load` read it.
-    With `save_last="link"`, Lightning may replace such a file with a link. The next save, or the end, deletes its repository.
+    With `save_last="link"`, Lightning may replace such a file with a link. The next save, or the end, then deletes the
+    repository of the replaced file.
 
     Raises:
         InvalidArgument: At the start of `fit`, if the strategy ignores such plugins: DeepSpeedStrategy, ModelParallelStrategy
@@ -48,6 +51,7 @@ class CkptIO:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CkptIO:
+        # Its base classes are known only now: importing this module must not import Lightning.
         made: CkptIO = object.__new__(lightning_packages.with_bases(cls, lightning_packages.plugin_bases()))
         return made
 
@@ -56,6 +60,7 @@ class CkptIO:
         _is_used.append(True)
         self._url, self._options = url, options
         self._left_out: set[str] = set()
+        """The names of the hyperparameters that were left out with a warning."""
         self._folders: set[str] = set()
         """The local folders of the files that this plugin has written."""
 
@@ -108,11 +113,12 @@ class CkptIO:
 
     def _delete_replaced(self) -> None:
         """Delete the repositories of files that are now links: with save_last="link", Lightning removes such a file itself."""
-        for link in (link for folder in self._folders for link in _links(folder)):
-            url = self._repository_url(link)
-            target = _read_file(link) if _exists(link) else None
-            if target is not None and target != url:
-                _delete_repository(url)
+        for folder in self._folders:
+            for link in _links(folder):
+                replaced_url = self._repository_url(link)
+                linked_url = _read_file(link) if _exists(link) else None
+                if linked_url is not None and linked_url != replaced_url:
+                    _delete_repository(replaced_url)
 
 
 _is_used: list[bool] = []
@@ -221,10 +227,10 @@ def _exists(path: str | os.PathLike[str]) -> bool:
 def _read_file(path: str | os.PathLike[str]) -> str | None:
     """Return the URL in a file that this plugin has written, None for any other file."""
     fs, name = url_to_fs(os.fspath(path))
-    if fs.isdir(name) or fs.size(name) > _LONGEST_FILE:
+    if fs.isdir(name) or fs.size(name) > _MAX_FILE_BYTES:
         return None
     try:
-        url = json.loads(fs.cat_file(name))[_MARK]
+        url = json.loads(fs.cat_file(name))[_URL_KEY]
     except (ValueError, KeyError, TypeError):
         return None
     return url if isinstance(url, str) else None
@@ -237,10 +243,10 @@ def _write_file(path: str | os.PathLike[str], url: str) -> None:
         folder, temporary = os.path.dirname(os.path.abspath(name)), f"{name}.{os.getpid()}.tmp"
         make_durable_root(folder)
         with open(temporary, "w") as file:
-            json.dump({_MARK: url}, file)
+            json.dump({_URL_KEY: url}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, name)  # also a link to another checkpoint
+        os.replace(temporary, name)  # a link to another checkpoint is replaced, not followed
         sync_folder(folder)
     else:
-        fs.pipe_file(name, json.dumps({_MARK: url}).encode())
+        fs.pipe_file(name, json.dumps({_URL_KEY: url}).encode())
