@@ -48,6 +48,7 @@ def has_differences(root: Path) -> bool:
     return any(row.base is not None for step in ckpt.open(root) for row in step.manifest().rows)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_save_of_differences_killed_at_any_fail_point_leaves_whole_steps(
@@ -70,6 +71,7 @@ def test_a_save_of_differences_killed_at_any_fail_point_leaves_whole_steps(
         assert seen, "no step had a difference"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 def test_a_save_of_differences_killed_at_a_random_moment_leaves_whole_steps(killer: Killer, tmp_path: Path, mode: str) -> None:
     print(f"CKPT_SEED={SEED}")

@@ -74,6 +74,7 @@ def test_the_next_change_or_a_repair_completes_a_killed_ring_change(tmp_path: Pa
     assert_all_files_exist(before)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("point", POINTS[1:] if SOAK else ["ring.decided", "ring.settled", "ring.moved"])
 def test_the_next_writer_completes_a_killed_growth_of_the_record_ring(tmp_path: Path, point: str) -> None:
     """The next writer completes it; no acknowledged file is lost meanwhile."""

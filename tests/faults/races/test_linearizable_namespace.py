@@ -195,6 +195,7 @@ def test_what_clients_see_is_what_one_register_returns(tmp_path: Path, seed: int
             pytest.fail(f"CKPT_SEED={seed}: {file} is no register, with the faults {faults}:\n{wrong}")
 
 
+@pytest.mark.soak
 def test_clients_that_read_from_one_member_are_found(tmp_path: Path) -> None:
     """A node that one client can not reach has old records, and another client that asks only this node sees them."""
     for seed in range(10):

@@ -54,6 +54,7 @@ def outcome(folder: Path) -> dict[str, int]:
 # What a killed actor had open stays open, so the runs are in children of the test.
 
 
+@pytest.mark.soak
 def test_what_clients_see_is_what_one_register_returns(tmp_path: Path) -> None:
     found = in_forked_child(lambda: outcome(tmp_path))
     assert found["known"] > found["calls"] / 2

@@ -49,6 +49,7 @@ def outcome(folder: Path) -> dict[str, int]:
 # What a killed actor had open stays open, so the runs are in children of the test.
 
 
+@pytest.mark.soak
 def test_jobs_and_drains_break_no_promise(tmp_path: Path) -> None:
     with fast_folder(tmp_path) as folder:
         found = in_forked_child(lambda: outcome(folder))

@@ -40,6 +40,7 @@ def run(kind: str, folder: Path, seed: int) -> Takeover:
     return takeover
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["local", "bucket"])
 def test_takeovers_break_no_promise(kind: str, tmp_path: Path) -> None:
     runs = [run(kind, tmp_path / str(seed), seed) for seed in range(SEEDS)]

@@ -51,6 +51,7 @@ def test_a_parser_raises_only_its_own_errors(parser: str, tmp_path: Path) -> Non
     assert f"Done {RUNS} runs" in done.stderr
 
 
+@pytest.mark.soak
 def test_a_foreign_error_is_found(tmp_path: Path) -> None:
     done = fuzz("ballot", tmp_path, 100_000, "--no-errors")
     assert done.returncode != 0

@@ -14,6 +14,7 @@ import pytest
 from helpers.damaged_namespaces import assert_whole, content, filled_namespace
 from helpers.folders import TESTS
 from helpers.nodes import directories
+from helpers.processes import SOAK
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair, scrub
@@ -44,7 +45,7 @@ def test_the_next_repair_completes_a_killed_one(tmp_path: Path, point: str) -> N
     namespace.close()
 
 
-SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(1000 if os.environ.get("CKPT_SOAK") else 15)
+SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(1000 if SOAK else 15)
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from helpers.processes import SOAK
 from helpers.registers import Flaky, new_registers, record, replicated_registers, words
 
 from ckpt.aggregator.placement.redundancy import quorum
@@ -34,7 +35,7 @@ def test_quorums_of_reads_and_writes_intersect(tolerated: int, available: int) -
         assert needed.members - needed.write >= tolerated
 
 
-SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(200 if os.environ.get("CKPT_SOAK") else 12)
+SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(200 if SOAK else 12)
 
 
 @pytest.mark.soak

@@ -199,6 +199,7 @@ def test_of_two_ring_changes_at_once_one_wins(tmp_path: Path) -> None:
         assert_all_files_exist(namespace)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("lost", [(0, 1), (2, 3), (4, 5)] if not SOAK else list(itertools.combinations(range(6), 2)))
 def test_a_write_of_higher_redundancy_enlarges_the_replica_sets(tmp_path: Path, lost: tuple[int, int]) -> None:
     """A file that is to outlive two members needs larger replica sets, also for the records that exist already."""

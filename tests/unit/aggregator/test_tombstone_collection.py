@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from helpers.collections_of_tombstones import count_collected
 from helpers.nodes import directories
+from helpers.processes import SOAK
 from helpers.registers import Flaky
 from helpers.whole_namespaces import require_whole
 
@@ -252,7 +253,8 @@ def test_a_ring_change_after_a_collection_keeps_the_floor(tmp_path: Path) -> Non
     grown.close()
 
 
-@pytest.mark.parametrize("seed", range(20 if os.environ.get("CKPT_SOAK") else 1))
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20 if SOAK else 1))
 def test_clients_write_correctly_while_another_collects(tmp_path: Path, seed: int) -> None:
     """Each writer has a path of its own, so that it knows which values it may read."""
     first = opened(tmp_path)
@@ -304,9 +306,10 @@ def test_clients_write_correctly_while_another_collects(tmp_path: Path, seed: in
     assert not wrong, wrong
 
 
-SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(300 if os.environ.get("CKPT_SOAK") else 6)
+SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(300 if SOAK else 6)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
 def test_clients_see_one_history_while_deletions_are_collected(tmp_path: Path, seed: int) -> None:
     """Two clients write, delete and read a few paths while members are disconnected, return, and lose calls, and deletions are
