@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import FileLeaf
+from ckpt.tools.import_files import FileLeaf, read_pointer
 from ckpt.tools.import_torch import read_state as read_torch_file
 from ckpt.tools.import_zero import (
     Part,
@@ -59,7 +59,7 @@ def _zero_folder(source: Path) -> Path:
     """Return the folder of the parameters: of the checkpoint itself, or of the one that `latest_universal` names beside it."""
     latest = source / "latest_universal"
     if latest.is_file():
-        source = source / Path(latest.read_text().strip()).name
+        source = source / Path(read_pointer(latest).strip()).name
     if not (source / "zero").is_dir():
         raise CkptError(f"{source} has no folder zero, so that it is no universal checkpoint: name the folder that has it")
     return source / "zero"

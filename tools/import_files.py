@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,14 @@ from ckpt.state.boxes import Box, contiguous_start, intersect
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.storage.base.errors import CkptError
+
+
+def read_pointer(path: Path) -> str:
+    """Return the text of a small file that names the newest checkpoint. Raises CkptError where it is no text."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CkptError(f"{path} can't be read as text ({error}): copy it again, or name the checkpoint itself") from error
 
 
 @dataclass(frozen=True, slots=True)

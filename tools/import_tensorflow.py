@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
-from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, whole_file_leaf
+from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, read_pointer, whole_file_leaf
 from ckpt.tools.import_leveldb import parse_fields, read_leveldb, read_varint
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -72,7 +72,7 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> di
 def _newest_index(folder: Path) -> Path:
     """Return the index of the newest checkpoint of a folder, or of the variables of a SavedModel."""
     listed = folder / "checkpoint"
-    if listed.is_file() and (found := re.search(r'^model_checkpoint_path: "(.*)"$', listed.read_text(), re.MULTILINE)):
+    if listed.is_file() and (found := re.search(r'^model_checkpoint_path: "(.*)"$', read_pointer(listed), re.MULTILINE)):
         index = folder / f"{Path(found[1]).name}.index"
         if not index.is_file():
             raise CkptError(f"{listed} names {index.name}, which is missing: copy it, or name the index of another checkpoint")

@@ -18,7 +18,7 @@ from ckpt.adapters.deepspeed_names import COUNTERS, SCALER_FIELDS
 from ckpt.state.boxes import flat_boxes
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides
+from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, read_pointer
 from ckpt.tools.import_torch import read_state as read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -108,7 +108,7 @@ def whole_state(
 def _tag_folder(source: Path) -> Path:
     """Return the folder of one checkpoint: the source itself, or the one that its file `latest` names."""
     if (source / "latest").is_file():
-        source = source / Path((source / "latest").read_text().strip()).name
+        source = source / Path(read_pointer(source / "latest").strip()).name
     if not any(_OPTIMIZER_FILE.fullmatch(path.name) for path in source.glob("*.pt")):
         raise CkptError(f"{source} has no zero_pp_rank_*_optim_states.pt: name the folder of one checkpoint, as global_step100")
     return source

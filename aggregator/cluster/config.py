@@ -166,20 +166,33 @@ def find_config(name: str) -> NamespaceConfig:
         return _with_credentials(NamespaceConfig(name, members, _default_redundancy(len(members))), {}, name)
     file = config_file()
     try:
-        with file.open("rb") as opened:
-            tables = tomllib.load(opened).get("namespaces", {})
+        tables = parse_tables(file.read_bytes(), file)
     except FileNotFoundError:
         raise InvalidArgument(
             f"ckpt://{name}: {name} is not a list of host:port, and {file} does not exist; write host:port, or define it "
             "in this file"
         ) from None
-    except (tomllib.TOMLDecodeError, OSError) as error:
-        raise InvalidArgument(f"{file} can't be read ({error}); correct it") from error
+    except OSError as error:
+        raise InvalidArgument(f"{file} can't be read ({error}); correct its permissions, or name another file") from error
     if name not in tables:
         raise InvalidArgument(
             f"{file} has no [namespaces.{name}]; add it, or name one that it has ({', '.join(sorted(tables)) or 'none'})"
         )
     return config_from_table(name, tables[name], f"{file}, [namespaces.{name}]")
+
+
+def parse_tables(data: bytes, file: Path) -> dict[str, Any]:
+    """Return the tables of all namespaces in a TOML file, by name. Raises InvalidArgument.
+
+    file: the path, for messages.
+    """
+    try:
+        tables = tomllib.loads(data.decode()).get("namespaces", {})
+    except (ValueError, RecursionError) as error:  # the errors of TOML and of UTF-8 are ValueErrors
+        raise InvalidArgument(f"{file} can't be read ({error}); correct it") from error
+    if not isinstance(tables, dict):
+        raise InvalidArgument(f"{file}: namespaces is {tables!r}; write a table [namespaces.NAME]")
+    return tables
 
 
 def _with_host_domain(config: NamespaceConfig, node_name: str, url: str) -> NamespaceConfig:
@@ -204,6 +217,8 @@ def config_from_table(name: str, table: Mapping[str, Any], source: str) -> Names
 
     source: the file and the table, for messages.
     """
+    if not isinstance(table, Mapping):
+        raise InvalidArgument(f"{source} is {table!r}; write a table with members = [...]")
     if unknown := set(table) - _NAMESPACE_KEYS:
         raise InvalidArgument(f"{source}: unknown key {sorted(unknown)[0]!r}; use {', '.join(sorted(_NAMESPACE_KEYS))}")
     try:
@@ -332,7 +347,7 @@ def credentials_from_environment() -> NodeCredentials:
 
 def _parse_credentials(table: Mapping[str, Any], source: str) -> NodeCredentials:
     file = table.get("token_file")
-    token = _read_file(file).decode().strip() if file else token_from_environment()
+    token = _read_token(file) if file else token_from_environment()
     ca = table.get("ca_file") or os.environ.get(VARIABLES.authority)
     certificate = None
     if "cert_file" in table or "key_file" in table:
@@ -355,10 +370,19 @@ def token_from_environment() -> str | None:
     if token := os.environ.get(TOKEN_VARIABLE):
         return token
     file = os.environ.get(VARIABLES.token)
-    return _read_file(file).decode().strip() if file else None
+    return _read_token(file) if file else None
 
 
-def _read_file(path: str) -> bytes:
+def _read_token(path: object) -> str:
+    try:
+        return _read_file(path).decode().strip()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{path} can't be read: it is no text; write the token into it") from error
+
+
+def _read_file(path: object) -> bytes:
+    if not isinstance(path, str):
+        raise InvalidArgument(f"{path!r} can't be read: write the path of a file as a string")
     try:
         return Path(path).expanduser().read_bytes()
     except OSError as error:

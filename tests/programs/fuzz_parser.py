@@ -7,11 +7,9 @@ changes it, keeps inputs that reach new lines, and ends the process at any other
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ import atheris
 import msgpack
 
 with atheris.instrument_imports(include=["ckpt"]):
-    from ckpt.aggregator.cluster.config import config_from_table, parse_namespace_url
+    from ckpt.aggregator.cluster.config import config_from_table, parse_namespace_url, parse_tables
     from ckpt.aggregator.cluster.etcd import parse_etcd_url
     from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
     from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
@@ -151,8 +149,8 @@ def _parse_file_record(data: bytes) -> object:
 
 
 def _parse_toml(data: bytes) -> object:
-    table = tomllib.load(io.BytesIO(data)).get("namespaces", {}).get("x", {})
-    if isinstance(table.get("members"), str):  # the URL of an etcd, which would be asked
+    table = parse_tables(data, Path("a file")).get("x", {})
+    if isinstance(table, dict) and isinstance(table.get("members"), str):  # the URL of an etcd, which would be asked
         return None
     return config_from_table("x", table, "a file")
 
@@ -213,7 +211,7 @@ PARSERS: dict[str, Parser] = {
     "etcd-url": Parser(_text(parse_etcd_url), (CkptError,), lambda: [b"etcd://a:1,b:2/cluster"]),
     "redundancy": Parser(_text(parse_redundancy), (CkptError,), lambda: [b"2x", b"4+2", str(Redundancy(4, 2)).encode()]),
     "configuration": Parser(
-        _parse_toml, (CkptError, tomllib.TOMLDecodeError, UnicodeDecodeError),
+        _parse_toml, (CkptError,),
         lambda: [b'[namespaces.x]\nmembers = [{url = "a:1"}, {url = "/d", weight = 2.0}]\nredundancy = "2x"\n'],
     ),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools import import_step
+from ckpt.tools import import_deepspeed, import_step, import_tensorflow, import_zero
 
 # --- torch.save ------------------------------------------------------------------------------------------------------
 
@@ -28,6 +28,25 @@ def each_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Read files as with this torch, and as with one whose torch.load does not report where tensors lie."""
     if not request.param:
         monkeypatch.setattr("ckpt.tools.import_torch.reports_places", lambda torch: False)
+
+
+@pytest.mark.parametrize(
+    ("pointer", "file"),
+    [
+        ("latest_universal", "zero/a/fp32.pt"),
+        ("latest", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("checkpoint", "model.ckpt-1.index"),
+    ],
+)
+def test_a_file_that_should_name_the_newest_checkpoint_and_is_no_text_is_refused(
+    pointer: str, file: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_bytes(b"x")
+    (tmp_path / pointer).write_bytes(b"\xff\xfe")
+    readers = {"latest_universal": import_deepspeed, "latest": import_zero, "checkpoint": import_tensorflow}
+    with pytest.raises(CkptError, match=f"{pointer} can't be read as text .*: copy it again, or name the checkpoint itself"):
+        readers[pointer].read_state(tmp_path)
 
 
 @pytest.mark.usefixtures("each_torch")

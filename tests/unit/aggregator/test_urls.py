@@ -72,3 +72,35 @@ def test_wrong_urls_are_refused_with_the_reason(
     monkeypatch.setenv("CKPT_CONFIG", str(file))
     with pytest.raises(InvalidArgument, match=message):
         config.parse_namespace_url(url)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff", b"[namespaces", b"namespaces = 3", b"namespaces = [1]", b"[namespaces]\nlab = []", b"[namespaces]\nlab = 'x'",
+        b"x = " + 2000 * b"[", b"[namespaces.lab]\nmembers = 3", b"[namespaces.lab]\nmembers = [[]]",
+    ],
+    ids=lambda content: repr(content[:40]),
+)  # fmt: skip
+def test_a_wrong_configuration_file_is_refused_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(content)
+    monkeypatch.setenv("CKPT_CONFIG", str(file))
+    with pytest.raises(InvalidArgument) as refused:
+        config.parse_namespace_url("ckpt://lab/x")
+    assert str(refused.value).startswith(str(file))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_token_file_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_bytes(b"\xff" * 32)
+    for entry in (f"token_file = '{tmp_path}/token'", "token_file = 3", "ca_file = ['a']", "cert_file = 1.5"):
+        (tmp_path / "c.toml").write_text(f"[namespaces.lab]\nmembers = ['h:1']\n{entry}\n")
+        monkeypatch.setenv("CKPT_CONFIG", str(tmp_path / "c.toml"))
+        with pytest.raises(InvalidArgument, match="can't be read"):
+            config.parse_namespace_url("ckpt://lab/x")
+    monkeypatch.setenv("CKPT_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(InvalidArgument, match="token can't be read: it is no text"):
+        config.parse_namespace_url("ckpt://h:1/x")
