@@ -4,7 +4,7 @@
 #                        ESSENTIAL=1: the essential ones alone)
 # make lint    ruff, and mypy on the installed package
 # make cluster six storage nodes on this machine, to try things with
-# make bench   the benchmarks       make soak   the fault tests, at full length
+# make bench   the benchmarks       make soak   the fault tests, at full length (CAMPAIGNS=tests/faults/kill: these alone)
 # make docs    the documentation site, into build/docs
 # make map     which folder imports which, and what has grown too large; make map-docs writes it into docs/design/architecture.md
 # make mutation    change the rules one by one, and print what no test notices (SUBJECTS="decisions": these alone)
@@ -74,7 +74,9 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
 
 soak: $(VENV)/.test
-	CKPT_SOAK=1 $(BIN)/python -m pytest -q -m soak -n $(WORKERS) --dist worksteal
+	@mkdir -p soak-results
+	CKPT_SOAK=1 $(BIN)/python -m pytest -q -m soak -n $(WORKERS) --dist worksteal $(CAMPAIGNS) \
+		--junitxml=soak-results/$$(date +%Y%m%dT%H%M%S).xml; status=$$?; $(BIN)/python .ci/campaigns.py soak-results; exit $$status
 
 mutation: $(VENV)/.mutation
 	@$(BIN)/python .ci/mutation.py $(SUBJECTS)

@@ -6,8 +6,10 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Callable
 
 import pytest
+from helpers.campaigns import CountCases
 from hypothesis import settings
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a busy machine
@@ -31,6 +33,12 @@ def _nothing_known_of_stores() -> None:
     """Without this, `codec="auto"` would compress in some tests, by what it measured of the disk in the tests before."""
     if (module := sys.modules.get("ckpt.saving.codec_tuner")) is not None:
         module._tuners.clear()
+
+
+@pytest.fixture
+def count_cases(record_property: Callable[[str, object], None]) -> CountCases:
+    """Record that the test has tried so many cases; see `helpers/campaigns.py`."""
+    return lambda count: record_property("cases", count)
 
 
 @pytest.fixture

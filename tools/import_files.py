@@ -22,7 +22,7 @@ from ckpt.storage.base.errors import CkptError
 
 
 def read_pointer(path: Path) -> str:
-    """Return the text of a small file that names the newest checkpoint. Raises CkptError where it is no text."""
+    """Return the text of a small file that names the newest checkpoint. Raises CkptError where it is not text."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:

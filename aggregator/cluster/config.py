@@ -377,7 +377,7 @@ def _read_token(path: object) -> str:
     try:
         return _read_file(path).decode().strip()
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{path} can't be read: it is no text; write the token into it") from error
+        raise InvalidArgument(f"{path} can't be read: it is not text; write the token into it") from error
 
 
 def _read_file(path: object) -> bytes:

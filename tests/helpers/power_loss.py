@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers.campaigns import CountCases
 from helpers.crash_states import CrashState, crash_states, read_recording
 from helpers.folders import PROGRAMS
 from helpers.mounts import unmount, wait_until_mounted
@@ -71,10 +72,14 @@ def acknowledge(mount: str | Path, name: object) -> None:
     os.path.exists(f"{mount}/.ack-{name}")
 
 
-def first_wrong(log: Path, wrong_in: Callable[[CrashState, Path], str | None], samples: int, share: float = 1.0) -> str | None:
+def first_wrong(
+    log: Path, wrong_in: Callable[[CrashState, Path], str | None], samples: int, share: float = 1.0,
+    count_cases: CountCases = lambda count: None,
+) -> str | None:  # fmt: skip
     """Return what is wrong in the first wrong state of a recording, with the changes that led to it.
 
     samples, share: see `crash_states`.
+    count_cases: gets the number of states.
     """
     seed = int(os.environ.get("CKPT_SEED") or random.randrange(1 << 32))
     print(f"CKPT_SEED={seed}")
@@ -86,5 +91,6 @@ def first_wrong(log: Path, wrong_in: Callable[[CrashState, Path], str | None], s
             if (wrong := wrong_in(state, Path(folder))) is not None:
                 return f"CKPT_SEED={seed}: {wrong}; {state.acknowledged} were acknowledged, {state.where}"
     assert count > 100 * share, "the recording has too few changes"
+    count_cases(count)
     print(f"{count} states of {len(changes)} changes")
     return None

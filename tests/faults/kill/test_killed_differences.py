@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.drifting_states import assert_drifting_steps_load, drifting_state
 from helpers.folders import TESTS, fast_folder
 from helpers.processes import SOAK, Killer
@@ -52,7 +53,7 @@ def has_differences(root: Path) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_save_of_differences_killed_at_any_fail_point_leaves_whole_steps(
-    killer: Killer, tmp_path: Path, point: str, mode: str
+    killer: Killer, tmp_path: Path, point: str, mode: str, count_cases: CountCases
 ) -> None:
     with fast_folder(tmp_path) as fast:
         start, hits, seen = 0, 0, False
@@ -67,13 +68,16 @@ def test_a_save_of_differences_killed_at_any_fail_point_leaves_whole_steps(
             if not outcome["killed"]:
                 break
             hits += 1
+        count_cases(hits)
         assert hits, f"nothing passes the fail point {point}"
         assert seen, "no step had a difference"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
-def test_a_save_of_differences_killed_at_a_random_moment_leaves_whole_steps(killer: Killer, tmp_path: Path, mode: str) -> None:
+def test_a_save_of_differences_killed_at_a_random_moment_leaves_whole_steps(
+    killer: Killer, tmp_path: Path, mode: str, count_cases: CountCases
+) -> None:
     print(f"CKPT_SEED={SEED}")
     moments = random.Random(f"{SEED} {mode}")
     start, killed, count = 0, 0, 100 if SOAK else 10
@@ -85,4 +89,5 @@ def test_a_save_of_differences_killed_at_a_random_moment_leaves_whole_steps(kill
         assert not outcome["error"], outcome["error"]
         killed += outcome["killed"]
         start = check_and_save_next(tmp_path / "run", outcome["acknowledged"])
+    count_cases(killed)
     assert killed == count

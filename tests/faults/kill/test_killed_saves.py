@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.folders import TESTS, fast_folder
 from helpers.processes import SOAK, Killer, finish, python
 from helpers.repositories import assert_all_load, assert_clean
@@ -52,7 +53,9 @@ def check_and_save_next(root: Path, acknowledged: list[int]) -> int:
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_save_killed_at_any_fail_point_leaves_whole_steps(killer: Killer, fast: Path, point: str, mode: str) -> None:
+def test_a_save_killed_at_any_fail_point_leaves_whole_steps(
+    killer: Killer, fast: Path, point: str, mode: str, count_cases: CountCases
+) -> None:
     """One repository is killed at the first pass of the point, then at the second, and so on."""
     passes = range(1, 100) if SOAK else (1, 2, 3, 5, 8, 13, 21)
     start, hits = 0, 0
@@ -64,12 +67,15 @@ def test_a_save_killed_at_any_fail_point_leaves_whole_steps(killer: Killer, fast
         if not outcome["killed"]:
             break
         hits += 1
+    count_cases(hits)
     assert hits, f"nothing passes the fail point {point}"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
-def test_a_save_killed_at_a_random_moment_leaves_whole_steps(killer: Killer, tmp_path: Path, mode: str) -> None:
+def test_a_save_killed_at_a_random_moment_leaves_whole_steps(
+    killer: Killer, tmp_path: Path, mode: str, count_cases: CountCases
+) -> None:
     count = 200 if SOAK else 20
     print(f"CKPT_SEED={SEED}")
     moments = random.Random(f"{SEED} {mode}")
@@ -82,6 +88,7 @@ def test_a_save_killed_at_a_random_moment_leaves_whole_steps(killer: Killer, tmp
         assert not outcome["error"], outcome["error"]
         killed += outcome["killed"]
         start = check_and_save_next(root, outcome["acknowledged"])
+    count_cases(killed)
     assert killed == count
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import collection_model, register_members
+from helpers.campaigns import CountCases
 from helpers.collection_model import CollectionModel
 from helpers.model_checking import explore
 from helpers.processes import SOAK
@@ -54,8 +55,10 @@ def test_a_deletion_while_its_tombstone_is_collected() -> None:
     ],
     ids=["direct", "stopped", "two writers", "write and delete"],
 )
-def test_larger_models_of_a_collection(model: CollectionModel) -> None:
-    explore(model, MAX_STATES).require_correct()
+def test_larger_models_of_a_collection(model: CollectionModel, count_cases: CountCases) -> None:
+    found = explore(model, MAX_STATES)
+    count_cases(found.states)
+    found.require_correct()
 
 
 # --- faults that must be found ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.forked_child import in_forked_child
 from helpers.linearizability import is_linearizable, shortest_wrong_prefix
 from helpers.namespace_simulation import NamespaceSimulation
@@ -55,8 +56,9 @@ def outcome(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.soak
-def test_what_clients_see_is_what_one_register_returns(tmp_path: Path) -> None:
+def test_what_clients_see_is_what_one_register_returns(tmp_path: Path, count_cases: CountCases) -> None:
     found = in_forked_child(lambda: outcome(tmp_path))
+    count_cases(SEEDS)
     assert found["known"] > found["calls"] / 2
 
 

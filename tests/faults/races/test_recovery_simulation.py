@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.processes import SOAK
 from helpers.recovery_simulation import RecoverySimulation
 from helpers.seed_search import NOT_FOUND, first_found
@@ -31,9 +32,10 @@ def run(seed: int) -> RecoverySimulation:
 
 
 @pytest.mark.soak
-def test_a_run_continues_from_its_newest_step_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_continues_from_its_newest_step_and_ends(caplog: pytest.LogCaptureFixture, count_cases: CountCases) -> None:
     caplog.set_level("CRITICAL", "ckpt")
     attempts = [run(seed).world.attempts for seed in range(SEEDS)]
+    count_cases(len(attempts))
     assert max(attempts) > 2, "some runs are restarted several times"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.folders import fast_folder
 from helpers.forked_child import in_forked_child
 from helpers.processes import SOAK
@@ -50,9 +51,10 @@ def outcome(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.soak
-def test_jobs_and_drains_break_no_promise(tmp_path: Path) -> None:
+def test_jobs_and_drains_break_no_promise(tmp_path: Path, count_cases: CountCases) -> None:
     with fast_folder(tmp_path) as folder:
         found = in_forked_child(lambda: outcome(folder))
+    count_cases(SEEDS)
     assert found["saves"] > SEEDS
     assert min(found.values()) > SEEDS / 4, found
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.folders import fast_folder
 from helpers.processes import SOAK
 from helpers.schedules import Bounds, Schedule, run_all_schedules
@@ -81,8 +82,8 @@ def test_a_reply_that_is_lost_or_late(kind: str, steps: int | tuple[int, ...], f
 @pytest.mark.parametrize("kind", ["local", "bucket"])
 @pytest.mark.parametrize("writers", [NEXT, ROLL_BACK, [1, 1, 1]])
 @pytest.mark.parametrize("bounds", [Bounds(preemptions=2), Bounds(preemptions=1, kills=1), Bounds(preemptions=1, faults=1)])
-def test_writers_in_many_schedules(kind: str, writers: Writers, bounds: Bounds, folder: Path) -> None:
-    run_schedules(kind, folder, writers, bounds)
+def test_writers_in_many_schedules(kind: str, writers: Writers, bounds: Bounds, folder: Path, count_cases: CountCases) -> None:
+    count_cases(run_schedules(kind, folder, writers, bounds))
 
 
 # --- faults that must be found ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.interleaving import RandomScheduler
 from helpers.processes import SOAK
 from helpers.writer_simulation import Takeover
@@ -42,8 +43,9 @@ def run(kind: str, folder: Path, seed: int) -> Takeover:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["local", "bucket"])
-def test_takeovers_break_no_promise(kind: str, tmp_path: Path) -> None:
+def test_takeovers_break_no_promise(kind: str, tmp_path: Path, count_cases: CountCases) -> None:
     runs = [run(kind, tmp_path / str(seed), seed) for seed in range(SEEDS)]
+    count_cases(len(runs))
     assert sum(r.commits for r in runs) > len(runs)
     assert sum(r.fenced for r in runs) > len(runs) / 10
 

@@ -11,6 +11,7 @@ from typing import Any
 import numcodecs
 import numpy as np
 import pytest
+from helpers.campaigns import CountCases
 from helpers.processes import SOAK
 from helpers.repositories import assert_clean, snapshot
 from helpers.states import assert_same, state_of, write_into
@@ -165,9 +166,10 @@ def is_hit(sample: Sample, damage: Damage, step: int) -> bool:
 @EXAMPLES
 @given(data=st.data())
 def test_a_load_finds_any_damage_of_the_bytes_it_reads(
-    sample: Sample, repaired: Callable[[], None], data: st.DataObject
+    sample: Sample, repaired: Callable[[], None], data: st.DataObject, count_cases: CountCases
 ) -> None:
     repaired()
+    count_cases(1)
     damage = damage_one_file(data, sample, sorted(sample.data))
     changed = (sample.root / damage.name).exists() and (sample.root / damage.name).read_bytes() == sample.data[damage.name]
     if changed:  # the file is unchanged: one of two equal bytes was dropped
@@ -239,9 +241,12 @@ def check_newest(sample: Sample, damage: Damage, hit: dict[int, bool]) -> None:
 @pytest.mark.soak
 @EXAMPLES
 @given(data=st.data())
-def test_a_lazy_read_is_correct_or_refused(sample: Sample, repaired: Callable[[], None], data: st.DataObject) -> None:
+def test_a_lazy_read_is_correct_or_refused(
+    sample: Sample, repaired: Callable[[], None], data: st.DataObject, count_cases: CountCases
+) -> None:
     """A part of a leaf is read alone."""
     repaired()
+    count_cases(1)
     damage = damage_one_file(data, sample, sorted(n for n in sample.data if n.startswith("steps/")))
     step = data.draw(st.sampled_from(STEPS), "step")
     first = data.draw(st.integers(0, 99), "first")
@@ -259,13 +264,14 @@ def test_a_lazy_read_is_correct_or_refused(sample: Sample, repaired: Callable[[]
 @settings(EXAMPLES, max_examples=300 if SOAK else 25)
 @given(data=st.data())
 def test_a_run_continues_after_damage_and_saves_whole_steps(
-    sample: Sample, repaired: Callable[[], None], data: st.DataObject
+    sample: Sample, repaired: Callable[[], None], data: st.DataObject, count_cases: CountCases
 ) -> None:
     """The run falls back, reaches the damaged step again with the same state, and saves it whole.
 
     The blocks of the damaged step equal those of the new save: none of them may be deduplicated.
     """
     repaired()
+    count_cases(1)
     damage = damage_one_file(data, sample, sorted(n for n in sample.data if n.startswith("steps/")))
     keep = data.draw(st.sampled_from([None, 1, 2]), "keep")
     hit = {step: is_hit(sample, damage, step) for step in STEPS}

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.processes import SOAK, python_path
 
 PROGRAM = Path(__file__).parents[2] / "programs/fuzz_parser.py"
@@ -45,10 +46,11 @@ def fuzz(parser: str, folder: Path, runs: int, *options: str) -> subprocess.Comp
 
 @pytest.mark.soak
 @pytest.mark.parametrize("parser", parsers() if SOAK else ["all"])
-def test_a_parser_raises_only_its_own_errors(parser: str, tmp_path: Path) -> None:
+def test_a_parser_raises_only_its_own_errors(parser: str, tmp_path: Path, count_cases: CountCases) -> None:
     done = fuzz(parser, tmp_path, RUNS)
     assert done.returncode == 0, done.stderr[-3_000:]
     assert f"Done {RUNS} runs" in done.stderr
+    count_cases(RUNS)
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.campaigns import CountCases
 from helpers.crash_states import CrashState
 from helpers.mounts import why_no_fuse
 from helpers.nodes import directories
@@ -139,13 +140,16 @@ def wrong_in_namespace(state: CrashState, folder: Path) -> str | None:
 
 
 @pytest.mark.soak
-def test_acknowledged_steps_survive_a_power_loss_at_any_moment(tmp_path: Path) -> None:
-    assert first_wrong(record(tmp_path, SAVES), wrong_in_repository, *AMOUNT) is None
+def test_acknowledged_steps_survive_a_power_loss_at_any_moment(tmp_path: Path, count_cases: CountCases) -> None:
+    assert first_wrong(record(tmp_path, SAVES), wrong_in_repository, *AMOUNT, count_cases=count_cases) is None
 
 
 @pytest.mark.soak
-def test_acknowledged_files_of_a_namespace_survive_a_power_loss_of_all_members(tmp_path: Path) -> None:
-    assert first_wrong(record(tmp_path, NAMESPACE, CHANGES=repr(CHANGES)), wrong_in_namespace, *AMOUNT) is None
+def test_acknowledged_files_of_a_namespace_survive_a_power_loss_of_all_members(tmp_path: Path, count_cases: CountCases) -> None:
+    assert (
+        first_wrong(record(tmp_path, NAMESPACE, CHANGES=repr(CHANGES)), wrong_in_namespace, *AMOUNT, count_cases=count_cases)
+        is None
+    )
 
 
 @pytest.mark.parametrize("left_out", ["sync_file", "sync_folder", "sync_nearest_folder", "make_durable_root"])

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.crash_states import CrashState
 from helpers.folders import PROGRAMS
 from helpers.mounts import why_no_fuse
@@ -118,10 +119,10 @@ def wrong_in_next_calls(store: NodeStore) -> str | None:
 
 @pytest.mark.soak
 def test_acknowledged_calls_survive_a_power_loss_of_a_node_at_any_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong_in_node: WrongIn
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong_in_node: WrongIn, count_cases: CountCases
 ) -> None:
     amount = (10, 1.0) if SOAK else (1, 0.1)
-    assert first_wrong(record_node(tmp_path, monkeypatch), wrong_in_node, *amount) is None
+    assert first_wrong(record_node(tmp_path, monkeypatch), wrong_in_node, *amount, count_cases=count_cases) is None
 
 
 @pytest.mark.parametrize("left_out", FSYNCS)

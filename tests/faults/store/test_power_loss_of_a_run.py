@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.campaigns import CountCases
 from helpers.crash_states import CrashState
 from helpers.folders import PROGRAMS
 from helpers.mounts import why_no_fuse
@@ -76,12 +77,15 @@ def wrong_in_next_run(folder: Path) -> str | None:
 
 
 @pytest.mark.soak
-def test_a_run_is_completed_after_a_power_loss_at_any_moment(tmp_path: Path) -> None:
+def test_a_run_is_completed_after_a_power_loss_at_any_moment(tmp_path: Path, count_cases: CountCases) -> None:
     """Each state is read, and the job runs again on every 40th."""
     log, expected = record_run(tmp_path)
     numbers = itertools.count(1)
     amount = (10, 1.0) if SOAK else (1, 0.1)
-    assert first_wrong(log, partial(what_is_wrong, expected, lambda: next(numbers) % 40 == 0), *amount) is None
+    assert (
+        first_wrong(log, partial(what_is_wrong, expected, lambda: next(numbers) % 40 == 0), *amount, count_cases=count_cases)
+        is None
+    )
 
 
 @pytest.mark.parametrize("left_out", ["synchronous=NORMAL", "make_durable_root"])

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.crash_states import CrashState
 from helpers.mounts import why_no_fuse
 from helpers.power_loss import AMOUNT, first_wrong, record
@@ -79,8 +80,8 @@ def wrong_in_entries(run: Path, allowed: set[int], read_only: bool) -> str | Non
 
 
 @pytest.mark.soak
-def test_acknowledged_entries_survive_a_power_loss_at_any_moment(tmp_path: Path) -> None:
-    assert first_wrong(record(tmp_path, TWO_AGENTS), wrong_in_run_log, *AMOUNT) is None
+def test_acknowledged_entries_survive_a_power_loss_at_any_moment(tmp_path: Path, count_cases: CountCases) -> None:
+    assert first_wrong(record(tmp_path, TWO_AGENTS), wrong_in_run_log, *AMOUNT, count_cases=count_cases) is None
 
 
 @pytest.mark.parametrize("left_out", ["synchronous=NORMAL", "synchronous=OFF", "make_durable_root"])

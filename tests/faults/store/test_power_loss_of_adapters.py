@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.crash_states import CrashState
 from helpers.mounts import why_no_fuse
 from helpers.power_loss import AMOUNT, first_wrong, record
@@ -97,8 +98,10 @@ def wrong_in_markers(state: CrashState, folder: Path) -> str | None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("program", "wrong_in"), [(ACCELERATE, wrong_in_folders), (MARKERS, wrong_in_markers)])
-def test_acknowledged_steps_are_found_after_a_power_loss_at_any_moment(tmp_path: Path, program: str, wrong_in: object) -> None:
-    assert first_wrong(record(tmp_path, program), wrong_in, *AMOUNT) is None  # type: ignore[arg-type]
+def test_acknowledged_steps_are_found_after_a_power_loss_at_any_moment(
+    tmp_path: Path, program: str, wrong_in: object, count_cases: CountCases
+) -> None:
+    assert first_wrong(record(tmp_path, program), wrong_in, *AMOUNT, count_cases=count_cases) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("program", "wrong_in"), [(ACCELERATE, wrong_in_folders), (MARKERS, wrong_in_markers)])

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import CountCases
 from helpers.crash_states import CrashState
 from helpers.mounts import why_no_fuse
 from helpers.power_loss import AMOUNT, first_wrong, record
@@ -71,9 +72,9 @@ def what_is_wrong(reports: list[object], state: CrashState, folder: Path) -> str
 
 @pytest.mark.soak
 def test_acknowledged_calls_survive_a_power_loss_at_any_moment(
-    tmp_path: Path, wrong_in_registers: Callable[[CrashState, Path], str | None]
+    tmp_path: Path, wrong_in_registers: Callable[[CrashState, Path], str | None], count_cases: CountCases
 ) -> None:
-    assert first_wrong(record(tmp_path, TWO_PROCESSES), wrong_in_registers, *AMOUNT) is None
+    assert first_wrong(record(tmp_path, TWO_PROCESSES), wrong_in_registers, *AMOUNT, count_cases=count_cases) is None
 
 
 @pytest.mark.parametrize("left_out", ["synchronous=NORMAL", "synchronous=OFF", "make_durable_root", "sync_folder"])

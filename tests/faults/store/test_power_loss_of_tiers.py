@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.campaigns import CountCases
 from helpers.crash_states import CrashState
 from helpers.mounts import why_no_fuse
 from helpers.power_loss import first_wrong, record
@@ -96,9 +97,9 @@ def wrong_in_tiers(state: CrashState, folder: Path) -> str | None:
 
 
 @pytest.mark.soak
-def test_acknowledged_steps_survive_a_power_loss_of_all_tiers_at_any_moment(tmp_path: Path) -> None:
+def test_acknowledged_steps_survive_a_power_loss_of_all_tiers_at_any_moment(tmp_path: Path, count_cases: CountCases) -> None:
     amount = (10, 1.0) if SOAK else (1, 0.05)
-    assert first_wrong(record(tmp_path, SAVES), wrong_in_tiers, *amount) is None
+    assert first_wrong(record(tmp_path, SAVES), wrong_in_tiers, *amount, count_cases=count_cases) is None
 
 
 @pytest.mark.parametrize("left_out", ["sync_file", "sync_nearest_folder", "make_durable_root", "sync_file in ckpt-promote"])

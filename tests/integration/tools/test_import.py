@@ -38,7 +38,7 @@ def each_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         ("checkpoint", "model.ckpt-1.index"),
     ],
 )
-def test_a_file_that_should_name_the_newest_checkpoint_and_is_no_text_is_refused(
+def test_a_file_that_should_name_the_newest_checkpoint_and_is_not_text_is_refused(
     pointer: str, file: str, tmp_path: Path
 ) -> None:
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

@@ -94,7 +94,7 @@ def test_a_wrong_configuration_file_is_refused_and_named(
     assert "\n" not in str(refused.value)
 
 
-def test_a_token_file_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_file_that_is_not_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_bytes(b"\xff" * 32)
     for entry in (f"token_file = '{tmp_path}/token'", "token_file = 3", "ca_file = ['a']", "cert_file = 1.5"):
         (tmp_path / "c.toml").write_text(f"[namespaces.lab]\nmembers = ['h:1']\n{entry}\n")
@@ -102,5 +102,5 @@ def test_a_token_file_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: py
         with pytest.raises(InvalidArgument, match="can't be read"):
             config.parse_namespace_url("ckpt://lab/x")
     monkeypatch.setenv("CKPT_TOKEN_FILE", str(tmp_path / "token"))
-    with pytest.raises(InvalidArgument, match="token can't be read: it is no text"):
+    with pytest.raises(InvalidArgument, match="token can't be read: it is not text"):
         config.parse_namespace_url("ckpt://h:1/x")
