@@ -155,7 +155,7 @@ def numpy_array(column: Column) -> npt.NDArray[Any]:
     return np.zeros(0, kind) if data is None else np.frombuffer(data, kind, len(column), column.offset * kind.itemsize)
 
 
-def numbers_or_zero(column: Column) -> npt.NDArray[Any]:
+def numbers_or_zero(column: Column) -> npt.NDArray[np.int64]:
     """Return a column of integers as a numpy array with 0 for nulls."""
     column = one_chunk(column)
     numbers = np.zeros(len(column), np.int64)

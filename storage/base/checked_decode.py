@@ -38,7 +38,8 @@ def decode(kind: type[T], data: object) -> T:
     """Return the dataclass `kind` from a mapping by field name; raise Malformed.
 
     Types may be str, bytes, int, bool, float (also from an int), None, Literal, dataclasses, unions, tuples, lists, sequences
-    and mappings of these, and Any. Lists and tuples are interchangeable in the data, since JSON has only lists.
+    and mappings of these; object and Any take anything. Lists and tuples are interchangeable in the data, since JSON has only
+    lists.
     """
     try:
         hashable: Any = kind  # mypy takes classes for unhashable
