@@ -294,7 +294,9 @@ class ForkServers:
     def status_text(self) -> str:
         """Text: whether the next start is a warm start, or why not."""
         if self._current is None:
-            return "no warm start yet: " + ("what it needs is being imported" if self._next else "no rank has done a step")
+            if self._next is None:  # the report is read a moment after that step
+                return "no warm start yet: the first rank of this host reports its imports at its first step"
+            return "no warm start yet: what it needs is being imported"
         if not self._current.is_ready:
             return f"no warm start: {self._current.reason}"
         return "the next start is warm" + (f", {self._current.note}" if self._current.note else "")

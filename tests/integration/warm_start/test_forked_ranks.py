@@ -266,7 +266,7 @@ def test_a_run_starts_warm_after_a_rank_has_reported_its_imports(start_fork_serv
 
     try:
         warm_starts.update(surroundings(), reported)
-        assert warm_starts.status_text == "no warm start yet: no rank has done a step"
+        assert warm_starts.status_text == "no warm start yet: the first rank of this host reports its imports at its first step"
         assert start() is None
         report_imports("colorsys")
         warm_starts.update(surroundings(), reported)
