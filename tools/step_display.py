@@ -78,7 +78,7 @@ def format_verdict(report: StepReport, details: str) -> str:
 
 
 def show_step(repo: Repository, report: StepReport, chosen: Contents | None, leaves: list[LeafReport]) -> None:
-    """Print a step with its arrays. chosen: None if its manifest can\'t be read."""
+    """Print a step with its arrays. chosen: None if its manifest can't be read."""
     if chosen is not None:
         _show_leaves(leaves)
         for second, first in chosen.tied.items():

@@ -42,7 +42,7 @@ def drain_member(namespace: Namespace, member: str, progress: ByteProgress = lam
     answers, _ = namespace.fan_out.ask({member: namespace.open_members[member].info}, namespace.commit_timeout_seconds)
     if member in answers and answers[member].state == "read-only":
         raise InvalidArgument(
-            f"{member} is read-only, so that it can't delete fragments that move; start it without --read-only and with the "
+            f"{member} is read-only, so it can't delete the fragments that move; start it without --read-only and with the "
             "weight 0, or run `ckpt-node admin forget`"
         )
     return _move_off(namespace, member, progress)

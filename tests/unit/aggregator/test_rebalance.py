@@ -44,7 +44,7 @@ def test_a_read_only_member_is_removed_but_not_drained(tmp_path: Path) -> None:
     nodes[0].close()
     nodes[0] = LocalNode(tmp_path / "n0", NodeOptions(read_only=True))
     with closing(opened()) as namespace:
-        with pytest.raises(InvalidArgument, match="n0 is read-only, so that it can't delete"):
+        with pytest.raises(InvalidArgument, match="n0 is read-only, so it can't delete the fragments that move"):
             rebalance.drain_member(namespace, "n0")
         assert not rebalance.remove_member(namespace, "n0").failed
         require_whole(namespace, verify=True)
