@@ -37,7 +37,7 @@ State of a step:
   incomplete  committed, but files are missing or have another length
   damaged     a record or (found with --verify) data differs from what was written
   unreadable  its files can't be read now (permission, network), or a newer version wrote them
-  unfinished  no commit record: a save is running, or was interrupted
+  unfinished  no commit record: a save still runs, or a save or a deletion was interrupted
 
 \b
 After a roll-back the steps are shown in the order in which they were saved, with their training line:

@@ -123,7 +123,7 @@ def _check_files(report: StepReport, files: dict[str, int]) -> StepReport:
         prefix = f"steps/{report.step}/"
         sizes = [nbytes for name, nbytes in files.items() if name.startswith(prefix)]
         content = f"{format_count(len(sizes), 'file')}, {format_size(sum(sizes))}"
-        problem = f"no commit record: the save still runs, or it was interrupted ({content})"
+        problem = f"no commit record: a save still runs, or a save or a deletion was interrupted ({content})"
         return StepReport(report.step, "unfinished", None, (problem,))
     if report.commit is None:
         return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -277,6 +278,18 @@ def test_an_unfinished_step_is_listed_as_such(root: Path) -> None:
     one = run(root, 20)
     assert one.returncode == 1
     assert "no commit record" in one.stdout
+
+
+def test_a_step_whose_deletion_was_interrupted_is_listed_as_such(tmp_path: Path) -> None:
+    program = (
+        "import sys, ckpt\nwith ckpt.Checkpointer(sys.argv[1], every=1, keep=1, group=None) as ck:\n"
+        "    for step in range(2):\n        ck.save(step, {'step': step}, blocking=True)"
+    )
+    environment = {**os.environ, "CKPT_FAILPOINTS": "delete.files=kill@2"}
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, timeout=600)
+    assert killed.returncode == -signal.SIGKILL
+    assert ckpt.open(tmp_path).steps() == [1]
+    assert "step 0: no commit record: a save still runs, or a save or a deletion was interrupted (" in run(tmp_path).stdout
 
 
 def test_wrong_usage_of_inspect_is_refused(made: Path) -> None:
