@@ -85,8 +85,7 @@ class TierManager:
             entered = [tier.session.repo for tier in self._open_tiers]
             bind_to_repository(entered, group.rank == 0)
             self._previous_memories = previous_memories(record) if any(spec.url == MEMORY for spec in tiers) else []
-            self._read_only_tiers = [r for r in repos[:-1] if r not in entered and has_steps_of(r, record)]
-            near = [r for r in repos[:-1] if r in entered or r in self._read_only_tiers]
+            near = [r for r in repos[:-1] if r in entered or has_steps_of(r, record)]
             self.repository = TieredRepository([*near, *self._previous_memories, record])
             # All tiers share one lineage: a save to the nearest tier may continue from a step restored from another tier.
             writer = self.nearest
@@ -112,11 +111,11 @@ class TierManager:
         self._open_tiers.insert(0, OpenTier(tier, session_registry.enter(repo, self._group, series, rendezvous_store)))
 
     def _start_copiers(self) -> None:
-        """Start copying to all tiers that have nearer ones, and measure the sizes of the near tiers, on rank 0."""
+        """Start copying to all tiers but the nearest, and measure their sizes, on rank 0."""
         for number, tier in enumerate(self._open_tiers):
             repo = tier.session.repo
             tier.session.spared_steps = partial(self._steps_to_promote_from, number)
-            if repo in self.repository.places[1:]:  # the first open tier may have nearer ones that are only read
+            if number:
                 tier.copier = BackgroundCopier(
                     self._repositories_except(repo), tier.session, as_keep(tier.spec.keep), partial(publish_durable, tier)
                 )
@@ -271,13 +270,8 @@ class TierManager:
         self.repository = TieredRepository([r for r in self.repository.places if r not in released])
         self.nearest.lineage.repo = self.repository
         for tier in self._open_tiers:
-            if tier.copier is None:
-                continue
-            if tier.session.repo in self.repository.places[1:]:
+            if tier.copier is not None:
                 tier.copier.set_source(self._repositories_except(tier.session.repo))
-            else:
-                tier.copier.close(wait=False)
-                tier.copier = None
 
     # --- promoting ---------------------------------------------------------------------------------------------
 
@@ -307,7 +301,7 @@ class TierManager:
             # Only for an interval in steps does the number say whether a step is due. Otherwise the newest step is copied.
             is_due = tier.spec.counts if isinstance(tier.spec.every, int) else lambda _: True
             nearer = (other.session.repo for other in self._open_tiers[:number])
-            newest = max(repo.newest(is_due) for repo in [*nearer, *self._read_only_tiers, *self._previous_memories])
+            newest = max(repo.newest(is_due) for repo in [*nearer, *self._previous_memories])
             if newest > newest_in_tier and (self._line_and_step is None or newest <= self._line_and_step):
                 tier.copier.offer(newest[1])
 
@@ -379,7 +373,7 @@ class TierManager:
         newest = self._line_and_step
         if newest is None:
             opened = (tier.session.repo for tier in self._open_tiers)
-            newest = max(repo.newest() for repo in [*opened, *self._read_only_tiers, *self._previous_memories])
+            newest = max(repo.newest() for repo in [*opened, *self._previous_memories])
         step = newest[1]
         if step >= 0 and not self._is_newest_in_record:
             record.copier.offer(step)

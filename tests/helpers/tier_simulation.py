@@ -201,6 +201,8 @@ class TierSimulation:
             self._require(self.faults.were_active_since(began), f"{restored} was restored instead of {expected}")
             self._require(process in self._warned, f"{restored} was restored instead of {expected}, without a warning")
             self._older[process] = (-1, -1) if restored is None else restored.save_order
+        if expected is not None and restored is not None and restored.line_and_step > expected.line_and_step:
+            self._newest = restored  # a replaced job has saved it to its own memory; the training continues from there
         self.restores += found is not None
         start = 0 if found is None else found[0] + 1
         tiers.nearest.lineage.note_restored(start - 1)
