@@ -107,10 +107,7 @@ def page(results: list[Result]) -> str:
     text = HEAD
     for heading, rows in tables.items():
         if rows:
-            columns = (
-                "| what must hold | test | cases | failed | duration | run on |\n| --- | --- | ---: | ---: | ---: | --- |\n"
-            )
-            text += f"## {heading}\n\n{columns}" + "\n".join(rows) + "\n\n"
+            text += f"## {heading}\n\n{COLUMNS}" + "\n".join(rows) + "\n\n"
     return text.rstrip("\n") + "\n"
 
 
