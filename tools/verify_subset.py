@@ -146,4 +146,4 @@ class VerifyProgress:
 
 def random_position(blocks: Blocks) -> PackPosition | None:
     """Return a random block; None if there are none."""
-    return random.choice(list(blocks)) if blocks else None
+    return random.SystemRandom().choice(list(blocks)) if blocks else None

@@ -287,7 +287,7 @@ class ReplicatedRegisters:
                     "try again"
                 )
             if paths:
-                time.sleep(random.uniform(0, pause))
+                time.sleep(random.SystemRandom().uniform(0, pause))
                 pause = min(2 * pause, 0.5)
         return update.found
 

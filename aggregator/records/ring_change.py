@@ -87,7 +87,7 @@ def ensure_record_redundancy(records: NamespaceRecords, redundancy: Redundancy) 
         if len(members) < 2 * tolerated:
             members += [member for member in records.locations if member.name not in ring.all_members]
         if ring.epoch > last_epoch:
-            last_epoch, takeover_at = ring.epoch, time.monotonic() + patience * random.uniform(0.5, 1)
+            last_epoch, takeover_at = ring.epoch, time.monotonic() + patience * random.SystemRandom().uniform(0.5, 1)
         if ring.previous is not None and time.monotonic() < takeover_at:  # another client changes the ring, or was killed
             time.sleep(0.05)
             records.invalidate_ring()

@@ -47,10 +47,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def sample_values(dtype: str, shape: tuple[int, ...], seed: int = 0) -> npt.NDArray[Any]:
     """Return pseudo-random values, which differ for every seed."""
-    random = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     if dtype == "bool":
-        return np.asarray(random.integers(0, 2, shape), np.bool_)
-    return np.asarray(random.integers(0, 100, shape)).astype(numpy_dtype(dtype))
+        return np.asarray(generator.integers(0, 2, shape), np.bool_)
+    return np.asarray(generator.integers(0, 100, shape)).astype(numpy_dtype(dtype))
 
 
 def require_equal(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import random
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -50,8 +52,11 @@ _MAX_ADVICE_BYTES = 1 << 20
 """The bytes of one call of posix_fadvise. Linux reads at most the largest request of the device or its read-ahead for one call,
 and ignores the rest."""
 
-_FOLDER_ATTEMPTS = 100
+_FOLDER_ATTEMPTS = 1000
 """How many times the creation of a file is tried where another process removes its folder each time."""
+
+_MAX_FOLDER_PAUSE_SECONDS = 1e-5
+"""The longest pause between two of these attempts. Without it, the two processes can keep pace, so that many attempts fail."""
 
 
 class LocalStore(Store):
@@ -191,6 +196,7 @@ class LocalStore(Store):
             except NotFound:
                 if not attempts_left:
                     raise
+                time.sleep(random.SystemRandom().uniform(0, _MAX_FOLDER_PAUSE_SECONDS))
         try:
             for folder in unsynced:
                 sync_folder(os.path.dirname(folder))

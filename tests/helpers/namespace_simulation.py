@@ -223,7 +223,7 @@ class NamespaceSimulation:
             for target, new in (
                 ("secrets.token_hex", lambda nbytes=32: names.randbytes(nbytes).hex()),
                 ("time.sleep", lambda seconds: self.interleaving.step("waits")),
-                ("random.uniform", lambda low, high: low),
+                ("random.SystemRandom.uniform", lambda _, low, high: low),
             ):
                 patches.enter_context(patch(target, new))
             patches.enter_context(patch.object(object_names, "time", SimpleNamespace(time=lambda: next(clock))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,8 +54,10 @@ WAYS: dict[str, Callable[[Store, str, bytes], None]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_is_written_though_its_folder_is_removed_before(store: Store, way: str) -> None:
+    generator = random.getstate()
     for number in range(WRITES):
         name = f"steps/7/part/{number}"
         WAYS[way](store, name, b"bytes")
         assert store.get(name) == b"bytes"
         store.delete([name])
+    assert random.getstate() == generator, "the numbers of the user's program have changed"
