@@ -42,8 +42,6 @@ class Session:
         self.group = group
         self.lease = start.lease
         self.url_and_rank = repo.url, group.rank
-        self.spared_steps: Callable[[], Collection[int]] = tuple
-        """Returns the steps that no sweep may delete, because they must still be copied from this repository."""
         self.user_count = 0
         """The number of savers that share the session. Guarded by the lock of the registry."""
         self.drift = DriftDetector()
@@ -55,8 +53,9 @@ class Session:
         self._noted_lines: set[TrainingLine] = set()
         self._previous_steps = PreviousSteps(repo, group)
         self._lock = threading.Lock()
-        """Guards changes of `_pending_saves`. A method that only looks at the list takes no lock: nothing is removed from it in
-        place."""
+        """Guards changes of `_pending_saves` and `_spared_steps`. A method that only looks at them takes no lock: nothing is
+        removed from them in place."""
+        self._spared_steps: list[Callable[[], Collection[int]]] = []
         self._pending_saves: list[SaveHandle] = []
         self._recent_commits: list[CommittedFiles] = []
         """The last commits, to whose packs other ranks may refer. Guarded by the sweep lock of the lease."""
@@ -85,6 +84,16 @@ class Session:
         """Record that a save of this step begins."""
         if self._next_step is not None:
             self._next_step = max(self._next_step, step + 1)
+
+    def spare(self, steps: Callable[[], Collection[int]]) -> None:
+        """Let no sweep delete the steps that this function returns, for example because they must still be copied from here."""
+        with self._lock:
+            self._spared_steps = [*self._spared_steps, steps]
+
+    def stop_sparing(self, steps: Callable[[], Collection[int]]) -> None:
+        """Withdraw a call of `spare` with this function, if there was one."""
+        with self._lock:
+            self._spared_steps = [other for other in self._spared_steps if other is not steps]
 
     # --- pending saves -----------------------------------------------------------------------------------------
 
@@ -219,7 +228,7 @@ class Session:
             with self.lease.writer.sweep_lock:
                 recent = self._recent_commits if self.group.size > 1 else []
                 protected_packs = set[str]().union(*(each.names for each in recent))
-                spared_steps = {saved_step, *(each.step for each in recent), *self.spared_steps()}
+                spared_steps = {saved_step, *(each.step for each in recent)}.union(*(steps() for steps in self._spared_steps))
                 damaged = damaged_steps(self.repo)
                 sweep(self.repo, self.lease.writer, keep, spared_steps, damaged, protected_packs, replaced_files)
         except (CkptError, OSError) as error:

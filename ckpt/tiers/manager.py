@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,7 @@ class TierManager:
         record = repos[-1]
         self._group = group
         self._open_tiers: list[OpenTier] = []
+        self._at_end = ExitStack()
         self._last_save: SaveHandle | None = None
         self._step_bytes: int | None = None
         """The bytes of a step of all ranks; None before they are known."""
@@ -82,11 +83,13 @@ class TierManager:
                     message = f"the tier {repo.url} is not used, and saves go to the next tier: {error}"
                     log.error(message)
                     warn_user(message)
-            entered = [tier.session.repo for tier in self._open_tiers]
-            bind_to_repository(entered, group.rank == 0)
+            # A session that this process has already has a repository object of its own.
+            entered = {tier.session.repo.url: tier.session.repo for tier in self._open_tiers}
+            bind_to_repository(list(entered.values()), group.rank == 0)
             self._previous_memories = previous_memories(record) if any(spec.url == MEMORY for spec in tiers) else []
-            near = [r for r in repos[:-1] if r in entered or has_steps_of(r, record)]
-            self.repository = TieredRepository([*near, *self._previous_memories, record])
+            self._read_only_tiers = [r for r in repos[:-1] if r.url not in entered and has_steps_of(r, record)]
+            near = [*(entered.get(r.url, r) for r in repos[:-1] if r.url in entered or r in self._read_only_tiers)]
+            self.repository = TieredRepository([*near, *self._previous_memories, entered[record.url]])
             # All tiers share one lineage: a save to the nearest tier may continue from a step restored from another tier.
             writer = self.nearest
             newest = max(tier.session.lineage.newest_step for tier in self._open_tiers)
@@ -111,15 +114,17 @@ class TierManager:
         self._open_tiers.insert(0, OpenTier(tier, session_registry.enter(repo, self._group, series, rendezvous_store)))
 
     def _start_copiers(self) -> None:
-        """Start copying to all tiers but the nearest, and measure their sizes, on rank 0."""
+        """Start copying to all tiers that have a nearer one, and measure the sizes of the near tiers, on rank 0."""
         for number, tier in enumerate(self._open_tiers):
             repo = tier.session.repo
-            tier.session.spared_steps = partial(self._steps_to_promote_from, number)
-            if number:
+            spared_steps = partial(self._steps_to_promote_from, number)
+            tier.session.spare(spared_steps)
+            self._at_end.callback(tier.session.stop_sparing, spared_steps)
+            if number or (repo is self.record and len(self.repository.places) > 1):  # which may be nearer, and only be read
                 tier.copier = BackgroundCopier(
                     self._repositories_except(repo), tier.session, as_keep(tier.spec.keep), partial(publish_durable, tier)
                 )
-            if repo is not self.repository.places[-1]:
+            if repo is not self.record:
                 tier.capacity_bytes = capacity_bytes(tier.spec, repo)
                 tier.measure_stored_bytes()
 
@@ -127,6 +132,7 @@ class TierManager:
         return TieredRepository([other for other in self.repository.places if other is not repo])
 
     def _leave_sessions(self) -> None:
+        self._at_end.close()
         for tier in self._open_tiers:
             session_registry.leave(tier.session)
 
@@ -270,7 +276,7 @@ class TierManager:
         self.repository = TieredRepository([r for r in self.repository.places if r not in released])
         self.nearest.lineage.repo = self.repository
         for tier in self._open_tiers:
-            if tier.copier is not None:
+            if tier.copier is not None and len(self.repository.places) > 1:
                 tier.copier.set_source(self._repositories_except(tier.session.repo))
 
     # --- promoting ---------------------------------------------------------------------------------------------
@@ -301,7 +307,7 @@ class TierManager:
             # Only for an interval in steps does the number say whether a step is due. Otherwise the newest step is copied.
             is_due = tier.spec.counts if isinstance(tier.spec.every, int) else lambda _: True
             nearer = (other.session.repo for other in self._open_tiers[:number])
-            newest = max(repo.newest(is_due) for repo in [*nearer, *self._previous_memories])
+            newest = max(repo.newest(is_due) for repo in [*nearer, *self._read_only_tiers, *self._previous_memories])
             if newest > newest_in_tier and (self._line_and_step is None or newest <= self._line_and_step):
                 tier.copier.offer(newest[1])
 
@@ -373,7 +379,7 @@ class TierManager:
         newest = self._line_and_step
         if newest is None:
             opened = (tier.session.repo for tier in self._open_tiers)
-            newest = max(repo.newest() for repo in [*opened, *self._previous_memories])
+            newest = max(repo.newest() for repo in [*opened, *self._read_only_tiers, *self._previous_memories])
         step = newest[1]
         if step >= 0 and not self._is_newest_in_record:
             record.copier.offer(step)

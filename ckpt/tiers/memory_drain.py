@@ -60,8 +60,9 @@ def drain(memory: Url, *before: Url) -> str:
                 continue
             repo = open_repository(url_of_subfolder(store.url if isinstance(each, Store) else os.fspath(each), name))
             try:
-                messages.append(_drain_repository(repo))
-                if _has_steps(repo):  # files of attempts that never committed do not replace an older memory
+                message, has_steps = _drain_repository(repo)
+                messages.append(message)
+                if has_steps:  # files of attempts that never committed do not replace an older memory
                     drained_names.add(name)
             except (CkptError, OSError) as error:
                 messages.append(f"{repo.url} {NOT_DRAINED}: {error}")
@@ -86,24 +87,29 @@ def _require_tier_note(repo: Repository) -> TierNote | None:
     return note
 
 
-def _drain_repository(repo: Repository) -> str:
-    """Copy the newest step of one repository in memory to its repository of record; return a line of the report, or ""."""
+def _drain_repository(repo: Repository) -> tuple[str, bool]:
+    """Copy the newest step of one repository in memory to its repository of record.
+
+    Returns a line of the report, or "", and whether this memory had a step when it was read. A job that still runs may save one
+    a moment later. Then the memories before it are still needed.
+    """
     note = _require_tier_note(repo)
     if note is None:
-        return ""
+        return "", False
     repos = [repo if url == repo.url else open_repository(url) for url in note.places]
     record = repos[-1]
     if record.identity() != note.id:
         raise InvalidArgument(f"{record.url} is another repository now; {_EXPORT_ADVICE}")
+    has_steps = repo.newest()[1] >= 0
     source = TieredRepository([r for r in repos if r is not record])
-    newest, there = max(r.newest() for r in source.places), record.newest()
+    newest, there = _newest(source), record.newest()
     step = newest[1]
     if step < 0:
-        return ""
+        return "", has_steps
     with suppress(NotFound, IntegrityError):
         newer = there > newest and record.record(there[1]).save_order > source.commit(step).save_order
         if newer and not missing_packs(record, record.record(there[1])):
-            return f"{record.url} has step {there[1]} already, which is newer than step {step} in {repo.url}"
+            return f"{record.url} has step {there[1]} already, which is newer than step {step} in {repo.url}", has_steps
     series = SerialCounter(repos)
     opened: list[Session] = []
     try:
@@ -113,8 +119,15 @@ def _drain_repository(repo: Repository) -> str:
                 opened.append(session_registry.enter(near, SingleProcessGroup(), series))
             except StoreError as error:  # e.g. a host is lost; the lease of the repository of record is enough
                 log.info("%s can't be written, and is only read: %s", near.url, error)
+        step = _newest(source)[1]  # again, because a job that still runs may have saved one until it lost its lease just now
         done = promote(source, step, opened[0])
     finally:
         for session in opened:
             session_registry.leave(session)
-    return f"step {step} was brought from {repo.url} to {record.url}" if done else f"{record.url} has step {step} already"
+    report = f"step {step} was brought from {repo.url} to {record.url}" if done else f"{record.url} has step {step} already"
+    return report, has_steps
+
+
+def _newest(source: TieredRepository) -> tuple[int, int]:
+    """Return the training line and the number of the newest step of all tiers; (-1, -1) if they have none."""
+    return max(place.newest() for place in source.places)

@@ -7,13 +7,14 @@ product does the rest. A store may give no answer for a while, and a record may 
 These promises are checked after each step:
 
 * Each committed step of a tier has all of its files there.
-* No tier gets an older save of a step in place of a later one, and no writer commits that was replaced before it began.
+* No tier gets an older save of a step in place of a later one whose record is undamaged, and no writer commits that was
+  replaced before it began.
 * The newest acknowledged step, or a later save, is in a tier: until the next job continues from an older step, with a warning.
 * A step that is deleted from a tier has enough newer ones there, by the `keep` of the tier, or one in the repository of record.
 * A step in memory that is due in the repository of record stays until that has it, and a clean end deletes it only if its
   record can be read there.
-* After `wait` and a clean end, the repository of record has the newest step that is due there, or a later save. The exceptions
-  are a job that could only read the memory, and an earlier job that still ran, and may delete a step from its own memory.
+* After `wait` and a clean end, the repository of record has the newest step that is due there, or a later save. The exception
+  is an earlier job that still ran, and may delete a step from its own memory.
 * The same holds after a drain whose report does not say that a memory was not drained: `ckpt-run` then deletes the memory.
 * A job restores the newest acknowledged step. It restores an older one only after a warning, if a store or a record failed.
 """
@@ -237,8 +238,7 @@ class TierSimulation:
     def _clean_end(self, tiers: TierManager) -> None:
         self.clean_ends += 1
         is_alone = process_of(current_actor_name()) not in self._overlapping  # an earlier job could delete what this one copies
-        has_memory = len(tiers._open_tiers) > 1  # otherwise this job only reads it, and the drain copies it
-        if self._newest is not None and is_alone and has_memory and self._is_newest(tiers):
+        if self._newest is not None and is_alone and self._is_newest(tiers):
             self._require(
                 self._has(self._record, self._newest), f"the repository of record lacks {self._newest} after a clean end"
             )
@@ -257,6 +257,8 @@ class TierSimulation:
         if memory_drain.NOT_DRAINED in report:
             return
         self.drains += 1
+        if memories and memories[:1] == self._memories[:1] and f"from {memories[0].as_uri()}/" in report:
+            expected = self._newest  # also a step that a job saved until it lost its lease to the drain
         if expected is not None:
             self._require(self._has(self._record, expected), f"the repository of record lacks {expected} after {report!r}")
         if not is_in_use:
@@ -308,7 +310,10 @@ class TierSimulation:
     def _check_changes(self, place: Path, before: dict[int, CommitRecord], now: dict[int, CommitRecord]) -> None:
         for step, commit in before.items():
             if (later := now.get(step)) is not None:
-                self._require(later.save_order >= commit.save_order, f"step {step} of {place} was replaced by an earlier save")
+                kind, now_step = "run" if place == self._record else "memory", len(self.interleaving.steps)
+                is_right = later.save_order >= commit.save_order
+                is_right |= self.faults.is_damaged_since(kind, commit_name(step), now_step)
+                self._require(is_right, f"step {step} of {place} was replaced by an earlier save")
                 continue
             if commit.save_order not in self._acknowledged:
                 continue

@@ -92,7 +92,7 @@ def test_a_stalled_read_does_not_keep_a_file_open(tmp_path: Path) -> None:
     node = LocalNode(tmp_path, NodeOptions(pass_descriptors=False, lease_seconds=0.2))
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=60))
-        data = random_bytes(64 << 20)
+        data = random_bytes(1 << 20) * 256  # more than the buffers of TCP and gRPC take, which are tens of megabytes
         node.device.store.put("a", data)
         with store.convert_flight_errors("test"):
             stalled = store.next_connection().do_get(flight.Ticket(wire.pack(["a", 0, len(data)])), store.call_options())
