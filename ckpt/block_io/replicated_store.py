@@ -61,14 +61,22 @@ class ReplicatedStore(Store):
         yield from dict.fromkeys(name for names in found for name in names)
 
     def _ask_in_order(self, ask: Callable[[Store], T]) -> T:
+        """Return the first answer. Raises NotFound only if no store failed: one that could not be read may have the file."""
+        failure: StoreError | None = None
         for store in self.stores[:-1]:
             try:
                 return ask(store)
             except NotFound:
                 continue
             except StoreError as error:
+                failure = error
                 log.warning("%s; trying the next tier", error)
-        return ask(self.stores[-1])
+        try:
+            return ask(self.stores[-1])
+        except NotFound:
+            if failure is not None:
+                raise failure from None
+            raise
 
     def _ask_all(self, ask: Callable[[Store], T]) -> Iterator[T]:
         """Yield the result of each store; skip a store that fails, unless it is the last."""
@@ -109,11 +117,12 @@ def from_nearest(
     name, position: the file and the block to read. A copy that was bad before is not read again, unless it is the last.
     missing: (URL, name) of copies that do not exist; the caller keeps it between calls.
 
-    Raises IntegrityError if no copy is good, and StoreError if the last store fails.
+    Raises StoreError if no copy is good and one could not be read, as that one may be good. Otherwise raises IntegrityError.
     """
     copies = copies_of(store)
     missing = set() if missing is None else missing
     damage: IntegrityError | None = None
+    failure: StoreError | None = None
     for copy in copies:
         last = copy is copies[-1]
         if not last and (copy.url, name) in missing:
@@ -137,7 +146,10 @@ def from_nearest(
         except StoreError as error:
             if last:
                 raise
+            failure = error
             log.warning("%s; trying the next tier", error)
+    if failure is not None:
+        raise failure
     assert damage is not None  # the last copy is always read
     raise damage
 

@@ -31,7 +31,7 @@ class TieredRepository(Repository):
     def record(self, step: int) -> CommitRecord:
         """Return the commit record of the last save of this step; after a roll-back a tier may still have an earlier save.
 
-        Raises NotFound only if no tier failed: a tier that could not be read may have the step.
+        Raises NotFound or IntegrityError only if no tier failed: a tier that could not be read may have the step.
         """
         found: CommitRecord | None = None
         damage: IntegrityError | None = None
@@ -53,7 +53,7 @@ class TieredRepository(Repository):
                 if found is None or record.save_order > found.save_order:
                     found = record
         if found is None:
-            raise damage or store_failure or NotFound(f"{self.url}/{commit_name(step)} is in no tier")
+            raise store_failure or damage or NotFound(f"{self.url}/{commit_name(step)} is in no tier")
         return found
 
     def training_line_of(self, step: int) -> int:

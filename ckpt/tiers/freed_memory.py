@@ -19,7 +19,8 @@ log = logging.getLogger("ckpt")
 def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest: tuple[int, int] | None) -> None:
     """Delete the steps in memory tiers, after a check that the repository of record has the newest step.
 
-    A memory that a newer job has taken over stays: it may have later steps of that job.
+    A memory that a newer job has taken over stays: it may have later steps of that job. So does one with a newer step than this
+    job has restored or saved: the job could not read this step, and the next one may.
 
     step: the number of that step; -1 if there is none.
     newest: training line and number of the step that this job restored or saved last.
@@ -35,6 +36,9 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
         store = tier.session.repo.store
         if group.rank == 0 and tier.spec.url == MEMORY and tier.session.user_count == 1:
             try:
+                if newest is not None and (unread := tier.session.repo.newest()) > newest:
+                    log.warning("the memory at %s is kept: it has step %d, which this job did not restore", tier.url, unread[1])
+                    continue
                 names = [entry.name for entry in store.list("steps")]
                 if group.size > 1 and newest is not None:  # another rank may still wait for this record
                     names = [name for name in names if name != commit_name(newest[1])]

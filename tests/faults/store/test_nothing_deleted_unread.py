@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,43 @@ def test_an_unreadable_step_is_not_taken_for_missing(tier_folders: TierFolders) 
     repo = TieredRepository([ckpt.repository.repository.Repository(store), ckpt.repository.repository.Repository(empty)])
     with pytest.raises(StoreError, match="injected"):
         repo.record(2)
+
+
+@pytest.mark.parametrize("file", ["commit.json", "manifest/*.parquet", "manifest/*.json", "pack/*.pack"])
+def test_a_step_whose_only_copy_is_unreadable_is_neither_skipped_nor_deleted(tier_folders: TierFolders, file: str) -> None:
+    """The load fails, instead of taking the step for a damaged one. A later job finds it."""
+    save_in_memory(tier_folders)
+    path = next(tier_folders.memory.glob(f"steps/2/{file}"))
+    data = path.read_bytes()
+    path.unlink()
+    path.symlink_to(path.name)  # each read of a link to itself fails, also for root
+    with (
+        pytest.raises(StoreError, match=re.escape(str(path))),
+        ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck,
+    ):
+        ck.restore(state_of(0))
+    path.unlink()
+    path.write_bytes(data)
+    with ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
+        state, start = ck.restore(state_of(0))
+    assert start == 3
+    assert_same(state, state_of(2))
+
+
+def test_memory_stays_if_it_has_a_newer_step_than_the_job_restored(tier_folders: TierFolders) -> None:
+    """The job could not read the newest step, and ends without a save. The next job continues from that step."""
+    save_in_memory(tier_folders)
+    saved = tier_folders.memory / "steps/2"
+    saved.rename(tier_folders.base / "away")
+    with ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
+        assert ck.restore(state_of(0))[1] == 2
+        (tier_folders.base / "away").rename(saved)
+    assert ckpt.open(tier_folders.run).steps() == [1]
+    with ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
+        state, start = ck.restore(state_of(0))
+    assert start == 3
+    assert_same(state, state_of(2))
+    assert ckpt.open(tier_folders.run).steps() == [1, 2]
 
 
 def test_memory_stays_while_the_newest_step_of_record_is_damaged(tier_folders: TierFolders) -> None:
