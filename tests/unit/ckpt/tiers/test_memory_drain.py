@@ -1,0 +1,64 @@
+"""Memory is copied to the repository of record while the job that uses it still runs, and saves at the worst moment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.states import assert_same, state_of
+from helpers.tier_folders import TierFolders, close_as_if_failed, switch_memory_folder, train
+from helpers.tier_folders import tier_folders as tier_folders
+
+import ckpt
+from ckpt.repository.repository import Repository
+from ckpt.tiers import memory_drain
+
+
+def open_with_memory(tier_folders: TierFolders) -> ckpt.Checkpointer:
+    return ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None)
+
+
+def test_a_step_that_is_saved_before_the_lease_is_taken_is_copied(
+    tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter = memory_drain.session_registry.enter
+    ck = open_with_memory(tier_folders)
+    train(ck, range(2))
+
+    def save_and_enter(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        ck.step(2, state_of(2)).result()
+        return enter(*arguments)
+
+    monkeypatch.setattr(memory_drain.session_registry, "enter", save_and_enter)
+    assert "step 2 was brought" in memory_drain.drain(tier_folders.memory.parent)
+    assert_same(ckpt.load(tier_folders.run), state_of(2))
+    close_as_if_failed(ck)
+
+
+def test_a_step_that_is_saved_after_the_look_does_not_replace_an_older_memory(
+    tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drain has found the newer memory empty. So it copies the step of the older one, unless the job has done it."""
+    older = os.environ["CKPT_MEMORY"]
+    ck = open_with_memory(tier_folders)
+    train(ck, range(2))
+    close_as_if_failed(ck)
+    newer = switch_memory_folder(tier_folders, monkeypatch)
+    ck = open_with_memory(tier_folders)
+    drain_repository = memory_drain._drain_repository
+
+    def look_and_save(repo: Repository) -> Any:
+        result = drain_repository(repo)
+        if repo.url == newer.as_uri():
+            ck.step(2, state_of(2)).result()
+        return result
+
+    monkeypatch.setattr(memory_drain, "_drain_repository", look_and_save)
+    report = memory_drain.drain(newer.parent, Path(older))
+    run = tier_folders.run.as_uri()
+    assert report in (f"step 1 was brought from {tier_folders.memory.as_uri()} to {run}", f"{run} has step 1 already")
+    assert_same(ckpt.load(tier_folders.run), state_of(1))
+    close_as_if_failed(ck)
