@@ -36,8 +36,8 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
         store = tier.session.repo.store
         if group.rank == 0 and tier.spec.url == MEMORY and tier.session.user_count == 1:
             try:
-                if newest is not None and (unread := tier.session.repo.newest()) > newest:
-                    log.warning("the memory at %s is kept: it has step %d, which this job did not restore", tier.url, unread[1])
+                if newer := _newer_steps(tier.session.repo, step, newest):
+                    log.warning("the memory at %s is kept: it has step %d, which this job did not restore", tier.url, newer[-1])
                     continue
                 names = [entry.name for entry in store.list("steps")]
                 if group.size > 1 and newest is not None:  # another rank may still wait for this record
@@ -48,6 +48,13 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
                 store.sweep_temporaries("")
             except (Fenced, StoreError) as error:
                 log.warning("the memory at %s could not be freed: %s", tier.url, error)
+
+
+def _newer_steps(repo: Repository, step: int, newest: tuple[int, int] | None) -> list[int]:
+    """Return the steps that are newer than the newest one of the job. The number decides where a record can't be read."""
+    lines, unread = repo.lines()
+    newer = [other for other, line in lines.items() if newest is not None and (line.number, other) > newest]
+    return sorted([*newer, *(other for other in unread if other > step)])
 
 
 def remove_freed_commits(repo: Repository, record: Repository) -> None:

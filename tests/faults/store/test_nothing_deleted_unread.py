@@ -124,14 +124,23 @@ def test_a_step_whose_only_copy_is_unreadable_is_neither_skipped_nor_deleted(tie
     assert_same(state, state_of(2))
 
 
-def test_memory_stays_if_it_has_a_newer_step_than_the_job_restored(tier_folders: TierFolders) -> None:
+@pytest.mark.parametrize("is_readable_at_the_end", [True, False])
+def test_memory_stays_if_it_has_a_newer_step_than_the_job_restored(
+    tier_folders: TierFolders, is_readable_at_the_end: bool
+) -> None:
     """The job could not read the newest step, and ends without a save. The next job continues from that step."""
     save_in_memory(tier_folders)
     saved = tier_folders.memory / "steps/2"
+    record = (saved / "commit.json").read_bytes()
     saved.rename(tier_folders.base / "away")
     with ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
         assert ck.restore(state_of(0))[1] == 2
         (tier_folders.base / "away").rename(saved)
+        if not is_readable_at_the_end:
+            (saved / "commit.json").unlink()
+            (saved / "commit.json").symlink_to("commit.json")
+    (saved / "commit.json").unlink()
+    (saved / "commit.json").write_bytes(record)
     assert ckpt.open(tier_folders.run).steps() == [1]
     with ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
         state, start = ck.restore(state_of(0))
