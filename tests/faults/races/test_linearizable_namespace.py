@@ -51,7 +51,7 @@ class Client:
         path = TESTS / "programs" / program
         self.process = subprocess.Popen(
             [sys.executable, str(path), name, str(seed), str(calls), str(self.log), str(offset), json.dumps(table)],
-            env=os.environ | {"PYTHONPATH": python_path()}, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": python_path(), "PYTHONFAULTHANDLER": "1"}, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def calls(self) -> dict[str, list[Call]]:
@@ -71,12 +71,13 @@ class Client:
         return found
 
     def close(self) -> str:
-        """Wait for the end, and return what the process printed if it failed."""
+        """Wait for the end, and return the exit status of the process and what it printed if it failed."""
         self.process.send_signal(signal.SIGCONT)
         _, errors = self.process.communicate(timeout=300)
         for link in self.links:
             link.close()
-        return errors if self.process.returncode not in (0, -signal.SIGKILL) else ""
+        status = self.process.returncode
+        return f"{self.name} ended with status {status}: {errors}" if status not in (0, -signal.SIGKILL) else ""
 
 
 class Faults:
