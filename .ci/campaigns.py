@@ -3,7 +3,7 @@
     python .ci/campaigns.py FOLDER
 
 FOLDER has the results of one or more runs, as pytest writes them with --junitxml. The newest result of each test counts. A test
-that no run reached is listed as not run.
+that no run reached keeps its line of the page, and is listed as not run if it has none.
 """
 
 from __future__ import annotations
@@ -84,26 +84,27 @@ def soak_tests() -> list[tuple[str, str]]:
     return found
 
 
-def row(test: tuple[str, str], results: list[Result]) -> str:
+def row(test: tuple[str, str], results: list[Result], lines_before: list[str]) -> str:
     """Return the line of a test in a table."""
     sentence, name = test[1].removeprefix("test_").replace("_", " ").capitalize(), f"`{test[0]}`"
     ran = [result for result in results if result.outcome != "skipped"]
     if not ran:
-        return f"| {sentence} | {name} | | | | not run |"
+        before = (line for line in lines_before if line.startswith(f"| {sentence} | {name} |"))
+        return next(before, f"| {sentence} | {name} | | | | not run |")
     failed = sum(result.outcome == "failed" for result in ran)
     minutes, newest = sum(result.seconds for result in ran) / 60, max(result.at for result in ran)
     return f"| {sentence} | {name} | {sum(r.cases for r in ran):,} | {failed} | {minutes:.1f} min | {newest:%Y-%m-%d} |"
 
 
-def page(results: list[Result]) -> str:
-    """Return the text of the page."""
+def page(results: list[Result], before: str = "") -> str:
+    """Return the text of the page. before: its text until now."""
     newest: dict[tuple[str, str], dict[str, Result]] = {}
     for result in sorted(results, key=lambda result: result.at):
         newest.setdefault(result.test, {})[result.parameters] = result
     tables: dict[str, list[str]] = {heading: [] for heading in SECTIONS.values()}
     for test in soak_tests():
         heading = next(heading for folder, heading in SECTIONS.items() if test[0].startswith(folder + "/"))
-        tables[heading].append(row(test, list(newest.get(test, {}).values())))
+        tables[heading].append(row(test, list(newest.get(test, {}).values()), before.splitlines()))
     text = HEAD
     for heading, rows in tables.items():
         if rows:
@@ -114,7 +115,7 @@ def page(results: list[Result]) -> str:
 def main() -> None:
     """Write the page."""
     found = [result for path in sorted(Path(sys.argv[1]).glob("*.xml")) for result in read_results(path)]
-    PAGE.write_text(page(found))
+    PAGE.write_text(page(found, PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -47,3 +47,10 @@ def test_the_newest_result_of_each_test_counts(tmp_path: Path) -> None:
 def test_a_failure_is_counted(tmp_path: Path) -> None:
     (tmp_path / "results.xml").write_text(RESULTS.format(day="2026-01-02", child="<failure />"))
     assert "| 1,202 | 1 | 2.0 min |" in page(list(read_results(tmp_path / "results.xml")))
+
+
+def test_a_test_that_did_not_run_keeps_its_line(tmp_path: Path) -> None:
+    (tmp_path / "results.xml").write_text(RESULTS.format(day="2026-01-02", child=""))
+    before = page(list(read_results(tmp_path / "results.xml")))
+    assert before.count("2026-01-02") == 1
+    assert page([], before) == before
