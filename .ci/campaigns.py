@@ -101,10 +101,11 @@ def page(results: list[Result], before: str = "") -> str:
     newest: dict[tuple[str, str], dict[str, Result]] = {}
     for result in sorted(results, key=lambda result: result.at):
         newest.setdefault(result.test, {})[result.parameters] = result
+    lines_before = before.splitlines()
     tables: dict[str, list[str]] = {heading: [] for heading in SECTIONS.values()}
     for test in soak_tests():
         heading = next(heading for folder, heading in SECTIONS.items() if test[0].startswith(folder + "/"))
-        tables[heading].append(row(test, list(newest.get(test, {}).values()), before.splitlines()))
+        tables[heading].append(row(test, list(newest.get(test, {}).values()), lines_before))
     text = HEAD
     for heading, rows in tables.items():
         if rows:

@@ -88,7 +88,7 @@ class TierManager:
             bind_to_repository(list(entered.values()), group.rank == 0)
             self._previous_memories = previous_memories(record) if any(spec.url == MEMORY for spec in tiers) else []
             self._read_only_tiers = [r for r in repos[:-1] if r.url not in entered and has_steps_of(r, record)]
-            near = [*(entered.get(r.url, r) for r in repos[:-1] if r.url in entered or r in self._read_only_tiers)]
+            near = [entered.get(r.url, r) for r in repos[:-1] if r.url in entered or r in self._read_only_tiers]
             self.repository = TieredRepository([*near, *self._previous_memories, entered[record.url]])
             # All tiers share one lineage: a save to the nearest tier may continue from a step restored from another tier.
             writer = self.nearest

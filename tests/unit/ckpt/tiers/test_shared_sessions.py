@@ -61,12 +61,13 @@ def test_the_newest_step_of_a_tier_that_is_only_read_reaches_the_repository(tier
         ck._require_open().wait()
         close_as_if_failed(ck)
     assert ckpt.open(tier_folders.nvme).steps() == [4, 5]
+    opened = []
     for _ in range(2):
         broken = FailingStore(LocalStore(tier_folders.nvme), "put_new", 1)
         with pytest.warns(UserWarning, match="the tier .*nvme is not used"):
-            ck = open_with(ckpt.Tier(broken))
+            opened.append(open_with(ckpt.Tier(broken)))
         assert broken.failed
-    with ck:
+    with opened[0], opened[1] as ck:
         assert ck.restore(state_of(0))[1] == 6
         for step in trained:
             ck.save(step, state_of(step), blocking=True)
