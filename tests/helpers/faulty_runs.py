@@ -36,6 +36,11 @@ def assert_no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     until(lambda: not processes.find_processes([], f"{MARK}={tmp_path}"), "all processes have ended")
 
 
+def _start(command: list[str], failpoints: str = "") -> subprocess.Popen[str]:
+    environment = os.environ | {"CKPT_FAILPOINTS": failpoints}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
+
+
 class Faulty(Run):
     """A job of three ranks whose storage and faults a test chooses."""
 
@@ -52,10 +57,14 @@ class Faulty(Run):
         command += [sys.executable, PROGRAM, str(folder), url or str(folder / "repo"), str(steps), str(seconds), fault, *tiers]
         if group is not None:
             command = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group), *command]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-            env=os.environ | {"CKPT_FAILPOINTS": failpoints},
-        )  # fmt: skip
+        self.process = _start(command, failpoints)
+
+    @classmethod
+    def of_command(cls, folder: Path, command: list[str]) -> Faulty:
+        """Start a command of ckpt-run whose run directory is FOLDER/run."""
+        run = cls.__new__(cls)
+        run.folder, run.files, run.process = folder, folder / "run", _start(command)
+        return run
 
     def log(self) -> list[LogEntry]:
         """Return the entries of the run log."""

@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from helpers.campaigns import CountCases
 from helpers.crash_states import CrashState, crash_states, read_recording
-from helpers.folders import PROGRAMS
+from helpers.folders import PROGRAMS, temporary_folder
 from helpers.mounts import unmount, wait_until_mounted
 from helpers.processes import SOAK, python_path
 
@@ -86,9 +85,9 @@ def first_wrong(
     changes, count = read_recording(log), 0
     for state in crash_states(changes, random.Random(seed), samples, share):
         count += 1
-        with tempfile.TemporaryDirectory(prefix="ckpt-crash-", dir=_MEMORY) as folder:
-            state.write_to(Path(folder))
-            if (wrong := wrong_in(state, Path(folder))) is not None:
+        with temporary_folder("ckpt-crash-", _MEMORY) as folder:
+            state.write_to(folder)
+            if (wrong := wrong_in(state, folder)) is not None:
                 return f"CKPT_SEED={seed}: {wrong}; {state.acknowledged} were acknowledged, {state.where}"
     assert count > 100 * share, "the recording has too few changes"
     count_cases(count)

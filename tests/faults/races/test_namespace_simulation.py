@@ -96,7 +96,7 @@ FOUND_BY = {
     a_half_done_change_counts_as_none: 581,
     a_repair_begins_no_era: 404,
 }
-"""The first seed that found each fault when the test was written."""
+"""A seed that finds each fault."""
 PROMISES = ("is not linearizable", "can't be read", "are mixed")
 """A part of the message of each broken promise."""
 

@@ -76,11 +76,11 @@ def a_failed_drain_frees_the_memory(patch: pytest.MonkeyPatch) -> None:
 FOUND_BY = {
     slow_memory_counts_as_lost: 84,
     one_copy_replaces_two: 50,
-    any_saved_step_counts_as_newer: 1,
+    any_saved_step_counts_as_newer: 50,
     a_start_waits_for_no_ranks: 34,
     a_failed_drain_frees_the_memory: 2,
 }
-"""The first seed that found each fault when the test was written."""
+"""A seed that finds each fault."""
 PROMISES = ("is restored, and step", "is lost", "others run on")
 """A part of the message of each broken promise."""
 

@@ -9,6 +9,7 @@ import pytest
 from helpers.campaigns import CountCases
 from helpers.interleaving import RandomScheduler
 from helpers.processes import SOAK
+from helpers.seed_search import NOT_FOUND, first_found
 from helpers.writer_simulation import Takeover
 
 from ckpt.errors import Fenced
@@ -23,6 +24,8 @@ from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 
 SEEDS = 5_000 if SOAK else 100
+PROMISES = ("has lost", "is lost", "was replaced by", "was committed by")
+"""A part of the message of each broken promise."""
 
 
 def run(kind: str, folder: Path, seed: int) -> Takeover:
@@ -55,38 +58,33 @@ def test_a_seed_repeats_its_run(tmp_path: Path) -> None:
     assert first == second
 
 
-def must_find(kind: str, folder: Path) -> None:
-    """Fail unless one of the seeds finds a broken promise. An error of a writer is none."""
-    for seed in range(3_000):
-        try:
-            run(kind, folder / str(seed), seed)
-        except AssertionError as error:
-            if any(promise in str(error) for promise in ("has lost", "is lost", "was replaced by")):
-                return
-    raise AssertionError("3,000 seeds found nothing")
+def require_found(kind: str, folder: Path, known_seed: int) -> None:
+    """Fail unless one of the seeds finds a broken promise."""
+    found = first_found(lambda seed: run(kind, folder / str(seed), seed), PROMISES, known_seed)
+    assert found >= 0, NOT_FOUND
 
 
 @pytest.mark.parametrize("kind", ["local", "bucket"])
 def test_a_fenced_writer_that_commits_is_found(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriterLease, "require_newest", lambda _: None)
-    must_find(kind, tmp_path)
+    require_found(kind, tmp_path, known_seed=0)
 
 
 def test_a_publication_that_is_not_revoked_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConditionalStore, "revoke", lambda *_: True)
-    must_find("bucket", tmp_path)
+    require_found("bucket", tmp_path, known_seed=185)
 
 
 def test_temporary_files_that_stay_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prepared file of a stopped writer is deleted by the start of the next one, and by its sweep of the step."""
     monkeypatch.setattr(LocalStore, "sweep_temporaries", lambda *_, **__: None)
     monkeypatch.setattr(LocalStore, "revoke", lambda *_: True)
-    must_find("local", tmp_path)
+    require_found("local", tmp_path, known_seed=146)
 
 
 def test_leftovers_that_may_still_be_committed_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "_only_uncommittable", lambda _, __, leftovers: leftovers)
-    must_find("bucket", tmp_path)
+    require_found("bucket", tmp_path, known_seed=2155)
 
 
 def test_a_writer_whose_record_is_swept_before_it_was_probed_is_fenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
