@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+_LARGEST_BELOW_1 = math.nextafter(1.0, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class MemberLocation:
@@ -27,7 +29,8 @@ class MemberLocation:
 def score(key: str, location: MemberLocation) -> float:
     """Return the score of a member for a key. A member of twice the weight wins twice as often."""
     hashed = xxhash.xxh3_64_intdigest(f"{location.name}\n{key}".encode())
-    return -location.weight / math.log((hashed + 0.5) / 2.0**64)
+    # The quotient of the 1,024 largest hashes is rounded to 1, whose logarithm is 0.
+    return -location.weight / math.log(min((hashed + 0.5) / 2.0**64, _LARGEST_BELOW_1))
 
 
 def choose_members(
@@ -67,7 +70,7 @@ def choose_members(
     return chosen
 
 
-def max_parts_per_domain(names: Collection[str], locations: Sequence[MemberLocation]) -> int:
+def max_fragments_per_domain(names: Collection[str], locations: Sequence[MemberLocation]) -> int:
     """Return how many fragments on these members are lost at most when one of the widest failure domains fails."""
     lost: dict[tuple[str, ...], int] = {}
     domains = {location.name: location.domain[:1] or (location.name,) for location in locations}

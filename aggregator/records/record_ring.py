@@ -319,7 +319,7 @@ def decode_ring(value: RegisterValue) -> RecordRing:
     """Return the ring of a register's value. Raises IntegrityError where it can't be read."""
     try:
         return _unpack_ring(*msgpack.unpackb(value.head))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise IntegrityError(
             f"the record ring can't be read ({error}); install a newer ckpt-store, or if it is damaged replace the member"
         ) from error

@@ -18,6 +18,7 @@ from ckpt.api import load
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import FormatError
 from ckpt.repository.repository import open_repository, resolve_url
+from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.errors import InvalidArgument, NotFound
 from ckpt.storage.base.fsync import make_durable_root, sync_folder
 from ckpt.storage.base.store import Store
@@ -230,7 +231,7 @@ def _read_file(path: str | os.PathLike[str]) -> str | None:
     if fs.isdir(name) or fs.size(name) > _MAX_FILE_BYTES:
         return None
     try:
-        url = json.loads(fs.cat_file(name))[_URL_KEY]
+        url = read_json(fs.cat_file(name))[_URL_KEY]
     except (ValueError, KeyError, TypeError):
         return None
     return url if isinstance(url, str) else None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _MAX_DEPTH = 32
-_BOOL_TRUE, _BOOL_FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
+_BOOL_TRUE, _BOOL_FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
 _INTEGERS = (4, 5, 6)
 
 Value = Any
@@ -135,6 +135,8 @@ def _value(data: bytes, at: int, end: int, kind: int, depth: int) -> tuple[Value
             raise ValueError("it ends early")
         return data[at : at + length], at + length
     if kind in (_LIST, _SET):
+        if depth > _MAX_DEPTH:
+            raise ValueError("nested too deeply")
         head = data[at]
         count, at = _unsigned(data, at + 1) if head >> 4 == 15 else (head >> 4, at + 1)
         if count > end - at:
@@ -152,7 +154,7 @@ def _value(data: bytes, at: int, end: int, kind: int, depth: int) -> tuple[Value
         return data[at], at + 1
     if kind == _DOUBLE:
         return None, at + 8
-    raise ValueError(f"unexpected type {kind}")  # maps included: these structs contain none
+    raise ValueError(f"unexpected type {kind}")  # maps (11) included: these structs contain none
 
 
 def _unsigned(data: bytes, at: int) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from ckpt.errors import GroupError
 from ckpt.groups.store_rendezvous import JobId
+from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.errors import first_line
 
 Environ = Mapping[str, str]
@@ -168,7 +168,7 @@ def _tensorflow_rank(environ: Environ) -> EnvRank | None:
     if not text.strip():
         return None
     try:
-        config = json.loads(text)
+        config = read_json(text)
         cluster, task = config.get("cluster") or {}, config.get("task") or {}
         chiefs = _addresses(cluster, "chief") or _addresses(cluster, "master")
         workers = _addresses(cluster, "worker")
@@ -266,7 +266,7 @@ def _index_signs(name: str, environ: Environ) -> tuple[str, ...]:
 def _vertex_signs(environ: Environ) -> list[str]:
     """Return the variable of a job of Vertex AI in whose first two worker pools, which train the model, are several hosts."""
     try:
-        config = json.loads(environ.get("CLUSTER_SPEC", ""))
+        config = read_json(environ.get("CLUSTER_SPEC", ""))
         pools = [_addresses(config["cluster"], name) for name in ("workerpool0", "workerpool1")]
     except (ValueError, TypeError, KeyError, AttributeError):
         return []

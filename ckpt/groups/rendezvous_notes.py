@@ -13,6 +13,7 @@ from ckpt.errors import GroupError
 from ckpt.groups import host_notes
 from ckpt.groups.base import Group
 from ckpt.groups.process_identity import process_start_ticks
+from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.errors import StoreError
 
 _raised_tokens: set[str] = set()
@@ -61,7 +62,7 @@ class RendezvousNotes:
     def _read(self) -> tuple[int, StoreError, float, str] | None:
         data = self._group.note(self._key)
         try:
-            note = json.loads(data or b"null")
+            note = read_json(data or b"null")
             if note is None:
                 return None
             kind = getattr(errors, str(note.get("kind")), StoreError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,17 +101,22 @@ class Checkpoint:
         if self._tree is None:
             file = self.commit.trees[0]
             data = self.verified(file)
-            try:
-                with collector_paused():
-                    body = json.loads(data)
-                    require_known_format(body["format"], f"{self.store.url}/{file.name}")
-                    self._layouts = frozenset(map(str, body.get("layouts", ())))
-                    self._tree = body["tree"]
-                    if has_rank_nodes(data):
-                        self._tree = resolve_for_rank(self._tree, self._rank, max(1, self.commit.world_size))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise IntegrityError(f"{self.store.url}/{file.name} is not a tree ({error!r}); {DAMAGE_ADVICE}") from error
+            with collector_paused(), self._raising_integrity_error(file):
+                body = json.loads(data)
+                require_known_format(body["format"], f"{self.store.url}/{file.name}")
+                self._layouts = frozenset(map(str, body.get("layouts", ())))
+                self._tree = body["tree"]
+                if has_rank_nodes(data):
+                    self._tree = resolve_for_rank(self._tree, self._rank, max(1, self.commit.world_size))
         return self._tree
+
+    @contextmanager
+    def _raising_integrity_error(self, file: FileRecord) -> Iterator[None]:
+        """Turn the errors of a malformed tree file into IntegrityError."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise IntegrityError(f"{self.store.url}/{file.name} is not a tree ({error!r}); {DAMAGE_ADVICE}") from error
 
     def layouts(self) -> frozenset[str]:
         """Return the layouts of arrays in which a rank may load its own values of arrays (`ArrayLeaf.layout`)."""
@@ -122,8 +128,9 @@ class Checkpoint:
         saved = self.manifest().leaves()
         self.tree()  # raises if it can't be parsed
         for file in self.commit.trees:
-            with collector_paused():
-                missing = next((n for n in array_names(json.loads(self.verified(file))["tree"]) if n not in saved), None)
+            data = self.verified(file)
+            with collector_paused(), self._raising_integrity_error(file):
+                missing = next((n for n in array_names(json.loads(data)["tree"]) if n not in saved), None)
             if missing is not None:
                 raise IntegrityError(
                     f"leaf {missing} is in the tree of {self.where} but in none of its manifests, so that the step can't be "

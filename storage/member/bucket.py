@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgpack
 import xxhash
 
+from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.conditional_store import MAX_TRIES
 from ckpt.storage.base.errors import AlreadyExists, IntegrityError, NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.base.threads import DaemonThreadPool
@@ -90,7 +91,7 @@ class Bucket:
     def info(self) -> MemberInfo:
         """Return the identity of this member; its usage is unknown. Raises StoreError if its record is damaged."""
         try:
-            return MemberInfo(str(json.loads(self._root.get("device.json"))["id"]), None, None)
+            return MemberInfo(str(read_json(self._root.get("device.json"))["id"]), None, None)
         except NotFound:
             try:
                 self._root.put_new("device.json", json.dumps({"id": secrets.token_hex(16), "format": 1}).encode())
@@ -327,7 +328,7 @@ class BucketRegisters(Registers):
     def _read_tagged_facts(self) -> tuple[_RegisterFacts, ObjectTag | None]:
         try:
             data, tag = self._store.get_tagged(_FACTS_NAME, _FACTS_BYTES)
-            found = json.loads(data)
+            found = read_json(data)
             return _RegisterFacts(bool(int(found["complete"])), int(found["epoch"])), tag
         except NotFound:
             return _RegisterFacts(), None

@@ -21,11 +21,13 @@ def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `original`, the method `Model.fit`, with a callback that saves to the repository of this training."""
     bound = inspect.signature(original).bind(*args, **kwargs)
     given = bound.arguments.get("callbacks")
-    callbacks = given if isinstance(given, keras.callbacks.CallbackList) else list(keras.tree.flatten(given))
-    listed = getattr(callbacks, "callbacks", callbacks)
-    if any(isinstance(callback, Checkpoints) for callback in listed):
+    if isinstance(given, keras.callbacks.CallbackList):  # Keras gives it no model, no number of epochs and no number of steps
+        hooks.print_refused(_NAME, "its callbacks are a CallbackList: give fit a list of callbacks to save to ckpt")
         return original(*args, **kwargs)
-    if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in listed):
+    callbacks = list(keras.tree.flatten(given)) if given else []
+    if any(isinstance(callback, Checkpoints) for callback in callbacks):
+        return original(*args, **kwargs)
+    if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
         hooks.print_refused(_NAME, "the callback BackupAndRestore already resumes this fit: remove it to save to ckpt")
         return original(*args, **kwargs)
     with hooks.training(_NAME) as url:

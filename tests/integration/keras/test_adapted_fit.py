@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from helpers.adapted_runs import assert_resumed, run_adapted
 
+import ckpt
+
 PROGRAM = "plain_keras_training.py"
 
 
@@ -32,3 +34,17 @@ def test_a_validation_that_takes_longer_than_steps_is_no_hang(tmp_path: Path) ->
     ended = run_adapted(tmp_path / "a", PROGRAM, "1", "16", options=options, KERAS_BACKEND="torch")
     assert ended.status == 0, ended.messages
     assert len(ended.outputs) == 1
+
+
+def test_a_fit_with_each_kind_of_callbacks_runs_and_saves(tmp_path: Path) -> None:
+    options = "--adapt", "--restarts", "0"
+    ended = run_adapted(tmp_path / "a", "plain_keras_callbacks.py", options=options, KERAS_BACKEND="torch")
+    output = "".join(ended.outputs)
+    assert ended.status == 0, ended.messages + output
+    fits = [line.split()[1:] for line in output.splitlines() if line.startswith("fit ")]
+    logged = ["single", "list", "nested", "CallbackList"]
+    assert fits == [[kind, "0"] for kind in ("without", "none", "empty")] + [[kind, "8"] for kind in logged]
+    folder = tmp_path / "a/run/checkpoints"
+    repositories = [ckpt.open(f"{folder}{suffix}") for suffix in ("", "-2", "-3", "-4", "-5", "-6")]
+    assert [repository.steps() for repository in repositories] == [[7]] * 6
+    assert "keras.Model is not adapted and saves nothing to ckpt: its callbacks are a CallbackList" in output

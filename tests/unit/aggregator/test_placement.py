@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from helpers.namespace_files import member_objects
 from helpers.nodes import LocalNode, nodes_config, quick
 from hypothesis import given, settings
@@ -18,9 +20,9 @@ from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.cluster.member_facts import failure_domains
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
 from ckpt.aggregator.maintenance import rebalance
-from ckpt.aggregator.placement import erasure
+from ckpt.aggregator.placement import erasure, rendezvous_hash
 from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
-from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, choose_members, max_parts_per_domain
+from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, choose_members, max_fragments_per_domain
 from ckpt.storage.base.errors import (
     InvalidArgument,
 )
@@ -47,11 +49,21 @@ LOCATIONS = [
 ]
 
 
+@pytest.mark.parametrize("below", [1, 512, 1024, 1025, 1 << 40])
+def test_each_hash_gives_a_score(monkeypatch: pytest.MonkeyPatch, below: int) -> None:
+    hashed = (1 << 64) - below
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: hashed)  # no key with such a hash is known
+    score = rendezvous_hash.score("key", MemberLocation("a"))
+    quotient = (hashed + 0.5) / 2.0**64
+    assert score == -1 / math.log(quotient if quotient < 1 else 1 - 2.0**-53)
+    assert rendezvous_hash.score("key", MemberLocation("a", weight=2.0)) == 2 * score
+
+
 @given(st.text(max_size=20), st.integers(1, 24))
 def test_placement_spreads_over_failure_domains(key: str, count: int) -> None:
     chosen = choose_members(key, LOCATIONS, count)
     assert len(set(chosen)) == count
-    assert max_parts_per_domain(chosen, LOCATIONS) == -(-count // 2), "both sites have the same number"
+    assert max_fragments_per_domain(chosen, LOCATIONS) == -(-count // 2), "both sites have the same number"
     racks = [name[:4] for name in chosen]
     assert max(map(racks.count, racks)) == -(-count // 6)
     assert choose_members(key, LOCATIONS, 3, host_domain=("s1", "s1r2"))[0].startswith("s1r2"), "the first is near the writer"
