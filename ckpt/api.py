@@ -119,6 +119,7 @@ def save(
         AlreadyExists: The step exists, and `overwrite` is False.
         StoreError: The store failed, for example because the disk is full.
         Fenced: A newer writer has taken over the repository.
+        SaveFailed: An earlier save of this process in the background failed; its error is the cause.
         GroupError: The ranks could not meet, or do not agree on the step.
         StepRefused: The parts of the ranks do not make a whole step, or replicas differ.
         RanksMissing: A rank did not write its part within `timeout`.

@@ -17,6 +17,7 @@ from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.name_patterns import matcher, select
 from ckpt.state.tree import Node, flatten
 from ckpt.state.tree_rebuild import rebuild, scalar_bytes
+from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import Advance, import_optional
 from ckpt.tools.step_contents import PIECE_BYTES, Array, Contents, as_raw
 
@@ -44,8 +45,18 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     finish = rebuild(make_plain(tree), tensors.plan_array)
     tensors.read_all(advance)
     with open(path, "wb") as file:
-        torch.save(finish(), _CountingFile(file, advance))
+        _save(torch, finish(), _CountingFile(file, advance), path)
     return tensors.raw_names
+
+
+def _save(torch: ModuleType, value: Any, file: _CountingFile, path: str) -> None:
+    """Write a value by torch.save, whose RuntimeError about the end of the file hides the OSError of a full disk."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise CkptError(f"torch can't write {path}: {first_line(error)}; choose another format") from error
 
 
 class _TensorReader:

@@ -37,8 +37,10 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
     """Return the host and the port of an address; raise UsageError, which names the option, for another text."""
     host, _, port = text.rpartition(":")
     bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
-    if not host or bare or not port.isdigit() or int(port) > 65535:
+    if not host or bare or not (port.isascii() and port.isdigit()):
         raise click.UsageError(f"{option} {text}: write HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070")
+    if len(port) > 5 or int(port) > 65535:
+        raise click.UsageError(f"{option} {text}: the port must be 0 to 65535, where 0 chooses a free one")
     return host, int(port)
 
 

@@ -257,7 +257,7 @@ def _remove(path: Path) -> None:
                 break
             time.sleep(0.02)
     else:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # on a read-only file system this fails, too, and must not replace the error that led here
             path.unlink()
 
 

@@ -42,8 +42,14 @@ from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
 from ckpt.storage.base.errors import InvalidArgument, Unavailable
-from ckpt.storage.base.fd_io import describe_os_error
-from ckpt.storage.node.client_credentials import ADDRESS_PATTERN, TOKEN_VARIABLE, NodeCredentials, is_insecure_allowed
+from ckpt.storage.base.fd_io import describe_unreadable_file
+from ckpt.storage.node.client_credentials import (
+    ADDRESS_PATTERN,
+    TOKEN_VARIABLE,
+    NodeCredentials,
+    has_valid_port,
+    is_insecure_allowed,
+)
 from ckpt.storage.node.security_options import VARIABLES
 from ckpt.storage.urls import OBJECT_SCHEMES
 
@@ -162,18 +168,18 @@ def is_full_path(path: str) -> bool:
 def find_config(name: str) -> NamespaceConfig:
     """Return the configuration for a list of addresses, or for a name in the TOML file. Raises InvalidArgument."""
     if _is_address_list(name):
-        members = tuple(_parse_member(url, {"url": url}) for url in name.split(",") if url)
+        members = tuple(_parse_member(f"{NAMESPACE_SCHEME}://{name}", {"url": url}) for url in name.split(",") if url)
         return _with_credentials(NamespaceConfig(name, members, _default_redundancy(len(members))), {}, name)
     file = config_file()
     try:
         tables = parse_tables(file.read_bytes(), file)
     except FileNotFoundError:
         raise InvalidArgument(
-            f"ckpt://{name}: {name} is not a list of host:port, and {file} does not exist; write host:port, or define it "
-            "in this file"
+            f"ckpt://{name}: {name} is not a list of host:port, and {file} (CKPT_CONFIG) does not exist; write host:port, or "
+            "define it in this file"
         ) from None
     except OSError as error:
-        raise InvalidArgument(f"{file} can't be read ({error}); correct its permissions, or name another file") from error
+        raise InvalidArgument(f"{file} can't be read: {describe_unreadable_file(error)} (CKPT_CONFIG)") from error
     if name not in tables:
         raise InvalidArgument(
             f"{file} has no [namespaces.{name}]; add it, or name one that it has ({', '.join(sorted(tables)) or 'none'})"
@@ -277,6 +283,8 @@ def _parse_member(source: str, table: Mapping[str, Any]) -> Member:
     name, domain = str(table.get("name", url)), _parse_domain(table.get("domain", ""))
     address = url.removeprefix("node://")
     if ADDRESS_PATTERN.fullmatch(address):
+        if not has_valid_port(address):
+            raise InvalidArgument(f"{source}: the port of {address} must be 1 to 65535")
         return Member(MemberLocation(table.get("name", address), domain, weight), address=address)
     if url.partition("://")[0] in OBJECT_SCHEMES:
         return Member(MemberLocation(name, domain, weight), bucket=url)
@@ -347,11 +355,13 @@ def credentials_from_environment() -> NodeCredentials:
 
 def _parse_credentials(table: Mapping[str, Any], source: str) -> NodeCredentials:
     file = table.get("token_file")
-    token = _read_token(file) if file else token_from_environment()
+    token = _read_token(file, f"{source}: token_file") if file else token_from_environment()
     ca = table.get("ca_file") or os.environ.get(VARIABLES.authority)
+    ca_name = f"{source}: ca_file" if table.get("ca_file") else VARIABLES.authority
     certificate = None
     if "cert_file" in table or "key_file" in table:
-        certificate = (_read_file(table.get("cert_file", "")), _read_file(table.get("key_file", "")))
+        chain, key = (_read_file(table.get(name, ""), f"{source}: {name}") for name in ("cert_file", "key_file"))
+        certificate = (chain, key)
     given = table.get("deadline_seconds", NodeCredentials().deadline_seconds)
     try:
         seconds = float(given)
@@ -362,7 +372,7 @@ def _parse_credentials(table: Mapping[str, Any], source: str) -> NodeCredentials
     insecure = table.get("insecure", is_insecure_allowed())
     if not isinstance(insecure, bool):
         raise InvalidArgument(f"{source}: insecure is {insecure!r}; write true or false")
-    return NodeCredentials(token, _read_file(ca) if ca else None, certificate, seconds, insecure)
+    return NodeCredentials(token, _read_file(ca, ca_name) if ca else None, certificate, seconds, insecure)
 
 
 def token_from_environment() -> str | None:
@@ -370,20 +380,21 @@ def token_from_environment() -> str | None:
     if token := os.environ.get(TOKEN_VARIABLE):
         return token
     file = os.environ.get(VARIABLES.token)
-    return _read_token(file) if file else None
+    return _read_token(file, VARIABLES.token) if file else None
 
 
-def _read_token(path: object) -> str:
+def _read_token(path: object, name: str) -> str:
     try:
-        return _read_file(path).decode().strip()
+        return _read_file(path, name).decode().strip()
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{path} can't be read: it is not text; write the token into it") from error
+        raise InvalidArgument(f"{name} {path} can't be read: it is not text; write the token into it") from error
 
 
-def _read_file(path: object) -> bytes:
+def _read_file(path: object, name: str) -> bytes:
+    """Return the content of a file; raise InvalidArgument if it can't be read. name: what names the file, for the message."""
     if not isinstance(path, str):
-        raise InvalidArgument(f"{path!r} can't be read: write the path of a file as a string")
+        raise InvalidArgument(f"{name} {path!r} can't be read: write the path of a file as a string")
     try:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
-        raise InvalidArgument(f"{path} can't be read: {describe_os_error(error)}") from error
+        raise InvalidArgument(f"{name} {path} can't be read: {describe_unreadable_file(error)}") from error

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.fd_io import describe_unreadable_file
 from ckpt.storage.node.client_credentials import is_insecure_allowed, is_loopback
 
 ETCD_VARIABLES = {
@@ -74,7 +75,8 @@ class EtcdCredentials:
             if self.cert_file:
                 context.load_cert_chain(self.cert_file, self.key_file)
         except OSError as error:  # SSLError is a subclass
-            files = ", ".join(filter(None, (self.ca_file, self.cert_file, self.key_file)))
+            given = {"ca_file": self.ca_file, "cert_file": self.cert_file, "key_file": self.key_file}
+            files = ", ".join(f"{ETCD_VARIABLES[name]} {file}" for name, file in given.items() if file)
             raise InvalidArgument(f"etcd: {files} can't be used: {error.strerror or error}; give files in PEM") from error
         return context
 
@@ -86,7 +88,7 @@ class EtcdCredentials:
             return Path(self.password_file).expanduser().read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgument(
-                f"the password of etcd in {self.password_file} can't be read ({error}); name a readable text file"
+                f"{ETCD_VARIABLES['password_file']} {self.password_file} can't be read: {describe_unreadable_file(error)}"
             ) from error
 
 

@@ -51,7 +51,7 @@ def parse_option(option: CodecOption) -> Callable[[str], str | None]:
     option: "auto", "none", None, a numcodecs codec or its configuration, or a mapping from name patterns to those. The first
         pattern that matches a leaf counts; a leaf that no pattern matches gets "auto".
 
-    Raises InvalidArgument or FormatError for an option that cannot be used.
+    Raises InvalidArgument for an option that cannot be used.
     """
     if isinstance(option, Mapping) and "id" not in option:
         if not option:
@@ -73,20 +73,23 @@ def _parse_one(option: object) -> str | None:
     if not isinstance(option, Mapping):
         get_config = getattr(option, "get_config", None)
         if get_config is None:
-            raise FormatError(f"codec {option!r} is not understood; {_CODEC_ADVICE}")
+            raise InvalidArgument(f"codec {option!r} is not understood; {_CODEC_ADVICE}")
         option = get_config()
     try:
         config = json.dumps(option, sort_keys=True)
     except TypeError as error:
-        raise FormatError(f"codec configuration {option!r} is not understood ({error}); {_CODEC_ADVICE}") from error
+        raise InvalidArgument(f"codec configuration {option!r} is not understood ({error}); {_CODEC_ADVICE}") from error
     sample = np.zeros(64, np.uint8)
-    encoded = encode(config, sample, 8)  # raises here for a level or a name that the codec refuses
+    try:
+        encoded = encode(config, sample, 8)  # raises here for a level or a name that the codec refuses
+    except FormatError as error:
+        raise InvalidArgument(str(error)) from error
     try:
         decode(config, encoded, np.empty_like(sample))  # a codec that a load would refuse must not be written
     except MemoryError:
         raise
     except Exception as error:  # codecs raise errors of any type
-        raise FormatError(
+        raise InvalidArgument(
             f"codec configuration {config[:200]} encodes data that it cannot decode ({error}); change its parameters, or use "
             "another codec"
         ) from error

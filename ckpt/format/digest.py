@@ -50,7 +50,7 @@ def algorithm_of_hex(text: str | None) -> str:
 def choose_algorithm(option: str, signed: bool) -> str:
     """Return the algorithm of a `digest=` option; "auto" is the fast one, or the cryptographic one if steps are signed.
 
-    Raises InvalidArgument for xxh3-128 with signed steps, and FormatError for an unknown or missing algorithm.
+    Raises InvalidArgument for an unknown or missing algorithm, and for xxh3-128 with signed steps.
     """
     if signed and option == "xxh3-128":
         raise InvalidArgument(
@@ -63,11 +63,14 @@ def choose_algorithm(option: str, signed: bool) -> str:
 
 
 def require_algorithm(algorithm: str) -> str:
-    """Return `algorithm`; raise FormatError if it is unknown or its package is not installed."""
+    """Return `algorithm`; raise InvalidArgument if it is unknown or its package is not installed."""
+    if algorithm not in ("xxh3-128", "blake3"):
+        raise InvalidArgument(f"unknown digest {algorithm!r}: use 'auto', 'xxh3-128' or 'blake3'")
     if algorithm == "blake3":
-        _blake3()
-    elif algorithm != "xxh3-128":
-        raise FormatError(f"unknown digest {algorithm!r}: use 'auto', 'xxh3-128' or 'blake3'")
+        try:
+            _blake3()
+        except FormatError as error:
+            raise InvalidArgument(str(error)) from error
     return algorithm
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ckpt.errors import DAMAGE_ADVICE, SignatureError
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.fd_io import describe_unreadable_file
 
 KEY_FILE_VARIABLE = "CKPT_KEY_FILE"
 """The environment variable that names the key file if the program does not."""
@@ -118,7 +119,9 @@ def read_key_file(file: Path) -> Keys:
     try:
         lines = [line.strip() for line in file.read_text("ascii").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"the key file {file} can't be read ({error}); name a readable text file") from error
+        raise InvalidArgument(
+            f"the key file {file} can't be read: {describe_unreadable_file(error)} (key=, --key-file or {KEY_FILE_VARIABLE})"
+        ) from error
     keys = []
     for number, line in enumerate(lines, 1):
         if line and not line.startswith("#"):

@@ -33,6 +33,7 @@ _ADVICE_BY_ERRNO = {
 _OTHER_ADVICE = "see the log of the kernel (dmesg), and check the file system"
 
 
+_WRONG_PATH_ERRNOS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _REFUSED_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 
@@ -58,6 +59,15 @@ def convert_os_errors(action: str, where: str) -> Iterator[None]:
 def describe_os_error(error: OSError) -> str:
     """Return the message of an error, and what to do."""
     return f"{error.strerror or error}; {_ADVICE_BY_ERRNO.get(error.errno or 0, _OTHER_ADVICE)}"
+
+
+def describe_unreadable_file(error: OSError | UnicodeDecodeError) -> str:
+    """Return the message of an error about a file whose path the user gave, and what to do."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text; name a text file"
+    if error.errno in _WRONG_PATH_ERRNOS:
+        return f"{error.strerror}; name a file that this user can read"
+    return describe_os_error(error)
 
 
 def write_all(fd: int, data: memoryview, position: int, where: str) -> None:

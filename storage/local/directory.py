@@ -141,7 +141,7 @@ class LocalStore(Store):
             with convert_os_errors("publishing", path):
                 self._publish_new_temporary(temporary, path)
         finally:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # it must not replace the error of the publication
                 os.unlink(temporary)
         sync_nearest_folder(os.path.dirname(path))
 

@@ -57,7 +57,8 @@ def link_new(temporary: str, path: str) -> None:
         try:
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(path)
+            with suppress(OSError):
+                os.unlink(path)
             raise
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow.flight as flight
 
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.fd_io import describe_unreadable_file
 
 log = logging.getLogger("ckpt.node")
 
@@ -70,7 +71,7 @@ class TokenFile:
         try:
             tokens = tuple(filter(None, map(str.strip, self._file.read_text().splitlines())))
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"the token file {self._file} can't be read ({error}); name a readable text file") from error
+            raise InvalidArgument(f"the token file {self._file} can't be read: {describe_unreadable_file(error)}") from error
         if min(map(len, tokens), default=0) < _MIN_TOKEN_CHARACTERS:
             raise InvalidArgument(
                 f"a token in {self._file} has {min(map(len, tokens), default=0)} characters; use {_MIN_TOKEN_CHARACTERS} or "

@@ -79,7 +79,7 @@ POSSIBLE_VALUES = re.compile(r"\b(it has|which has|its members are|numbered from
 """A message may list what can be given."""
 
 NAMED_ADVICE = re.compile(
-    r"ADVICE|HINT|_REPAIR|HOW_TO|SHUTTING_DOWN|describe_os_error|suggest\(|damage_text|_remedy|advice|instead"
+    r"ADVICE|HINT|_REPAIR|HOW_TO|SHUTTING_DOWN|describe_os_error|describe_unreadable_file|suggest\(|damage_text|_remedy|advice|instead"
 )
 """Names of constants, functions and variables that are advice."""
 

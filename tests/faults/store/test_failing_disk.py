@@ -19,7 +19,8 @@ from helpers.local_stores import files_below
 from helpers.local_stores import store as store
 from helpers.small_disks import small_disk as small_disk
 
-from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError
+from ckpt.storage.base.errors import AlreadyExists, NotFound, Refused, StoreError
+from ckpt.storage.base.store import Buffer
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import O_DIRECT
 from ckpt.storage.testing import object_lengths, random_bytes, write_object
@@ -170,6 +171,20 @@ def test_a_full_disk_is_detected_when_space_is_reserved(small_disk: Path) -> Non
         writer.append(memoryview(bytes(100)))
         writer.commit()
     store.put("c", bytes(1 << 19))  # the rest of the reservation was given back
+
+
+@pytest.mark.parametrize("how", ["put", "put_new"])
+def test_a_file_system_that_becomes_read_only_during_a_write_is_reported(small_disk: Path, how: str) -> None:
+    """Ext4 does so after an I/O error. The temporary file can't be deleted then, which must not replace the error."""
+
+    class StoppedStore(LocalStore):
+        def _write_temporary(self, name: str, data: Buffer) -> tuple[str, str]:
+            written = super()._write_temporary(name, data)
+            subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+            return written
+
+    with pytest.raises(Refused, match="publishing .*Read-only file system; mount the file system writable"):
+        WRITES[how](StoppedStore(small_disk), b"x")
 
 
 @pytest.fixture

@@ -223,6 +223,7 @@ def test_a_node_serves_by_tls_with_a_token(tmp_path: Path) -> None:
         (["--data", "d", "--listen", "0.0.0.0:0"], "can be reached from other hosts"),
         (["--data", "d", "--listen", "here"], "write HOST:PORT"),
         (["--data", "d", "--capacity", "much"], "is not a size"),
+        (["--data", "d", "--listen", "127.0.0.1:99999"], "127.0.0.1:99999: the port must be 0 to 65535"),
         (["--data", "d", "--listen", "::1:7070"], "such as 127.0.0.1:7070 or [::1]:7070"),
         (["--data", "d", "--capacity", "-5"], "is not a size"),
         (["--data", "d", "--domain", "rack"], "KEY=VALUE"),

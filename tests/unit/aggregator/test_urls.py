@@ -51,11 +51,14 @@ def test_urls_and_configuration_files_are_parsed(tmp_path: Path, monkeypatch: py
     ("url", "message"),
     [
         ("ckpt://", "write ckpt://host:port"),
-        ("ckpt://nowhere/x", r"no \[namespaces.nowhere\]; add it, or name one that it has \(a, b, c\)"),
+        ("ckpt://nowhere/x", r"no \[namespaces.nowhere\]; add it, or name one that it has \(a, b, c, d\)"),
         ("ckpt://a/x", "is not a member: use host:port"),
         ("ckpt://b/x", "unknown key 'wieght'"),
         ("ckpt://c/x", r"c.toml, \[namespaces.c\]: deadline_seconds is 'soon'; it must be a number of seconds"),
         ("ckpt://h:1,h:1/x", "is listed twice"),
+        ("ckpt://127.0.0.1:99999/x", r"^ckpt://127.0.0.1:99999: the port of 127.0.0.1:99999 must be 1 to 65535$"),
+        ("ckpt://h:1,[::1]:0/x", r"the port of \[::1\]:0 must be 1 to 65535$"),
+        ("ckpt://d/x", r"c.toml, \[namespaces.d\]: the port of h:65536 must be 1 to 65535$"),
         ("ckpt://h:1,h:2/x?redundancy=3x", "needs 3 members, there are 2"),
         ("ckpt://h:1,h:2/x?redundancy=much", "use 1x, 2x, 3x"),
         ("ckpt://h:1/x?what=1", "unknown option 'what'"),
@@ -68,7 +71,9 @@ def test_wrong_urls_are_refused_with_the_reason(
     file = tmp_path / "c.toml"
     file.write_text('[namespaces.a]\nmembers = ["hdfs://b"]\n[namespaces.b]\nmembers = [{url = "h:1", wieght = 2}]\n')
     with file.open("a") as opened:
-        opened.write('[namespaces.c]\nmembers = ["h:1"]\ndeadline_seconds = "soon"\n')
+        opened.write(
+            '[namespaces.c]\nmembers = ["h:1"]\ndeadline_seconds = "soon"\n[namespaces.d]\nmembers = ["node://h:65536"]\n'
+        )
     monkeypatch.setenv("CKPT_CONFIG", str(file))
     with pytest.raises(InvalidArgument, match=message):
         config.parse_namespace_url(url)
@@ -104,3 +109,36 @@ def test_a_token_file_that_is_not_text_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("CKPT_TOKEN_FILE", str(tmp_path / "token"))
     with pytest.raises(InvalidArgument, match="token can't be read: it is not text"):
         config.parse_namespace_url("ckpt://h:1/x")
+
+
+@pytest.mark.parametrize("entry", ["token_file", "ca_file", "cert_file", "key_file"])
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("missing", "No such file or directory"), (".", "Is a directory"), ("c.toml/x", "Not a directory")],
+)
+def test_an_entry_whose_file_can_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str, path: str, reason: str
+) -> None:
+    file = tmp_path / "c.toml"
+    pair = f"cert_file = '{file}'\n" if entry == "key_file" else ""
+    file.write_text(f"[namespaces.lab]\nmembers = ['h:1']\n{pair}{entry} = '{tmp_path / path}'\n")
+    monkeypatch.setenv("CKPT_CONFIG", str(file))
+    with pytest.raises(InvalidArgument) as refused:
+        config.parse_namespace_url("ckpt://lab/x")
+    advice = "name a file that this user can read"
+    assert str(refused.value) == f"{file}, [namespaces.lab]: {entry} {tmp_path / path} can't be read: {reason}; {advice}"
+
+
+@pytest.mark.parametrize("variable", ["CKPT_TOKEN_FILE", "CKPT_CA_FILE", "CKPT_CONFIG"])
+@pytest.mark.parametrize(("path", "reason"), [("missing", "No such file or directory"), (".", "Is a directory")])
+def test_a_variable_whose_file_can_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, path: str, reason: str
+) -> None:
+    monkeypatch.setenv(variable, str(tmp_path / path))
+    with pytest.raises(InvalidArgument) as refused:
+        config.parse_namespace_url("ckpt://lab/x" if variable == "CKPT_CONFIG" else "ckpt://h:1/x")
+    message = str(refused.value)
+    assert variable in message
+    assert "dmesg" not in message
+    if variable != "CKPT_CONFIG":
+        assert message == f"{variable} {tmp_path / path} can't be read: {reason}; name a file that this user can read"
