@@ -91,11 +91,19 @@ class RemoteStoreError(GroupError):
 def _remote_error(rank: int, group: Group, kind: str, message: str) -> GroupError:
     of_store = isinstance(found := getattr(errors, kind, None), type) and issubclass(found, StoreError)
     made = RemoteStoreError if of_store else GroupError
-    return made(f"rank {rank} of {group.size} failed, so no rank continues: {kind}: {message}")
+    return made(_remote_error_text(rank, group, kind, message))
+
+
+def _remote_error_text(rank: int, group: Group, kind: str, message: str) -> str:
+    return f"rank {rank} of {group.size} failed, so no rank continues: {kind}{': ' if message else ''}{message}"
 
 
 def broadcast_from_rank_0(group: Group, read: Callable[[], str]) -> str:
-    """Return on all ranks what `read` returns on rank 0; if it raises there, raise the error on all ranks."""
+    """Return on all ranks what `read` returns on rank 0; if it raises there, raise on all ranks.
+
+    The others raise the same error if it is one of ckpt, otherwise GroupError. The message names rank 0, unless the error is
+    about the repository, as damage or a missing step: that holds for all ranks.
+    """
     if group.size == 1:
         return read()
     error: BaseException | None = None
@@ -105,12 +113,15 @@ def broadcast_from_rank_0(group: Group, read: Callable[[], str]) -> str:
             answer[1] = read()
         except BaseException as failed:
             error = failed
-            answer = [type(failed).__name__ if isinstance(failed, CkptError) else "GroupError", str(failed)]
+            answer = [type(failed).__name__, str(failed)]
     kind, text = json.loads(group.broadcast(json.dumps(answer).encode() if group.rank == 0 else None))
     if error is not None:
         raise error
     if kind:
-        raise getattr(errors, kind, GroupError)(text)
+        found = getattr(errors, kind, None)
+        if not isinstance(found, type) or not issubclass(found, CkptError):
+            raise _remote_error(0, group, kind, text)
+        raise found(_remote_error_text(0, group, kind, text) if issubclass(found, (StoreError, GroupError)) else text)
     return str(text)
 
 

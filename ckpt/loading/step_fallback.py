@@ -111,9 +111,9 @@ def report_fallback(repo: Repository, found: tuple[int, T] | None, damage: dict[
         if not others:
             raise newest
         raise type(newest)(f"no step of {repo.url} is whole, of {steps_text(sorted(damage))}; the newest: {newest}") from newest
-    for passed_over in damage.values():
+    for skipped in damage.values():
         assert found is not None
-        message = f"loaded the older step {found[0]} because a newer one is damaged: {passed_over}"
+        message = f"loaded the older step {found[0]} because a newer one is damaged: {skipped}"
         log.error(message)
         warn_user(message)
     return found

@@ -83,8 +83,11 @@ def start_in_group(
     except BaseException as error:
         if lease is not None:
             lease.release()
-        kind = type(error).__name__ if isinstance(error, CkptError) else "GroupError"
-        _announce_and_gather(rendezvous_store, group, {"error": kind, "message": f"rank 0 could not begin to save: {error}"})
+        name = type(error).__name__
+        kind, reason = (
+            (name, str(error)) if isinstance(error, CkptError) else ("GroupError", f"{name}: {error}".removesuffix(": "))
+        )
+        _announce_and_gather(rendezvous_store, group, {"error": kind, "message": f"rank 0 could not begin to save: {reason}"})
         raise
     try:
         _, lease.rank_processes = _announce_and_gather(rendezvous_store, group, announcement)

@@ -153,7 +153,7 @@ class Session:
     def unreported_failures(self) -> list[SaveHandle]:
         """Return the failed saves whose errors the user has not seen, for the end of the program, superseded ones too."""
         superseded = [self.superseded_failure] if self.superseded_failure is not None else []
-        handles = {*self._pending_saves, *superseded}
+        handles = dict.fromkeys([*superseded, *self._pending_saves])  # a save may be in both; in the order of the saves
         return [h for h in handles if h.has_error_to_raise() or (h in superseded and h.has_unseen_error())]
 
     # --- previous blocks, and the sweep ------------------------------------------------------------------------

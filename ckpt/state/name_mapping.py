@@ -90,8 +90,9 @@ class _Renamer:
             return self._saved[name]
         if self._selector is not None and not self._selector(path or "(root)"):
             return None
+        names = [saved for saved in self._saved if saved != "(root)"] or self._saved
         raise LeafNotFound(
-            f"leaf {path} of `like`, renamed to {name}, is not in {self._where}{suggest(name, self._saved)}; change rename"
+            f"leaf {path} of `like`, renamed to {name}, is not in {self._where}{suggest(name, names)}; change rename"
         )
 
     def _object(self, like: Any, path: str) -> Node:

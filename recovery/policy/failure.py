@@ -18,7 +18,7 @@ PLANNED_CAUSES: frozenset[Cause] = frozenset({"preempted", "straggler", "asked"}
 
 
 SOON_STEPS = 32
-"""A failure within this many steps of a restore may be caused by the restored step."""
+"""A failure within this many steps after a restored or a committed step may be caused by that step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Failure:
         return self.line, self.committed
 
     @property
-    def is_soon(self) -> bool:
+    def is_soon_after_restore(self) -> bool:
         """Whether it came so soon after the restore of a step that this step may be the cause."""
         return 0 <= self.step - self.restored <= SOON_STEPS
 

@@ -27,7 +27,7 @@ def suspected_hosts(failures: Sequence[Failure]) -> frozenset[str]:
     found = {failure.host for failure in failures if failure.cause == "straggler"}
     for one, other in pairwise(failures):
         alike = other.newest_committed <= one.newest_committed or (
-            one.cause not in PLANNED_CAUSES and one.is_soon and other.is_soon
+            one.cause not in PLANNED_CAUSES and one.is_soon_after_restore and other.is_soon_after_restore
         )
         if one.host == other.host and alike and other.cause not in PLANNED_CAUSES:
             found.add(other.host)

@@ -92,8 +92,8 @@ def next_restore_step_limit(before: int | None, failure: Failure, budget: Budget
         return before
     if failure.committed > budget.best_step:
         return None
-    soon = failure.step - failure.committed <= SOON_STEPS
-    return before if failure.is_of_program and soon else failure.committed + 1
+    is_soon_after_commit = failure.step - failure.committed <= SOON_STEPS
+    return before if failure.is_of_program and is_soon_after_commit else failure.committed + 1
 
 
 def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = (), before: int | None = None) -> Decision:
@@ -143,7 +143,7 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
     blame = None
     if alike >= MAX_REPEATED_FAILURES - 1 and last.is_of_program:
         blame = f"it failed {alike} times at the same place"
-    elif _has_failed_twice_soon(failures):
+    elif _has_failed_twice_soon_after_restore(failures):
         blame = "it failed twice soon after it"
     if blame and budget.failures_without_progress >= MAX_REPEATED_FAILURES - 1 and last.restored > 0:
         source = f"from a step before {last.restored}, which may be the reason: {blame}"
@@ -170,11 +170,11 @@ def _count_alike(failures: Sequence[Failure]) -> int:
     return sum(1 for _ in same)
 
 
-def _has_failed_twice_soon(failures: Sequence[Failure]) -> bool:
+def _has_failed_twice_soon_after_restore(failures: Sequence[Failure]) -> bool:
     """Return whether the program failed twice in a row soon after it restored the same step, at whichever steps it failed."""
     pair = failures[-2:]
     same = len({failure.restored for failure in pair}) == 1
-    return len(pair) == 2 and same and all(failure.is_of_program and failure.is_soon for failure in pair)
+    return len(pair) == 2 and same and all(failure.is_of_program and failure.is_soon_after_restore for failure in pair)
 
 
 def _describe_step(failure: Failure) -> str:

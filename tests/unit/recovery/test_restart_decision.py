@@ -207,9 +207,11 @@ def test_which_failures_are_the_programs_own(cause: str, detail: str, is_of_prog
     assert replace(failure("a", cause=cause), detail=detail).is_of_program is is_of_program
 
 
-@pytest.mark.parametrize(("step", "is_soon"), [(3, False), (4, True), (4 + SOON_STEPS, True), (5 + SOON_STEPS, False)])
-def test_which_failures_come_soon_after_a_restore(step: int, is_soon: bool) -> None:
-    assert replace(EXIT, step=step, restored=4).is_soon is is_soon
+@pytest.mark.parametrize(
+    ("step", "is_soon_after_restore"), [(3, False), (4, True), (4 + SOON_STEPS, True), (5 + SOON_STEPS, False)]
+)
+def test_which_failures_come_soon_after_a_restore(step: int, is_soon_after_restore: bool) -> None:
+    assert replace(EXIT, step=step, restored=4).is_soon_after_restore is is_soon_after_restore
 
 
 def test_a_failure_is_described_with_its_ranks() -> None:

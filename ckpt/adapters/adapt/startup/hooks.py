@@ -16,6 +16,7 @@ import functools
 import importlib
 import os
 import sys
+from _thread import get_ident
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -249,29 +250,46 @@ class _Finder:
         self._actions: dict[str, Callable[[ModuleType], None]] = {"torch.optim.optimizer": _first_optimizer_step}
         self._actions |= {hook.module: functools.partial(_wrap, hook) for hook in HOOKS}
         self._actions |= {r.module: functools.partial(_refuse, r) for r in REFUSALS if r.module in _REFUSED_AT_IMPORT}
+        self._running: set[tuple[int, str]] = set()
+        """Thread and module of each search that runs now, so that a finder that searches again does not reach this one."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in _OWN_USES or name.startswith("ckpt.adapters."):
             _note_own_use()
-        action = self._actions.pop(name, None)
-        if action is None:
+        call = get_ident(), name
+        if name not in self._actions or call in self._running:
             return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            if find is not None and (spec := find(name, path, target)) is not None:
-                _act_after_import(spec, action)
-                return spec  # type: ignore[no-any-return]
+        self._running.add(call)
+        try:
+            for finder in sys.meta_path:
+                find = None if finder is self else getattr(finder, "find_spec", None)
+                if find is not None and (spec := find(name, path, target)) is not None:
+                    _act_after_import(spec, self._actions)
+                    return spec  # type: ignore[no-any-return]
+        finally:
+            self._running.discard(call)
         return None
 
 
-def _act_after_import(spec: ModuleSpec, action: Callable[[ModuleType], None]) -> None:
-    """Let the loader of one module call a function after it has executed the module."""
+def _act_after_import(spec: ModuleSpec, actions: dict[str, Callable[[ModuleType], None]]) -> None:
+    """Let the loader of a module take its action from `actions` and call it, after it has executed the module.
+
+    A spec that is only looked at, by importlib.util.find_spec, changes nothing.
+    """
     loader: Any = spec.loader
-    execute = loader.exec_module
+    execute = getattr(loader, "exec_module", None)
+    if execute is None:  # a folder of this name without __init__.py
+        return
 
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module
+        if module.__name__ != spec.name:  # a module of the same zip file, whose modules share a loader
+            execute(module)
+            return
+        if vars(loader).get("exec_module") is exec_module:
+            del loader.exec_module
         execute(module)
+        if (action := actions.pop(spec.name, None)) is None:
+            return
         try:
             action(module)
         except Exception as error:  # the framework differs from the one that is known

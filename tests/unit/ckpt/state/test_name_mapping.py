@@ -96,6 +96,17 @@ def test_missing_moments_are_an_error(tmp_path: Path) -> None:
     assert torch.equal(loaded[0]["b"].weight, saved[0]["a"].weight)
 
 
+def test_the_error_for_an_unknown_name_lists_saved_entries_alone(tmp_path: Path) -> None:
+    ckpt.save({"w": np.ones(3), "n": 3}, tmp_path / "a", 1)
+    with pytest.raises(ckpt.LeafNotFound) as raised:
+        ckpt.load(tmp_path / "a", {"x": np.zeros(3)}, rename=lambda name: "zzzzzz")
+    one_line(raised, "leaf x of `like`, renamed to zzzzzz, is not in", "; there are w, n; change rename")
+    ckpt.save(np.ones(3), tmp_path / "b", 1)  # a single array has no other name
+    with pytest.raises(ckpt.LeafNotFound) as raised:
+        ckpt.load(tmp_path / "b", {"x": np.zeros(3)}, rename=lambda name: "zzzzzz")
+    one_line(raised, "; there are (root); change rename")
+
+
 def state(value: int) -> dict[str, Any]:
     """Return a state of many kinds of leaves and keys with this value."""
     return {
