@@ -383,23 +383,10 @@ def without_bf16(value: Any) -> Any:
 
 
 PEERS: dict[str, type[Peer]] = {
-    "ckpt": Ckpt,
-    "ckpt-async": CkptAsync,
-    "torch-save": TorchSave,
-    "safetensors": Safetensors,
-    "dcp": Dcp,
-    "dcp-threads": DcpThreads,
-    "dcp-async": DcpAsync,
-    "dcp-process": DcpProcess,
-    "orbax": Orbax,
-    "orbax-async": OrbaxAsync,
-    "orbax-v1": OrbaxV1,
-    "h5py": H5py,
-    "zarr": Zarr,
-    "runai": RunaiStreamer,
-    "fastsafetensors": Fastsafetensors,
-    "tensorizer": Tensorizer,
-    "torchsnapshot": Torchsnapshot,
-}
+    "ckpt": Ckpt, "ckpt-async": CkptAsync, "torch-save": TorchSave, "safetensors": Safetensors,
+    "dcp": Dcp, "dcp-threads": DcpThreads, "dcp-async": DcpAsync, "dcp-process": DcpProcess,
+    "orbax": Orbax, "orbax-async": OrbaxAsync, "orbax-v1": OrbaxV1, "h5py": H5py, "zarr": Zarr,
+    "runai": RunaiStreamer, "fastsafetensors": Fastsafetensors, "tensorizer": Tensorizer, "torchsnapshot": Torchsnapshot,
+}  # fmt: skip
 OURS = [key for key, peer in PEERS.items() if peer.ours]
 OTHERS = [key for key, peer in PEERS.items() if not peer.ours]

@@ -24,187 +24,17 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from rank_tasks import READER, Result, gpt, run_rank
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 PEERS = {"ckpt": "ckpt", "dcp": "torch DCP"}
-READER = "read"
-"""Not a peer: the same number of processes that only read and copy the files of ckpt, as the limit of the disk at that time."""
 MORE = (3, 2, 1)
 """Further numbers of ranks that load what four ranks saved."""
-STALL_ROUNDS = 7
-"""The number of rounds, because the slowest of four ranks on few cores varies by a third from round to round."""
 
-Result = dict[str, Any]
-
-
-# --- one rank --------------------------------------------------------------------------------------------------
-
-
-def gpt(gib: float) -> dict[str, Any]:
-    """Return the leaves of states.gpt with values that are computed fast."""
-    import states
-    import torch
-
-    parameters = int(gib * 2**30 / states.BYTES_PER_PARAMETER)
-    layers = max(1, (parameters - states.VOCABULARY * states.WIDTH) // (12 * states.WIDTH**2))
-    shapes = states.gpt_shapes(layers)
-    base = torch.arange(max(a * (rest[0] if rest else 1) for a, *rest in shapes.values()), dtype=torch.float32) / 3
-    found = {}
-    for i, (name, shape) in enumerate(shapes.items()):
-        values = base[: torch.Size(shape).numel()].view(shape)
-        found[f"model.{name}"] = (values + i).to(torch.bfloat16)
-        for j, part in enumerate(("master", "exp_avg", "exp_avg_sq")):
-            found[f"optim.{part}.{name}"] = values + (i + j)
-    return found
-
-
-def state_of(gib: float, kind: str, fill: bool) -> dict[str, Any]:
-    """Return the part of this rank of the state. fill: whether it has its values; otherwise zeros."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    whole = gpt(gib)
-    if kind == "replicated":
-        return whole if fill else {name: torch.zeros_like(value) for name, value in whole.items()}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = {}
-    for name, value in whole.items():
-        is_sharded = value.shape[0] >= mesh.size()
-        local = value.chunk(mesh.size())[mesh.get_local_rank()] if is_sharded else value
-        local = local.clone() if fill else torch.zeros_like(local)
-        placements = [Shard(0)] if is_sharded else [Replicate()]
-        found[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
-    return found
-
-
-def local(value: Any) -> Any:
-    """Return the tensor of this rank."""
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
-def rank(args: argparse.Namespace) -> Result:
-    """Run one task as one rank; return the result, which rank 0 also writes as JSON."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from probes import fsync_files
-
-    import ckpt
-
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-
-    def timed(work: Any) -> float:
-        dist.barrier()
-        began = time.perf_counter()
-        work()
-        dist.barrier()
-        return time.perf_counter() - began
-
-    def slowest(seconds: float) -> float:
-        value = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-        return float(value)
-
-    found: Result = {}
-    if args.task == "save":
-        state = state_of(args.gib, args.kind, True)
-        times = []
-        for number in range(args.repeat + 1):
-            target = args.data / str(number)
-
-            def save(target: Path = target) -> None:
-                if args.peer == "ckpt":
-                    ckpt.save(state, target, 1, codec="none")
-                else:
-                    dcp.save(state, checkpoint_id=target)
-                dist.barrier()
-                if dist.get_rank() == 0:
-                    fsync_files(target)
-
-            os.sync()
-            times.append(timed(save))
-            found["stored"] = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
-            dist.barrier()
-            if dist.get_rank() == 0 and number < args.repeat:
-                shutil.rmtree(target)
-            dist.barrier()
-        found |= {"first": times[0], "again": times[1:]}
-    elif args.task == "stall":
-        state = state_of(args.gib, args.kind, True)
-        found |= {"stall": [], "copy": []}
-        with ckpt.Checkpointer(args.data / "stall", every=None, keep=1, codec="none") as saver:
-            targets = [local(v).clone() for v in state.values()]
-            for number in range(STALL_ROUNDS + 1):
-                copy = timed(lambda: [t.copy_(local(v)) for t, v in zip(targets, state.values(), strict=True)])
-                dist.barrier()
-                began = time.perf_counter()
-                handle = saver.save(number, state)
-                stall = slowest(time.perf_counter() - began)
-                handle.result()
-                if number:
-                    found["stall"].append(stall)
-                    found["copy"].append(copy)
-    elif args.peer == READER:
-        found["load"] = raw_reads(args.data / str(args.repeat), dist.get_rank(), dist.get_world_size(), timed)
-    else:
-        like = state_of(args.gib, args.kind, False)
-        source = args.data / str(args.repeat)
-
-        def load() -> None:
-            if args.peer == "ckpt":
-                ckpt.load(source, like)
-            else:
-                dcp.load(like, checkpoint_id=source)
-
-        found["load"] = timed(load)
-        for name, value in state_of(args.gib, args.kind, True).items():
-            if not torch.equal(local(value), local(like[name])):
-                raise AssertionError(f"the loaded values of {name} differ from the saved ones")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        args.result.write_text(json.dumps(found))
-    dist.destroy_process_group()
-    return found
-
-
-# --- the limits: the same number of processes that only write, or only read --------------------------------------
-
-
-def raw_reads(folder: Path, rank: int, ranks: int, timed: Any) -> float:
-    """Return the seconds in which the ranks read the files below a folder once, in equal shares, and copy the bytes.
-
-    They read by O_DIRECT with sixteen threads each, 512 KiB at a time, into memory on huge pages.
-    """
-    from limits import in_threads
-
-    from ckpt.storage.base.huge_pages import map_huge_pages
-
-    workers, piece = 16, 512 << 10
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    pieces = [(file, at) for file in files for at in range(0, file.stat().st_size, piece)]
-    share = -(-len(pieces) // (ranks * workers))
-    buffers = [np.frombuffer(map_huge_pages(2 << 20), np.uint8)[:piece] for _ in range(workers)]  # a huge page has 2 MiB
-    for buffer in buffers:
-        buffer[:] = 1
-    into = [np.ones((share, piece), np.uint8) for _ in range(workers)]
-    descriptors = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files}
-
-    def read(worker: int) -> None:
-        mine = pieces[(rank * workers + worker) * share :][:share]
-        for target, (file, at) in zip(into[worker], mine, strict=False):
-            count = os.preadv(descriptors[file], [buffers[worker]], at)
-            target[:count] = buffers[worker][:count]
-
-    taken = float(timed(lambda: in_threads(workers, read)))
-    for descriptor in descriptors.values():
-        os.close(descriptor)
-    return taken
+# --- the limits: the same number of processes that only write --------------------------------------
 
 
 def raw_writes(folder: Path, nbytes: int, processes: int) -> float:
@@ -409,7 +239,7 @@ def main() -> None:
         raw_writer(args.data, args.raw)
         return
     if args.task:
-        rank(args)
+        run_rank(args)
         return
     if args.draw:
         results = json.loads(args.draw.read_text())
