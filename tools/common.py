@@ -198,6 +198,8 @@ def printable(name: str) -> str:
 def require_plot(png: Path) -> None:
     """Raise CkptError if no plot can be written to this file. Call it before the work."""
     import_optional("matplotlib", "--png", "report")
+    if png.parent.exists() and not png.parent.is_dir():
+        raise CkptError(f"--png {png}: {png.parent} is not a folder; name a file in a folder")
     if not png.parent.is_dir():
         raise CkptError(f"--png {png}: the folder {png.parent} does not exist; create it, or name another file")
 

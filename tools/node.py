@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import click
 
 import ckpt
+from ckpt.storage.base.errors import InvalidArgument, Unavailable
 from ckpt.storage.node.client_credentials import is_loopback
 from ckpt.tools import common
 from ckpt.tools.node_admin import admin
@@ -66,6 +69,8 @@ def _service_spec(
     host, port = parse_address(service.listen, "--listen")
     _check_access(service.listen, host, access)
     announcement_spec = parse_announcement(announcement, host)
+    if repair.repairing:
+        _check_namespace_url(repair.repairing)
 
     from ckpt.storage.node.security_options import read_authority, read_certificate
     from ckpt.storage.node.server import NodeOptions
@@ -90,6 +95,17 @@ def _service_spec(
         repair=RepairSpec(repair.repairing, repair.repair_every, repair.repair_rate) if repair.repairing else None,
         drain_seconds=service.drain_seconds,
     )
+
+
+def _check_namespace_url(url: str) -> None:
+    """Raise UsageError if --repair names no namespace. Its members need not answer, or be announced, before the node serves."""
+    from ckpt.aggregator.cluster.config import parse_namespace_url
+
+    try:
+        with suppress(Unavailable):
+            parse_namespace_url(url)
+    except InvalidArgument as error:
+        raise click.UsageError(f"--repair {url}: {error}") from error
 
 
 def _check_access(listen: str, host: str, access: AccessOptions) -> None:

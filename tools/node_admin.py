@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.errors import Refused, StoreError
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
 from ckpt.tools.common import emit, format_size
@@ -53,7 +53,7 @@ def status(url: str, as_json: bool) -> int:
         members = [
             {"member": n, "state": answers[n].state, "used_bytes": answers[n].used_bytes, "free_bytes": answers[n].free_bytes,
              "domain": domains[n]}
-            if n in answers else {"member": n, "state": "down", "error": str(errors[n]), "domain": domains[n]}
+            if n in answers else {"member": n, "state": _silent_state(errors[n]), "error": str(errors[n]), "domain": domains[n]}
             for n in namespace.open_members
         ]  # fmt: skip
         common.emit_json({"url": namespace.url, "redundancy": str(namespace.config.redundancy), "members": members})
@@ -65,15 +65,18 @@ def status(url: str, as_json: bool) -> int:
             used, free = ("" if n is None else format_size(n) for n in (info.used_bytes, info.free_bytes))
             rows.append((name, info.state, used, free, domain))
         else:
-            rows.append((name, "down", "", "", domain))
+            rows.append((name, _silent_state(errors[name]), "", "", domain))
     common.show_table(("member", "state", ">used", ">free", "domain"), rows)
     for name, error in errors.items():
         emit(f"{name}: {error}")
-    emit(
-        f"{len(answers)} of {len(namespace.open_members)} members answer; new files are written as "
-        f"{namespace.config.redundancy}"
-    )
+    writes = f"; new files are written as {namespace.config.redundancy}" if answers else ""
+    emit(f"{len(answers)} of {len(namespace.open_members)} members answer{writes}")
     return int(bool(errors))
+
+
+def _silent_state(error: BaseException) -> str:
+    """Return the state of a member that gave no information: it refused the token or the certificate, or is down."""
+    return "refused" if isinstance(error, Refused) else "down"
 
 
 @admin.command("scrub", context_settings=NODE_SETTINGS)

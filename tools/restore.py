@@ -45,8 +45,22 @@ _FORMATS_BY_SUFFIX = {
 }  # fmt: skip
 
 
+class _RestoreCommand(click.Command):
+    """The command, with advice for users who write the step as an argument, as for ckpt-inspect."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if "extra argument" not in error.message:
+                raise
+            advice = "ckpt-restore takes URL and DEST: give the step as an option, such as --step 7"
+            raise click.UsageError(f"{error.message}. {advice}", ctx) from error
+
+
 @click.command(
     "ckpt-restore",
+    cls=_RestoreCommand,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Examples:
@@ -186,6 +200,8 @@ def _newest_checkpoint(repo: Repository) -> Checkpoint:
 
 def _check_destination(dest: Path, format_name: str, overwrite: bool) -> None:
     """Raise CkptError if `dest` can't be written, or exists and must not be replaced."""
+    if dest.parent.exists() and not dest.parent.is_dir():
+        raise CkptError(f"{dest} cannot be written: {dest.parent} is not a folder; name a file in a folder")
     if not dest.parent.is_dir():
         raise CkptError(f"{dest} cannot be written: the folder {dest.parent} does not exist; create it first")
     if not os.path.lexists(dest):

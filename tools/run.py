@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -50,6 +51,7 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
     from ckpt.recovery.agent.host_options import HostOptions
     from ckpt.recovery.run_log.base import open_run_log
 
+    _check_name(host.name)
     _set_rank_environment(job, security)
     hosts = job.host_count(host.launcher, os.environ)
     _check_hosts(job, host.launcher, hosts, state)
@@ -83,12 +85,29 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
         os.close(lock)
 
 
+@contextmanager
+def _as_usage_errors() -> Iterator[None]:
+    """A context that turns an InvalidArgument about options alone into a UsageError, which ends with status 2."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _check_name(name: str | None) -> None:
+    """Raise UsageError if --name can't be the name of a host."""
+    if name:
+        with _as_usage_errors():
+            host_identity.check_host_name(name)
+
+
 def _adapted_directory(adapt: str, job: JobOptions, host: HostRunOptions, hosts: int) -> str | None:
     """Return the absolute URL for the checkpoints, None without --dir; prepare the environment of the ranks for --adapt."""
     directory = job.directory
     if run_adapt.is_on(adapt):
-        directory = run_adapt.directory_for(directory, host.run_dir, hosts)
-        run_adapt.set_environment(job.command)
+        with _as_usage_errors():
+            directory = run_adapt.directory_for(directory, host.run_dir, hosts)
+            run_adapt.set_environment(job.command)
     return None if directory is None else _share_directory(directory)
 
 
@@ -114,23 +133,23 @@ def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:
 
 
 def _check_hosts(job: JobOptions, launcher: str, hosts: int, state: str | None) -> None:
-    """Raise InvalidArgument for numbers of hosts that don't fit together, or don't fit the launcher."""
+    """Raise UsageError for numbers of hosts that don't fit together, or don't fit the launcher."""
     if job.spares and hosts < 2:
-        raise InvalidArgument(
+        raise click.UsageError(
             f"--spares {job.spares} needs --nnodes 2 or more, because spares are hosts; leave it out on one host"
         )
     if job.least is not None and job.least > hosts:
-        raise InvalidArgument(f"--min {job.least} is more than the {format_count(hosts, 'host')} of --nnodes; lower it")
+        raise click.UsageError(f"--min {job.least} is more than the {format_count(hosts, 'host')} of --nnodes; lower it")
     if launcher == "mpiexec" and hosts > 1:
-        raise InvalidArgument("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
+        raise click.UsageError("--launcher mpiexec starts the ranks of one host; leave out --nnodes")
     if launcher in ("slurm", "torchrun", "k8s") and hosts > 1 and state is None:
-        raise InvalidArgument(f"{hosts} hosts share no file for the log of the run; give --state etcd://HOST:PORT/NAME")
+        raise click.UsageError(f"{hosts} hosts share no file for the log of the run; give --state etcd://HOST:PORT/NAME")
 
 
 def _check_command(command: Sequence[str], launcher: str) -> None:
-    """Raise CkptError for a command that can't be started; print a hint if the launcher needs another option."""
+    """Raise UsageError or CkptError for a command that can't be started; print a hint if the launcher needs another option."""
     if not command[0].strip():
-        raise InvalidArgument("the command is empty (an unset variable?); write ckpt-run -- python train.py")
+        raise click.UsageError("the command is empty (an unset variable?); write ckpt-run -- python train.py")
     _require_startable(command)
     if hint := host_identity.launcher_hint(launcher, command):
         common.print_error("ckpt-run", hint)
@@ -161,7 +180,7 @@ def _usable_url(url: str) -> str:
     from ckpt.repository.repository import open_repository
 
     if not url:
-        raise InvalidArgument("--dir is empty (an unset variable?); give a folder or a URL, or leave it out")
+        raise click.UsageError("--dir is empty (an unset variable?); give a folder or a URL, or leave it out")
     url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
     try:
         open_repository(url).ensure()
@@ -200,7 +219,7 @@ def _parse_metrics_address(address: str | None) -> tuple[str, int] | None:
     except UnicodeError:
         usable = False
     if not usable:
-        raise InvalidArgument(f"--metrics {address}: write HOST:PORT, such as 127.0.0.1:9200")
+        raise click.UsageError(f"--metrics {address}: write HOST:PORT, such as 127.0.0.1:9200")
     return host.strip("[]"), int(port)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,18 @@ folder_option = click.option(
     show_default=True,
     help="The folder with the log of the run and the output of its ranks.",
 )
-state_option = click.option("--state", metavar="URL", help="The log of a run on several hosts: etcd://HOST:PORT,…/NAME.")
+
+
+def _check_state(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Return the value of --state; raise UsageError if it is not a URL of a run log."""
+    if value is not None and not re.fullmatch(r"etcd://[^/]+/[\w.-]+", value):
+        raise click.UsageError(f"--state {value}: write etcd://HOST:PORT,…/NAME; without it the log is a file in --run-dir")
+    return value
+
+
+state_option = click.option(
+    "--state", metavar="URL", callback=_check_state, help="The log of a run on several hosts: etcd://HOST:PORT,…/NAME."
+)
 
 
 @click.command("ckpt-run why", context_settings=HELP_SETTINGS)
@@ -126,7 +138,7 @@ def _require_running(run_state: RunState, reports: Mapping[str, AgentReport], ru
 def _not_running_reason(run_state: RunState, reports: Mapping[str, AgentReport]) -> str:
     """Return why a run is not running; "" if it is."""
     if run_state.has_ended and run_state.last is not None:
-        return f"it does not run: {run_state.last.text}"
+        return f"the run has ended: {run_state.last.text}"
     return "" if reports else "it does not run: its agents are gone; start ckpt-run again to continue it"
 
 

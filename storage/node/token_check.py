@@ -29,7 +29,9 @@ class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         given = [h if isinstance(h, bytes) else h.encode() for h in headers.get("authorization", [])]
         valid = [f"Bearer {token}".encode() for token in self._tokens()]
         if not any(hmac.compare_digest(g, v) for g in given for v in valid):
-            raise flight.FlightUnauthenticatedError("a wrong or missing token; give the one of this node (--token-file)")
+            raise flight.FlightUnauthenticatedError(
+                "a wrong or missing token; give the one of this node (CKPT_TOKEN_FILE, or token_file in the TOML file)"
+            )
 
 
 class TokenFile:

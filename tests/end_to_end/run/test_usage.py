@@ -64,24 +64,27 @@ def test_the_report_accounts_for_the_time_of_a_run(start: Callable[..., Run]) ->
         (["whyy"], 1, "there is no command whyy; did you mean `ckpt-run why`?"),
         (["-n", "0", "--", "true"], 2, "is not in the range"),
         ([], 2, "Missing argument"),
-        (["--spares", "1", "--", "true"], 1, "--spares 1 needs --nnodes 2 or more"),
-        (["--min", "2", "--", "true"], 1, "--min 2 is more than the 1 host of --nnodes"),
+        (["--spares", "1", "--", "true"], 2, "--spares 1 needs --nnodes 2 or more"),
+        (["--min", "2", "--", "true"], 2, "--min 2 is more than the 1 host of --nnodes"),
         (["--straggler", "1", "--", "true"], 2, "is not in the range"),
         (["--dir", "nowhere://x", "--", "true"], 1, '(pip install "ckpt-store[s3]"), or another scheme of fsspec\n'),
         (["--dir", "/proc/none", "--", "true"], 1, "--dir can't be used: "),
         (["--dir", str(Path(__file__).parent), "--", "true"], 1, "is not a checkpoint repository; name an empty or a new"),
         (["--dir", __file__, "--", "true"], 1, f"{__file__}/ckpt.json failed: Not a directory; a part of this path is a file"),
-        (["--dir", "", "--", "true"], 1, "--dir is empty"),
-        (["--", ""], 1, "the command is empty"),
+        (["--dir", "", "--", "true"], 2, "--dir is empty"),
+        (["--", ""], 2, "the command is empty"),
         (["--address", "192.0.2.1", "--", "true"], 1, "give one of this host as --address"),
-        (["--metrics", "127.0.0.1:99999", "--", "true"], 1, "write HOST:PORT, such as 127.0.0.1:9200"),
-        (["--metrics", f"{'ü' * 70}.b:80", "--", "true"], 1, ".b:80: write HOST:PORT, such as 127.0.0.1:9200"),
+        (["--metrics", "127.0.0.1:99999", "--", "true"], 2, "write HOST:PORT, such as 127.0.0.1:9200"),
+        (["--metrics", f"{'ü' * 70}.b:80", "--", "true"], 2, ".b:80: write HOST:PORT, such as 127.0.0.1:9200"),
         (["--launcher", "torchrun", "--", "true"], 1, "GROUP_RANK='x' is not a number of a host"),
         (["--launcher", "torchrun", "--name", "a", "--", "true"], 1, "GROUP_WORLD_SIZE is not set here, so torchrun has not"),
         (["--launcher", "slurm", "--", "true"], 1, "start it as `srun … ckpt-run --launcher slurm …`, or leave out --launcher"),
         (["--launcher", "k8s", "--", "true"], 1, "each would run a job of its own; give --nnodes, without the spares"),
-        (["--nnodes", "2", "--name", "a/b", "--", "true"], 1, "'a/b' can't be the name of a host: give letters"),
-        (["--state", "sqlite:///x", "--", "true"], 1, "--state sqlite:///x: write etcd://HOST:PORT,…/NAME"),
+        (["--nnodes", "2", "--name", "a/b", "--", "true"], 2, "'a/b' can't be the name of a host: give letters"),
+        (["--adapt", "--nnodes", "2", "--", "true"], 2, "--adapt on several hosts needs a place that all of them share"),
+        (["--launcher", "mpiexec", "--nnodes", "2", "--", "true"], 2, "leave out --nnodes"),
+        (["--state", "http://h:1/lab", "--", "true"], 2, "--state http://h:1/lab: write etcd://HOST:PORT,…/NAME"),
+        (["--state", "sqlite:///x", "--", "true"], 2, "--state sqlite:///x: write etcd://HOST:PORT,…/NAME"),
     ],
 )
 def test_wrong_usage_is_refused_with_advice(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
@@ -263,7 +266,7 @@ def test_another_user_can_query_a_run(start: Callable[..., Run], tmp_path: Path)
         for words in (("why",), ("report",)):
             done = query(*words)
             assert (done.returncode, done.stderr) == (0, "")
-        assert "it does not run: " in query("status").stdout
+        assert "the run has ended: " in query("status").stdout
         assert not list(Path(folder, "run").glob("run.sqlite-*")), "a query has left files of the database"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import socket
@@ -227,6 +229,7 @@ def test_a_node_serves_by_tls_with_a_token(tmp_path: Path) -> None:
         (["--data", "d", "--listen", "::1:7070"], "such as 127.0.0.1:7070 or [::1]:7070"),
         (["--data", "d", "--capacity", "-5"], "is not a size"),
         (["--data", "d", "--domain", "rack"], "KEY=VALUE"),
+        (["--data", "d", "--repair", "http://x"], "--repair http://x: http://x is not a URL of a namespace; write ckpt://"),
         (["--data", "d", "--tls-cert", __file__], "must be given together"),
         (["--data", "d", "--token-file", "/dev/null"], "use 16 or more"),
     ],
@@ -245,3 +248,20 @@ def test_a_node_on_a_port_in_use_is_refused_in_one_line(tmp_path: Path, local_no
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "choose another --listen" in done.stderr
+
+
+def test_the_status_of_a_node_that_refuses_the_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a token that is long enough\n")
+    node = LocalNode(tmp_path / "node", NodeOptions(tokens=TokenFile(tmp_path / "token")))
+    try:
+        command = [sys.executable, "-m", "ckpt.tools.node", "admin", "status", f"ckpt://{node.address}"]
+        environ = os.environ | {"CKPT_TOKEN": "another token"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environ)
+        answer = json.loads(subprocess.run([*command, "--json"], capture_output=True, check=False, env=environ).stdout)
+    finally:
+        node.close()
+    assert done.returncode == 1
+    assert re.search(rf"^{node.address} +refused", done.stdout, re.MULTILINE), done.stdout
+    assert "(CKPT_TOKEN_FILE, or token_file in the TOML file)" in done.stdout
+    assert done.stdout.endswith("\n0 of 1 members answer\n")
+    assert [member["state"] for member in answer["members"]] == ["refused"]

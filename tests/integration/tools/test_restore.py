@@ -165,6 +165,13 @@ def test_wrong_usage_of_restore_is_refused(saved: tuple[Path, dict[str, Any]], t
     folder = run(root, tmp_path / "nowhere" / "out.npz")
     assert folder.returncode == 1
     assert "nowhere" in folder.stderr
+    file = run(root, Path(__file__) / "out.npz")
+    assert file.returncode == 1
+    assert f"{__file__} is not a folder; name a file in a folder" in file.stderr
+    argument = run(root, 3, tmp_path / "out.npz")
+    assert argument.returncode == 2
+    assert f"extra argument ({tmp_path / 'out.npz'})" in argument.stderr
+    assert "give the step as an option, such as --step 7" in argument.stderr
     nothing = run(tmp_path, tmp_path / "out.npz")
     assert nothing.returncode == 1
     assert "nothing has been saved" in nothing.stderr
