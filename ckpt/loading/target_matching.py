@@ -332,11 +332,11 @@ class TargetMatcher:
             loaded_keys |= current.keys()
         missing, unknown = mismatched_keys(module, current.keys(), loaded_keys)
         differences = [f"{self._where} lacks {first_few(missing)} of `like`"] * bool(missing)
-        differences += [f"`like` lacks {first_few(unknown)} of {self._where}"] * bool(unknown)
+        differences += [f"`like` lacks {first_few(unknown)}" + (f" of {self._where}" if not missing else "")] * bool(unknown)
         if differences:
             raise LeafMismatch(
-                f"leaf {path or '(root)'}: {', and '.join(differences)}; build {type(module).__name__} as it was when "
-                "saved, map its names with rename=, or load the common leaves with only="
+                f"leaf {path or '(root)'}: {', and '.join(differences)}; build {type(module).__name__} as saved, or use "
+                "rename= or only="
             )
 
     def _saved_outline(self, node: Node, path: str) -> Any:

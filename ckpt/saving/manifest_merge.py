@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _REPLICA_HINT = "give each rank another box, or declare the boxes as replicas: ckpt.Shard(…, replica=(i, n))"
+_GAP_HINT = "save a Shard that has it (each i of replica=(i, n))"
+_RANKS_GAP_HINT = f"{_GAP_HINT}, and wrap an array that differs by rank in ckpt.Shard"
 
 
 def merge_rows(
@@ -239,10 +241,8 @@ class _Rows:
         adjacent_text = (
             f", {ranks_text(np.unique(self.ranks[adjacent]).tolist())} stored what lies beside it" if len(adjacent) else ""
         )
-        return StepRefused(
-            f"leaf {name}: no rank stored {_slice_text(gap)} of shape {shape}{adjacent_text}; a plain array must be the "
-            "same on every rank: else wrap it in ckpt.Shard; where a Shard has replica=(i, n), a rank must save each i"
-        )
+        hint = _GAP_HINT if (self.ranks == self.ranks[0]).all() else _RANKS_GAP_HINT
+        return StepRefused(f"leaf {name}: no rank stored {_slice_text(gap)} of shape {shape}{adjacent_text}; {hint}")
 
     # --- for messages --------------------------------------------------------------------------------------------
 

@@ -79,7 +79,12 @@ def test_a_gap_names_the_missing_box_and_what_to_do() -> None:
     quarters = [box((a, a + 4), (b, b + 16)) for a in (0, 4) for b in (0, 16)]
     parts = [part(rank, [StoredBox("w", shape, quarters[rank])]) for rank in (3, 2, 0)]
     parts.append(part(9, [StoredBox("fine", (3,), whole_box((3,)))]))
-    refused(parts, "leaf w", "no rank stored [0:4, 16:32] of shape (8, 32)", "wrap it in ckpt.Shard", "same on every rank")
+    refused(parts, "leaf w", "no rank stored [0:4, 16:32] of shape (8, 32)", "wrap an array that differs by rank in ckpt.Shard")
+
+
+def test_a_gap_of_one_process_is_about_its_shards() -> None:
+    message = refused([part(0, [StoredBox("w", (8,), box((0, 4)))])], "no rank stored [4:8] of shape (8,)")
+    assert message.endswith("; save a Shard that has it (each i of replica=(i, n))")
 
 
 def test_different_shapes_of_one_leaf_are_refused() -> None:

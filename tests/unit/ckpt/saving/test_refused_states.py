@@ -113,7 +113,7 @@ def test_ranks_that_all_have_the_same_replica_number_are_refused(tmp_path: Path,
 
     for error in refused(tmp_path, state):
         assert "leaf w: no rank stored" in str(error)
-        assert "where a Shard has replica=(i, n), a rank must save each i" in str(error)
+        assert "save a Shard that has it (each i of replica=(i, n))" in str(error)
 
 
 def test_a_shard_under_another_name_on_one_rank_is_named(tmp_path: Path) -> None:
