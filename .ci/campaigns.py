@@ -63,6 +63,8 @@ def read_results(path: Path) -> Iterator[Result]:
     for suite in ElementTree.parse(path).iter("testsuite"):
         at = datetime.fromisoformat(suite.attrib["timestamp"])
         for case in suite.iter("testcase"):
+            if "name" not in case.attrib:  # it ran when the run was interrupted
+                continue
             function, _, parameters = case.attrib["name"].partition("[")
             counts = [int(p.attrib["value"]) for p in case.iter("property") if p.attrib["name"] == "cases"]
             outcome = next((OUTCOMES[child.tag] for child in case if child.tag in OUTCOMES), "passed")

@@ -37,7 +37,9 @@ def unmount_on_signals(folder: Path) -> None:
 def _unmount_on_signal(receiver: int, folder: Path) -> None:
     first = _read_signal(receiver)
     if (error := _try_unmount(folder, "-u")) is not None:
-        if _try_unmount(folder, "-uz") is not None:  # the folder is not mounted yet
+        if _try_unmount(folder, "-uz") is not None:
+            if os.path.ismount(folder):
+                log.error("%s stays mounted (%s): install fuse3, and run `umount -l` on the folder", folder, error)
             os._exit(128 + first)
         log.warning(
             "%s is still in use (%s): it is detached, and this process ends when its last file is closed. Another signal ends "

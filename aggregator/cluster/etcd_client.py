@@ -15,6 +15,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from ckpt.aggregator.cluster.etcd_access import ETCD_VARIABLES, EtcdCredentials, etcd_credentials_from_environment
+from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.errors import InvalidArgument, NotFound, Refused, StoreError, Unavailable
 from ckpt.storage.node.client_credentials import is_loopback
 
@@ -219,7 +220,7 @@ def _http_error(endpoint: str, error: HTTPError) -> StoreError:
     # an "unknown" error and the status 500.
     kind = Unavailable if error.code >= 500 or error.code == 429 else StoreError
     try:
-        answer = json.loads(error.read(4096))
+        answer = read_json(error.read(4096))
         answer = answer["error"] if isinstance(answer["error"], dict) else answer  # streams nest the error
         code, message = int(answer["code"] if "code" in answer else answer["grpc_code"]), str(answer["message"])
     except (ValueError, KeyError, TypeError, AttributeError, OSError, HTTPException):
@@ -237,7 +238,7 @@ def _http_error(endpoint: str, error: HTTPError) -> StoreError:
 
 def _parse_answer(endpoint: str, text: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(text)
+        message = read_json(text)
     except ValueError:
         message = None
     if not isinstance(message, dict):

@@ -17,6 +17,7 @@ RESULTS = """<testsuites><testsuite timestamp="{day}T10:00:00+00:00">
   name="test_a_save_killed_at_a_random_moment_leaves_whole_steps[blocking]" />
 <testcase classname="tests.faults.races.test_two_writers" name="test_of_two_writers_that_start_together_one_saves" time="1">
   <skipped /></testcase>
+<testcase time="0.003" />
 </testsuite></testsuites>"""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,8 +32,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["fusermount3", "-uz", str(made)], capture_output=True, check=False)
 
 
-def begin(node: NodeProcess, folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([*COMMAND, f"ckpt://{node.address}/", str(folder)], stderr=subprocess.PIPE, text=True)
+def begin(node: NodeProcess, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    command = [*COMMAND, f"ckpt://{node.address}/", str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
     until(lambda: os.path.ismount(folder) or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     return process
@@ -72,6 +74,20 @@ def test_a_second_signal_ends_a_mount_at_once(node: NodeProcess, folder: Path) -
     assert process.wait(600) == 128 + signal.SIGTERM
     with suppress(OSError):  # no process serves it any more
         os.close(file)
+
+
+def test_a_mount_that_cannot_be_unmounted_says_so(node: NodeProcess, folder: Path, tmp_path: Path) -> None:
+    program = shutil.which("fusermount3") or shutil.which("fusermount")
+    assert program is not None
+    link = tmp_path / "bin" / Path(program).name
+    link.parent.mkdir()
+    link.symlink_to(program)
+    process = begin(node, folder, PATH=str(link.parent))
+    link.unlink()
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=600)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert f"{folder} stays mounted (fusermount3: No such file or directory): install fuse3" in stderr
 
 
 def test_a_mount_that_another_mount_namespace_has_says_so(node: NodeProcess, folder: Path) -> None:

@@ -84,7 +84,7 @@ def _framework(folder: Path) -> None:
 def _run(script: str, *path: Path) -> str:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("CKPT_")}
     done = subprocess.run(
-        [sys.executable, "-c", START + script, hooks.__file__, *map(str, path)], text=True, capture_output=True, timeout=100,
+        [sys.executable, "-c", START + script, hooks.__file__, *map(str, path)], text=True, capture_output=True, timeout=600,
         env=variables | {"CKPT_ADAPT": "on"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import pytest
 
 import ckpt
 from ckpt.adapters import lightning_io
+from ckpt.aggregator.cluster import etcd_client
 from ckpt.aggregator.cluster.config import parse_tables
 from ckpt.aggregator.records import file_record, record_ring
 from ckpt.errors import FormatError, GroupError
@@ -83,6 +84,7 @@ def test_nested_values_in_records_and_messages_raise_the_promised_error(tmp_path
         (lambda: wire.unpack(MESSAGE), ValueError),
         (lambda: file_record.decode_record("a", RegisterValue(MESSAGE, MESSAGE)), CkptError),
         (lambda: record_ring.decode_ring(RegisterValue(MESSAGE)), IntegrityError),
+        (lambda: etcd_client._parse_answer("http://a", JSON), StoreError),
     ]  # fmt: skip
     for parse, error in cases:
         with pytest.raises(error):
