@@ -36,7 +36,8 @@ test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/unit -m 'not soak'
 
 # A framework is a folder of tests/integration with requirements.txt (the newest versions), and mostly with requirements-lowest.txt.
-# without-dependencies.txt lists packages whose own requirements are not installed, unneeded.txt those that are removed again.
+# without-dependencies.txt lists packages whose own requirements are not installed; they may be for another version of Python, as the tests
+# take only some of their source. unneeded.txt lists packages that are removed again.
 VERSIONS ?= newest
 REQUIREMENTS := requirements$(if $(filter lowest,$(VERSIONS)),-lowest).txt
 FRAMEWORKS ?= $(patsubst tests/integration/%/$(REQUIREMENTS),%,$(sort $(wildcard tests/integration/*/$(REQUIREMENTS))))
@@ -62,7 +63,7 @@ test-framework-%: .venv-frameworks/%-$(ENVIRONMENT)/.installed
 	@$(if $(ESSENTIAL),$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install -q -e . -r tests/integration/$*/$(REQUIREMENTS) 'pytest>=8' pytest-asyncio 'hypothesis>=6.100'
-	@$(if $(wildcard tests/integration/$*/without-dependencies.txt),$(@D)/bin/python -m pip install -q --no-deps \
+	@$(if $(wildcard tests/integration/$*/without-dependencies.txt),$(@D)/bin/python -m pip install -q --no-deps --ignore-requires-python \
 		-r tests/integration/$*/without-dependencies.txt)
 	@$(if $(wildcard tests/integration/$*/unneeded.txt),$(@D)/bin/python -m pip uninstall -q -y -r tests/integration/$*/unneeded.txt)
 	@touch $@
