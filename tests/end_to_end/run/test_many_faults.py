@@ -71,7 +71,8 @@ class LongRun:
         for i, port in enumerate(ports):
             self.nodes.append(NodeProcess(folder / f"node-{i}", *repair, port=port))
             end.callback(self.nodes[-1].close)
-        self.first_usage: dict[int, tuple[float, Usage]] = {}
+        self.first_seen: dict[int, float] = {}
+        self.first_usage: dict[int, Usage] = {}
         self.job = folder / "job"
         self.job.mkdir()
         self.run = self._start()
@@ -157,13 +158,13 @@ class LongRun:
         assert all(start > acknowledged for start in restored), f"step {acknowledged} was acknowledged before {restored}"
 
     def check_growth(self) -> None:
-        """Fail if a node or ckpt-run uses much more than after its first minute."""
+        """Fail if a node or ckpt-run uses much more than at the first check after its warm-up."""
         for pid in (self.run.process.pid, *(node.process.pid for node in self.nodes)):
-            now, usage = time.monotonic(), Usage.of(pid)
-            began, first = self.first_usage.setdefault(pid, (now, usage))
-            if now < began + WARM_UP_SECONDS:
-                self.first_usage[pid] = began, usage
+            now = time.monotonic()
+            if now < self.first_seen.setdefault(pid, now) + WARM_UP_SECONDS:
                 continue
+            usage = Usage.of(pid)
+            first = self.first_usage.setdefault(pid, usage)
             assert usage.files <= first.files + MORE_FILES, (pid, first, usage)
             assert usage.threads <= first.threads + MORE_THREADS, (pid, first, usage)
             assert usage.nbytes <= first.nbytes + MORE_BYTES, (pid, first, usage)
