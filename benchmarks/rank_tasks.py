@@ -154,7 +154,7 @@ class Rank:
             fsync_files(target)
 
     def stall(self) -> Result:
-        """Save in the background, and measure how long the call takes beside a copy of the same state."""
+        """Save in the background. Measure the duration of the call, and that of a copy of the same state."""
         import ckpt
 
         state = state_of(self._args.gib, self._args.kind, True)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.support import interrupts
 
 Advance = Callable[[int], None]
@@ -193,6 +193,15 @@ def format_size(nbytes: float) -> str:
 def printable(name: str) -> str:
     """Return a text from a file with its control characters escaped, because they could control the terminal."""
     return name if name.isprintable() else name.encode("unicode_escape").decode()
+
+
+@contextmanager
+def as_usage_errors() -> Iterator[None]:
+    """A context that turns an InvalidArgument about options alone into a UsageError, which ends with status 2."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from error
 
 
 def require_plot(png: Path) -> None:

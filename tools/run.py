@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.recovery.ranks import host_identity
-from ckpt.storage.base.errors import CkptError, InvalidArgument
+from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common, run_adapt, run_queries
 from ckpt.tools.run_options import HostRunOptions, JobOptions, SecurityOptions, run_options
@@ -85,19 +84,10 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
         os.close(lock)
 
 
-@contextmanager
-def _as_usage_errors() -> Iterator[None]:
-    """A context that turns an InvalidArgument about options alone into a UsageError, which ends with status 2."""
-    try:
-        yield
-    except InvalidArgument as error:
-        raise click.UsageError(str(error)) from error
-
-
 def _check_name(name: str | None) -> None:
     """Raise UsageError if --name can't be the name of a host."""
     if name:
-        with _as_usage_errors():
+        with common.as_usage_errors():
             host_identity.check_host_name(name)
 
 
@@ -105,7 +95,7 @@ def _adapted_directory(adapt: str, job: JobOptions, host: HostRunOptions, hosts:
     """Return the absolute URL for the checkpoints, None without --dir; prepare the environment of the ranks for --adapt."""
     directory = job.directory
     if run_adapt.is_on(adapt):
-        with _as_usage_errors():
+        with common.as_usage_errors():
             directory = run_adapt.directory_for(directory, host.run_dir, hosts)
             run_adapt.set_environment(job.command)
     return None if directory is None else _share_directory(directory)

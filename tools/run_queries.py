@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +37,11 @@ folder_option = click.option(
 
 def _check_state(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """Return the value of --state; raise UsageError if it is not a URL of a run log."""
-    if value is not None and not re.fullmatch(r"etcd://[^/]+/[\w.-]+", value):
-        raise click.UsageError(f"--state {value}: write etcd://HOST:PORT,…/NAME; without it the log is a file in --run-dir")
+    if value is not None:
+        from ckpt.recovery.run_log.base import require_state_url
+
+        with common.as_usage_errors():
+            require_state_url(value)
     return value
 
 

@@ -47,8 +47,8 @@ from ckpt.storage.node.client_credentials import (
     ADDRESS_PATTERN,
     TOKEN_VARIABLE,
     NodeCredentials,
-    has_valid_port,
     is_insecure_allowed,
+    require_valid_port,
 )
 from ckpt.storage.node.security_options import VARIABLES
 from ckpt.storage.urls import OBJECT_SCHEMES
@@ -283,8 +283,7 @@ def _parse_member(source: str, table: Mapping[str, Any]) -> Member:
     name, domain = str(table.get("name", url)), _parse_domain(table.get("domain", ""))
     address = url.removeprefix("node://")
     if ADDRESS_PATTERN.fullmatch(address):
-        if not has_valid_port(address):
-            raise InvalidArgument(f"{source}: the port of {address} must be 1 to 65535")
+        require_valid_port(address, source)
         return Member(MemberLocation(table.get("name", address), domain, weight), address=address)
     if url.partition("://")[0] in OBJECT_SCHEMES:
         return Member(MemberLocation(name, domain, weight), bucket=url)

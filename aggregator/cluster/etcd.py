@@ -25,7 +25,7 @@ from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.cluster.etcd_client import EtcdClient, EtcdItem
 from ckpt.storage.base.checked_decode import Malformed, decode, read_json
 from ckpt.storage.base.errors import CkptError, InvalidArgument, Unavailable
-from ckpt.storage.node.client_credentials import ADDRESS_PATTERN, has_valid_port
+from ckpt.storage.node.client_credentials import ADDRESS_PATTERN, require_valid_port
 
 log = logging.getLogger("ckpt")
 
@@ -212,8 +212,8 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
         raise InvalidArgument(
             f"{text}: {invalid[0] if invalid else 'nothing'} is not an endpoint of etcd; write http://host:2379"
         )
-    if wrong := [item for item in found if not has_valid_port(item)]:
-        raise InvalidArgument(f"{text}: the port of {wrong[0]} must be 1 to 65535")
+    for item in found:
+        require_valid_port(item, text)
     return found
 
 

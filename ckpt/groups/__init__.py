@@ -1,7 +1,7 @@
 """Groups: the ranks of a job that save and load together, and the exchange of bytes between them.
 
-A group uses a framework only if the process has imported it. Of ckpt, this package imports
-only `errors` and `storage.base`.
+A group uses a framework only if the process has imported it. Of ckpt, this package imports only
+`errors` and `storage.base`.
 
 Start with `base.Group`. `detection` chooses the group of a process. There is one file each for torch, jax, MPI and threads.
 `env` is for ranks without a network that ckpt can use, as described by a launcher (`launchers`) or by another library

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ckpt.storage.base.errors import InvalidArgument
+
 log = logging.getLogger("ckpt.run")
+
+
+def require_state_url(url: str) -> None:
+    """Raise InvalidArgument if this is not the URL of a run log in etcd, as --state gives it."""
+    if not re.fullmatch(r"etcd://[^/]+/[\w.-]+", url):
+        raise InvalidArgument(f"--state {url}: write etcd://HOST:PORT,…/NAME; without it the log is a file in --run-dir")
 
 
 @dataclass(frozen=True, slots=True)

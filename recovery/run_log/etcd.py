@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Mapping, Sequence
 
 from ckpt.aggregator.cluster.etcd import parse_etcd_url
 from ckpt.aggregator.cluster.etcd_client import EtcdClient, EtcdItem
-from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog, placeholder_entry
+from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog, placeholder_entry, require_state_url
 from ckpt.recovery.run_log.entry_schema import read_entry
 from ckpt.recovery.run_log.entry_signatures import Signer, UntrustedValue, strip_signature
 from ckpt.storage.base.checked_decode import Malformed, read_json
-from ckpt.storage.base.errors import InvalidArgument, Refused
+from ckpt.storage.base.errors import Refused
 
 log = logging.getLogger("ckpt.run")
 
@@ -39,8 +38,7 @@ class EtcdRunLog(RunLog):
     is_remote = True
 
     def __init__(self, url: str, token: str | None = None, read_only: bool = False) -> None:
-        if not re.fullmatch(r"etcd://[^/]+/[\w.-]+", url):
-            raise InvalidArgument(f"--state {url}: write etcd://HOST:PORT,…/NAME; without it the log is a file in --run-dir")
+        require_state_url(url)
         endpoints, name = parse_etcd_url(url)
         self._etcd = EtcdClient(endpoints, _TIMEOUT_SECONDS)
         self._prefix = f"/ckpt-run/{name}/"
