@@ -64,6 +64,12 @@ class MountFile:
         self._is_dirty = False
         self._has_failed = False
 
+    @property
+    def has_unsynced_writes(self) -> bool:
+        """Whether writes are not durable, of a file that still has a name."""
+        with self._lock:
+            return self._is_dirty and not self._is_removed
+
     def write(self, data: bytes, offset: int) -> int:
         """Write bytes at an offset, and return their number. Raises OSError EOPNOTSUPP if that would change visible bytes."""
         with self._lock:

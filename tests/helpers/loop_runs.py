@@ -48,7 +48,7 @@ class Job:
         deadline = time.monotonic() + 90
         while not reached(self.beats()):
             assert time.monotonic() < deadline
-            assert all(p.poll() is None for p in self.processes), [p.communicate()[1] for p in self.processes]
+            assert all(p.poll() is None for p in self.processes), self.kill()
             time.sleep(0.005)
 
     def stop(self, look_seconds: float) -> StopRequest:
@@ -72,10 +72,15 @@ class Job:
         assert [p.returncode for p in self.processes] == [0] * len(self.processes), messages
         return messages
 
-    def close(self) -> None:
+    def kill(self) -> list[tuple[int, str]]:
+        """Kill the ranks, and return the exit status and the messages of each."""
         for process in self.processes:
             process.kill()
-            process.communicate()
+        messages = [p.communicate()[1] for p in self.processes if p.stderr and not p.stderr.closed]
+        return [(p.returncode, text) for p, text in zip(self.processes, messages, strict=False)]
+
+    def close(self) -> None:
+        self.kill()
         for page in self.pages:
             page.close()
 

@@ -60,9 +60,37 @@ def test_an_open_file_is_completed_before_the_mount_ends(node: NodeProcess, fold
         assert process.poll() is None
         file.write("ended")
     _, stderr = process.communicate(timeout=600)
-    assert process.returncode == 0
+    assert process.returncode == 0, stderr
     assert "is still in use" in stderr
     assert open_namespace(f"ckpt://{node.address}/")[0].get("file") == b"begun, ended"
+
+
+@pytest.fixture
+def connections(tmp_path: Path) -> Iterator[Path]:
+    """Yield a folder in which each FUSE mount has a file that aborts its requests."""
+    made = tmp_path / "connections"
+    made.mkdir()
+    done = subprocess.run(["mount", "-t", "fusectl", "none", str(made)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"aborting the requests of a mount needs root: {done.stderr}")
+    yield made
+    subprocess.run(["umount", str(made)], check=True)
+
+
+def test_a_mount_whose_requests_are_aborted_names_the_lost_writes(node: NodeProcess, folder: Path, connections: Path) -> None:
+    process = begin(node, folder)
+    synced, lost = (os.open(folder / name, os.O_WRONLY | os.O_CREAT) for name in ("synced", "lost"))
+    for file in (synced, lost):
+        os.write(file, b"here")
+    os.fsync(synced)
+    (connections / str(os.minor(folder.stat().st_dev)) / "abort").write_text("1")
+    for file in (synced, lost):
+        with suppress(OSError):  # no process serves it any more
+            os.close(file)
+    _, stderr = process.communicate(timeout=600)
+    assert process.returncode == 1
+    assert "writes that were not synced are lost (files: 1, such as lost)" in stderr
+    assert open_namespace(f"ckpt://{node.address}/")[0].get("synced") == b"here"
 
 
 def test_a_second_signal_ends_a_mount_at_once(node: NodeProcess, folder: Path) -> None:

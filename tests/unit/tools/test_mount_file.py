@@ -14,7 +14,7 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.storage.base.errors import Changed, Unavailable
 from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.testing import random_bytes
-from ckpt.tools.mount import MountOperations
+from ckpt.tools.mount_operations import MountOperations
 
 _MIB = 1 << 20
 
