@@ -37,7 +37,7 @@ def python(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 60) -> str:
+def finish(process: subprocess.Popen[str], timeout: float = 600) -> str:
     """Wait until a process ends with status 0; return what it printed."""
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == 0, err

@@ -20,6 +20,8 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 STEPS = 22
@@ -46,24 +48,19 @@ def start_workers() -> int:
     return next((status for status in [worker.wait() for worker in workers] if status), 0)
 
 
-def main() -> None:
-    url, log, mode = sys.argv[1:4]
-    if mode == "workers" and "TF_CONFIG" not in os.environ:
-        sys.exit(start_workers())
+def make_strategy(mode: str) -> Any:
+    import tensorflow as tf  # not at the top: the process that starts the workers does without it
 
-    import numpy as np
+    if mode == "workers":
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    devices = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def make_training() -> Any:
+    """Return the variables of the training and a generator, as a module."""
     import tensorflow as tf
-
-    import ckpt
-
-    if mode == "mirrored":
-        devices = [tf.config.LogicalDeviceConfiguration()] * 2
-        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
-        strategy: Any = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    else:
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    assert strategy.num_replicas_in_sync == 2
-    worker = strategy.cluster_resolver.task_id if mode == "workers" else 0
 
     class Training(tf.Module):
         def __init__(self) -> None:
@@ -75,8 +72,12 @@ def main() -> None:
             self.mean = tf.Variable(0.0, synchronization=on_read, aggregation=kinds.MEAN, trainable=False)
             self.generator = tf.random.Generator.from_seed(3)
 
-    with strategy.scope():
-        training = Training()
+    return Training()
+
+
+def make_train_step(strategy: Any, training: Any) -> Any:
+    """Return a function that trains on the data of all replicas, and returns the mean loss."""
+    import tensorflow as tf
 
     @tf.function
     def train_step(x: Any) -> Any:
@@ -96,15 +97,38 @@ def main() -> None:
 
         return strategy.reduce("mean", strategy.run(on_replica, args=(x,)), axis=None)
 
-    def rows(context: Any) -> Any:
-        replica = context.replica_id_in_sync_group
-        random = np.random.default_rng((step, replica))
-        return tf.constant(random.standard_normal((3 + 2 * replica, FEATURES)).astype(np.float32))
+    return train_step
+
+
+def rows(step: int, replica: int) -> Any:
+    """Return the rows of a replica in a step, by a generator that both determine."""
+    import tensorflow as tf
+
+    random = np.random.default_rng((step, replica))
+    return tf.constant(random.standard_normal((3 + 2 * replica, FEATURES)).astype(np.float32))
+
+
+def main() -> None:
+    url, log, mode = sys.argv[1:4]
+    if mode == "workers" and "TF_CONFIG" not in os.environ:
+        sys.exit(start_workers())
+
+    import ckpt
+
+    strategy = make_strategy(mode)
+    assert strategy.num_replicas_in_sync == 2
+    worker = strategy.cluster_resolver.task_id if mode == "workers" else 0
+    with strategy.scope():
+        training = make_training()
+    train_step = make_train_step(strategy, training)
 
     with ckpt.Checkpointer(url, every=2) as saver, open(log if worker == 0 else os.devnull, "a") as out:
         _, start = saver.restore({"training": training})
         for step in range(start, STEPS):
-            loss = train_step(strategy.experimental_distribute_values_from_function(rows))
+            x = strategy.experimental_distribute_values_from_function(
+                lambda context, step=step: rows(step, context.replica_id_in_sync_group)
+            )
+            loss = train_step(x)
             bits = [float(loss.numpy()).hex(), str(training.seen.read_value().numpy()), float(training.mean.read_value()).hex()]
             out.write(f"{step} {','.join(bits)}\n")
             out.flush()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,91 +101,110 @@ def test_the_next_writer_completes_a_killed_growth_of_the_record_ring(tmp_path: 
 SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(300 if SOAK else 8)
 
 
+class ChangingRing:
+    """Clients that append words to values over registers that lose calls, and others that change the record ring meanwhile."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        draw = random.Random(seed)
+        self._folder, self._seed = folder, seed
+        self._loss_rate = draw.choice([0.0, 0.02, 0.1])
+        self._redundancy = draw.choice(["2x", "3x"])
+        self._clients_done, self._changed = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self.received: list[tuple[str, str | None, list[str]]] = []
+        """The name of a register, the word added if any, and the words of the value that a client received."""
+        assert self.open(draw.choice([3, 4, 5][self._redundancy == "3x" :])).ring
+
+    def open(self, count: int = 6, **table: float) -> Namespace:
+        """Return the namespace on the first `count` directories."""
+        return Namespace(directories(self._folder, count, redundancy=self._redundancy, **table))
+
+    def run(self) -> None:
+        """Run four clients, and two others that change the ring until the clients have ended."""
+        clients = [threading.Thread(target=self._append_words, args=(i,)) for i in range(4)]
+        changers = [threading.Thread(target=self._change_repeatedly, args=(10 + i,)) for i in range(2)]
+        for thread in clients + changers:
+            thread.start()
+        for thread in clients:
+            thread.join()
+        self._clients_done.set()
+        for thread in changers:
+            thread.join()
+
+    def _open_flaky(self, number: int) -> Namespace:
+        namespace, draw = self.open(deadline_seconds=3.0), random.Random(f"{self._seed} {number}")
+        for name, member in namespace.open_members.items():
+            namespace._member_registers[name] = member.registers = Flaky(member.registers, draw, self._loss_rate)
+        namespace.fan_out.health._first_pause_seconds, namespace.fan_out.health._max_pause_seconds = 0.001, 0.01
+        return namespace
+
+    def _append_words(self, number: int) -> None:
+        namespace, draw = self._open_flaky(number), random.Random(f"{self._seed} client {number}")
+        for i in range(25):
+            word, name = f"{number}.{i}", f"v{draw.randrange(3)}"
+            try:
+                if draw.random() < 0.4:
+                    value_words, added = words(namespace.read_records([name])[name]), None
+                else:
+                    value_words, added = words(namespace.update_register(name, partial(with_word, word))), word
+            except Unavailable:
+                continue
+            with self._lock:
+                self.received.append((name, added, value_words))
+            time.sleep(draw.random() * 0.02)
+
+    def _change_repeatedly(self, number: int) -> None:
+        namespace, draw = self._open_flaky(number), random.Random(f"{self._seed} change {number}")
+        for number_of_changes in itertools.count():
+            if self._clients_done.is_set() and (self._changed.is_set() or number_of_changes > 1000):
+                return
+            self._change(namespace, draw)
+            time.sleep(draw.random() * 0.05)
+
+    def _change(self, namespace: Namespace, draw: random.Random) -> None:
+        next_members = draw.sample(range(6), draw.randint(2, 6))
+        progress = break_off if draw.random() < 0.4 else lambda _: None
+        try:
+            change_ring(
+                namespace, locations_of(namespace, *next_members), progress=progress, tolerated_losses=draw.choice([0, 2])
+            )  # type: ignore[arg-type]
+            if namespace.ring.epoch > 1:
+                self._changed.set()
+        except StoreError:
+            namespace.invalidate_ring()
+
+
+def with_word(word: str, _: str, value: RegisterValue | None) -> RegisterValue | None:
+    """Return the value with one more word; None if it has the word."""
+    present = words(value)
+    return None if word in present else RegisterValue(b"", " ".join([*present, word]).encode())
+
+
+def break_off(_: int) -> None:
+    """Raise StoreError, to end a change of the ring in its middle."""
+    raise StoreError("given up")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
 def test_registers_keep_one_history_while_their_ring_changes(tmp_path: Path, seed: int) -> None:
     """Clients append words to values over registers that lose calls, while the record ring changes again and again and some
     changes break off. Each value that a client received is a prefix of the final value."""
-    draw = random.Random(seed)
-    rate = draw.choice([0.0, 0.02, 0.1])
-    tolerated = draw.choice(["2x", "3x"])
-    assert Namespace(directories(tmp_path, draw.choice([3, 4, 5][tolerated == "3x" :]), redundancy=tolerated)).ring
-    received: list[tuple[str, str | None, list[str]]] = []
-    lock, clients_done, changed = threading.Lock(), threading.Event(), threading.Event()
-    breaking: dict[int, random.Random] = {}
-
-    def open_flaky(number: int) -> Namespace:
-        namespace = Namespace(directories(tmp_path, 6, redundancy=tolerated, deadline_seconds=3.0))
-        draws = breaking[number] = random.Random(f"{seed} {number}")
-        for name, member in namespace.open_members.items():
-            namespace._member_registers[name] = member.registers = Flaky(member.registers, draws, rate)
-        namespace.fan_out.health._first_pause_seconds, namespace.fan_out.health._max_pause_seconds = 0.001, 0.01
-        return namespace
-
-    def client(number: int) -> None:
-        namespace, draws = open_flaky(number), random.Random(f"{seed} client {number}")
-        for i in range(25):
-            word, name = f"{number}.{i}", f"v{draws.randrange(3)}"
-
-            def add(_: str, value: RegisterValue | None, word: str = word) -> RegisterValue | None:
-                present = words(value)
-                return None if word in present else RegisterValue(b"", " ".join([*present, word]).encode())
-
-            try:
-                if draws.random() < 0.4:
-                    value_words, added = words(namespace.read_records([name])[name]), None
-                else:
-                    value_words, added = words(namespace.update_register(name, add)), word
-            except Unavailable:
-                continue
-            with lock:
-                received.append((name, added, value_words))
-            time.sleep(draws.random() * 0.02)
-
-    def change_repeatedly(number: int) -> None:
-        namespace, draws = open_flaky(number), random.Random(f"{seed} change {number}")
-        for number_of_changes in itertools.count():
-            if clients_done.is_set() and (changed.is_set() or number_of_changes > 1000):
-                return
-            next_members = draws.sample(range(6), draws.randint(2, 6))
-            breaks_off = draws.random() < 0.4
-
-            def stop(count: int, breaks_off: bool = breaks_off) -> None:
-                if breaks_off:
-                    raise StoreError("given up")
-
-            try:
-                change_ring(
-                    namespace, locations_of(namespace, *next_members), progress=stop, tolerated_losses=draws.choice([0, 2])
-                )  # type: ignore[arg-type]
-                if namespace.ring.epoch > 1:
-                    changed.set()
-            except StoreError:
-                namespace.invalidate_ring()
-            time.sleep(draws.random() * 0.05)
-
-    clients = [threading.Thread(target=client, args=(i,)) for i in range(4)]
-    changers = [threading.Thread(target=change_repeatedly, args=(10 + i,)) for i in range(2)]
-    for thread in clients + changers:
-        thread.start()
-    for thread in clients:
-        thread.join()
-    clients_done.set()
-    for thread in changers:
-        thread.join()
-    last = Namespace(directories(tmp_path, 6, redundancy=tolerated))
+    changing = ChangingRing(tmp_path, seed)
+    changing.run()
+    last = changing.open()
     complete_ring_change(last)
     for name in ("v0", "v1", "v2"):
         final = words(last.read_records([name])[name])
         assert len(set(final)) == len(final), "a word occurs twice"
-        for register_name, added, value_words in received:
+        for register_name, added, value_words in changing.received:
             if register_name == name:
                 assert final[: len(value_words)] == value_words, (
                     f"CKPT_SEED={seed}: a client received {value_words}, the final value is {final}"
                 )
                 assert added is None or added in value_words
     assert last.ring.epoch > 1, "no change was made"
-    assert received
+    assert changing.received
 
 
 def test_clients_continue_after_a_lost_node_was_replaced(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.folders import PROGRAMS
 from helpers.processes import finish, python
 from helpers.repositories import assert_all_load, assert_clean
 
@@ -186,66 +187,7 @@ saver.close()
 
 def test_locks_that_other_threads_held_are_free_in_the_child(tmp_path: Path) -> None:
     """A thread takes all locks that the modules of ckpt can reach, and does not exist in the child, which saves and loads."""
-    code = f"""{IN_CHILD}
-import faulthandler, threading
-import numpy as np
-import ckpt.aggregator.file_io.namespace, ckpt.aggregator.placement.erasure, ckpt.storage.remote.fsspec_store
-
-def save_and_load(folder):
-    values = {{"a": np.arange(300_000), "b": np.float32(np.nan)}}
-    for step in range(3):
-        ckpt.save(values, folder, step=step, codec="auto")
-        values["a"] = values["a"] + 1
-    assert ckpt.load(folder)["a"][0] == 2
-
-save_and_load(url + "/parent")
-LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
-held = []
-
-def find(value, depth=0):
-    if isinstance(value, LOCKS):
-        held.append(value)
-    elif depth < 6 and isinstance(value, (list, tuple, set, dict)):
-        for each in list(value.values() if isinstance(value, dict) else value):
-            find(each, depth + 1)
-    elif depth < 6 and type(value).__module__.startswith("ckpt."):
-        for each in list(getattr(value, "__dict__", {{}}).values()):
-            find(each, depth + 1)
-
-for name, module in list(sys.modules.items()):
-    if name.startswith("ckpt."):
-        find(dict(vars(module)))
-held = list({{id(lock): lock for lock in held}}.values())
-assert len(held) > 15, len(held)
-are_held, end = threading.Event(), threading.Event()
-
-def hold():
-    for lock in held:
-        assert lock.acquire(timeout=10)
-    are_held.set()
-    end.wait()
-    for lock in held:
-        lock.release()
-
-holder = threading.Thread(target=hold)
-holder.start()
-assert are_held.wait(60)
-
-def child():
-    faulthandler.dump_traceback_later(30, exit=True)
-    set_failpoints("save.stage=error@1000")
-    save_and_load(url + "/child")
-    save_and_load("memory://child")
-    ckpt.aggregator.file_io.namespace.open_namespace("ckpt://127.0.0.1:1,127.0.0.1:2/x")
-    ckpt.aggregator.placement.erasure.erasure_code(2, 1)
-
-try:
-    in_child(child)
-finally:
-    end.set()
-    holder.join()
-"""
-    finish(python(code, tmp_path))
+    finish(python((PROGRAMS / "held_locks.py").read_text(), tmp_path))
 
 
 def test_a_child_collects_garbage_that_another_thread_has_paused(tmp_path: Path) -> None:
@@ -262,7 +204,7 @@ def pause():
 
 pausing = threading.Thread(target=pause)
 pausing.start()
-assert are_paused.wait(60)
+assert are_paused.wait(600)
 
 def child():
     assert gc.isenabled()

@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers as hf
 from helpers.flipped_bits import flip_bit_of_leaf
@@ -82,54 +84,91 @@ def export(model: Any, folder: Path) -> tuple[Path, Path]:
     return folder / "exported", folder / "config"
 
 
-def test_the_weights_and_the_logits_are_those_of_an_export(tmp_path: Path) -> None:
-    model = make_model(1)
-    exported, config = export(model, tmp_path)
-    url, state = str(tmp_path / "run"), dict(model.state_dict())
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What SGLang has loaded from a step and from an export of the same model."""
+
+    model: Any
+    from_step: dict[str, Any]
+    from_export: dict[str, Any]
+    answers: dict[str, str]
+    """The digest of the weights that it loaded with other options, or the error."""
+
+
+@pytest.fixture(name="loaded", scope="module")
+def load_step_and_export(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    folder, model = tmp_path_factory.mktemp("loaded"), make_model(1)
+    exported, config = export(model, folder)
+    url, state = str(folder / "run"), dict(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters())
     ckpt.save({"model": make_model(2), "optimizer": optimizer}, url, 1)
     ckpt.save({"model": model, "optimizer": optimizer}, url, 2)
 
-    def saved(name: str, state: dict[str, Any]) -> dict[str, Any]:
-        ckpt.save(state, tmp_path / name)
-        return {"url": str(tmp_path / name)}
+    cases = wrong_options(folder) | steps_that_do_not_fit(folder, state)
+    cases |= accepted_options(folder, state)
+    found = load(config, "ckpt", {"url": url, "prefix": "model"}, [["load", options] for options in cases.values()])
+    expected = load(exported, "safetensors", {})
+    return Loaded(model, found, expected, dict(zip(cases, found["answers"], strict=True)))
 
-    flip_bit_of_leaf(ckpt.save(state, tmp_path / "damaged", codec="none"), O_PROJ)
-    refused = {
+
+def save_step(state: dict[str, Any], url: Path) -> dict[str, Any]:
+    """Save a step, and return the options that load it."""
+    ckpt.save(state, url)
+    return {"url": str(url)}
+
+
+def wrong_options(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return options that fail with steps 1 and 2 of the run."""
+    url = str(folder / "run")
+    return {
         "unknown option": {"url": url, "prefix": "model", "steps": 1},
         "type of option": {"url": url, "prefix": "model", "step": "1"},
-        "nothing saved": {"url": str(tmp_path / "nothing")},
+        "nothing saved": {"url": str(folder / "nothing")},
         "no such step": {"url": url, "prefix": "model", "step": 9},
         "no url": {"prefix": "model"},
         "no prefix": {"url": url},
         "wrong prefix": {"url": url, "prefix": "modle"},
         "prefix within the model": {"url": url, "prefix": "model.model"},
-        "missing": saved("missing", {n: t for n, t in state.items() if n != O_PROJ}),
-        "missing part": saved("part", {n: t for n, t in state.items() if "0.mlp.up_proj" not in n}),
-        "shape": saved("shape", {n: t[:5] if n == "model.norm.weight" else t for n, t in state.items()}),
-        "type": saved("type", {**state, "model.norm.weight": np.array(["a", "b"])}),
-        "damaged": {"url": str(tmp_path / "damaged")},
     }
-    half = {n: t.to(torch.bfloat16) for n, t in state.items()}
-    accepted = {
-        "older": {"url": url, "prefix": "model", "step": 1},
-        "lenient": {"url": str(tmp_path / "missing"), "strict": False},
-        "half": saved("half", half),
-        "rounded": saved("rounded", {n: t.float() for n, t in half.items()}),
-        "renamed": {**saved("other", {f"net.{n}": t for n, t in state.items()}), "rename": {"^net\\.": ""}},
-    }
-    actions = [["load", options] for options in [*refused.values(), *accepted.values()]]
-    found = load(config, "ckpt", {"url": url, "prefix": "model"}, actions)
-    expected = load(exported, "safetensors", {})
 
+
+def steps_that_do_not_fit(folder: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Save steps that do not fit the model, and return the options that would load them."""
+    flip_bit_of_leaf(ckpt.save(state, folder / "damaged", codec="none"), O_PROJ)
+    norm = "model.norm.weight"
+    return {
+        "missing": save_step({n: t for n, t in state.items() if n != O_PROJ}, folder / "missing"),
+        "missing part": save_step({n: t for n, t in state.items() if "0.mlp.up_proj" not in n}, folder / "part"),
+        "shape": save_step({**state, norm: state[norm][:5]}, folder / "shape"),
+        "type": save_step({**state, norm: np.array(["a", "b"])}, folder / "type"),
+        "damaged": {"url": str(folder / "damaged")},
+    }
+
+
+def accepted_options(folder: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Save more steps, and return options that load a step. `folder` has the steps that do not fit."""
+    half = {n: t.to(torch.bfloat16) for n, t in state.items()}
+    return {
+        "older": {"url": str(folder / "run"), "prefix": "model", "step": 1},
+        "lenient": {"url": str(folder / "missing"), "strict": False},
+        "half": save_step(half, folder / "half"),
+        "rounded": save_step({n: t.float() for n, t in half.items()}, folder / "rounded"),
+        "renamed": save_step({f"net.{n}": t for n, t in state.items()}, folder / "other") | {"rename": {"^net\\.": ""}},
+    }
+
+
+def test_the_weights_and_the_logits_are_those_of_an_export(loaded: Loaded) -> None:
+    found, expected = loaded.from_step, loaded.from_export
     assert (found["loader"], expected["loader"]) == ("StepLoader", "DefaultModelLoader")
     assert found["digest"] == expected["digest"]
     assert found["logits"] == expected["logits"]  # bit for bit
     with torch.no_grad():
-        of_transformers = model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1]
+        of_transformers = loaded.model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1]
     torch.testing.assert_close(torch.tensor(found["logits"]), of_transformers, rtol=1e-4, atol=1e-5)
 
-    answers = dict(zip([*refused, *accepted], found["answers"], strict=True))
+
+def test_wrong_options_are_refused(loaded: Loaded) -> None:
+    answers = loaded.answers
     assert answers["unknown option"] == (
         "InvalidArgument: model_loader_extra_config: ckpt has no option steps; use url, step, prefix, rename, strict"
     )
@@ -141,6 +180,10 @@ def test_the_weights_and_the_logits_are_those_of_an_export(tmp_path: Path) -> No
     assert "has the parts model: name that of the model" in answers["no prefix"]
     assert answers["wrong prefix"].startswith("LeafNotFound: no array of step 2")
     assert answers["prefix within the model"].startswith("LeafNotFound: the step lacks 15 weights of the model")
+
+
+def test_a_step_that_does_not_fit_the_model_is_refused(loaded: Loaded) -> None:
+    answers = loaded.answers
     assert answers["missing"] == (
         f"LeafNotFound: the step lacks 1 weights of the model, such as {O_PROJ}: check prefix "
         "and rename, or set strict to false"
@@ -149,10 +192,14 @@ def test_the_weights_and_the_logits_are_those_of_an_export(tmp_path: Path) -> No
     assert answers["shape"].startswith(("AssertionError", "ValueError", "RuntimeError"))
     assert answers["type"].startswith("LeafMismatch: leaf model.norm.weight of step")
     assert answers["damaged"].startswith("IntegrityError: leaf model.")
+
+
+def test_options_choose_the_step_and_the_names_of_its_weights(loaded: Loaded) -> None:
+    answers, newest = loaded.answers, loaded.from_step["digest"]
     assert len(answers["older"]) == len(answers["lenient"]) == 64
-    assert answers["older"] != found["digest"]
-    assert answers["half"] == answers["rounded"] != found["digest"]
-    assert answers["renamed"] == found["digest"]
+    assert answers["older"] != newest
+    assert answers["half"] == answers["rounded"] != newest
+    assert answers["renamed"] == newest
 
 
 def test_tied_weights_are_loaded(tmp_path: Path) -> None:

@@ -7,15 +7,14 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.collections_of_tombstones import count_collected
+from helpers.lossy_calls import LossyCalls
 from helpers.nodes import directories
 from helpers.processes import SOAK
-from helpers.registers import Flaky
 from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io import namespace as namespaces
@@ -125,20 +124,6 @@ def test_a_repair_collects_tombstones(tmp_path: Path, monkeypatch: pytest.Monkey
     assert records(tmp_path) == 3
     require_whole(namespace)
     namespace.close()
-
-
-class LossyCalls:
-    """Sets how often the calls to each member get lost; 1.0 disconnects it."""
-
-    def __init__(self, namespace: Namespace, draw: random.Random) -> None:
-        self._flaky = {
-            name: Flaky(opened_member.registers, draw, 0.0) for name, opened_member in namespace.open_members.items()
-        }
-        for name, flaky in self._flaky.items():
-            namespace.open_members[name].registers = namespace._member_registers[name] = flaky
-
-    def set(self, member: str, rate: float) -> None:
-        self._flaky[member].rate = rate
 
 
 def test_a_returning_member_does_not_outvote_the_others(tmp_path: Path) -> None:
@@ -306,6 +291,85 @@ def test_clients_write_correctly_while_another_collects(tmp_path: Path, seed: in
     assert not wrong, wrong
 
 
+class History:
+    """Operations of two clients on a few paths, and the values that each path may have."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._seed, self._draw = seed, random.Random(f"collection {seed}")
+        self._count = self._draw.choice([2, 3, 3, 5])
+        self.clients = [opened(folder, self._count, redundancy=self._draw.choice(["1x", "2x"])) for _ in range(2)]
+        assert self.clients[0].ring
+        self.clients[1].put("begin", b"")
+        self._calls = [LossyCalls(client, self._draw) for client in self.clients]
+        self.paths = [f"p{i}" for i in range(3)]
+        self._possible: dict[str, set[bytes | None]] = {path: {None} for path in self.paths}
+        self._done: list[str] = []
+
+    def step(self, number: int) -> None:
+        """Do something at random: disconnect a member, collect tombstones, write `number`, delete or read."""
+        client, path, choice = self._draw.randrange(2), self._draw.choice(self.paths), self._draw.random()
+        try:
+            if choice < 0.25:
+                self._lose_calls(client)
+            elif choice < 0.45:
+                self._collect(client)
+            elif choice < 0.65:
+                self._write(client, path, number)
+            elif choice < 0.8:
+                self._delete(client, path)
+            else:
+                self._done.append(f"{client} reads {path}")
+                self.check(client, path)
+        except StoreError as error:
+            self._done.append(f"  {type(error).__name__}")
+
+    def reconnect(self) -> None:
+        """Let no call get lost any more."""
+        for calls in self._calls:
+            for member in range(self._count):
+                calls.set(f"disk{member}", 0.0)
+
+    def check(self, client: int, path: str) -> None:
+        """Check that a client reads a value that the path may have."""
+        file = self.clients[client].stat(path)
+        found = None if file is None else file.inline_data
+        assert found in self._possible[path], self._message(f"{path} is {found!r}, not {self._possible[path]}")
+
+    def _message(self, wrong: str) -> str:
+        return f"seed {self._seed}: {wrong}\n" + "\n".join(self._done)
+
+    def _lose_calls(self, client: int) -> None:
+        member = f"disk{self._draw.randrange(self._count)}"
+        rate = self._draw.choice([0.0, 0.0, 0.2, 1.0])
+        for calls in self._calls if self._draw.random() < 0.5 else [self._calls[client]]:
+            calls.set(member, rate)
+        self._done.append(f"{member} of {client} loses {rate}")
+
+    def _collect(self, client: int) -> None:
+        rate = self._draw.choice([0.0, 0.05, None])
+        for member in range(self._count) if rate is not None else ():
+            self._calls[client].set(f"disk{member}", rate)
+        self._done.append(f"{client} collects while members lose {rate}")
+        collect_tombstones(self.clients[client], 0.0)
+
+    def _write(self, client: int, path: str, number: int) -> None:
+        self._done.append(f"{client} writes {path} = {number}")
+        word = f"{number}".encode()
+        self._possible[path].add(word)
+        self.clients[client].put(path, word)
+        self._possible[path] = {word}
+
+    def _delete(self, client: int, path: str) -> None:
+        self._done.append(f"{client} deletes {path}")
+        before = set(self._possible[path])
+        self._possible[path].add(None)
+        if self.clients[client].delete([path]):
+            self._possible[path] = {None}
+        else:  # nothing was deleted: a put without an answer may still take effect
+            self._possible[path] = before
+            assert None in before, self._message(f"{path} was {before}")
+
+
 SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(300 if SOAK else 6)
 
 
@@ -314,75 +378,17 @@ SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(3
 def test_clients_see_one_history_while_deletions_are_collected(tmp_path: Path, seed: int) -> None:
     """Two clients write, delete and read a few paths while members are disconnected, return, and lose calls, and deletions are
     collected meanwhile. An acknowledged value is read until a newer one was written, or may have been."""
-    check_history(tmp_path, seed, lambda namespace: collect_tombstones(namespace, 0.0))
-
-
-def check_history(folder: Path, seed: int, forget: Callable[[Namespace], object], steps: int = 60) -> None:
-    """Run random operations of two clients and check each read; `forget` collects the tombstones of one client."""
-    draw = random.Random(f"collection {seed}")
-    count = draw.choice([2, 3, 3, 5])
-    clients = [opened(folder, count, redundancy=draw.choice(["1x", "2x"])) for _ in range(2)]
-    assert clients[0].ring
-    clients[1].put("begin", b"")
-    calls_of = [LossyCalls(client, draw) for client in clients]
-    paths = [f"p{i}" for i in range(3)]
-    possible: dict[str, set[bytes | None]] = {path: {None} for path in paths}
-    done: list[str] = []
-
-    def step(number: int) -> None:
-        which = draw.randrange(2)
-        client, path, choice = clients[which], draw.choice(paths), draw.random()
-        word = f"{number}".encode()
-        try:
-            if choice < 0.25:
-                member = f"disk{draw.randrange(count)}"
-                rate = draw.choice([0.0, 0.0, 0.2, 1.0])
-                for calls in calls_of if draw.random() < 0.5 else calls_of[which : which + 1]:
-                    calls.set(member, rate)
-                done.append(f"{member} of {which} loses {rate}")
-            elif choice < 0.45:
-                rate = draw.choice([0.0, 0.05, None])
-                for member in range(count) if rate is not None else ():
-                    calls_of[which].set(f"disk{member}", rate)
-                done.append(f"{which} forgets while members lose {rate}")
-                forget(client)
-            elif choice < 0.65:
-                done.append(f"{which} writes {path} = {number}")
-                possible[path].add(word)
-                client.put(path, word)
-                possible[path] = {word}
-            elif choice < 0.8:
-                done.append(f"{which} deletes {path}")
-                before = set(possible[path])
-                possible[path].add(None)
-                if client.delete([path]):
-                    possible[path] = {None}
-                else:  # nothing was deleted: a put without an answer may still take effect
-                    possible[path] = before
-                    assert None in before, f"seed {seed}: {path} was {before}\n" + "\n".join(done)
-            else:
-                done.append(f"{which} reads {path}")
-                check(client, path)
-        except StoreError as error:
-            done.append(f"  {type(error).__name__}")
-
-    def check(client: Namespace, path: str) -> None:
-        file = client.stat(path)
-        found = None if file is None else file.inline_data
-        assert found in possible[path], f"seed {seed}: {path} is {found!r}, not {possible[path]}\n" + "\n".join(done)
-
-    for number in range(steps):
-        step(number)
-    for calls in calls_of:
-        for member in range(count):
-            calls.set(f"disk{member}", 0.0)
-    forget(clients[0])
-    for path in paths:
-        check(clients[1], path)
-        check(clients[0], path)
-    listed = clients[0].list()
-    for path in paths:
-        check(clients[0], path)
-        assert (path in listed) == (clients[0].stat(path) is not None)
-    for client in clients:
+    history = History(tmp_path, seed)
+    for number in range(60):
+        history.step(number)
+    history.reconnect()
+    collect_tombstones(history.clients[0], 0.0)
+    for path in history.paths:
+        history.check(1, path)
+        history.check(0, path)
+    listed = history.clients[0].list()
+    for path in history.paths:
+        history.check(0, path)
+        assert (path in listed) == (history.clients[0].stat(path) is not None)
+    for client in history.clients:
         client.close()
