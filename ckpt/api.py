@@ -41,8 +41,9 @@ from ckpt.saving.skipped_step import require_same_step_as_rank_0
 from ckpt.state.leaves.shared_objects import leaves_of_one_state
 from ckpt.state.name_mapping import Rename, rename_tree
 from ckpt.state.name_patterns import Patterns, entries, matcher, require_match, select
+from ckpt.state.tree_rebuild import refusing_deep_trees
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.support.runtime import collector_paused
+from ckpt.support.runtime import collector_paused, require_stack
 from ckpt.support.validation import check_switch
 
 log = logging.getLogger("ckpt")
@@ -204,6 +205,7 @@ def load(
 
 def load_step(repo: Repository, step: int, request: LoadRequest) -> Any:
     """Load the step of a given number and return the state."""
+    require_stack()
     if request.group.size > 1:
         request.group.meet_at(repo.store)
         require_same_step(request.group, step)
@@ -217,6 +219,7 @@ def load_newest(repo: Repository, strict: bool, request: LoadRequest, before: in
 
     A damaged step is skipped with a warning and a line in the log. With `strict`, or if no step is complete, it raises instead.
     """
+    require_stack()
     return load_newest_on_all_ranks(repo, strict, request, load_checkpoint, before)
 
 
@@ -229,7 +232,7 @@ def load_checkpoint(find: Callable[[], Checkpoint], request: LoadRequest) -> Any
     checkpoint = find()
     # Multi-rank steps are almost always loaded to resume, so bypass the page cache.
     bypass_cache = request.bypass_cache or checkpoint.commit.world_size > 1
-    read_plan, finish = run_on_all_ranks(group, lambda: _plan_load(checkpoint, request))
+    read_plan, finish = run_on_all_ranks(group, refusing_deep_trees(checkpoint.where)(lambda: _plan_load(checkpoint, request)))
     source = BlockSource(checkpoint.store, checkpoint.manifest().digest_algorithm, checkpoint.where, request.progress)
     packs = [file.name for file in checkpoint.commit.packs]
     run_on_all_ranks(

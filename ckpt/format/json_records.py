@@ -17,7 +17,7 @@ from ckpt.format.difference_choice import DifferenceChoice
 from ckpt.format.digest import algorithm_of_hex, digest
 from ckpt.format.signature import NO_KEYS, Keys, Signature
 from ckpt.format.training_lines import Ancestry, TrainingLine, parse_line
-from ckpt.storage.base.checked_decode import Malformed
+from ckpt.storage.base.checked_decode import Malformed, parse_json
 from ckpt.storage.base.checked_decode import decode as decode_data
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.base.store import Store
@@ -120,7 +120,7 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
     if len(data) > MAX_RECORD_BYTES:
         raise IntegrityError(damage_text(where, f"it has {len(data)} bytes, and a record has at most {MAX_RECORD_BYTES}"))
     try:
-        body = json.loads(data)
+        body = parse_json(data)
         claimed = body.pop("digest")
         version = body["format"]
         if _canonical_json({**body, "digest": claimed}) != data or claimed != _body_digest(body):

@@ -289,6 +289,8 @@ def _raising_integrity_error(where: str) -> Iterator[None]:
 
     try:
         yield
+    except MemoryError:  # also an ArrowException, and no damage
+        raise
     except (pa.ArrowException, *_ARROW_ERRORS) as error:
         raise IntegrityError(f"{where} is not a manifest ({error}); {DAMAGE_ADVICE}") from error
 

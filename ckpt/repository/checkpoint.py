@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.name_patterns import suggest
 from ckpt.state.rank_tree import array_names, has_rank_nodes, resolve_for_rank
 from ckpt.state.tree import Node
+from ckpt.state.tree_rebuild import refusing_deep_trees
+from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.support.runtime import collector_paused
@@ -99,23 +100,35 @@ class Checkpoint:
             StoreError: The store failed.
         """
         if self._tree is None:
-            file = self.commit.trees[0]
-            data = self.verified(file)
+            file, data, body = self._parsed_tree()
             with collector_paused(), self._raising_integrity_error(file):
-                body = json.loads(data)
-                require_known_format(body["format"], f"{self.store.url}/{file.name}")
                 self._layouts = frozenset(map(str, body.get("layouts", ())))
                 self._tree = body["tree"]
                 if has_rank_nodes(data):
                     self._tree = resolve_for_rank(self._tree, self._rank, max(1, self.commit.world_size))
         return self._tree
 
+    def tree_of_all_ranks(self) -> Node:
+        """Return the state tree with the values of each rank where ranks differ. Raises the errors of `tree`."""
+        return self._parsed_tree()[2]["tree"]
+
+    def _parsed_tree(self) -> tuple[FileRecord, bytes, dict[str, Any]]:
+        """Return the file of the tree, its bytes, and its content, verified against the commit record."""
+        file = self.commit.trees[0]
+        data = self.verified(file)
+        with collector_paused(), self._raising_integrity_error(file):
+            body: dict[str, Any] = parse_json(data)
+            require_known_format(body["format"], f"{self.store.url}/{file.name}")
+            _ = body["tree"]
+        return file, data, body
+
     @contextmanager
     def _raising_integrity_error(self, file: FileRecord) -> Iterator[None]:
-        """Turn the errors of a malformed tree file into IntegrityError."""
+        """Turn the errors of a malformed tree file into IntegrityError, and those of a deep one into FormatError."""
         try:
-            yield
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            with refusing_deep_trees(self.where):
+                yield
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise IntegrityError(f"{self.store.url}/{file.name} is not a tree ({error!r}); {DAMAGE_ADVICE}") from error
 
     def layouts(self) -> frozenset[str]:
@@ -130,7 +143,7 @@ class Checkpoint:
         for file in self.commit.trees:
             data = self.verified(file)
             with collector_paused(), self._raising_integrity_error(file):
-                missing = next((n for n in array_names(json.loads(data)["tree"]) if n not in saved), None)
+                missing = next((n for n in array_names(parse_json(data)["tree"]) if n not in saved), None)
             if missing is not None:
                 raise IntegrityError(
                     f"leaf {missing} is in the tree of {self.where} but in none of its manifests, so that the step can't be "

@@ -6,7 +6,6 @@ parts.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from contextlib import suppress
@@ -156,8 +155,7 @@ class Committer:
         number = next((n for n in reversed(repo.order().steps) if n < self._step), None)
         if number is None:
             return None
-        commit = repo.commit(number)
-        return number, json.loads(Checkpoint(self._store, commit).verified(commit.trees[0]))["tree"]
+        return number, Checkpoint(self._store, repo.commit(number)).tree_of_all_ranks()
 
     def _publish_step(
         self, table: bytes, tree: bytes, packs: dict[str, int], totals: StepTotals, algorithm: str,

@@ -27,7 +27,7 @@ from ckpt.saving.replica_check import (
 )
 from ckpt.state.rank_tree import add_own_ranks, keep_stored_arrays, merge_trees
 from ckpt.state.tree import Node
-from ckpt.storage.base.errors import IntegrityError
+from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.threads import DaemonThreadPool
 from ckpt.support import arrow_columns
@@ -56,7 +56,7 @@ class MergedStep:
 
 def merge_parts(repo: Repository, step: int, listed: Sequence[ListedPart]) -> MergedStep:
     """Read, verify and merge the parts; raise StepRefused if they do not make a whole step."""
-    with _naming_step(step):
+    with _naming_step(step), _refusing_unknown_parts():
         return _merge_parts(repo, listed)
 
 
@@ -67,6 +67,19 @@ def _naming_step(step: int) -> Iterator[None]:
         yield
     except StepRefused as error:
         raise StepRefused(f"step {step}: {error}") from None
+
+
+@contextmanager
+def _refusing_unknown_parts() -> Iterator[None]:
+    """Turn the errors of parts of another structure into StepRefused. The parts themselves are verified."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StepRefused(
+            f"the parts of the ranks can't be merged ({error!r}); run the same version of ckpt-store on all ranks"
+        ) from error
 
 
 def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:

@@ -11,7 +11,8 @@ import collections
 import dataclasses
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,6 +29,17 @@ MakeArray = Callable[[Node], Callable[[], Any]]
 
 class TreeError(FormatError):
     """This version cannot read the tree of a step. The message does not name the step: the caller adds it."""
+
+
+@contextmanager
+def refusing_deep_trees(where: str) -> Iterator[None]:
+    """Turn a RecursionError into FormatError: the call comes from deeper in the stack than the save. where: the step's name."""
+    try:
+        yield
+    except RecursionError as error:
+        raise FormatError(
+            f"{where} is nested too deeply for the stack of this call; raise sys.setrecursionlimit, and load it again"
+        ) from error
 
 
 def rebuild(node: Node, make_array: MakeArray) -> Callable[[], Any]:

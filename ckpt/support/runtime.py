@@ -13,10 +13,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 
 _lock = fork_safe_lock()
 """Guards `_pause_count` and `_was_enabled`."""
+_NEEDED_FRAMES = 150
+"""The frames of the stack that a load of a shallow state takes, with the first imports of pyarrow and of a store; about 60."""
+
 _pause_count = 0
 _was_enabled = False
 
@@ -30,6 +34,18 @@ def _end_pauses() -> None:
 
 
 call_in_forked_child(_end_pauses)
+
+
+def require_stack() -> None:
+    """Raise CkptError if the stack has too few frames left for a load: its RecursionErrors would look like damage."""
+    used, frame = 0, sys._getframe()
+    while (caller := frame.f_back) is not None:
+        used, frame = used + 1, caller
+    if used + _NEEDED_FRAMES > sys.getrecursionlimit():
+        raise CkptError(
+            f"a load needs {_NEEDED_FRAMES} frames of the stack, and {used} of {sys.getrecursionlimit()} are in use; raise the "
+            "limit with sys.setrecursionlimit"
+        )
 
 
 @contextmanager

@@ -7,7 +7,9 @@ without a default, raises Malformed, which names the field. A reader reports it,
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -52,9 +54,33 @@ def decode(kind: type[T], data: object) -> T:
 def read_json(data: bytes | str) -> Any:
     """Return the decoded JSON; raise Malformed for any other bytes."""
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
+        return parse_json(data)
+    except ValueError as error:
         raise Malformed(f"not JSON: {error}") from None
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Return the decoded JSON; raise ValueError for any other bytes, and where it is nested too deeply.
+
+    The limit of Python counts the frames of the caller, too. A text that is beyond it is decoded in a thread of its own: what
+    was written from a shallow stack is not damaged because it is read from a deep one.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        pass
+    decoded: list[Any] = []
+
+    def decode_alone() -> None:
+        with suppress(ValueError, RecursionError):
+            decoded.append(json.loads(data))
+
+    thread = threading.Thread(target=decode_alone, name="ckpt-json", daemon=True)
+    thread.start()
+    thread.join()
+    if not decoded:
+        raise ValueError("it is nested too deeply")
+    return decoded[0]
 
 
 @cache

@@ -391,6 +391,8 @@ def _decode_record(data: bytes) -> tuple[str, RegisterAnswer]:
         value = None if given is None else RegisterValue(*given)
         if record_checksum(name, promised, accepted, value) == total:
             return name, Record(decode_ballot(promised), decode_ballot(accepted), value)
+    except MemoryError:
+        raise
     except Exception:  # msgpack raises errors of many types for other bytes
         return str(name), DamagedRecord("it can't be read")
     return name, DamagedRecord("its checksum does not match")

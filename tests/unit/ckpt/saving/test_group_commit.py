@@ -22,6 +22,7 @@ from ckpt.groups.threads import ThreadGroup
 from ckpt.repository.group_lease import GroupLease
 from ckpt.repository.lease_records import lease_holder
 from ckpt.repository.writer_lease import Attempt, WriterLease
+from ckpt.saving import committer as committer_module
 from ckpt.saving.failure_reports import noted_failure
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.store import Buffer
@@ -150,6 +151,26 @@ class _LosesPack(LocalStore):
         if "/part/1-" in name:
             self.delete([entry.name for entry in self.list("steps/3/pack") if "/1-" in entry.name])
         super().put(name, data)
+
+
+@pytest.mark.parametrize("field", ["tree", "packs", "sharers"])
+@pytest.mark.parametrize("change", ["lacks it", "has another type"])
+def test_parts_of_another_structure_refuse_the_step_on_all_ranks(
+    root: Path, monkeypatch: pytest.MonkeyPatch, field: str, change: str
+) -> None:
+    """The ranks have another version of ckpt than rank 0, or not all the same one."""
+    write = committer_module.write_part
+
+    def write_other_part(table: Any, metadata: dict[str, str]) -> bytes:
+        others = {key: value for key, value in metadata.items() if key != field}
+        return write(table, others if change == "lacks it" else others | {field: "[[3]]"})
+
+    monkeypatch.setattr(committer_module, "write_part", write_other_part)
+    outcomes = save(root, 3)
+    assert isinstance(outcomes[0], StepRefused), outcomes[0]
+    assert "run the same version of ckpt-store on all ranks" in str(outcomes[0])
+    assert isinstance(outcomes[1], StepRefused), outcomes[1]
+    assert ckpt.open(root).steps() == []
 
 
 def test_a_pack_that_is_missing_refuses_the_step_on_all_ranks(root: Path) -> None:
