@@ -207,10 +207,16 @@ def as_usage_errors() -> Iterator[None]:
 def require_plot(png: Path) -> None:
     """Raise CkptError if no plot can be written to this file. Call it before the work."""
     import_optional("matplotlib", "--png", "report")
-    if png.parent.exists() and not png.parent.is_dir():
-        raise CkptError(f"--png {png}: {png.parent} is not a folder; name a file in a folder")
-    if not png.parent.is_dir():
-        raise CkptError(f"--png {png}: the folder {png.parent} does not exist; create it, or name another file")
+    require_parent_folder(png)
+
+
+def require_parent_folder(path: Path) -> None:
+    """Raise CkptError if there is no folder for a file or folder that should be written at `path`."""
+    if path.parent.is_dir():
+        return
+    if path.parent.exists():
+        raise CkptError(f"{path} cannot be written: {path.parent} is not a folder; name a file in a folder")
+    raise CkptError(f"{path} cannot be written: the folder {path.parent} does not exist; create it first")
 
 
 def import_optional(module: str, what: str, extra: str) -> ModuleType:

@@ -24,7 +24,7 @@ from ckpt.storage.base.plural import format_count
 from ckpt.storage.base.store import TEMPORARY_SUFFIX
 from ckpt.tools import common
 from ckpt.tools.command_options import gather_options
-from ckpt.tools.common import Advance, emit, format_size, printable
+from ckpt.tools.common import Advance, emit, format_size, printable, require_parent_folder
 from ckpt.tools.export_hf import require_replaceable
 from ckpt.tools.export_names import ExportNames
 from ckpt.tools.restore_options import HfOptions, SourceOptions, hugging_face_options, name_options
@@ -200,10 +200,7 @@ def _newest_checkpoint(repo: Repository) -> Checkpoint:
 
 def _check_destination(dest: Path, format_name: str, overwrite: bool) -> None:
     """Raise CkptError if `dest` can't be written, or exists and must not be replaced."""
-    if dest.parent.exists() and not dest.parent.is_dir():
-        raise CkptError(f"{dest} cannot be written: {dest.parent} is not a folder; name a file in a folder")
-    if not dest.parent.is_dir():
-        raise CkptError(f"{dest} cannot be written: the folder {dest.parent} does not exist; create it first")
+    require_parent_folder(dest)
     if not os.path.lexists(dest):
         return
     if not overwrite:

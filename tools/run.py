@@ -124,6 +124,11 @@ def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:
 
 def _check_hosts(job: JobOptions, launcher: str, hosts: int, state: str | None) -> None:
     """Raise UsageError for numbers of hosts that don't fit together, or don't fit the launcher."""
+    if launcher == "k8s" and job.nnodes is None:
+        raise click.UsageError(
+            "--launcher k8s: a pod knows its name, but not the number of pods, so each would run a job of its own; give "
+            "--nnodes, without the spares"
+        )
     if job.spares and hosts < 2:
         raise click.UsageError(
             f"--spares {job.spares} needs --nnodes 2 or more, because spares are hosts; leave it out on one host"

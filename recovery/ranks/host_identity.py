@@ -41,11 +41,6 @@ _HOST_COUNT_SOURCES = {"slurm": ("srun", "SLURM_STEP_NUM_NODES"), "torchrun": ("
 
 def require_host_count(launcher: str, environ: Mapping[str, str]) -> None:
     """Raise InvalidArgument if the launcher does not pass the number of hosts to this agent."""
-    if launcher == "k8s":
-        raise InvalidArgument(
-            "--launcher k8s: a pod knows its name, but not the number of pods, so each would run a job of its own; give "
-            "--nnodes, without the spares"
-        )
     if launcher in _HOST_COUNT_SOURCES and host_count(launcher, environ) is None:
         command, variable = _HOST_COUNT_SOURCES[launcher]
         raise InvalidArgument(

@@ -89,7 +89,7 @@ def test_the_ledger_of_a_killed_run_is_right_up_to_the_kill(tmp_path: Path) -> N
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path), "--", "sleep", "1000"]
     process = subprocess.Popen(command)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while sum(total_seconds_by_category(tmp_path).values()) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert len(read_ledgers(tmp_path)) == 1
@@ -122,7 +122,7 @@ def test_the_report_is_drawn_as_a_picture(ended_run: tuple[Run, float], tmp_path
     file = tmp_path / "run.of-today"  # a file name without a known suffix
     assert "3 failures" in report(run, "--png", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(CkptError, match=f"the folder {tmp_path}/none does not exist; create it, or name another file"):
+    with pytest.raises(CkptError, match=f"the folder {tmp_path}/none does not exist; create it first"):
         run_queries.report.main(
             ["--run-dir", str(run.files), "--png", str(tmp_path / "none" / "run.png")], standalone_mode=False
         )
@@ -189,7 +189,7 @@ def test_metrics_are_served_on_a_port_or_skipped_if_it_is_taken(tmp_path: Path) 
         assert f"127.0.0.1:{port} can't be listened on: Address already in use; give another --metrics" in done.stderr
     process = subprocess.Popen([*command, str(tmp_path / "second"), "--", "sleep", "1000"])
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         text = ""
         while 'ckpt_run_seconds_total{name="spawn"}' not in text or "ckpt_run_attempt 0" not in text:
             assert time.monotonic() < deadline, text

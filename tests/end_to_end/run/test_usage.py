@@ -79,7 +79,7 @@ def test_the_report_accounts_for_the_time_of_a_run(start: Callable[..., Run]) ->
         (["--launcher", "torchrun", "--", "true"], 1, "GROUP_RANK='x' is not a number of a host"),
         (["--launcher", "torchrun", "--name", "a", "--", "true"], 1, "GROUP_WORLD_SIZE is not set here, so torchrun has not"),
         (["--launcher", "slurm", "--", "true"], 1, "start it as `srun … ckpt-run --launcher slurm …`, or leave out --launcher"),
-        (["--launcher", "k8s", "--", "true"], 1, "each would run a job of its own; give --nnodes, without the spares"),
+        (["--launcher", "k8s", "--", "true"], 2, "each would run a job of its own; give --nnodes, without the spares"),
         (["--nnodes", "2", "--name", "a/b", "--", "true"], 2, "'a/b' can't be the name of a host: give letters"),
         (["--adapt", "--nnodes", "2", "--", "true"], 2, "--adapt on several hosts needs a place that all of them share"),
         (["--launcher", "mpiexec", "--nnodes", "2", "--", "true"], 2, "leave out --nnodes"),

@@ -160,5 +160,5 @@ def test_a_picture_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
     """The error is reported before the simulation, not after."""
     pytest.importorskip("matplotlib")
     done = run_simulate("--days", "1e9", "--png", str(tmp_path / "none" / "s.png"))
-    message = f"--png {tmp_path}/none/s.png: the folder {tmp_path}/none does not exist; create it, or name another file"
+    message = f"{tmp_path}/none/s.png cannot be written: the folder {tmp_path}/none does not exist; create it first"
     assert (done.returncode, done.stderr) == (1, f"ckpt-run simulate: {message}\n")
