@@ -13,23 +13,38 @@ LONGEST_PAUSE_SECONDS = 15
 """A shorter limit is a pause: the test expects that nothing happens in this time, or continues without it."""
 
 
+_WAITS = ("communicate", "wait", "check_output", "check_call", "join", "result", "acquire", "until")
+
+
+def _is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+
+
+def _limits_of_call(call: ast.Call) -> list[ast.expr]:
+    """Return the limit of a call that waits for a process, a thread or an event."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    owner = call.func.value.id if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) else ""
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
+    if name in _WAITS or (owner, name) == ("subprocess", "run"):
+        return given + (call.args[:1] if name in ("wait", "join", "result") else [])
+    return []
+
+
 def limits(tree: ast.AST) -> Iterator[tuple[int, float]]:
-    """Yield the line and the seconds of each constant limit of a wait for a process or an event."""
-    for call in ast.walk(tree):
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-            continue
-        owner = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
-        if call.func.attr not in ("communicate", "wait", "check_output", "check_call") and (owner, call.func.attr) != (
-            "subprocess",
-            "run",
-        ):
-            continue
-        values = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
-        if call.func.attr == "wait":
-            values += call.args[:1]
+    """Yield the line and the seconds of each constant limit: of a call, a deadline, or the default of a parameter."""
+    for node in ast.walk(tree):
+        values: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            values = _limits_of_call(node)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            values = [node.right] if ast.unparse(node.left) in ("time.monotonic()", "time.time()") else []
+        elif isinstance(node, ast.arguments):
+            named = (node.posonlyargs + node.args)[-len(node.defaults) :] if node.defaults else []
+            pairs = [*zip(named, node.defaults, strict=True), *zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+            values = [default for argument, default in pairs if argument.arg == "timeout" and default is not None]
         for value in values:
-            if isinstance(value, ast.Constant) and isinstance(value.value, (int, float)):
-                yield value.lineno, value.value
+            if _is_number(value):
+                yield value.lineno, ast.literal_eval(value)
 
 
 def test_no_limit_is_shorter_than_a_busy_machine_needs() -> None:

@@ -26,7 +26,7 @@ def temporary_folder(prefix: str, parent: str | None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while folder.exists():
             assert time.monotonic() < deadline, f"{folder} can't be removed"
             shutil.rmtree(folder, ignore_errors=True)

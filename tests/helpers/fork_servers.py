@@ -34,7 +34,7 @@ def start_fork_server(tmp_path: Path) -> Iterator[Starter]:
             imports = file
         server = ForkServerClient.start(command, surroundings(**environ), imports)
         made.append(server)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not server.is_ready and not server.reason and time.monotonic() < deadline:
             time.sleep(0.01)
         return server
@@ -81,8 +81,8 @@ def run_warm(server: ForkServerClient, log: Path, rank: int = 0, **environ: str)
 
 
 def have_ended(*pids: int | None) -> bool:
-    """Return whether these processes end within 20 s."""
-    deadline = time.monotonic() + 20
+    """Return whether these processes end within ten minutes."""
+    deadline = time.monotonic() + 600
     while any(processes.process_state(pid) not in ("", "Z") for pid in pids if pid):
         if time.monotonic() > deadline:
             return False

@@ -52,7 +52,7 @@ def run_in_child(log: Path, arguments: list[str]) -> tuple[int, str]:
     """Run a program in a child of this process, which has imported transformers: the import takes longer than a training."""
     child = multiprocessing.get_context("fork").Process(target=_run_program, args=(log, arguments))
     child.start()
-    child.join(280)
+    child.join(600)
     if child.is_alive():
         child.kill()
         child.join()

@@ -72,7 +72,7 @@ class Job:
 
     def until(self, true: Callable[[list[LogEntry]], bool], what: str) -> None:
         """Wait until a condition holds for the entries."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 600
         while not true(self.log()):
             assert time.monotonic() < deadline, f"not {what}: {[(e.kind, e.text) for e in self.log()]}"
             time.sleep(0.1)
@@ -80,7 +80,7 @@ class Job:
     def until_step(self, step: int, attempt: int = 0) -> None:
         """Wait until every rank has done this step."""
         self.until(lambda log: any(e.kind == "start" and e.attempt == attempt for e in log), f"attempt {attempt}")
-        deadline, world = time.monotonic() + 90, self._world(attempt)
+        deadline, world = time.monotonic() + 600, self._world(attempt)
         while min(self._steps(attempt, world), default=-1) < step:
             assert time.monotonic() < deadline, f"step {step} is not reached in attempt {attempt}"
             time.sleep(0.02)

@@ -45,7 +45,7 @@ class Job:
 
     def until(self, reached: Callable[[list[RankHeartbeat]], bool]) -> None:
         """Wait until a condition holds for the heartbeats of all ranks."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 600
         while not reached(self.beats()):
             assert time.monotonic() < deadline
             assert all(p.poll() is None for p in self.processes), self.kill()

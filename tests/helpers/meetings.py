@@ -54,7 +54,7 @@ def run_in_threads(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def env_groups(size: int, monkeypatch: pytest.MonkeyPatch, timeout: float = 60, run_id: str = "") -> list[EnvGroup]:
+def env_groups(size: int, monkeypatch: pytest.MonkeyPatch, timeout: float = 600, run_id: str = "") -> list[EnvGroup]:
     """Return the ranks of a job as groups of this process; each may be used by one thread."""
     groups = []
     for rank in range(size):

@@ -54,7 +54,7 @@ def bytes_by_way(node: NodeProcess | str) -> dict[str, float]:
 
 def open_objects() -> set[str]:
     """Return the objects that stay open in this process; a node in it ends its answer only after the client has it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while found := open_objects_now():
         if time.monotonic() > deadline:
             break

@@ -81,7 +81,7 @@ class NodeProcess:
     def ended(self) -> None:
         """Wait until the process has ended and its log is complete."""
         self.process.wait(600)
-        self._reading.join(60)
+        self._reading.join(600)
 
     def signal(self, number: int) -> None:
         """Send a signal; with SIGSTOP, return only once every thread is stopped."""

@@ -34,7 +34,7 @@ def on_ranks(count: int, work: Work, groups: list[Group] | None = None) -> list[
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(600)
         assert not thread.is_alive(), "a rank hangs"
     return found
 

@@ -41,7 +41,7 @@ class Run:
         program = [sys.executable, PROGRAM, str(folder), str(steps), str(seconds), *map(str, fault)]
         self.process = subprocess.Popen([*command, *program], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
-    def end(self, timeout: float = 120) -> int:
+    def end(self, timeout: float = 600) -> int:
         """Wait for the end, keep the output in `messages`, and return the exit status."""
         _, self.messages = self.process.communicate(timeout=timeout)
         return self.process.returncode
@@ -51,7 +51,7 @@ class Run:
 
     def until_step(self, step: int, attempt: int = 0) -> None:
         """Wait until all ranks have done this step."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         pages: list[Path] = []
         while time.monotonic() < deadline:
             if not pages:
@@ -125,8 +125,8 @@ def kill_ranks(run: Run) -> None:
 
 
 def have_ended(pids: list[int]) -> bool:
-    """Return whether these processes end within 20 s."""
-    deadline = time.monotonic() + 20
+    """Return whether these processes end within ten minutes."""
+    deadline = time.monotonic() + 600
     while any(processes.process_state(pid) not in ("", "Z") for pid in pids):
         if time.monotonic() > deadline:
             return False

@@ -34,7 +34,7 @@ def wait_for_end(process: subprocess.Popen[str]) -> str:
 
 
 def wait_until_saved(url: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         try:
             if ckpt.open(url).steps():

@@ -49,7 +49,7 @@ def test_a_warm_start_forks_the_ranks(start: Callable[..., Run]) -> None:
     """The ranks are forked from the fork server, which has imported what they import."""
     run = start("--warm", steps=600)
     command = [sys.executable, "-m", "ckpt.tools.run", "status", "--run-dir", str(run.files)]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while "the next start is warm" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout:
         assert time.monotonic() < deadline
     os.kill(run.pid(1), signal.SIGKILL)

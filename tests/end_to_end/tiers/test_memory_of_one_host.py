@@ -57,7 +57,7 @@ def test_status_and_metrics_show_the_bytes_in_memory(start: Callable[..., Run], 
     run = start("--metrics", f"127.0.0.1:{port}", steps=10_000, seconds=0.1)
     memory_folder_of(run)
     run.until_step(12)
-    until, status = time.monotonic() + 30, ""
+    until, status = time.monotonic() + 600, ""
     while "of the memory of" not in status and time.monotonic() < until:
         command = [sys.executable, "-m", "ckpt.tools.run", "status", "--run-dir", str(run.files)]
         status = subprocess.run(command, capture_output=True, text=True, check=False).stdout

@@ -98,17 +98,17 @@ def test_the_end_of_a_program_does_not_wait_for_a_stopped_node(tmp_path: Path) -
 def test_a_pool_starts_threads_up_to_its_limit_and_joins_them() -> None:
     release, most = threading.Event(), 3
     pool = DaemonThreadPool(most, "test-pool")
-    assert pool.submit(lambda: 1).result(30) == 1
+    assert pool.submit(lambda: 1).result(600) == 1
     blocked = [pool.submit(release.wait) for _ in range(most)]
     late = pool.submit(lambda: 2)
     assert sum(thread.name == "test-pool" for thread in threading.enumerate()) == most
     assert not late.done()
     release.set()
-    assert late.result(30) == 2
+    assert late.result(600) == 2
     wait(blocked)
     assert list(pool.map(lambda x: x * x, range(100))) == [x * x for x in range(100)]
     with pytest.raises(ZeroDivisionError):
-        pool.submit(lambda: 1 // 0).result(30)
+        pool.submit(lambda: 1 // 0).result(600)
     pool.shutdown()
     assert not any(thread.name == "test-pool" for thread in threading.enumerate())
     with pytest.raises(RuntimeError, match="test-pool takes no work any more"):
@@ -123,15 +123,15 @@ def test_a_pool_that_shuts_down_cancels_work_that_has_not_started() -> None:
     assert begun.wait(600)
     pool.shutdown(wait=False, cancel_futures=True)
     release.set()
-    assert first.result(30) is True
+    assert first.result(600) is True
     assert second.cancelled()
 
 
 def test_a_garbage_collected_pool_ends_its_threads() -> None:
     pool = DaemonThreadPool(2, "test-forgotten")
-    pool.submit(int).result(30)
+    pool.submit(int).result(600)
     del pool
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while any(thread.name == "test-forgotten" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -151,7 +151,7 @@ def test_no_operation_waits_for_a_stopped_member(
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(work[what]()), daemon=True)
     thread.start()
-    thread.join(100)
+    thread.join(600)
     test_ended.set()
     assert done
     assert done[0]

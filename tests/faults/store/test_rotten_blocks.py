@@ -191,7 +191,7 @@ def test_the_scrub_pauses_during_a_save(tmp_path: Path) -> None:
     with ckpt.Checkpointer(store, every=None, scrub=1 << 30) as ck:  # type: ignore[arg-type]
         for step in range(2):
             ck.save(step, state(step), blocking=True)
-        assert store.reads.acquire(timeout=60)
+        assert store.reads.acquire(timeout=600)
         store.hold.clear()
         handle = ck.save(2, state(2))
         before = store.count
@@ -199,7 +199,7 @@ def test_the_scrub_pauses_during_a_save(tmp_path: Path) -> None:
         assert store.count <= before + 1, "the scrub has started more than the one read under way"
         store.hold.set()
         handle.result()
-        assert store.reads.acquire(timeout=60)
+        assert store.reads.acquire(timeout=600)
         wait_until(lambda: store.count > before + 1)
 
 

@@ -36,7 +36,7 @@ class Mounted:
     def mount(self) -> None:
         command = [sys.executable, "-m", "ckpt.tools.mount", self.url, str(self.folder)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not os.path.ismount(self.folder):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 assert self.process.stderr is not None

@@ -92,7 +92,7 @@ def test_a_client_reconnects_after_its_node_was_killed_in_a_write(node: NodeProc
         writer.commit()
     writer.abort()
     assert [path.name for path in files(node.folder)] == ["kept"]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while True:
         try:
             write_object(store, "torn", DATA)
@@ -151,7 +151,7 @@ def test_the_space_of_a_vanished_client_is_freed_after_its_lease(tmp_path: Path,
             open_files = [fd for fd in Path(f"/proc/{client.pid}/fd").iterdir() if "/objects/" in os.readlink(fd)]
             assert open_files
         store = NodeStore(node.address)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while True:
             try:
                 writer = store.create("b", 8_000_000)
@@ -178,7 +178,7 @@ def test_a_client_that_returns_after_its_lease_is_refused(tmp_path: Path) -> Non
         late, later = store.create("a"), store.create("b")
         for writer in (late, later):
             writer.append(memoryview(DATA))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 600
         while len(node.server.uploads) and time.monotonic() < deadline:
             time.sleep(0.05)
         with pytest.raises(NotFound, match="write the object again"):

@@ -79,7 +79,7 @@ def test_one_node_at_a_time_repairs_the_namespace(tmp_path: Path) -> None:
             for path in (tmp_path / f"n{victim}" / "objects").rglob("*"):
                 if path.is_file():
                     path.unlink()
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 600
             while not scrub.scrub_namespace(namespace).is_whole and time.monotonic() < deadline:
                 time.sleep(0.2)
             require_whole(namespace, verify=True)

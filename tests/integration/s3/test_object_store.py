@@ -59,7 +59,7 @@ def test_a_dropped_writer_ends_its_thread(bucket: str, s3_client: Any) -> None:
     (thread,) = set(threading.enumerate()) - before
     del writer
     gc.collect()
-    thread.join(60)
+    thread.join(600)
     assert not thread.is_alive()
     assert uploads(s3_client, bucket) == []
 

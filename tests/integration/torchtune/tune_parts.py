@@ -29,7 +29,7 @@ class Losses:
 
     def _wait_for_a_step(self) -> None:
         """Wait until the output folder has a step, so that the restart does not begin anew on a slow machine."""
-        folder, deadline = Path(self._path.partition(".losses")[0]), time.monotonic() + 120
+        folder, deadline = Path(self._path.partition(".losses")[0]), time.monotonic() + 600
         while not any(folder.rglob("commit.json")) and not any(folder.rglob("recipe_state.pt")):
             assert time.monotonic() < deadline, f"no step in {folder}"
             time.sleep(0.02)

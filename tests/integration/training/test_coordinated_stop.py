@@ -75,7 +75,7 @@ def test_a_heartbeat_page_agrees_on_the_step_to_stop_after(tmp_path: Path) -> No
     waits = threading.Thread(target=lambda: stopped.append(rank.should_stop(9)))
     waits.start()
     other.request_stop(20)  # another rank was past 9
-    waits.join(60)
+    waits.join(600)
     assert stopped == [False]
     assert other.read().acknowledged_stop == 20
     other.confirm_stop(20)

@@ -96,7 +96,7 @@ class Rollouts:
 def rollouts():
     made: list[Rollouts] = []
 
-    def start(number: int, timeout: float = 60.0) -> Rollouts:
+    def start(number: int, timeout: float = 600) -> Rollouts:
         made.append(Rollouts(number, timeout))
         return made[-1]
 

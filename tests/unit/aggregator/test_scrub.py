@@ -113,7 +113,7 @@ def test_the_bytes_of_a_member_with_too_many_unanswered_calls_count_as_unchecked
     calls = [fan_out.submit(member, answered.wait) for _ in range(fan_out._max_calls_per_member)]
     found = scrub.scrub_namespace(namespace, True)
     answered.set()
-    assert all(call.result(30) for call in calls)
+    assert all(call.result(600) for call in calls)
     assert found.unchecked_bytes == fragment_bytes(50_000, file.layout.redundancy)
     assert not found.is_whole
     namespace.close()

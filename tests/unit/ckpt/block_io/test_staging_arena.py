@@ -37,7 +37,7 @@ def test_a_full_arena_waits_for_room_or_for_the_end():
     waiter = threading.Thread(target=lambda: second.append(arena.take(4096)))
     waiter.start()
     arena.give_back(first)
-    waiter.join(30)
+    waiter.join(600)
     assert second[0].data.nbytes == 4096
     assert arena.take(4 * 4096, wait=False) is None
     ended = []
@@ -50,7 +50,7 @@ def test_a_full_arena_waits_for_room_or_for_the_end():
     waiter = threading.Thread(target=wait_for_the_end)
     waiter.start()
     arena.abandon()
-    waiter.join(30)
+    waiter.join(600)
     assert ended
     with pytest.raises(ValueError, match="does not fit"):
         arena.take(5 * 4096)

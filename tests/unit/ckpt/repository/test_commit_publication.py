@@ -213,7 +213,7 @@ def test_one_save_of_a_step_waits_for_the_result_of_another(repo: Repository, le
         other.join(0.05)
         assert other.is_alive(), "the publications are not one after the other"
         repo.store.put(NAME, encode_commit(FIRST))
-    other.join(60)
+    other.join(600)
     assert asked.records == [FIRST]
     assert repo.commit(7) == SECOND
 

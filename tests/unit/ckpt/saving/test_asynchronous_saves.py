@@ -68,7 +68,7 @@ def test_a_save_beyond_in_flight_waits_for_an_earlier_one(tmp_path):
         assert not first.done()
         assert not second.done()
         store.gate.set()
-        thread.join(60)
+        thread.join(600)
         assert third[0].result().step == 2
     assert ckpt.open(store).steps() == [0, 1, 2]
 
@@ -174,7 +174,7 @@ def test_an_interrupt_of_a_writer_that_ends_does_not_block_the_save(tmp_path: Pa
     _InterruptedAtTheEnd.reader = thread = threading.Thread(target=saves, daemon=True)
     monkeypatch.setattr(queue, "SimpleQueue", _InterruptedAtTheEnd)
     thread.start()
-    thread.join(60)
+    thread.join(600)
     assert events == ["interrupted"]
     monkeypatch.undo()
     with pytest.raises(ckpt.CkptError, match="no committed step"):
