@@ -87,6 +87,8 @@ def _file_of_imported(name: str, package: str) -> ModuleType | None:
         return None
     try:
         return importlib.import_module(f"ckpt.state.leaves.{name}")
+    except (MemoryError, RecursionError):  # no fault of the package: a later import may succeed
+        raise
     except Exception as error:
         _unusable[name] = module
         warn_user(

@@ -32,7 +32,7 @@ def as_leaf(value: object) -> ArrayLeaf | None:
         return None
     try:
         return maker(value)
-    except (TypeError, CkptError, MemoryError):
+    except (TypeError, CkptError, MemoryError, RecursionError):
         raise
     except Exception as error:  # frameworks raise errors of any type for an array without memory of its own
         message = f"the bytes of a {kind.__name__} cannot be reached ({first_line(error)}): store the plain arrays behind it"

@@ -83,6 +83,39 @@ def test_packages_that_only_share_the_name_of_a_framework_break_no_save(tmp_path
     assert done.stdout.splitlines() == expected, done.stderr
 
 
+def test_a_save_from_deep_in_the_stack_makes_no_framework_unusable(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    code = """
+import sys
+from pathlib import Path
+import ckpt
+ckpt.save({"w": 1}, Path(sys.argv[1], "first"), step=0)  # imports all else that a save needs
+import torch
+
+def save_below(frames):
+    if frames:
+        save_below(frames - 1)
+    else:
+        ckpt.save({"w": torch.ones(3)}, Path(sys.argv[1], "deep"), step=0, overwrite=True)
+
+failed = 0
+for frames in range(sys.getrecursionlimit(), 0, -1):
+    try:
+        save_below(frames)
+    except (RecursionError, ckpt.UnsupportedLeaf):
+        failed += 1
+    else:
+        break
+assert failed > 5, failed
+ckpt.save({"w": torch.ones(3)}, Path(sys.argv[1], "run"), step=0)
+assert ckpt.load(Path(sys.argv[1], "run"))["w"].tolist() == [1, 1, 1]
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_random_generators_of_an_imported_framework_start_nothing() -> None:
     """jax makes no client of a device, and torch starts no CUDA: both would take seconds and memory of the accelerator."""
     pytest.importorskip("jax")
