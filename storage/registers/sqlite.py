@@ -131,11 +131,13 @@ class SqliteRegisters(Registers):
             self._connection = None
             old_path = f"{self._path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
             for end in ("", "-wal", "-shm"):
-                if os.path.exists(self._path + end):
-                    with convert_os_errors("renaming", self._path + end):
+                with convert_os_errors("renaming", self._path + end):
+                    try:
                         os.replace(self._path + end, old_path + end)
-                    # After each rename: with its file and without its log, the registers would forget promises.
-                    sync_folder(os.path.dirname(os.path.abspath(self._path)))
+                    except FileNotFoundError:
+                        continue
+                # After each rename: with its file and without its log, the registers would forget promises.
+                sync_folder(os.path.dirname(os.path.abspath(self._path)))
 
     def mark_complete(self) -> None:
         self._write_in_batch(lambda db: _write_fact(db, "complete", 1))
@@ -200,7 +202,14 @@ class SqliteRegisters(Registers):
     # --- the file ----------------------------------------------------------------------------------------------
 
     def _exists(self) -> bool:
-        return self._connection is not None or os.path.exists(self._path)
+        if self._connection is not None:
+            return True
+        with convert_os_errors("looking up", self._path):
+            try:
+                os.stat(self._path)
+            except FileNotFoundError:
+                return False
+            return True
 
     def _write_in_batch(self, work: Callable[[sqlite3.Connection], T], fence_number: int = 0) -> T:
         """Run `work` in a durable transaction and return its result.

@@ -1,4 +1,4 @@
-"""A local directory on a disk that fails: full, without permission, without O_DIRECT, without hard links."""
+"""A local directory, and registers, on a disk that fails: full, without permission, without O_DIRECT, without hard links."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from ckpt.storage.base.errors import AlreadyExists, NotFound, Refused, StoreErro
 from ckpt.storage.base.store import Buffer
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import O_DIRECT
+from ckpt.storage.registers.base import Record
+from ckpt.storage.registers.sqlite import SqliteRegisters
 from ckpt.storage.testing import object_lengths, random_bytes, write_object
 
 
@@ -294,3 +296,47 @@ def test_a_failed_rename_of_a_put_leaves_no_file(store: LocalStore) -> None:
     with pytest.raises(StoreError):
         store.put("a/folder", b"x")
     assert files_below(store) == {"a/kept"}
+
+
+# --- registers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unreadable_names(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the names that cannot be looked up (EIO), by which programs often take a file for absent."""
+    names: set[str] = set()
+    stat = os.stat
+
+    def failing_stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if isinstance(path, str) and os.path.basename(path) in names:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", failing_stat)
+    return names
+
+
+def test_registers_that_cannot_be_looked_up_do_not_count_as_absent(tmp_path: Path, unreadable_names: set[str]) -> None:
+    SqliteRegisters(str(tmp_path / "registers")).mark_complete()
+    unreadable_names.add("registers")
+    after = SqliteRegisters(str(tmp_path / "registers"))
+    for call in (lambda: after.read(["a"]), lambda: list(after.scan("a"))):
+        with pytest.raises(StoreError, match="looking up .*/registers failed: Input/output error"):
+            call()
+    unreadable_names.clear()
+    assert after.read(["a"]) == [Record()]
+
+
+def test_damaged_registers_are_set_aside_with_their_file_even_if_it_cannot_be_looked_up(
+    tmp_path: Path, unreadable_names: set[str]
+) -> None:
+    """A file without its log would be registers that forgot promises."""
+    registers = SqliteRegisters(str(tmp_path / "registers"))
+    registers.mark_complete()
+    registers.close()
+    (tmp_path / "registers-wal").write_bytes(b"a log")
+    unreadable_names.add("registers")
+    registers.reset()
+    assert not (tmp_path / "registers").exists()
+    assert not (tmp_path / "registers-wal").exists()
+    assert len(list(tmp_path.glob("registers.damaged-*"))) == 2
