@@ -7,13 +7,14 @@ without a default, raises Malformed, which names the field. A reader reports it,
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ckpt.storage.base.threads import WorkerThread
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ def parse_json(data: bytes | str) -> Any:
         with suppress(ValueError, RecursionError):
             decoded.append(json.loads(data))
 
-    thread = threading.Thread(target=decode_alone, name="ckpt-json", daemon=True)
+    thread = WorkerThread(target=decode_alone, name="ckpt-json", daemon=True)
     thread.start()
     thread.join()
     if not decoded:
