@@ -156,8 +156,20 @@ class FsspecStore(Store):
             self._fs.invalidate_cache()
             if not self._fs.exists(target) or not self._fs.exists(source):
                 raise
-            self._fs.rm_file(target)
+            self._replace(source, target)
+
+    def _replace(self, source: str, target: str) -> None:
+        """Rename to a name that is taken. The previous object gets its name back if the server then fails."""
+        previous = _temporary_path(target)
+        self._fs.mv(target, previous)
+        try:
             self._fs.mv(source, target)
+        except BaseException:
+            with suppress(Exception):
+                self._fs.mv(previous, target)
+            raise
+        with suppress(Exception):  # the next sweep deletes it
+            self._fs.rm_file(previous)
 
     # --- reading -----------------------------------------------------------------------------------------------
 

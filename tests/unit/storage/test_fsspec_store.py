@@ -87,6 +87,50 @@ def test_a_sweep_removes_temporary_files_of_a_killed_writer(tmp_path: Path) -> N
     writer.abort()
 
 
+def test_a_rename_that_fails_keeps_the_previous_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server fails the first one, two, … renames, and answers all else: an object is old or new, and never missing."""
+    store, rename = FsspecStore(f"local://{tmp_path}"), LocalFileSystem.mv
+    left: list[int] = []
+
+    def fail_first(self: Any, source: str, target: str) -> None:
+        if left[0] > 0:
+            left[0] -= 1
+            raise TimeoutError("no answer in time")
+        rename(self, source, target)
+
+    monkeypatch.setattr(LocalFileSystem, "mv", fail_first)
+    for write in (store.put, lambda name, data: write_object(store, name, data)):
+        for failures in range(4):
+            left[:] = [0]
+            store.put("a", b"old")
+            left[:] = [failures]
+            try:
+                write("a", b"new")
+            except StoreError:
+                assert store.get("a") == b"old"
+            else:
+                assert store.get("a") == b"new"
+            assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_rename_to_a_name_that_was_cleared_and_that_fails_gives_the_object_back(
+    picky: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, rename = FsspecStore(f"picky://{tmp_path}"), PickyFileSystem.mv
+    store.put("a", b"old")
+
+    def fail_to_free_name(self: Any, source: str, target: str) -> None:
+        if target.endswith("/a") and not self.exists(target) and self.cat_file(source) == b"new":
+            raise TimeoutError("no answer in time")
+        rename(self, source, target)
+
+    monkeypatch.setattr(PickyFileSystem, "mv", fail_to_free_name)
+    with pytest.raises(StoreError, match="no answer in time"):
+        store.put("a", b"new")
+    assert store.get("a") == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FsspecStore(f"local://{tmp_path}")
 
