@@ -248,6 +248,8 @@ def decode_record_head(path: str, data: bytes) -> RecordHead:
     try:
         kind, nbytes, created, modified, version, history = msgpack.unpackb(data)
         return RecordHead(_RECORD_KINDS[kind], nbytes, created, modified, version, tuple(history))
+    except MemoryError:
+        raise
     except Exception as error:  # msgpack raises many kinds for invalid bytes
         raise _unreadable_error(path, error) from error
 
@@ -264,6 +266,8 @@ def decode_record(path: str, value: RegisterValue) -> PathRecord:
             if storage_kind == 0
             else PathRecord(head, layout=_decode_layout(*rest[:3]), rename_token=rest[3])
         )
+    except MemoryError:
+        raise
     except Exception as error:
         raise _unreadable_error(path, error) from error
 

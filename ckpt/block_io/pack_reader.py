@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from ckpt.format.limits import BLOCK_BYTES
 from ckpt.format.manifest import Row
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
+from ckpt.storage.base.fd_io import is_bad_sector
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import Reader, Store
 
@@ -221,11 +221,6 @@ class PackReader:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-
-
-def is_bad_sector(error: StoreError) -> bool:
-    """Return whether the device could not read the bytes (EIO). That is damage, unlike a store that cannot be reached."""
-    return getattr(error.__cause__, "errno", None) == errno.EIO
 
 
 def grown(buffer: Bytes, nbytes: int) -> Bytes:

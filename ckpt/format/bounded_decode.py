@@ -9,7 +9,8 @@ from __future__ import annotations
 import bz2
 import lzma
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,9 +44,21 @@ def decode(codec: Codec, config: dict[str, Any], stored: memoryview, out: Bytes)
     claimed = _CLAIMED_BYTES[config["id"]](stored)
     if claimed != len(out):
         raise _length_error(claimed, len(out))
-    decoded = codec.decode(stored, out)
+    with memory_errors_raised():
+        decoded = codec.decode(stored, out)
     if decoded is not out:
         _fill(out, memoryview(decoded).cast("B"))
+
+
+@contextmanager
+def memory_errors_raised() -> Iterator[None]:
+    """Raise MemoryError where the Zstandard of numcodecs gets no memory: its RuntimeError looks like that of damaged bytes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "not enough memory" not in str(error):
+            raise
+        raise MemoryError(str(error)) from error
 
 
 def inflate(data: bytes, limit: int) -> bytes:

@@ -39,7 +39,7 @@ def codec_of(config: str) -> Codec:
         if parsed["id"] == "float_planes":
             import ckpt.format.float_planes  # noqa: F401  # registers it
         return numcodecs.get_codec(parsed)
-    except FormatError:
+    except (FormatError, MemoryError):
         raise
     except Exception as error:
         raise FormatError(f"codec configuration {config[:200]!r} is not understood ({error}); {_CODEC_ADVICE}") from error
@@ -106,7 +106,8 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
     if itemsize in (2, 4, 8) and len(raw) % itemsize == 0:
         data = raw.view(f"u{itemsize}")
     try:
-        encoded = made.encode(data)
+        with bounded_decode.memory_errors_raised():
+            encoded = made.encode(data)
     except MemoryError:
         raise
     except Exception as error:  # codecs raise errors of any type

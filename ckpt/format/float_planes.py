@@ -23,7 +23,7 @@ from numcodecs.compat import ensure_contiguous_ndarray
 from numcodecs.registry import register_codec
 from numcodecs.zstd import Zstd
 
-from ckpt.format.bounded_decode import zstd_content_bytes
+from ckpt.format.bounded_decode import memory_errors_raised, zstd_content_bytes
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import IntegrityError
 
@@ -242,7 +242,8 @@ def _decompress(frame: Bytes, plane: Bytes) -> None:
     if claimed != len(plane):
         raise IntegrityError(f"a plane of a block decodes to {claimed} bytes instead of {len(plane)}")
     try:
-        Zstd().decode(frame, plane)
+        with memory_errors_raised():
+            Zstd().decode(frame, plane)
     except RuntimeError as error:
         raise IntegrityError(f"a plane of a block is not a frame of Zstandard: {error}") from error
 

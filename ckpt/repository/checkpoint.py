@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.block_io.block_reader import Progress, read_leaves
-from ckpt.block_io.pack_reader import is_bad_sector
 from ckpt.block_io.read_plan import Target
 from ckpt.block_io.replicated_store import from_nearest
 from ckpt.block_io.step_verification import verify_blocks
@@ -31,6 +30,7 @@ from ckpt.state.tree import Node
 from ckpt.state.tree_rebuild import refusing_deep_trees
 from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
+from ckpt.storage.base.fd_io import is_bad_sector
 from ckpt.storage.base.store import Store
 from ckpt.support.runtime import collector_paused
 

@@ -25,7 +25,8 @@ from ckpt.format.json_records import CommitRecord
 from ckpt.format.signature import NO_KEYS, KeyOption, Keys, as_keys
 from ckpt.format.training_lines import StepOrder, TrainingLine, order_by_number, order_steps
 from ckpt.repository.checkpoint import Checkpoint
-from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, InvalidArgument, NotFound
+from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
+from ckpt.storage.base.fd_io import is_bad_sector
 from ckpt.storage.base.store import Entry, Store
 from ckpt.storage.urls import open_store
 
@@ -226,17 +227,23 @@ class Repository:
 
     def lines(self) -> tuple[dict[int, TrainingLine], set[int]]:
         """Return the training line of each committed step, and the steps whose records can't be read."""
+        known, errors = self._read_lines()
+        for step, error in errors.items():
+            log.warning("the training line of step %d is unknown: %s", step, error)
+        return known, {*errors}
+
+    def _read_lines(self) -> tuple[dict[int, TrainingLine], dict[int, CkptError]]:
+        """Return the training line of each committed step, and the error of each step whose record can't be read."""
         known: dict[int, TrainingLine] = {}
-        unknown: set[int] = set()
+        errors: dict[int, CkptError] = {}
         for step in self.step_numbers():
             try:
                 known[step] = self.record(step).training_line
             except NotFound:
                 continue
             except CkptError as error:
-                log.warning("the training line of step %d is unknown: %s", step, error)
-                unknown.add(step)
-        return known, unknown
+                errors[step] = error
+        return known, errors
 
     def order(self) -> StepOrder:
         """Return the steps in the order in which they were saved.
@@ -251,8 +258,13 @@ class Repository:
         """Return line and number of the newest committed step for which `is_accepted` is true; (-1, -1) if there is none.
 
         The pairs of two tiers can be compared: the larger one is newer.
+
+        Raises StoreError where a record can't be read now: its step may be the newest. A damaged step is left out.
         """
-        lines = {} if not self.line_numbers() else self.lines()[0]
+        lines, errors = self._read_lines() if self.line_numbers() else ({}, {})
+        for error in errors.values():
+            if isinstance(error, StoreError) and not is_bad_sector(error):
+                raise error
         for step in reversed(order_steps(lines).steps if lines else self.step_numbers()):
             if is_accepted(step) and (step in lines or self.store.exists(commit_name(step))):
                 return lines[step].number if lines else 0, step

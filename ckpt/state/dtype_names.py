@@ -70,6 +70,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
             dtype = np.lib.format.descr_to_dtype(_descr_with_tuples(json.loads(name[6:])))
         else:
             dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
+    except MemoryError:
+        raise
     except Exception as error:
         raise FormatError(
             f"unknown element type {name!r}: install a newer ckpt-store and ml_dtypes, one of which may know it"

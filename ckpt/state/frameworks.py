@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from ckpt.errors import FormatError, LeafMismatch
-from ckpt.storage.base.errors import first_line
+from ckpt.storage.base.errors import first_line, is_shortage
 from ckpt.support.user_warning import warn_user
 
 _FILE_OF_PACKAGE = {
@@ -87,9 +87,9 @@ def _file_of_imported(name: str, package: str) -> ModuleType | None:
         return None
     try:
         return importlib.import_module(f"ckpt.state.leaves.{name}")
-    except (MemoryError, RecursionError):  # no fault of the package: a later import may succeed
-        raise
     except Exception as error:
+        if is_shortage(error):  # no fault of the package: a later import may succeed
+            raise
         _unusable[name] = module
         warn_user(
             f"the imported package {package} cannot be used ({type(error).__name__}: {first_line(error)}), so its objects and "
@@ -127,6 +127,8 @@ def file_of_kind(kind: str) -> ModuleType:
     try:
         return importlib.import_module(f"ckpt.state.leaves.{kind}")
     except ImportError as error:
+        if is_shortage(error):
+            raise
         raise LeafMismatch(
             f"the array was saved by {kind}, which is not installed: install it, or give `like` with numpy arrays ({error})"
         ) from error

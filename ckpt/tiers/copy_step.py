@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 
 from ckpt.block_io.block_check import is_good_block
-from ckpt.block_io.pack_reader import is_bad_sector
 from ckpt.block_io.replicated_store import bad_files, clear_bad, from_nearest
 from ckpt.errors import DAMAGE_ADVICE, Fenced
 from ckpt.format.json_records import CommitRecord, FileRecord
@@ -28,6 +27,7 @@ from ckpt.repository.retention import Keep
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
 from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.fd_io import is_bad_sector
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import ALIGNMENT, Reader, Store
 

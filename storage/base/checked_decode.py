@@ -71,14 +71,20 @@ def parse_json(data: bytes | str) -> Any:
     except RecursionError:
         pass
     decoded: list[Any] = []
+    shortages: list[MemoryError] = []
 
     def decode_alone() -> None:
         with suppress(ValueError, RecursionError):
-            decoded.append(json.loads(data))
+            try:
+                decoded.append(json.loads(data))
+            except MemoryError as error:
+                shortages.append(error)
 
     thread = WorkerThread(target=decode_alone, name="ckpt-json", daemon=True)
     thread.start()
     thread.join()
+    if shortages:
+        raise shortages[0]
     if not decoded:
         raise ValueError("it is nested too deeply")
     return decoded[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 
 
@@ -13,6 +14,24 @@ def first_line(error: BaseException) -> str:
     """
     line = str(error).strip().partition("\n")[0].removesuffix(".")
     return re.sub(r"^\[/\S+:\d+\] ", "", line)[:400] or type(error).__name__
+
+
+_SHORTAGE_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.EIO}
+_SHORTAGE_TEXTS = tuple(os.strerror(number) for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)) + (
+    "can't start new thread", "failed to map segment",
+)  # fmt: skip
+"""In the messages of errors without a number: of the loader of shared libraries, and of threads."""
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, says only that this process has no memory, stack, file or thread now."""
+    while error is not None:
+        if isinstance(error, MemoryError | RecursionError) or getattr(error, "errno", None) in _SHORTAGE_ERRNOS:
+            return True
+        if isinstance(error, ImportError | OSError | RuntimeError) and any(text in str(error) for text in _SHORTAGE_TEXTS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class CkptError(Exception):

@@ -37,6 +37,16 @@ _WRONG_PATH_ERRNOS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, err
 _REFUSED_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 
+_BAD_SECTOR_ERRNOS = {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENODATA}
+"""EIO; a checksum of the file system that does not match (XFS, ext4: EUCLEAN, EBADMSG); past the page cache, the errors of the
+block layer for a checksum of the device (EILSEQ) and for a bad medium (ENODATA)."""
+
+
+def is_bad_sector(error: StoreError) -> bool:
+    """Return whether the device could not read the bytes. That is damage, unlike a store that cannot be reached."""
+    return getattr(error.__cause__, "errno", None) in _BAD_SECTOR_ERRNOS
+
+
 @contextmanager
 def convert_os_errors(action: str, where: str) -> Iterator[None]:
     """Turn an OSError into NotFound, AlreadyExists, NoSpace, Refused or another StoreError.

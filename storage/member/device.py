@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
 from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError
-from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error
+from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error, is_bad_sector
 from ckpt.storage.base.fsync import make_durable_root, sync_folder, sync_nearest_folder
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
@@ -54,9 +54,11 @@ class MemberInfo:
 
 
 def find_damaged_ranges(store: Store, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    """Return the indices of the ranges of an object that are damaged or cannot be read.
+    """Return the indices of the ranges of an object that are damaged, or that the device cannot read.
 
     ranges: (position, length, checksums of cells).
+
+    Raises StoreError if the store fails otherwise, which says nothing about the bytes.
     """
     bad = []
     step = 16 * CELL_BYTES
@@ -67,7 +69,9 @@ def find_damaged_ranges(store: Store, name: str, ranges: Sequence[tuple[int, int
                 data = buffer[: min(step, nbytes - start)]
                 try:
                     got = reader.read_into(position + start, data)
-                except StoreError:  # the disk cannot read the range
+                except StoreError as error:
+                    if not is_bad_sector(error):
+                        raise
                     got = -1
                 first = start // CELL_BYTES * 8
                 if got < len(data) or find_bad_cells(data, cells[first : first + -(-len(data) // CELL_BYTES) * 8]):
@@ -237,8 +241,9 @@ class Device:
         now = time.time()
         found = {}
         for entry in self.store.list():
-            with suppress(OSError):
-                stat = os.stat(os.path.join(self.store.root, entry.name))
+            path = os.path.join(self.store.root, entry.name)
+            with convert_os_errors("looking up", path), suppress(FileNotFoundError):  # deleted since the listing
+                stat = os.stat(path)
                 # ctime too: a long upload may write its last byte long before it gives the object its name.
                 found[entry.name] = entry.nbytes, now - max(stat.st_mtime, stat.st_ctime)
         return found

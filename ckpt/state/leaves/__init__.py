@@ -18,7 +18,7 @@ from ckpt.state.frameworks import file_of_kind, framework_file
 from ckpt.state.leaves import numpy, sharded
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import NumpyLeaf, NumpyScalarLeaf
-from ckpt.storage.base.errors import CkptError, first_line
+from ckpt.storage.base.errors import CkptError, first_line, is_shortage
 
 
 def as_leaf(value: object) -> ArrayLeaf | None:
@@ -32,9 +32,11 @@ def as_leaf(value: object) -> ArrayLeaf | None:
         return None
     try:
         return maker(value)
-    except (TypeError, CkptError, MemoryError, RecursionError):
+    except (TypeError, CkptError):
         raise
     except Exception as error:  # frameworks raise errors of any type for an array without memory of its own
+        if is_shortage(error):
+            raise
         message = f"the bytes of a {kind.__name__} cannot be reached ({first_line(error)}): store the plain arrays behind it"
         raise TypeError(message) from error
 
