@@ -84,8 +84,14 @@ class DaemonThreadPool(Executor):
             self._tasks.put((future, partial(call, *args, **kwargs)))
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
                 thread = WorkerThread(target=_run_tasks, args=(self._tasks, self._idle), name=self._name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                try:
+                    thread.start()
+                except RuntimeError:  # the host has no thread left
+                    if not self._threads:  # otherwise one of them makes the call
+                        self._tasks.get_nowait()
+                        raise
+                else:
+                    self._threads.append(thread)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -280,6 +280,8 @@ class Device:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
+            if error.errno != errno.EWOULDBLOCK:
+                raise StoreError(f"locking {self.path} failed: {describe_os_error(error)}") from error
             raise StoreError(f"another ckpt-node serves {self.path} already; give each node its own folder") from error
         self._lock_fd = lock
         self.store.sweep_temporaries("")  # left by a killed node; no other process writes to this folder

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.processes import finish, python
 
 import ckpt
 from ckpt.storage.base.threads import WorkerThread, join_all
@@ -75,3 +76,29 @@ def test_every_thread_that_somebody_joins_is_a_worker_thread() -> None:
         if re.search(r"\bthreading\.Thread\(", text) and re.search(r"\w\.join\(\)", text):
             plain.append(path.name)
     assert plain == []
+
+
+def test_a_call_that_gets_no_thread_is_made_by_another_one_or_never() -> None:
+    code = """
+import resource, threading
+from ckpt.storage.base.threads import DaemonThreadPool
+
+pool, empty, begun, go = DaemonThreadPool(4, "a"), DaemonThreadPool(4, "b"), threading.Event(), threading.Event()
+made = []
+first = pool.submit(lambda: (begun.set(), go.wait()))
+begun.wait()
+in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20), -1))
+threading.stack_size(1 << 30)  # no thread gets so much
+second = pool.submit(made.append, "second")
+try:
+    empty.submit(made.append, "third")
+except RuntimeError as error:
+    print(error)
+threading.stack_size(0)
+go.set()
+second.result()
+empty.submit(made.append, "fourth").result()
+print(made)
+"""
+    assert finish(python(code)).splitlines() == ["can't start new thread", "['second', 'fourth']"]
