@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt.format.training_lines import TrainingLine, order_steps
 from ckpt.repository.repository import Repository, commit_name
-from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound
 from ckpt.support.user_warning import warn_user
 
 log = logging.getLogger("ckpt")
@@ -66,6 +67,8 @@ class LineSegment:
         if self._is_single_line():
             return TrainingLine()
         lines, unknown = self._repo.lines()
+        if self._restored_step in unknown:
+            self._require_known(self._restored_step)
         if not lines:
             return TrainingLine()
         order = order_steps(lines, unknown)
@@ -100,6 +103,11 @@ class LineSegment:
         ):
             return False
         return self._restored_step is None or not self._repo.store.exists(commit_name(self._first_step))
+
+    def _require_known(self, step: int) -> None:
+        """Raise StoreError if the record of a step can't be read now: without it, the step would count as not restored."""
+        with suppress(NotFound, IntegrityError):
+            self._repo.record(step)
 
     def _is_of_this_writer(self, step: int) -> bool:
         """Return whether this process or a group of it has saved the step; several groups may save at the same time."""
