@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import torch
 
+from ckpt.storage.base.errors import is_shortage
 from ckpt.storage.base.fsync import sync_folder
 
 log = logging.getLogger("ckpt")
@@ -93,15 +94,24 @@ def _is_complete(folder: str | None, step: int) -> bool:
     """Return whether a folder has the small files of a checkpoint of the Bridge."""
     if folder is None or _step_of(os.path.join(folder, _TRAIN_STATE)) != step:
         return False
-    configuration = os.path.join(folder, _CONFIGURATION)
-    return os.path.isfile(configuration) and os.path.getsize(configuration) > 0
+    try:
+        return os.path.getsize(os.path.join(folder, _CONFIGURATION)) > 0
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _step_of(train_state: str) -> int | None:
-    """Return the iteration in a file with the state of a training, None where it can't be read."""
+    """Return the iteration in a file with the state of a training, None where it is missing or torn.
+
+    Raises OSError if it can't be read now: the newest checkpoint must not count as incomplete for that.
+    """
     try:
         return int(torch.load(train_state, map_location="cpu", weights_only=True)["step"])
-    except Exception:  # torch.load raises errors of many kinds for a torn file
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except Exception as error:  # torch.load raises errors of many kinds for a torn file
+        if isinstance(error, OSError) or is_shortage(error):
+            raise
         return None
 
 

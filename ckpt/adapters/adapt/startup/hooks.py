@@ -318,6 +318,8 @@ def _wrap(hook: Hook, module: ModuleType) -> None:
                 where, _, name = hook.function.partition(":")
                 function = getattr(importlib.import_module(where), name)
         except Exception as error:  # ckpt is not installed for this Python, or the framework is too old
+            if isinstance(error, MemoryError | RecursionError) or getattr(error, "errno", None) is not None:
+                raise  # no files or no memory now: the framework itself would start from the beginning, and load nothing
             print_refused(hook.name, f"{type(error).__name__}: {error}")
             return original(*args, **kwargs)
         return function(original, *args, **kwargs)

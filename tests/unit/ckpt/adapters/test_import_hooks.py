@@ -109,3 +109,23 @@ def test_a_folder_with_the_name_of_a_framework_can_be_looked_for_and_imported(tm
     (tmp_path / "deepspeed").mkdir()
     script = "print(importlib.util.find_spec('deepspeed').origin)\nimport deepspeed\nprint(deepspeed.__file__)"
     assert _run(script, tmp_path) == "None\nNone\n"
+
+
+def test_a_call_without_free_descriptors_is_not_left_to_the_framework(tmp_path: Path) -> None:
+    """The framework would find no checkpoint of its own, and start from the beginning."""
+    _framework(tmp_path)
+    script = """
+import os, resource
+hooks.start_process()
+import keras.src.models.model as model
+free = os.dup(0)
+os.close(free)
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+try:
+    print(model.Model.fit())
+except OSError as error:
+    print(error.strerror)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+"""
+    assert _run(script, tmp_path) == "Too many open files\n"
