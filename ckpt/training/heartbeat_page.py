@@ -294,11 +294,15 @@ def own_page() -> HeartbeatPage | None:
     if not _is_looked_up:
         _is_looked_up = True
         if path := os.environ.get(PAGE_VARIABLE):
-            with contextlib.suppress(OSError, ValueError):  # the page belonged to a job that has ended
+            try:
                 found = HeartbeatPage(path)
                 if found.read().pid in (0, os.getpid()):  # otherwise this is a helper process that a rank has started
                     _own_page = found
                     _own_page.attach_process()
+            except (FileNotFoundError, ValueError):  # the page belonged to a job that has ended
+                pass
+            except OSError:  # e.g. too many open files now: the next call tries again
+                _is_looked_up = False
     return _own_page
 
 

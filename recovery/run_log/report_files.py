@@ -34,7 +34,12 @@ class ReportFiles:
         """Return the newest report of each agent, by its name. A file that a power cut has damaged is left out."""
         found: dict[str, dict[str, object]] = {}
         try:
-            paths = sorted(self._folder.glob("*.json"))
+            paths = sorted(path for path in self._folder.iterdir() if path.suffix == ".json")
+        except FileNotFoundError:  # no agent has written a report
+            return {}
+        except OSError as error:
+            raise self._unavailable("read", error) from error
+        try:
             for path in paths:
                 with contextlib.suppress(FileNotFoundError, Malformed):
                     facts = read_json(_read_report(path))

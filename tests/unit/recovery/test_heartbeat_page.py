@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.processes import finish, python
 
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
 from ckpt.storage.base.errors import CkptError
-from ckpt.training.heartbeat_page import HeartbeatPage
+from ckpt.training.heartbeat_page import PAGE_VARIABLE, HeartbeatPage
 
 
 def test_a_heartbeat_page_is_read_by_another_process(tmp_path: Path) -> None:
@@ -38,3 +39,20 @@ def test_a_run_log_is_to_be_removed_only_if_it_is_no_database(tmp_path: Path) ->
     (tmp_path / "other" / "run.sqlite").mkdir(parents=True)
     with pytest.raises(CkptError, match="free space on this disk, and check it, or give another --run-dir"):
         SqliteRunLog(tmp_path / "other")
+
+
+def test_a_page_that_cannot_be_opened_now_is_looked_up_again(tmp_path: Path) -> None:
+    HeartbeatPage(tmp_path / "page", new=True).close()
+    code = """
+import os, resource
+from ckpt.training import heartbeat_page
+
+free = os.dup(0)
+os.close(free)
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+found = [heartbeat_page.own_page() is not None]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+print([*found, heartbeat_page.own_page() is not None])
+"""
+    assert finish(python(code, env={PAGE_VARIABLE: str(tmp_path / "page")})) == "[False, True]\n"

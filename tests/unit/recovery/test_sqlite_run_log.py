@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from ckpt.recovery.run_log.base import Draft
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
+from ckpt.storage.base.errors import Unavailable
 
 
 def test_reports_do_not_write_the_file_of_the_run_log(tmp_path: Path) -> None:
@@ -43,4 +48,25 @@ def test_the_run_log_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         run_log = SqliteRunLog(tmp_path, read_only)
         assert [entry.text for entry in run_log.entries()] == ["old"]
         assert run_log.reports() == {}
+        run_log.close()
+
+
+def test_reports_that_cannot_be_read_do_not_count_as_missing() -> None:
+    """Hosts without reports count as lost."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, whose parents another user may not search
+        os.chmod(folder, 0o755)
+        run_log = SqliteRunLog(Path(folder))
+        assert run_log.reports() == {}
+        run_log.publish_report("a", {"beat": 1})
+        os.chmod(f"{folder}/agents", 0)
+        try:
+            if user == 0:  # root may read all
+                os.seteuid(65534)
+            with pytest.raises(Unavailable, match="can't be read now"):
+                run_log.reports()
+        finally:
+            os.seteuid(user)
+            os.chmod(f"{folder}/agents", 0o700)
+        assert run_log.reports() == {"a": {"beat": 1}}
         run_log.close()
