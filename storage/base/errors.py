@@ -24,7 +24,10 @@ _SHORTAGE_TEXTS = tuple(os.strerror(number) for number in (errno.EMFILE, errno.E
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, says only that this process has no memory, stack, file or thread now."""
+    """Return whether an error, or one of its causes, says nothing about what was read, only about this moment.
+
+    The process may have no memory, stack, file or thread now, or the store of a file may not answer now.
+    """
     while error is not None:
         if isinstance(error, MemoryError | RecursionError) or getattr(error, "errno", None) in _SHORTAGE_ERRNOS:
             return True

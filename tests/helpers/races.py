@@ -28,12 +28,15 @@ class Down(Registers):
 
 
 @pytest.fixture
-def open_client(tmp_path: Path) -> Iterator[Callable[[], Namespace]]:
-    """Yield a function that opens another client of the same six directories."""
+def open_client(tmp_path: Path) -> Iterator[Callable[..., Namespace]]:
+    """Yield a function that opens another client of the same six directories.
+
+    Its argument is the deadline of the members in seconds: 2 for tests with silent members, more for a slow disk.
+    """
     made: list[Namespace] = []
 
-    def open_it() -> Namespace:
-        made.append(Namespace(directories(tmp_path, 6, deadline_seconds=2.0)))
+    def open_it(deadline_seconds: float = 2.0) -> Namespace:
+        made.append(Namespace(directories(tmp_path, 6, deadline_seconds=deadline_seconds)))
         assert made[-1].ring
         return made[-1]
 

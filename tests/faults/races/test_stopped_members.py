@@ -36,22 +36,22 @@ class Silent(Registers):
 
 
 @pytest.mark.parametrize("point", ["register.changed", "namespace.recorded", "register.change"])
-def test_a_write_interrupted_at_its_record_is_old_or_new_for_good(open_client: Callable[[], Namespace], point: str) -> None:
+def test_a_write_interrupted_at_its_record_is_old_or_new_for_good(open_client: Callable[..., Namespace], point: str) -> None:
     """The client cannot know whether the members have the record: the objects stay, and the file is the old or the new one for
     good."""
-    one = open_client()
+    one = open_client(60.0)
     one.put("x", FIRST)
     set_failpoints(f"{point}=error")
     with pytest.raises(OSError, match="injected"):
         one.put("x", SECOND)
     set_failpoints("")
-    found = open_client().get("x")
+    found = open_client(60.0).get("x")
     assert found in (FIRST, SECOND)
     assert one.get("x") == found
 
 
-def test_a_repair_restores_a_record_with_a_damaged_head(open_client: Callable[[], Namespace], tmp_path: Path) -> None:
-    one = open_client()
+def test_a_repair_restores_a_record_with_a_damaged_head(open_client: Callable[..., Namespace], tmp_path: Path) -> None:
+    one = open_client(60.0)
     one.put("x", FIRST)
     member = one.ring.replica_set("/x").members[0]
     one.close()
@@ -59,7 +59,7 @@ def test_a_repair_restores_a_record_with_a_damaged_head(open_client: Callable[[]
         (head,) = db.execute("SELECT head FROM registers WHERE name = '/x'").fetchone()
         db.execute("UPDATE registers SET head = ? WHERE name = '/x'", (head[:1] + b"\x02" + head[2:],))
     db.close()
-    reopened = open_client()
+    reopened = open_client(60.0)
     assert list(reopened.list()) == ["x"]
     found = scrub.scrub_namespace(reopened, verify=True)
     assert found.lagging_paths == ["x"]
@@ -68,16 +68,16 @@ def test_a_repair_restores_a_record_with_a_damaged_head(open_client: Callable[[]
 
 
 def test_a_member_with_an_empty_disk_does_not_vote_until_it_has_the_records(
-    open_client: Callable[[], Namespace], tmp_path: Path
+    open_client: Callable[..., Namespace], tmp_path: Path
 ) -> None:
     """It must not vote that a record does not exist before it has the records of the other members."""
-    one = open_client()
+    one = open_client(60.0)
     for i in range(10):
         one.put(f"x{i}", FIRST)
     one.close()
     for name in ("registers.sqlite", "registers.sqlite-wal", "registers.sqlite-shm"):
         (tmp_path / "disk0" / name).unlink(missing_ok=True)
-    reopened = open_client()
+    reopened = open_client(60.0)
     for i in range(10):
         assert reopened.get(f"x{i}") == FIRST
         with pytest.raises(StoreError, match="exists already"):

@@ -20,6 +20,7 @@ from helpers.local_stores import store as store
 from helpers.small_disks import small_disk as small_disk
 
 from ckpt.storage.base.errors import AlreadyExists, NotFound, Refused, StoreError
+from ckpt.storage.base.fd_io import convert_os_errors, is_bad_sector
 from ckpt.storage.base.store import Buffer
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import O_DIRECT
@@ -340,3 +341,24 @@ def test_damaged_registers_are_set_aside_with_their_file_even_if_it_cannot_be_lo
     assert not (tmp_path / "registers").exists()
     assert not (tmp_path / "registers-wal").exists()
     assert len(list(tmp_path.glob("registers.damaged-*"))) == 2
+
+
+# --- what counts as damage ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENODATA])
+def test_what_a_device_cannot_read_is_damage(number: int) -> None:
+    """The kernel reports a bad medium, and a checksum of the device or of its file system that does not match, by these."""
+    with pytest.raises(StoreError) as failure, convert_os_errors("reading", "a"):
+        raise OSError(number, os.strerror(number))
+    assert is_bad_sector(failure.value)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [errno.EACCES, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOENT],
+)
+def test_what_cannot_be_read_for_another_reason_is_no_damage(number: int) -> None:
+    with pytest.raises(StoreError) as failure, convert_os_errors("reading", "a"):
+        raise OSError(number, os.strerror(number))
+    assert not is_bad_sector(failure.value)
