@@ -2,7 +2,7 @@
 
 Each byte of a file is written once, in any order. It is durable and visible when the file is closed or renamed, or when fsync
 returns. So the usual sequence of write, fsync and rename is safe. Changing existing bytes is refused (EOPNOTSUPP); replacing a
-file and appending to it are allowed. Close, fsync and rename return the errors of writes.
+file and appending to it are allowed. Close, fsync and rename report write errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CODEC_NAME = "ckpt_names"
 
 
 def _find_codec(encoding: str) -> codecs.CodecInfo | None:
-    """Return a codec for names: UTF-8, where other bytes become characters that no valid name has, so they cause EINVAL."""
+    """Return a codec for names: UTF-8; other bytes become surrogates, which no valid name has (EINVAL)."""
     if encoding != _CODEC_NAME:
         return None
     return codecs.CodecInfo(
@@ -42,7 +42,7 @@ def _find_codec(encoding: str) -> codecs.CodecInfo | None:
 
 
 def serve_mount(url: str, folder: Path, options: dict[str, Any], ownership: Ownership | None = None) -> None:
-    """Mount the namespace and serve it until the folder is unmounted, also by a signal.
+    """Mount the namespace and serve it until an unmount or a signal ends it.
 
     options: those of fusepy. Raises CkptError if the folder can't be mounted, or if writes are lost when it is unmounted.
     """
@@ -61,8 +61,8 @@ def serve_mount(url: str, folder: Path, options: dict[str, Any], ownership: Owne
     try:
         fuse.FUSE(operations, str(folder), encoding=_CODEC_NAME, **options)
     except RuntimeError as error:
-        # An unmount that meets a request makes libfuse fail too (ECONNABORTED), with the mount gone as it should be.
-        if not operations.is_mounted:
+        # An unmount during a request makes libfuse fail, too (ECONNABORTED), although it has unmounted the folder.
+        if not operations.was_mounted:
             message = f"mounting {url} at {folder} failed; see the messages of FUSE above, and check that you may use /dev/fuse"
             raise CkptError(message) from error
     if lost := operations.unsynced_files():

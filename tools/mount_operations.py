@@ -20,7 +20,7 @@ from ckpt.storage.base.errors import CkptError, error_number
 from ckpt.tools.mount_file import MountFile
 
 _HIDDEN_PREFIX = ".fuse_hidden"
-"""The prefix of the name that libfuse gives an open file that is removed or replaced, until the file is closed."""
+"""The prefix of the name that libfuse gives an open file when it is removed or replaced, until it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Ownership:
     umask: int = 0o022
 
     def attributes(self, is_folder: bool) -> dict[str, int]:
-        """Return mode and owner as attributes of fusepy."""
+        """Return mode and owner as stat attributes."""
         mode = stat.S_IFDIR | 0o777 if is_folder else stat.S_IFREG | 0o666
         return {"st_mode": mode & ~self.umask, "st_uid": self.uid, "st_gid": self.gid}
 
@@ -50,11 +50,11 @@ class MountOperations:
         self._lock = threading.Lock()
         """Guards `_next_handle`. Guards changes of `_handles` and `_files_in_writing`."""
         self._mounted_at = time.time()
-        self.is_mounted = False
-        """Whether the kernel has mounted the folder. It stays true when the folder is unmounted."""
+        self.was_mounted = False
+        """Whether the kernel has mounted the folder, also when it is unmounted by now."""
 
     def init(self, path: str) -> None:
-        self.is_mounted = True
+        self.was_mounted = True
 
     def unsynced_files(self) -> list[str]:
         """Return the paths of the files with writes that are not durable."""
@@ -137,7 +137,7 @@ class MountOperations:
     def create(self, path: str, mode: int, info: object = None) -> int:
         full = self._full_path(path)
         created = self._namespace.put(full, b"", new=True)
-        self._discard_writes(full)  # another client deleted the file while it was being written here
+        self._discard_writes(full)  # of a file that another client deleted during a write here
         return self._add_write_handle(full, MountFile(self._namespace, full, created))
 
     def truncate(self, path: str, length: int, handle: int | None = None) -> None:
@@ -152,7 +152,7 @@ class MountOperations:
         if length == file.head.nbytes:
             return
         if length:
-            raise OSError(errno.EOPNOTSUPP, "a file can be emptied, but not shortened")
+            raise OSError(errno.EOPNOTSUPP, "a file can be emptied, but not resized")
         self._namespace.put(full, b"")
 
     def read(self, path: str, size: int, offset: int, handle: int) -> bytes:
@@ -169,13 +169,13 @@ class MountOperations:
         return writing.write(data, offset)
 
     def flush(self, path: str, handle: int) -> None:
-        """Make the writes durable and visible when a program closes the file; it gets the error if that fails."""
+        """Make the writes durable and visible when a program closes the file; the program gets any error."""
         writing = self._handles.get(handle)
         if isinstance(writing, MountFile):
             writing.publish()
 
     def fsync(self, path: str, datasync: int, handle: int) -> None:
-        """Make the writes durable and visible. From then on the program can append to them, but not change them."""
+        """Make the writes durable and visible. After that, the file can be appended to, but not changed."""
         self.flush(path, handle)
 
     def release(self, path: str, handle: int) -> None:
@@ -205,7 +205,7 @@ class MountOperations:
         self._namespace.make_folder(self._full_path(path))
 
     def rmdir(self, path: str) -> None:
-        with suppress(FileNotFoundError):  # the folder existed only because of its files, which are deleted
+        with suppress(FileNotFoundError):  # a folder without a record disappears with its last file
             remove_folder(self._namespace, self._full_path(path))
 
     def rename(self, old: str, new: str) -> None:
@@ -240,7 +240,7 @@ class MountOperations:
         if writing is not None:
             writing.remove()
 
-    # Copying programs call these. They have no effect.
+    # Copying programs call the next three. They have no effect.
     def chmod(self, path: str, mode: int) -> None: ...
 
     def chown(self, path: str, uid: int, gid: int) -> None: ...

@@ -1,6 +1,6 @@
-"""The tracker of Megatron-Bridge, two files with the number of the newest checkpoint, written when it is complete.
+"""The two tracker files of Megatron-Bridge: the number of the newest checkpoint, written once it is complete.
 
-The Bridge writes them in place, before the configuration of the checkpoint. A process that is killed there could not resume.
+The Bridge writes them in place, before the configuration of the checkpoint. A process killed in between could not resume.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DelayedTrackers:
         return delayed
 
     def discard(self) -> None:
-        """Forget what is delayed, because a save has failed."""
+        """Drop the delayed calls after a failed save."""
         self._written, self._cleanups = {}, []
 
     def finish(self, unfinished: int) -> None:
@@ -101,7 +101,7 @@ def _is_complete(folder: str | None, step: int) -> bool:
 
 
 def _step_of(train_state: str) -> int | None:
-    """Return the iteration in a file with the state of a training, None where it is missing or torn.
+    """Return the iteration in a train_state file; None if it is missing or torn.
 
     Raises OSError if it can't be read now: the newest checkpoint must not count as incomplete for that.
     """

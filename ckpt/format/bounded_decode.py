@@ -1,4 +1,4 @@
-"""Decode a block with a limit on memory: no codec allocates more than the length that the manifest states.
+"""Decode a block with a limit on memory: no result is longer than the length that the manifest states.
 
 A few stored bytes can claim, or decode to, any length. So each codec stops at the stated length, or its header is compared
 with that length before the codec allocates. The stored bytes are not trusted: their checksum only detects accidental changes.
@@ -84,11 +84,11 @@ def _fill(out: Bytes, decoded: bytes | memoryview) -> None:
 
 
 def _length_error(found: int | None, stated: int) -> IntegrityError:
-    what = "an unknown number of" if found is None else f"{found}"
-    return IntegrityError(f"the block decodes to {what} bytes, or to more, and the manifest states {stated}")
+    what = "an unknown number of" if found is None else f"at least {found}" if found > stated else f"{found}"
+    return IntegrityError(f"the block decodes to {what} bytes, and the manifest states {stated}")
 
 
-# --- codecs that stop at a length. They get one byte more than stated, to detect a result that is too long -------------
+# --- codecs that stop at a length. They may decode one byte more than stated, to detect a result that is too long -------------
 
 
 def _decode_zlib(_: object, stored: memoryview, nbytes: int) -> bytes:
@@ -108,7 +108,9 @@ def _decode_lzma(config: dict[str, Any], stored: memoryview, nbytes: int) -> byt
     if form != lzma.FORMAT_RAW:
         return lzma.LZMADecompressor(form, MAX_LZMA_BYTES).decompress(stored, nbytes + 1)
     if sum(int(f.get("dict_size", 0)) for f in filters or ()) > MAX_LZMA_BYTES:
-        raise IntegrityError(f"LZMA filters with a dictionary of more than {MAX_LZMA_BYTES} bytes are not decoded")
+        raise IntegrityError(
+            f"LZMA filters with a dictionary of more than {MAX_LZMA_BYTES} bytes are refused; load another step"
+        )
     return lzma.LZMADecompressor(form, None, filters).decompress(stored, nbytes + 1)
 
 

@@ -38,7 +38,7 @@ DIRECTORY_VARIABLE = "CKPT_DIR"
 """The environment variable with the URL that is used if the program gives none. `ckpt-run --dir` sets it."""
 
 REPOSITORY_FOLDER = "ckpt"
-"""The name of a repository in a folder in which another program keeps its own files."""
+"""The folder name of a repository inside the folder of another program."""
 
 Url = str | os.PathLike[str] | Store
 
@@ -89,7 +89,7 @@ class Repository:
         self.store = store
         self.url = store.url
         self.keys = keys
-        """With keys, a step counts only if one of them has signed it, and the first one signs new steps."""
+        """With keys, a step is valid only if one of them signed it. The first key signs new steps."""
 
     def __repr__(self) -> str:
         return f"Repository({self.url!r})"
@@ -128,13 +128,13 @@ class Repository:
             raise FormatError(f"{self._missing_marker_text()}; restore it from a copy")
         if foreign is None:
             raise StepNotFound(f"nothing has been saved to {self.url} yet; check the path, or save to it first")
-        raise FormatError(f"{self.url} is not a checkpoint repository (no {MARKER}); check the path, or save to it first")
+        raise FormatError(f"{self.url} is not a checkpoint repository (no {MARKER}); check the path")
 
     def _missing_marker_text(self) -> str:
         return f"{self.url} has steps, and its {MARKER} is missing"
 
     def _foreign_file(self) -> Entry | None:
-        """Return a file that is none of those by which ranks meet before the repository exists; None if there is no other."""
+        """Return a file other than those of the rendezvous, which ranks write before the repository exists; None if all are."""
         return next((e for e in self.store.list() if not e.name.startswith("meet/")), None)
 
     def ensure(self) -> None:
@@ -174,7 +174,7 @@ class Repository:
         return commit
 
     def no_step_error(self) -> StepNotFound:
-        """Return the error of a load of the newest step where there is none."""
+        """Return the error of a load if no step is committed."""
         return StepNotFound(f"{self.url} has no committed step to load: {_NO_STEP_ADVICE}")
 
     def record(self, step: int) -> CommitRecord:
@@ -190,14 +190,14 @@ class Repository:
         return Checkpoint(self.store, commit, rank, self.keys)
 
     def commits(self) -> Iterator[CommitRecord]:
-        """Yield the records of all committed steps in ascending order; skip a damaged one with a warning."""
+        """Yield the records of all committed steps in ascending order; skip an unreadable one, with a line in the log."""
         for step in self.step_numbers():
             try:
                 yield self.record(step)
             except NotFound:
                 continue
             except CkptError as error:
-                log.warning("step %d is skipped: %s", step, error)
+                log.warning("step %d of %s is skipped: %s", step, self.url, error)
 
     def steps(self) -> list[int]:
         """Return the numbers of the committed steps, the newest last.
@@ -220,7 +220,7 @@ class Repository:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def note_line(self, line: TrainingLine) -> None:
-        """Record a new training line, before the first commit on it; then the records order the steps, not their numbers."""
+        """Record a new training line, before the first commit on it. From then on, records and not numbers order the steps."""
         data = json_records.encode("line", {"line": line.number, "left": line.ancestry})
         with suppress(AlreadyExists):
             self.store.put_new(_line_record_name(line.number), data)
@@ -229,7 +229,7 @@ class Repository:
         """Return the training line of each committed step, and the steps whose records can't be read."""
         known, errors = self._read_lines()
         for step, error in errors.items():
-            log.warning("the training line of step %d is unknown: %s", step, error)
+            log.warning("the training line of step %d of %s is unknown: %s", step, self.url, error)
         return known, {*errors}
 
     def _read_lines(self) -> tuple[dict[int, TrainingLine], dict[int, CkptError]]:

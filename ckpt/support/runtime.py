@@ -1,4 +1,4 @@
-"""Control of the Python runtime that keeps saves from slowing down training: collector, processors, priority.
+"""Control of the Python runtime during saves and loads: collector, stack, processors, priority of threads.
 
 The garbage collector is paused while many small objects are created that all stay alive, since it would visit them repeatedly:
 with 20,000 leaves that took a third of the time of a load. Background threads give precedence to the training threads.
@@ -19,14 +19,14 @@ from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 _lock = fork_safe_lock()
 """Guards `_pause_count` and `_was_enabled`."""
 _NEEDED_FRAMES = 150
-"""The frames of the stack that a load of a shallow state takes, with the first imports of pyarrow and of a store; about 60."""
+"""The stack frames that a load needs. A shallow state takes about 60, with the first imports of pyarrow and of a store."""
 
 _pause_count = 0
 _was_enabled = False
 
 
 def _end_pauses() -> None:
-    """In a forked child: the threads that paused the collector do not exist."""
+    """In a forked child: end all pauses, because their threads do not exist."""
     global _pause_count
     if _pause_count and _was_enabled:
         gc.enable()
@@ -43,7 +43,7 @@ def require_stack() -> None:
         used, frame = used + 1, caller
     if used + _NEEDED_FRAMES > sys.getrecursionlimit():
         raise CkptError(
-            f"a load needs {_NEEDED_FRAMES} frames of the stack, and {used} of {sys.getrecursionlimit()} are in use; raise the "
+            f"a load needs {_NEEDED_FRAMES} stack frames, and {used} of {sys.getrecursionlimit()} are in use; raise the "
             "limit with sys.setrecursionlimit"
         )
 

@@ -1,14 +1,14 @@
 """Convert untrusted data (decoded JSON or msgpack) to dataclasses, with a check of every type.
 
-An unknown field, as of a newer version, is ignored; a missing one gets its default. A field of another type, or a missing one
-without a default, raises Malformed, which names the field. A reader reports it, and skips the record if it does not need it.
+An unknown field (of a newer version) is ignored; a missing one gets its default. A field of another type, or a missing one
+without a default, raises Malformed, which names the field. The caller reports the error, and skips an optional
+record.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -61,32 +61,31 @@ def read_json(data: bytes | str) -> Any:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the decoded JSON; raise ValueError for any other bytes, and where it is nested too deeply.
+    """Return the decoded JSON; raise ValueError if it is not valid, or is nested too deeply.
 
-    The limit of Python counts the frames of the caller, too. A text that is beyond it is decoded in a thread of its own: what
-    was written from a shallow stack is not damaged because it is read from a deep one.
+    Python's recursion limit counts the frames of the caller, too. A text beyond it is decoded in a new thread: a load from a
+    deep stack must read what a save from a shallow one wrote.
     """
     try:
         return json.loads(data)
     except RecursionError:
         pass
     decoded: list[Any] = []
-    shortages: list[MemoryError] = []
+    errors: list[Exception] = []
 
-    def decode_alone() -> None:
-        with suppress(ValueError, RecursionError):
-            try:
-                decoded.append(json.loads(data))
-            except MemoryError as error:
-                shortages.append(error)
+    def decode_here() -> None:
+        try:
+            decoded.append(json.loads(data))
+        except RecursionError:
+            errors.append(ValueError("it is nested too deeply"))
+        except (ValueError, MemoryError) as error:
+            errors.append(error)
 
-    thread = WorkerThread(target=decode_alone, name="ckpt-json", daemon=True)
+    thread = WorkerThread(target=decode_here, name="ckpt-json", daemon=True)
     thread.start()
     thread.join()
-    if shortages:
-        raise shortages[0]
-    if not decoded:
-        raise ValueError("it is nested too deeply")
+    if errors:
+        raise errors[0]
     return decoded[0]
 
 
@@ -149,7 +148,7 @@ def _union_converter(converters: Sequence[_Converter]) -> _Converter:
                 return each(data)
             except Malformed as error:
                 first = first or error
-        raise first or _type_error("of any type", data)
+        raise first or _type_error("of a known type", data)
 
     return convert
 

@@ -10,7 +10,7 @@ import re
 def first_line(error: BaseException) -> str:
     """Return the message of a library's error, shortened so that it can be a part of another message.
 
-    Some messages contain a stack of C++ frames, and those of gloo begin with a source line. A final full stop is removed.
+    Some messages contain a C++ stack, and those of gloo begin with a file and a line. A final full stop is removed.
     """
     line = str(error).strip().partition("\n")[0].removesuffix(".")
     return re.sub(r"^\[/\S+:\d+\] ", "", line)[:400] or type(error).__name__
@@ -20,13 +20,13 @@ _SHORTAGE_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errn
 _SHORTAGE_TEXTS = tuple(os.strerror(number) for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)) + (
     "can't start new thread", "failed to map segment",
 )  # fmt: skip
-"""In the messages of errors without a number: of the loader of shared libraries, and of threads."""
+"""Texts of errors without an errno: those of the loader of shared libraries and of the start of threads."""
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, says nothing about what was read, only about this moment.
+    """Return whether an error, or one of its causes, may be temporary, and so is no sign of damage.
 
-    The process may have no memory, stack, file or thread now, or the store of a file may not answer now.
+    The process may lack memory, stack, descriptors or threads, or a file system may not answer.
     """
     while error is not None:
         if isinstance(error, MemoryError | RecursionError) or getattr(error, "errno", None) in _SHORTAGE_ERRNOS:

@@ -85,5 +85,5 @@ def _server() -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
         server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment(), start_new_session=True)
         _servers.append(server)
-        atexit.register(server.communicate, timeout=60)
+        atexit.register(server.communicate, timeout=600)
     return _servers[0]

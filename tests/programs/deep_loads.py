@@ -1,8 +1,8 @@
-"""Loads from deep in the stack, until the stack has no frames left. Prints the outcomes as JSON.
+"""Loads a step at growing stack depth, until no frames are left. Prints the outcomes as JSON.
 
 Usage:
 
-    deep_loads.py FOLDER LEVELS WITH_LIKE       LEVELS: how deep the state is nested
+    deep_loads.py FOLDER LEVELS WITH_LIKE       LEVELS: how deep the state is nested; WITH_LIKE: True or False
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt.storage.base.errors import CkptError
 
 
 def call_below(frames: int, call: Callable[[], Any]) -> Any:
-    """Return what `call` returns below this many frames more."""
+    """Return the result of `call`, this many frames deeper."""
     return call() if frames == 0 else call_below(frames - 1, call)
 
 
@@ -34,15 +34,15 @@ def nested(levels: int, step: int) -> Any:
 
 
 def outcome(load: Callable[[], Any], levels: int, frames: int) -> int | str:
-    """Return the step that a load from below this many frames returns, or a word for its error."""
+    """Return the step that a load this many frames deeper returns, or a word for its error."""
     try:
         found = call_below(frames, load)
-    except RecursionError:  # in the frames of this program, or with fewer left than a message takes
+    except RecursionError:  # raised by this program, or while ckpt makes a message
         return "stack"
     except FormatError as error:
         return "nested" if "nested too deeply for the stack of this call" in str(error) else str(error)
     except CkptError as error:
-        return "few" if re.match(r"a load needs \d+ frames of the stack, and \d+ of \d+ are in use", str(error)) else str(error)
+        return "low stack" if re.match(r"a load needs \d+ stack frames, and \d+ of \d+ are in use", str(error)) else str(error)
     for _ in range(levels):
         found = found["n"]
     return int(found["step"])
