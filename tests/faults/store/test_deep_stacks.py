@@ -1,4 +1,4 @@
-"""Loads from deep in the stack: they return the newest step or an error, and never take a RecursionError for damage."""
+"""Saves and loads from deep in the stack: a RecursionError counts neither as damage nor as a fault of a framework."""
 
 from __future__ import annotations
 
@@ -27,6 +27,39 @@ def test_a_load_from_deep_in_the_stack_does_not_fall_back_to_an_older_step(
     outcomes = set(json.loads(done.stdout))
     assert {"1", "low stack"} <= outcomes <= {"1", "low stack", "nested", "stack"}
     assert ckpt.open(tmp_path / "r").steps() == [0, 1], "a step counts as damaged"
+
+
+def test_a_save_from_deep_in_the_stack_makes_no_framework_unusable(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    code = """
+import sys
+from pathlib import Path
+import ckpt
+ckpt.save({"w": 1}, Path(sys.argv[1], "first"), step=0)  # imports all else that a save needs
+import torch
+
+def save_below(frames):
+    if frames:
+        save_below(frames - 1)
+    else:
+        ckpt.save({"w": torch.ones(3)}, Path(sys.argv[1], "deep"), step=0, overwrite=True)
+
+failed = 0
+for frames in range(sys.getrecursionlimit(), 0, -1):
+    try:
+        save_below(frames)
+    except (RecursionError, ckpt.UnsupportedLeaf):
+        failed += 1
+    else:
+        break
+assert failed > 5, failed
+ckpt.save({"w": torch.ones(3)}, Path(sys.argv[1], "run"), step=0)
+assert ckpt.load(Path(sys.argv[1], "run"))["w"].tolist() == [1, 1, 1]
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_json_is_decoded_from_deep_in_the_stack() -> None:
