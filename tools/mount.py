@@ -15,14 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
 import ckpt
 from ckpt.aggregator.file_io.namespace import open_namespace
 from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.tools import common
 from ckpt.tools.mount_operations import MountOperations, Ownership
 from ckpt.tools.unmount_signals import unmount_on_signals
@@ -96,6 +98,11 @@ Examples:
 @click.argument("url")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--background", is_flag=True, help="Return when the folder is mounted, and serve in the background.")
+@click.option(
+    "--log",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --background: append the later messages to this file, such as that of lost writes.  [default: none]",
+)
 @click.option("--allow-other", is_flag=True, help="Let other users use the mount, as --umask allows (see fuse.conf).")
 @click.option("--uid", type=click.IntRange(0), help="Owner of all files, by number.  [default: this user]")
 @click.option("--gid", type=click.IntRange(0), help="Group of all files, by number.  [default: that of this user]")
@@ -108,7 +115,7 @@ Examples:
 )
 @click.version_option(ckpt.__version__, package_name="ckpt-store")
 def command(
-    url: str, folder: Path, background: bool, allow_other: bool, uid: int | None, gid: int | None, umask: int
+    url: str, folder: Path, background: bool, log: Path | None, allow_other: bool, uid: int | None, gid: int | None, umask: int
 ) -> int:  # fmt: skip
     """Show the namespace at URL as the directory FOLDER.
 
@@ -117,7 +124,7 @@ def command(
     durable.
     """
     if background:
-        return _mount_in_background(folder)
+        return _mount_in_background(folder, log)
     # default_permissions: the kernel checks owner and mode. Without it, every user with access to the mount could write.
     options = {
         "foreground": True, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True, "default_permissions": True,
@@ -129,11 +136,20 @@ def command(
     return 0
 
 
-def _mount_in_background(folder: Path) -> int:
-    """Start this command again without --background, and return its exit status if it ends, or 0 when the folder is mounted."""
+def _mount_in_background(folder: Path, log: Path | None) -> int:
+    """Start this command again without --background, and return its exit status if it ends, or 0 when the folder is mounted.
+
+    log: the file to which its messages are appended; None discards those that come after the folder is mounted.
+    """
     again = [sys.executable, "-m", "ckpt.tools.mount", *(word for word in sys.argv[1:] if word != "--background")]
     before = os.stat(folder).st_dev
-    with tempfile.TemporaryFile() as stderr_file:
+    with ExitStack() as files:
+        if log is None:
+            stderr_file: IO[bytes] = files.enter_context(tempfile.TemporaryFile())
+        else:
+            with convert_os_errors("opening", str(log)):
+                stderr_file = files.enter_context(log.open("ab+"))
+        begin = stderr_file.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             again, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr_file, start_new_session=True
         )
@@ -141,7 +157,7 @@ def _mount_in_background(folder: Path) -> int:
             if os.stat(folder).st_dev != before:
                 return 0
             time.sleep(0.05)
-        stderr_file.seek(0)
+        stderr_file.seek(begin)
         sys.stderr.write(stderr_file.read().decode(errors="replace"))
         return process.returncode
 

@@ -148,8 +148,41 @@ def test_a_background_mount_is_usable_when_the_command_returns(node: NodeProcess
     assert (folder / "file").read_text() == "here"
 
 
-def test_a_background_mount_without_a_node_fails(folder: Path) -> None:
-    command = [*COMMAND, "--background", "ckpt://127.0.0.1:1/", str(folder)]
+def process_that_serves(folder: Path) -> int:
+    """Return the process whose command line ends with the folder of a mount."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if path.read_bytes().rstrip(b"\0").endswith(bytes(folder)):
+                return int(path.parent.name)
+    raise AssertionError(f"no process serves {folder}")
+
+
+def test_a_background_mount_appends_its_later_messages_to_a_log(node: NodeProcess, folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "mount.log"
+    log.write_text("before\n")
+    command = [*COMMAND, "--background", "--log", str(log), f"ckpt://{node.address}/", str(folder)]
+    done = subprocess.run(command, timeout=600, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    with (folder / "file").open("w") as file:
+        file.write("here")
+        os.kill(process_that_serves(folder), signal.SIGTERM)
+        until(lambda: not os.path.ismount(folder))
+    until(lambda: "is still in use" in log.read_text())
+    assert log.read_text().startswith("before\n")
+
+
+@pytest.mark.parametrize("with_log", [False, True])
+def test_a_background_mount_without_a_node_fails(folder: Path, tmp_path: Path, with_log: bool) -> None:
+    log = ["--log", str(tmp_path / "mount.log")] if with_log else []
+    command = [*COMMAND, "--background", *log, "ckpt://127.0.0.1:1/", str(folder)]
     done = subprocess.run(command, timeout=600, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "127.0.0.1:1" in done.stderr
+
+
+def test_a_background_mount_whose_log_cannot_be_opened_fails(node: NodeProcess, folder: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, "--background", "--log", str(tmp_path / "none" / "log"), f"ckpt://{node.address}/", str(folder)]
+    done = subprocess.run(command, timeout=600, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"opening {tmp_path}/none/log" in done.stderr
+    assert not os.path.ismount(folder)
