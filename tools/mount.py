@@ -52,7 +52,7 @@ def serve_mount(url: str, folder: Path, options: dict[str, Any], ownership: Owne
         import fuse
     except (ImportError, OSError) as error:
         raise CkptError(
-            f'mounting needs FUSE ({error}): pip install "ckpt-store[mount]", and libfuse2 and fuse3 of the system'
+            f'mounting needs FUSE ({error}): run pip install "ckpt-store[mount]", and install libfuse2 and fuse3'
         ) from error
     codecs.register(_find_codec)
     unmount_on_signals(folder.absolute())

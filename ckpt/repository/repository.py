@@ -8,6 +8,7 @@ Files:
     steps/<step>/manifest/<rank>-<generation>-<n>.parquet, .json
     steps/<step>/commit.json                   written last; makes the step exist
     lines/<n>.json                             a roll-back has opened training line n: format/training_lines.py
+    meet/                                      the rendezvous of ranks: groups/store_rendezvous.py
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Repository:
         return json_records.parse_body(_Marker, json_records.load(self.store, "repository", MARKER), where).id
 
     def check(self) -> None:
-        """Raise StepNotFound if nothing exists at the URL yet, or FormatError if this version can't read what exists."""
+        """Raise StepNotFound if nothing exists at the URL yet; FormatError or IntegrityError if what exists can't be used."""
         if self._has_marker():
             return
         has_steps, foreign = any(self.store.list_folders("steps")), self._foreign_file()

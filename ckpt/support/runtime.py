@@ -61,7 +61,7 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _pause_count = max(0, _pause_count - 1)  # 0 before: this process was forked in the context
+            _pause_count = max(0, _pause_count - 1)  # 0 already if this process was forked in the context
             if not _pause_count and _was_enabled:
                 gc.enable()
 

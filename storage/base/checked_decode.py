@@ -45,7 +45,7 @@ def decode(kind: type[T], data: object) -> T:
     lists.
     """
     try:
-        hashable: Any = kind  # mypy takes classes for unhashable
+        hashable: Any = kind  # mypy treats classes as unhashable
         made: T = _converter(hashable)(data)
     except Malformed as error:
         raise error.within(f"{kind.__name__}") from None
@@ -230,6 +230,6 @@ def _type_error(expected: str, data: object) -> Malformed:
 def _short_repr(data: object) -> str:
     try:
         text = repr(data)
-    except (ValueError, RecursionError):  # an int of too many digits
+    except (ValueError, RecursionError):  # too many digits, or levels
         return f"a {type(data).__name__}"
     return text if len(text) <= _REPR_CHARACTERS else f"{text[:_REPR_CHARACTERS]}…"

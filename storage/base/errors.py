@@ -67,16 +67,16 @@ class Changed(StoreError):
 class Outdated(StoreError):
     """The caller's list of members that keep the records of a namespace is outdated; it must read the list again.
 
-    Either the members have changed, or records and objects were collected meanwhile.
+    Either the members have changed, or tombstones and objects were removed meanwhile.
     """
 
 
 class Unavailable(StoreError):
-    """A node or a service does not answer in time, or accepts nothing at the moment. Another one may."""
+    """A node or a service does not answer in time, or accepts nothing now. Another node may."""
 
 
 class Untrusted(Unavailable):
-    """The other side has no certificate that this process can verify. Another node may; waiting does not help."""
+    """The other side has no certificate that this process can verify. Try another node; waiting does not help."""
 
 
 class Refused(StoreError):
