@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import torch
 
-from ckpt.storage.base.errors import is_shortage
+from ckpt.storage.base.errors import is_transient
 from ckpt.storage.base.fsync import sync_folder
 
 log = logging.getLogger("ckpt")
@@ -110,7 +110,7 @@ def _step_of(train_state: str) -> int | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except Exception as error:  # torch.load raises errors of many kinds for a torn file
-        if isinstance(error, OSError) or is_shortage(error):
+        if isinstance(error, OSError) or is_transient(error):
             raise
         return None
 

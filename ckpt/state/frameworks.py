@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from ckpt.errors import FormatError, LeafMismatch
-from ckpt.storage.base.errors import first_line, is_shortage
+from ckpt.storage.base.errors import first_line, is_transient
 from ckpt.support.user_warning import warn_user
 
 _FILE_OF_PACKAGE = {
@@ -88,7 +88,7 @@ def _file_of_imported(name: str, package: str) -> ModuleType | None:
     try:
         return importlib.import_module(f"ckpt.state.leaves.{name}")
     except Exception as error:
-        if is_shortage(error):  # no fault of the package: a later import may succeed
+        if is_transient(error):  # no fault of the package: a later import may succeed
             raise
         _unusable[name] = module
         warn_user(
@@ -127,7 +127,7 @@ def file_of_kind(kind: str) -> ModuleType:
     try:
         return importlib.import_module(f"ckpt.state.leaves.{kind}")
     except ImportError as error:
-        if is_shortage(error):
+        if is_transient(error):
             raise
         raise LeafMismatch(
             f"the array was saved by {kind}, which is not installed: install it, or give `like` with numpy arrays ({error})"

@@ -29,7 +29,7 @@ from ckpt.state.optimizer_names import is_optimizer, names_by_path
 from ckpt.state.stateful import Stateful, as_stateful, get_attribute, is_random_generator, state_of
 from ckpt.state.static_values import is_function, keeps_functions, refusal, replacement_advice, static_fields
 from ckpt.state.torch_keys import has_named_parameters, module_entries
-from ckpt.storage.base.errors import first_line, is_shortage
+from ckpt.storage.base.errors import first_line, is_transient
 
 Node = Any
 INLINE_BYTES = 64 << 10
@@ -278,7 +278,7 @@ class _Flattener:
         try:
             return getattr(value, name)
         except Exception as error:
-            if is_shortage(error):
+            if is_transient(error):
                 raise
             raise UnsupportedLeaf(
                 f"leaf {join_path(path, name)}: this field of a {_type_name(type(value))} cannot be read "

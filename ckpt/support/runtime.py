@@ -16,11 +16,11 @@ from contextlib import contextmanager, suppress
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 
-_lock = fork_safe_lock()
-"""Guards `_pause_count` and `_was_enabled`."""
 _NEEDED_FRAMES = 150
 """The stack frames that a load needs. A shallow state takes about 60, with the first imports of pyarrow and of a store."""
 
+_lock = fork_safe_lock()
+"""Guards `_pause_count` and `_was_enabled`."""
 _pause_count = 0
 _was_enabled = False
 

@@ -1,8 +1,7 @@
 """Convert untrusted data (decoded JSON or msgpack) to dataclasses, with a check of every type.
 
 An unknown field (of a newer version) is ignored; a missing one gets its default. A field of another type, or a missing one
-without a default, raises Malformed, which names the field. The caller reports the error, and skips an optional
-record.
+without a default, raises Malformed, which names the field. The caller reports the error, and skips an optional record.
 """
 
 from __future__ import annotations

@@ -16,22 +16,22 @@ def first_line(error: BaseException) -> str:
     return re.sub(r"^\[/\S+:\d+\] ", "", line)[:400] or type(error).__name__
 
 
-_SHORTAGE_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.EIO}
-_SHORTAGE_TEXTS = tuple(os.strerror(number) for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)) + (
+_TRANSIENT_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.EIO}
+_TRANSIENT_TEXTS = tuple(os.strerror(number) for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)) + (
     "can't start new thread", "failed to map segment",
 )  # fmt: skip
 """Texts of errors without an errno: those of the loader of shared libraries and of the start of threads."""
 
 
-def is_shortage(error: BaseException | None) -> bool:
+def is_transient(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, may be temporary, and so is no sign of damage.
 
     The process may lack memory, stack, descriptors or threads, or a file system may not answer.
     """
     while error is not None:
-        if isinstance(error, MemoryError | RecursionError) or getattr(error, "errno", None) in _SHORTAGE_ERRNOS:
+        if isinstance(error, MemoryError | RecursionError) or getattr(error, "errno", None) in _TRANSIENT_ERRNOS:
             return True
-        if isinstance(error, ImportError | OSError | RuntimeError) and any(text in str(error) for text in _SHORTAGE_TEXTS):
+        if isinstance(error, ImportError | OSError | RuntimeError) and any(text in str(error) for text in _TRANSIENT_TEXTS):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -18,7 +18,7 @@ from ckpt.state.frameworks import file_of_kind, framework_file
 from ckpt.state.leaves import numpy, sharded
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import NumpyLeaf, NumpyScalarLeaf
-from ckpt.storage.base.errors import CkptError, first_line, is_shortage
+from ckpt.storage.base.errors import CkptError, first_line, is_transient
 
 
 def as_leaf(value: object) -> ArrayLeaf | None:
@@ -35,7 +35,7 @@ def as_leaf(value: object) -> ArrayLeaf | None:
     except (TypeError, CkptError):
         raise
     except Exception as error:  # frameworks raise errors of any type for an array without memory of its own
-        if is_shortage(error):
+        if is_transient(error):
             raise
         message = f"the bytes of a {kind.__name__} cannot be reached ({first_line(error)}): store the plain arrays behind it"
         raise TypeError(message) from error
