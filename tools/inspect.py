@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def _inspect_all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
-    reports, order = sort_by_age(step_reports(repo, repo.step_numbers()))
+    reports, order = sort_by_age(repo, step_reports(repo, repo.step_numbers()))
     if verifying:
         reports = list(verify_steps(repo, reports, as_json))
     failed = sum(r.has_failed for r in reports)

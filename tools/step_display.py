@@ -8,7 +8,7 @@ from datetime import datetime
 
 import click
 
-from ckpt.format.training_lines import StepOrder, order_steps
+from ckpt.format.training_lines import StepOrder
 from ckpt.groups.base import ranks_text
 from ckpt.repository.repository import Repository
 from ckpt.storage.base.plural import format_count
@@ -26,9 +26,9 @@ _COLOURS: dict[StepState, str] = {
 # --- all steps -------------------------------------------------------------------------------------------------
 
 
-def sort_by_age(reports: list[StepReport]) -> tuple[list[StepReport], StepOrder]:
+def sort_by_age(repo: Repository, reports: list[StepReport]) -> tuple[list[StepReport], StepOrder]:
     """Return the steps in the order in which they were saved, the newest last and uncommitted ones after it."""
-    order = order_steps(
+    order = repo.order_of(
         {r.step: r.commit.training_line for r in reports if r.commit is not None},
         [r.step for r in reports if r.commit is None and r.state != "unfinished"],
     )

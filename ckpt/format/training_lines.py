@@ -88,15 +88,21 @@ class StepOrder:
         return [*reversed(below), *reversed(above), *reversed(others)]
 
 
-def order_steps(lines: Mapping[int, TrainingLine], unknown: Collection[int] = ()) -> StepOrder:
+def order_steps(
+    lines: Mapping[int, TrainingLine], unknown: Collection[int] = (), opened: TrainingLine | None = None
+) -> StepOrder:
     """Return the order of the steps of a repository.
 
     lines: the line of each step.
     unknown: steps whose records could not be read. They are ordered by number on the newest line, so that a load still tries
         them and reports their damage.
+    opened: the newest line that was opened, if it is known. No step of `lines` may be on it; then the unknown ones count as its
+        steps, for one of them may be the newest.
     """
     newest = max(((line.number, step, line) for step, line in lines.items()), key=lambda found: found[:2], default=None)
     line = TrainingLine() if newest is None else newest[2]
+    if unknown and opened is not None and opened.number > line.number:
+        line = opened
     found = {**dict.fromkeys(unknown, line), **lines}
     others = {step for step, its in found.items() if not line.has_in_history(its, step)}
     abandoned = frozenset(step for step in others if line.has_abandoned(found[step], step))

@@ -7,7 +7,7 @@ Files:
     steps/<step>/pack/<rank>-<generation>-<n>.pack
     steps/<step>/manifest/<rank>-<generation>-<n>.parquet, .json
     steps/<step>/commit.json                   written last; makes the step exist
-    lines/<n>.json                             a roll-back has opened training line n: format/training_lines.py
+    lines/<n>.json                             a roll-back has opened training line n: line_records.py
     meet/                                      the rendezvous of ranks: groups/store_rendezvous.py
 """
 
@@ -16,8 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt.errors import DAMAGE_ADVICE, FormatError, StepNotFound
@@ -25,9 +24,11 @@ from ckpt.format import json_records
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.signature import NO_KEYS, KeyOption, Keys, as_keys
 from ckpt.format.training_lines import StepOrder, TrainingLine, order_by_number, order_steps
+from ckpt.repository import line_records
 from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.line_records import StepLines
 from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
-from ckpt.storage.base.fd_io import is_bad_sector
+from ckpt.storage.base.fd_io import is_damage
 from ckpt.storage.base.store import Entry, Store
 from ckpt.storage.urls import open_store
 
@@ -63,10 +64,6 @@ def commit_name(step: int) -> str:
 
 FOLDERS = ("steps", "generations", "lines", "meet")
 """The folders of a repository. All other folders at its URL belong to someone else, such as another repository."""
-
-
-def _line_record_name(number: int) -> str:
-    return f"lines/{number:08}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +162,23 @@ class Repository:
     def commit(self, step: int) -> CommitRecord:
         """Return the commit record of a step; StepNotFound if it is missing, IntegrityError if it is damaged."""
         try:
-            commit = self.record(step)
+            return self._numbered_record(step)
         except NotFound:
             have = self.steps()
             others = f"it has {steps_text(have)}" if have else _NO_STEP_ADVICE
             raise StepNotFound(f"{self.url} has no committed step {step}; {others}") from None
+
+    def _numbered_record(self, step: int) -> CommitRecord:
+        """Return the commit record of a step; NotFound if it is missing, IntegrityError if it is damaged or of another step."""
+        where = f"{self.url}/{commit_name(step)}"
+        try:
+            commit = self.record(step)
+        except StoreError as error:
+            if not is_damage(error):
+                raise
+            raise IntegrityError(f"{where} cannot be read ({error}); {DAMAGE_ADVICE}") from error
         if commit.step != step:
-            raise IntegrityError(f"{self.url}/{commit_name(step)} is the record of step {commit.step}; {DAMAGE_ADVICE}")
+            raise IntegrityError(f"{where} is the record of step {commit.step}; {DAMAGE_ADVICE}")
         return commit
 
     def no_step_error(self) -> StepNotFound:
@@ -191,50 +198,57 @@ class Repository:
         return Checkpoint(self.store, commit, rank, self.keys)
 
     def commits(self) -> Iterator[CommitRecord]:
-        """Yield the records of all committed steps in ascending order; skip an unreadable one, with a line in the log."""
+        """Yield the records of all committed steps in ascending order; skip a damaged one, with a line in the log.
+
+        Raises:
+            FormatError: A newer version has written a record.
+            StoreError: A record can't be read now.
+        """
         for step in self.step_numbers():
             try:
                 yield self.record(step)
             except NotFound:
                 continue
             except CkptError as error:
-                log.warning("step %d of %s is skipped: %s", step, self.url, error)
+                self._skip_damaged(step, error)
 
     def steps(self) -> list[int]:
-        """Return the numbers of the committed steps, the newest last.
+        """Return the numbers of the committed steps, the newest last; skip a damaged one, with a line in the log.
 
         They ascend unless a run went back to an older step: what was saved last is then the newest, whatever its number.
 
         Raises:
             StepNotFound: Nothing exists at the URL any more.
-            FormatError: The marker of the repository is missing.
-            StoreError: The store failed.
+            FormatError: The marker of the repository is missing, or a newer version has written a step.
+            StoreError: The record of a step can't be read now.
         """
         self.check()
-        return list(order_steps({commit.step: commit.training_line for commit in self.commits()}).steps)
+        found = self.lines()
+        for step, error in found.errors.items():
+            self._skip_damaged(step, error)
+        return [step for step in found.order.steps if step in found.known]
+
+    def _skip_damaged(self, step: int, error: CkptError) -> None:
+        """Log that a step is skipped because it is damaged; raise the error if it is no damage."""
+        if not is_damage(error):
+            raise error
+        log.warning("step %d of %s is skipped: %s", step, self.url, error)
 
     # --- their order -------------------------------------------------------------------------------------------
 
     def line_numbers(self) -> list[int]:
         """Return the numbers of all training lines but the first, ascending; empty if no run has gone back to an older step."""
-        names = (entry.name.removeprefix("lines/").removesuffix(".json") for entry in self.store.list("lines"))
-        return sorted(int(name) for name in names if name.isdecimal())
+        return line_records.line_numbers(self.store)
 
     def note_line(self, line: TrainingLine) -> None:
         """Record a new training line, before the first commit on it. From then on, records and not numbers order the steps."""
-        data = json_records.encode("line", {"line": line.number, "left": line.ancestry})
-        with suppress(AlreadyExists):
-            self.store.put_new(_line_record_name(line.number), data)
+        line_records.write_line(self.store, line)
 
-    def lines(self) -> tuple[dict[int, TrainingLine], set[int]]:
-        """Return the training line of each committed step, and the steps whose records can't be read."""
-        known, errors = self._read_lines()
-        for step, error in errors.items():
-            log.warning("the training line of step %d of %s is unknown: %s", step, self.url, error)
-        return known, {*errors}
+    def lines(self) -> StepLines:
+        """Return the training line of each committed step, and the order of all steps.
 
-    def _read_lines(self) -> tuple[dict[int, TrainingLine], dict[int, CkptError]]:
-        """Return the training line of each committed step, and the error of each step whose record can't be read."""
+        Raises StoreError if a record is unreadable and that of the newest line can't be read now.
+        """
         known: dict[int, TrainingLine] = {}
         errors: dict[int, CkptError] = {}
         for step in self.step_numbers():
@@ -244,32 +258,38 @@ class Repository:
                 continue
             except CkptError as error:
                 errors[step] = error
-        return known, errors
+        return StepLines(known, errors, self.order_of(known, errors))
+
+    def order_of(self, known: Mapping[int, TrainingLine], unknown: Collection[int]) -> StepOrder:
+        """Return the order of the steps. known: their lines. unknown: the steps whose records can't be read."""
+        return order_steps(known, unknown, line_records.newest_opened_line(self.store) if unknown else None)
 
     def order(self) -> StepOrder:
-        """Return the steps in the order in which they were saved.
+        """Return the steps in the order in which they were saved, those with an unreadable record included.
 
         With one training line no record is read, so the result may include steps that are not committed.
         """
         if not self.line_numbers():
             return order_by_number(self.step_numbers())
-        return order_steps(*self.lines())
+        found = self.lines()
+        for step, error in found.errors.items():
+            log.warning("the training line of step %d of %s is unknown: %s", step, self.url, error)
+        return found.order
 
     def newest(self, is_accepted: Callable[[int], bool] = lambda step: True) -> tuple[int, int]:
         """Return line and number of the newest committed step for which `is_accepted` is true; (-1, -1) if there is none.
 
         The pairs of two tiers can be compared: the larger one is newer.
 
-        Raises StoreError where a record can't be read now: its step may be the newest. A damaged step is left out.
+        With one training line no record is read. Otherwise a damaged step is left out, and an error is raised if a record can't
+        be read whose step may be the newest.
         """
-        lines, errors = self._read_lines() if self.line_numbers() else ({}, {})
-        for error in errors.values():
-            if isinstance(error, StoreError) and not is_bad_sector(error):
-                raise error
-        for step in reversed(order_steps(lines).steps if lines else self.step_numbers()):
-            if is_accepted(step) and (step in lines or self.store.exists(commit_name(step))):
-                return lines[step].number if lines else 0, step
-        return -1, -1
+        if not self.line_numbers():
+            steps = (step for step in reversed(self.step_numbers()) if is_accepted(step))
+            return next(((0, step) for step in steps if self.store.exists(commit_name(step))), (-1, -1))
+        found = self.lines()
+        step = found.newest(is_accepted)
+        return (-1, -1) if step is None else (found.known[step].number, step)
 
     def latest(self, skip: Collection[int] = ()) -> Checkpoint | None:
         """Return the newest committed step that is complete and not in `skip`, or None.
@@ -280,14 +300,22 @@ class Repository:
 
         Raises:
             StepNotFound: Nothing exists at the URL any more.
-            StoreError: The store failed.
+            FormatError: A newer version has written the newest step.
+            StoreError: The newest step can't be read now.
         """
-        for step in reversed([s for s in self.steps() if s not in skip]):
+        self.check()
+        for step in self.order().newest_first():
+            if step in skip:
+                continue
             try:
-                found = self[step]
+                found = self.checkpoint(self._numbered_record(step))
                 found.require_complete()
                 return found
+            except NotFound:  # not committed, or deleted meanwhile
+                continue
             except CkptError as error:
+                if not is_damage(error):
+                    raise
                 log.warning("falling back from step %d of %s: %s", step, self.url, error)
         return None
 

@@ -19,7 +19,7 @@ from ckpt.format.pack import step_of_file
 from ckpt.format.training_lines import order_steps
 from ckpt.repository.completeness import is_complete
 from ckpt.repository.lease_records import obsolete_lease_records
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.repository import Repository, commit_name, steps_text
 from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.base.conditional_store import RESERVATION_BYTES
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound
@@ -189,10 +189,15 @@ def _delete_expired(
 ) -> set[str]:
     """Delete the commit records of expired steps, also from `records`. Returns the files that these records named."""
     commits, damaged, reserved, unsigned = records.commits, records.damaged, records.reserved, records.unsigned
-    order = order_steps(
-        {step: commit.training_line for step, commit in commits.items() if step not in unsigned},
-        damaged | records.unreadable | reserved | unsigned,
-    )
+    known = {step: commit.training_line for step, commit in commits.items() if step not in unsigned}
+    unknown = damaged | records.unreadable | unsigned
+    if unknown and repo.order_of(known, unknown).newest_line != order_steps(known).newest_line:
+        log.warning(
+            "no step of %s is deleted: %s, whose record can't be read, may be the newest after a roll-back", repo.url,
+            steps_text(sorted(unknown)),
+        )  # fmt: skip
+        return set()
+    order = order_steps(known, unknown | reserved)
     # The training line of a damaged record is unknown. If steps are set aside, this may be one of them.
     deletable = (commits.keys() | reserved | (set() if order.set_aside else damaged)) - set(spared_steps) - order.set_aside
     doubtful = {*order.set_aside, *damaged_steps, *unsigned}

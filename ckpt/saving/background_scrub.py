@@ -157,15 +157,19 @@ def refers_to_earlier(commit: CommitRecord) -> bool:
 
 
 def steps_referring_to(repo: Repository, block: PreviousBlock) -> list[int]:
-    """Return the committed steps that refer to a block, without those whose manifest can't be read."""
+    """Return the committed steps that refer to a block, without those whose record or manifest can't be read."""
     found = []
-    for commit in repo.commits():
-        if any(file.name == block.pack for file in commit.packs):
-            try:
-                rows = repo.checkpoint(commit).manifest().by_block()
-            except CkptError as error:
-                log.warning("can't check whether step %d refers to a damaged block: %s", commit.step, error)
+    for step in repo.step_numbers():
+        try:
+            commit = repo.record(step)
+            if all(file.name != block.pack for file in commit.packs):
                 continue
-            if any((row.pack, row.position) == (block.pack, block.position) for row in rows):
-                found.append(commit.step)
+            rows = repo.checkpoint(commit).manifest().by_block()
+        except NotFound:
+            continue
+        except CkptError as error:
+            log.warning("can't check whether step %d refers to a damaged block: %s", step, error)
+            continue
+        if any((row.pack, row.position) == (block.pack, block.position) for row in rows):
+            found.append(step)
     return found

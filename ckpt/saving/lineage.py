@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt.format.training_lines import TrainingLine, order_steps
+from ckpt.format.training_lines import TrainingLine
 from ckpt.repository.repository import Repository, commit_name
-from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound
+from ckpt.storage.base.errors import CkptError, NotFound
+from ckpt.storage.base.fd_io import is_damage
 from ckpt.support.user_warning import warn_user
 
 log = logging.getLogger("ckpt")
@@ -66,13 +66,12 @@ class LineSegment:
             return opened
         if self._is_single_line():
             return TrainingLine()
-        lines, unknown = self._repo.lines()
-        if self._restored_step in unknown:
-            self._require_known(self._restored_step)
-        if not lines:
+        found = self._repo.lines()
+        if (unread := found.errors.get(-1 if self._restored_step is None else self._restored_step)) and not is_damage(unread):
+            raise unread  # without its line, the step would count as not restored
+        if (newest := found.newest()) is None:
             return TrainingLine()
-        order = order_steps(lines, unknown)
-        newest = max(lines, key=order.steps.index)
+        lines, order = found.known, found.order
         if self._restored_step in lines:
             if self._restored_step == newest:
                 return order.newest_line
@@ -104,18 +103,17 @@ class LineSegment:
             return False
         return self._restored_step is None or not self._repo.store.exists(commit_name(self._first_step))
 
-    def _require_known(self, step: int) -> None:
-        """Raise StoreError if the record of a step can't be read now: without it, the step would count as not restored."""
-        with suppress(NotFound, IntegrityError):
-            self._repo.record(step)
-
     def _is_of_this_writer(self, step: int) -> bool:
         """Return whether this process or a group of it has saved the step; several groups may save at the same time."""
         if self._is_new_run:
             return False
         try:
             return self._repo.record(step).generation == self._generation
-        except CkptError:
+        except NotFound:
+            return False
+        except CkptError as error:
+            if not is_damage(error):
+                raise
             return False
 
     def _next_number(self, line: TrainingLine) -> int:

@@ -51,10 +51,14 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
 
 
 def _newer_steps(repo: Repository, step: int, newest: tuple[int, int] | None) -> list[int]:
-    """Return the steps that are newer than the newest one of the job. The number decides where a record can't be read."""
-    lines, unread = repo.lines()
-    newer = [other for other, line in lines.items() if newest is not None and (line.number, other) > newest]
-    return sorted([*newer, *(other for other in unread if other > step)])
+    """Return the steps that are or may be newer than the newest one of the job.
+
+    Where a record can't be read, the number of the step decides, unless it may be on a newer line.
+    """
+    found = repo.lines()
+    newer = [other for other, line in found.known.items() if newest is not None and (line.number, other) > newest]
+    may_be_on_newer_line = newest is None or found.order.newest_line.number > newest[0]
+    return sorted([*newer, *(other for other in found.errors if other > step or may_be_on_newer_line)])
 
 
 def remove_freed_commits(repo: Repository, record: Repository) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pickle import PickleBuffer
 
-from ckpt.storage.base.errors import AlreadyExists, NoSpace, NotFound, Refused, StoreError
+from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, NoSpace, NotFound, Refused, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.page_cache import in_page_cache, read_cached
 from ckpt.storage.base.store import ALIGNMENT, Reader
@@ -45,6 +45,14 @@ block layer for a checksum of the device (EILSEQ) and for a bad medium (ENODATA)
 def is_bad_sector(error: StoreError) -> bool:
     """Return whether the device could not read the bytes. That is damage, unlike a store that cannot be reached."""
     return getattr(error.__cause__, "errno", None) in _BAD_SECTOR_ERRNOS
+
+
+def is_damage(error: CkptError) -> bool:
+    """Return whether an error of a read means that the stored bytes are damaged.
+
+    Otherwise nothing is known about them: the store can't be reached, refuses the read, or has data of a newer version.
+    """
+    return isinstance(error, IntegrityError) or (isinstance(error, StoreError) and is_bad_sector(error))
 
 
 @contextmanager

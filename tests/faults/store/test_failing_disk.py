@@ -20,7 +20,7 @@ from helpers.local_stores import store as store
 from helpers.small_disks import small_disk as small_disk
 
 from ckpt.storage.base.errors import AlreadyExists, NotFound, Refused, StoreError
-from ckpt.storage.base.fd_io import convert_os_errors, is_bad_sector
+from ckpt.storage.base.fd_io import convert_os_errors, is_bad_sector, is_damage
 from ckpt.storage.base.store import Buffer
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import O_DIRECT
@@ -352,6 +352,7 @@ def test_what_a_device_cannot_read_is_damage(number: int) -> None:
     with pytest.raises(StoreError) as failure, convert_os_errors("reading", "a"):
         raise OSError(number, os.strerror(number))
     assert is_bad_sector(failure.value)
+    assert is_damage(failure.value)
 
 
 @pytest.mark.parametrize(
@@ -361,4 +362,4 @@ def test_what_a_device_cannot_read_is_damage(number: int) -> None:
 def test_what_cannot_be_read_for_another_reason_is_no_damage(number: int) -> None:
     with pytest.raises(StoreError) as failure, convert_os_errors("reading", "a"):
         raise OSError(number, os.strerror(number))
-    assert not is_bad_sector(failure.value)
+    assert not is_damage(failure.value)

@@ -55,6 +55,19 @@ def test_a_step_with_an_unreadable_record_is_not_passed_over() -> None:
     assert order.newest_first() == [112, 111, 110, 130]
 
 
+def test_the_only_step_of_the_newest_line_is_tried_first_although_its_record_is_unreadable() -> None:
+    line = TrainingLine().after_rollback(1, TrainingLine(), 110)
+    order = order_steps({110: TrainingLine(), 130: TrainingLine()}, {111}, line)
+    assert order.newest_first() == [111, 110, 130]
+    assert (order.newest_line, order.abandoned) == (line, {130})
+
+
+def test_a_line_without_steps_changes_no_order() -> None:
+    line = TrainingLine().after_rollback(1, TrainingLine(), 110)
+    lines = {110: TrainingLine(), 130: TrainingLine()}
+    assert order_steps(lines, (), line) == order_steps(lines)
+
+
 @given(st.lists(st.tuples(st.none() | st.integers(0, 30), st.integers(1, 5)), max_size=12))
 def test_the_step_that_was_saved_last_is_the_newest(actions: list[tuple[int | None, int]]) -> None:
     """Each action restores one of the existing steps, or none, and saves some more steps after it."""

@@ -1,40 +1,174 @@
-"""The newest step of a repository in which a run has gone back to an older step, so that the records order the steps."""
+"""The newest step of a repository, if a commit record can't be read, with and without a roll-back.
+
+A damaged step is skipped, with a message. A step that can't be read now is never skipped if it may be the newest.
+"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ckpt
-from ckpt.repository.repository import Repository, open_repository
-from ckpt.storage.base.errors import StoreError
+from ckpt.repository.repository import commit_name, open_repository
+from ckpt.storage.base.errors import IntegrityError, StoreError
+from ckpt.storage.local.directory import LocalStore
 
-RECORD = Path("steps/3/commit.json")
+FORK, ABANDONED, NEWEST = 2, 4, 3
+"""The run has saved the steps 1 to `ABANDONED`, gone back to `FORK`, and saved `NEWEST`."""
 
-
-@pytest.fixture(name="repo")
-def fixture_repo(tmp_path: Path) -> Repository:
-    ckpt.save({"a": np.full(3, 5)}, tmp_path, step=5)
-    with pytest.warns(UserWarning, match="step 3 is saved without a restore"):
-        ckpt.save({"a": np.full(3, 3)}, tmp_path, step=3)
-    repo = open_repository(tmp_path)
-    assert repo.newest() == (2, 3)
-    return repo
+LINE = ABANDONED + 1
+"""The training line of `NEWEST`: that of the fifth writer."""
 
 
-def test_a_step_that_cannot_be_read_now_may_be_the_newest(repo: Repository, tmp_path: Path) -> None:
-    data = (tmp_path / RECORD).read_bytes()
-    (tmp_path / RECORD).unlink()
-    (tmp_path / RECORD).symlink_to(RECORD.name)  # open(2) fails with ELOOP
-    with pytest.raises(StoreError):
-        repo.newest()
-    (tmp_path / RECORD).unlink()
-    (tmp_path / RECORD).write_bytes(data)
-    assert repo.newest() == (2, 3)
+def _state(step: float) -> dict[str, np.ndarray]:
+    return {"a": np.full(3, float(step))}
 
 
-def test_a_damaged_step_is_not_the_newest(repo: Repository, tmp_path: Path) -> None:
-    (tmp_path / RECORD).write_bytes(b"damaged")
-    assert repo.newest() == (0, 5)
+@pytest.fixture(name="url")
+def fixture_url(tmp_path: Path) -> Path:
+    for step in range(1, ABANDONED + 1):
+        ckpt.save(_state(step), tmp_path, step)
+    _continue_from(tmp_path, FORK, NEWEST, 103)
+    assert open_repository(tmp_path).newest() == (LINE, NEWEST)
+    assert _steps(tmp_path) == [ABANDONED, 1, FORK, NEWEST]
+    return tmp_path
+
+
+def _continue_from(url: Path, restored: int | None, step: int, value: float) -> None:
+    with ckpt.Checkpointer(url, every=None, keep=None) as checkpointer:
+        checkpointer.restore(_state(0), step=restored)
+        checkpointer.save(step, _state(value), blocking=True)
+
+
+def _steps(url: Path) -> list[int]:
+    return ckpt.open(url).steps()
+
+
+def _damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def _make_unreadable(file: Path) -> None:
+    shutil.move(file, file.with_suffix(".moved"))
+    file.symlink_to(file.name)  # open(2) fails with ELOOP
+
+
+def _make_readable(file: Path) -> None:
+    file.unlink()
+    shutil.move(file.with_suffix(".moved"), file)
+
+
+def _record(url: Path, step: int) -> Path:
+    return url / commit_name(step)
+
+
+def test_if_the_first_step_after_a_roll_back_is_damaged_a_load_falls_back_along_the_history(url: Path) -> None:
+    _damage(_record(url, NEWEST))
+    with pytest.warns(UserWarning, match=f"loaded the older step {FORK} because a newer one is damaged"):
+        assert ckpt.load(url)["a"][0] == FORK
+    with pytest.raises(IntegrityError):
+        ckpt.load(url, strict=True)
+    latest = ckpt.open(url).latest()
+    assert latest is not None
+    assert latest.step == FORK
+    assert open_repository(url).newest() == (0, FORK)
+    assert _steps(url) == [ABANDONED, 1, FORK]
+
+
+def test_after_such_a_fallback_the_run_continues_on_its_line(url: Path) -> None:
+    _damage(_record(url, NEWEST))
+    with pytest.warns(UserWarning, match="loaded the older step"):
+        _continue_from(url, None, NEWEST, 203)
+    assert open_repository(url).newest() == (LINE, NEWEST)
+    assert _steps(url) == [ABANDONED, 1, FORK, NEWEST]
+    assert ckpt.load(url)["a"][0] == 203
+
+
+def test_a_step_that_cannot_be_read_now_may_be_the_newest(url: Path) -> None:
+    _make_unreadable(_record(url, NEWEST))
+    repo = ckpt.open(url)
+    for ask in (repo.newest, repo.latest, repo.steps, lambda: [*repo.commits()], lambda: ckpt.load(url)):
+        with pytest.raises(StoreError, match=f"steps/{NEWEST}/commit.json"):
+            ask()
+    _make_readable(_record(url, NEWEST))
+    assert repo.newest() == (LINE, NEWEST)
+    assert ckpt.load(url)["a"][0] == 103
+
+
+def test_an_older_step_that_cannot_be_read_now_stops_nothing(url: Path) -> None:
+    for step in (1, FORK):
+        _make_unreadable(_record(url, step))
+    repo = open_repository(url)
+    assert repo.newest() == (LINE, NEWEST)
+    latest = repo.latest()
+    assert latest is not None
+    assert latest.step == NEWEST
+    assert ckpt.load(url)["a"][0] == 103
+    _continue_from(url, None, NEWEST + 2, 105)
+    assert repo.newest() == (LINE, NEWEST + 2)
+
+
+def test_a_save_fails_while_it_is_unknown_whether_it_continues_the_newest_step(url: Path) -> None:
+    """If the unread step is the newest, a save after another restored step is a roll-back."""
+    with ckpt.Checkpointer(url, every=None, keep=None) as checkpointer:
+        checkpointer.restore(_state(0), step=FORK)
+        _make_unreadable(_record(url, NEWEST))
+        with pytest.raises(ckpt.CkptError, match=f"steps/{NEWEST}/commit.json"):
+            checkpointer.save(ABANDONED + 1, _state(5), blocking=True)
+        _make_readable(_record(url, NEWEST))
+        checkpointer.save(ABANDONED + 1, _state(5), blocking=True)
+    order = open_repository(url).order()
+    assert order.steps[-1] == ABANDONED + 1
+    assert order.abandoned == {ABANDONED, NEWEST}
+
+
+def test_without_the_record_of_the_newest_line_its_history_is_unknown(url: Path) -> None:
+    (record,) = (url / "lines").iterdir()
+    _damage(record)
+    assert ckpt.load(url)["a"][0] == 103, "it is needed only if a step is unreadable"
+    _damage(_record(url, NEWEST))
+    with pytest.warns(UserWarning, match=f"loaded the older step {ABANDONED} because a newer one is damaged"):
+        assert ckpt.load(url)["a"][0] == ABANDONED
+
+
+class _LinesUnreadable(LocalStore):
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        if name.startswith("lines/"):
+            raise StoreError(f"reading {name} failed")
+        return super().get_up_to(name, limit)
+
+
+def test_a_record_of_the_newest_line_that_cannot_be_read_now_is_needed_only_if_a_step_is_unreadable(url: Path) -> None:
+    store = _LinesUnreadable(str(url))
+    assert ckpt.load(store)["a"][0] == 103
+    _damage(_record(url, NEWEST))
+    with pytest.raises(StoreError, match="reading lines/"):
+        ckpt.load(store)
+
+
+def test_with_one_line_a_step_that_cannot_be_read_now_is_not_skipped(tmp_path: Path) -> None:
+    for step in (1, 2):
+        ckpt.save(_state(step), tmp_path, step)
+    _make_unreadable(_record(tmp_path, 2))
+    for ask in (ckpt.open(tmp_path).latest, ckpt.open(tmp_path).steps, lambda: ckpt.load(tmp_path)):
+        with pytest.raises(StoreError, match="steps/2/commit.json"):
+            ask()
+    _make_readable(_record(tmp_path, 2))
+    _make_unreadable(_record(tmp_path, 1))
+    latest = ckpt.open(tmp_path).latest()
+    assert latest is not None
+    assert latest.step == 2
+
+
+def test_a_commit_record_on_a_bad_sector_is_damage(tmp_path: Path) -> None:
+    for step in (1, 2):
+        ckpt.save(_state(step), tmp_path, step)
+    _record(tmp_path, 2).unlink()
+    _record(tmp_path, 2).symlink_to("/proc/self/mem")  # read(2) at its begin fails with EIO
+    with pytest.warns(UserWarning, match="loaded the older step 1 because a newer one is damaged: .* I/O error"):
+        assert ckpt.load(tmp_path)["a"][0] == 1

@@ -229,6 +229,25 @@ def test_abandoned_steps_expire_before_the_steps_of_the_history(repo: Repository
     assert files(repo) == files_of(10, 12)
 
 
+def test_no_step_expires_while_the_only_step_after_a_roll_back_is_unreadable(
+    repo: Repository, lease: WriterLease, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its history is the step 10, which would expire first if the steps were ordered by the other records."""
+    for step in (10, 20, 30):
+        put_step(repo.store, step)
+    line = TrainingLine(1, ((0, 10),))
+    repo.note_line(line)
+    put_step(repo.store, 12, line=line)
+    repo.store.put(commit_name(12), b"damaged")
+    before = files(repo)
+    sweep(repo, lease, Keep(1))
+    assert files(repo) == before
+    assert "step 12, whose record can't be read, may be the newest after a roll-back" in caplog.text
+    put_step(repo.store, 13, line=line)
+    sweep(repo, lease, Keep(1))
+    assert {name for name in files(repo) if name.endswith("commit.json")} == {commit_name(13)}
+
+
 def test_after_a_roll_back_the_kept_steps_must_be_complete(repo: Repository, lease: WriterLease) -> None:
     """Step 20 was abandoned. By their numbers, no step would expire."""
     put_step(repo.store, 11)
