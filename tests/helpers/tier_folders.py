@@ -74,6 +74,13 @@ def train(ck: ckpt.Checkpointer, steps: range) -> None:
         ck.step(step, state_of(step))
 
 
+def train_and_wait(ck: ckpt.Checkpointer, steps: range) -> None:
+    """Make these training steps; wait for all copies after each, so that no step is kept because it is being copied."""
+    for step in steps:
+        ck.step(step, state_of(step))
+        ck.wait()
+
+
 def close_as_if_failed(ck: ckpt.Checkpointer) -> None:
     """End like a failing program: steps of near tiers are not promoted."""
     ck._close(False)

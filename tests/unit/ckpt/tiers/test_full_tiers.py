@@ -13,7 +13,7 @@ from helpers.messages import one_line
 from helpers.processes import until
 from helpers.repositories import assert_all_load
 from helpers.states import assert_same, state_of
-from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, train
+from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, train, train_and_wait
 from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
@@ -154,8 +154,7 @@ def test_an_unusable_tier_is_not_used(tier_folders: TierFolders) -> None:
     with pytest.warns(UserWarning, match="the tier .*nvme is not used"):
         ck = tier_folders.open()
     with ck:
-        train(ck, range(5))
-        ck.wait()
+        train_and_wait(ck, range(5))
         assert ckpt.open(tier_folders.memory).steps() == [3, 4]
         assert ckpt.open(tier_folders.run).steps() == [3]
     shutil.rmtree(tier_folders.memory)

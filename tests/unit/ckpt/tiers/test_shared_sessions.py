@@ -7,7 +7,7 @@ from helpers.failing_store import FailingStore
 from helpers.processes import until
 from helpers.repositories import assert_all_load
 from helpers.states import assert_same, state_of
-from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, train
+from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, train, train_and_wait
 from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
@@ -17,8 +17,7 @@ from ckpt.storage.local.directory import LocalStore
 def test_the_second_one_restores_its_steps_from_memory(tier_folders: TierFolders) -> None:
     with tier_folders.open(every=100) as first:
         with tier_folders.open(every=100) as second:
-            train(second, range(6))
-            second.wait()
+            train_and_wait(second, range(6))
             assert tier_folders.steps() == [[4, 5], [3, 5], []]
             state, start = second.restore(state_of(0))
             assert start == 6

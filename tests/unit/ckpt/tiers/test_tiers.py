@@ -13,7 +13,7 @@ import pytest
 from helpers.messages import one_line
 from helpers.repositories import assert_all_load, files, reachable
 from helpers.states import assert_same, state_of
-from helpers.tier_folders import TierFolders, close_as_if_failed, train
+from helpers.tier_folders import TierFolders, close_as_if_failed, train, train_and_wait
 from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
@@ -22,9 +22,7 @@ from ckpt.tiers.tier_spec import memory_folder_name
 
 def test_each_tier_keeps_its_own_steps(tier_folders: TierFolders) -> None:
     with tier_folders.open() as ck:
-        for step in range(10):
-            ck.step(step, state_of(step))
-            ck.wait()
+        train_and_wait(ck, range(10))
         assert tier_folders.steps() == [[8, 9], [7, 9], [3, 7]]
         assert ck.repository.steps() == [3, 7, 8, 9]
         tier_folders.check()  # referenced packs of earlier steps were copied, too
@@ -49,9 +47,7 @@ def test_tiers_with_an_interval_of_time_copy_the_next_step(tier_folders: TierFol
     hour, now = timedelta(hours=1), timedelta(0)
     tiers = [ckpt.Tier("memory", keep=3), ckpt.Tier(tier_folders.nvme, every=now, keep=None)]
     with ckpt.Checkpointer(tier_folders.run, every=hour, tiers=tiers, group=None) as ck:
-        for step in range(3):
-            ck.step(step, state_of(step))
-            ck.wait()
+        train_and_wait(ck, range(3))
         assert tier_folders.steps() == [[0, 1, 2], [0, 1, 2], []]
     assert tier_folders.steps() == [[], [0, 1, 2], [2]]
     tiers = [ckpt.Tier("memory", every=hour), ckpt.Tier(tier_folders.nvme, every=None)]
@@ -65,9 +61,7 @@ def test_tiers_with_an_interval_of_time_copy_the_next_step(tier_folders: TierFol
 
 def test_a_restart_restores_a_step_from_memory_and_promotes_it(tier_folders: TierFolders) -> None:
     ck = tier_folders.open()
-    for step in range(7):
-        ck.step(step, state_of(step))
-        ck.wait()
+    train_and_wait(ck, range(7))
     close_as_if_failed(ck)
     shutil.rmtree(tier_folders.run / "steps")  # as if killed before any promotion
     assert tier_folders.steps() == [[5, 6], [3, 5], []]

@@ -40,7 +40,7 @@ def test_ranks_restore_from_memory_into_other_layouts(tier_folders: TierFolders)
         ck = tier_folders.open(group=group)
         for step in range(6):
             ck.step(step, shard_of(group.rank, 4, step)).result()
-        ck.wait()
+            ck.wait()
         close_as_if_failed(ck)
 
     all_well(on_ranks(4, work))
