@@ -13,7 +13,7 @@ from ckpt.groups.base import ranks_text
 from ckpt.repository.repository import Repository
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
-from ckpt.tools.codec_choices import choice_json, describe_choice, describe_codec, describe_differences
+from ckpt.tools.codec_choice_display import choice_json, describe_choice, describe_codec, describe_differences
 from ckpt.tools.common import emit, format_size, printable
 from ckpt.tools.step_contents import Contents
 from ckpt.tools.step_health import LeafReport, StepReport, StepState

@@ -13,7 +13,7 @@ from ckpt.format.limits import BLOCK_BYTES
 from ckpt.storage.base.store import Store
 from ckpt.storage.tuning.device_kinds import DISK, NETWORK, of_whole_blocks
 from ckpt.storage.tuning.learned_choices import remember, shared_tuner
-from ckpt.storage.tuning.tuner import Tuner
+from ckpt.storage.tuning.measured_reads import Tuner
 
 ReadKind = Literal["streamed", "buffered"]
 """`streamed`: blocks that are copied to their targets in chunks. `buffered`: blocks that a thread has in memory as a whole."""

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 from ckpt.storage.tuning.choice import Choice, ChoiceSpace
-from ckpt.storage.tuning.search import start
-from ckpt.storage.tuning.tuner import Tuner
+from ckpt.storage.tuning.measured_reads import Tuner
+from ckpt.storage.tuning.request_search import start
 
 CACHE_DIR_VARIABLE = "CKPT_CACHE_DIR"
 """The environment variable with the folder of the file. An empty value means that nothing is read or written."""

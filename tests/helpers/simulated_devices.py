@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.storage.tuning.choice import Choice, ChoiceSpace
-from ckpt.storage.tuning.search import Measurement, Search, observe
-from ckpt.storage.tuning.tuner import MIN_MEASURED_BYTES
+from ckpt.storage.tuning.measured_reads import MIN_MEASURED_BYTES
+from ckpt.storage.tuning.request_search import Measurement, Search, observe
 
 MIB, GIB = 1 << 20, 1 << 30
 

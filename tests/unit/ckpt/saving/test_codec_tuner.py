@@ -20,7 +20,7 @@ from ckpt.saving.store_speed import StoreSpeed
 from ckpt.support.processor_load import ProcessorTimes, parse_processor_times, read_processor_times
 from ckpt.support.runtime import processor_count
 from ckpt.tools import inspect
-from ckpt.tools.codec_choices import describe_codec
+from ckpt.tools.codec_choice_display import describe_codec
 
 MIB = 1 << 20
 

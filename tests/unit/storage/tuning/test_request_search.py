@@ -10,7 +10,7 @@ from helpers.simulated_devices import GIB, MIB, SimulatedDevice, queue, read, sp
 
 from ckpt.storage.tuning.choice import Choice, ChoiceSpace
 from ckpt.storage.tuning.device_kinds import DISK, NETWORK
-from ckpt.storage.tuning.search import LAST_REST_BYTES, Measurement, Search, observe, start
+from ckpt.storage.tuning.request_search import LAST_REST_BYTES, Measurement, Search, observe, start
 
 ONE_QUEUE = SimulatedDevice("one fast queue", queue(2.0e9, 0.0001, 2.0e9))
 DEEP = SimulatedDevice("deep queue", queue(6.0e9, 0.002, 0.6e9))

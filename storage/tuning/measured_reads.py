@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckpt.storage.tuning.choice import Choice
-from ckpt.storage.tuning.search import Measurement, Search, observe
+from ckpt.storage.tuning.request_search import Measurement, Search, observe
 
 MIN_MEASURED_BYTES = 16 << 20
 """A shorter measurement measures the scheduler more than the device."""

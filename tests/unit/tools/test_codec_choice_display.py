@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 from ckpt.format.codec_choice import FAST_STORE, CodecSpeed, Resources, choose_codec
-from ckpt.tools.codec_choices import choice_json, describe_choice, describe_codec
+from ckpt.tools.codec_choice_display import choice_json, describe_choice, describe_codec
 
 PLANES = CodecSpeed('{"id": "float_planes"}', 0.67, 1.1e9)
 LZ4 = CodecSpeed('{"cname": "lz4", "id": "blosc"}', 0.76, 1.9e9)

@@ -11,8 +11,8 @@ import pytest
 
 from ckpt.storage.tuning.choice import Choice
 from ckpt.storage.tuning.device_kinds import DISK, NETWORK
-from ckpt.storage.tuning.search import start
-from ckpt.storage.tuning.tuner import MIN_MEASURED_BYTES, Request, Tuner
+from ckpt.storage.tuning.measured_reads import MIN_MEASURED_BYTES, Request, Tuner
+from ckpt.storage.tuning.request_search import start
 
 MIB = 1 << 20
 FOUR = Choice(4, 4 * MIB)
