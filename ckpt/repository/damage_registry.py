@@ -31,7 +31,7 @@ def mark_damaged(repo: Repository, steps: Iterable[int]) -> None:
 def mark_damaged_in_all_tiers(repo: Repository, steps: Iterable[int]) -> None:
     """Mark steps as damaged in every tier of the repository."""
     steps = list(steps)
-    for tier in repo.places:
+    for tier in repo.tiers:
         mark_damaged(tier, steps)
 
 

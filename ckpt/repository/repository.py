@@ -93,7 +93,7 @@ class Repository:
         return f"Repository({self.url!r})"
 
     @property
-    def places(self) -> tuple[Repository, ...]:
+    def tiers(self) -> tuple[Repository, ...]:
         """The repository of each tier, the nearest first; this one alone if it has no tiers."""
         return (self,)
 

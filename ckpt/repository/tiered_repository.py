@@ -22,7 +22,7 @@ class TieredRepository(Repository):
         self._repositories = tuple(repositories)
 
     @property
-    def places(self) -> tuple[Repository, ...]:
+    def tiers(self) -> tuple[Repository, ...]:
         return self._repositories
 
     def check(self) -> None:

@@ -55,10 +55,10 @@ def is_intact_copy(repo: Repository, copy: Store, name: str) -> bool:
 
 def _commits_of_all_tiers(repo: Repository) -> Iterator[CommitRecord]:
     """Yield the commit records of all tiers. After a roll-back, a near tier may have another save of the same step."""
-    for place in repo.places:
-        for step in place.step_numbers():
+    for tier in repo.tiers:
+        for step in tier.step_numbers():
             try:
-                yield place.record(step)
+                yield tier.record(step)
             except NotFound:  # not committed in this tier
                 continue
 

@@ -90,7 +90,7 @@ def promote(
     log.info(
         "promoted step %d from %s to %s: %.3f GB copied, %.2f s",
         step,
-        source.places[0].url,
+        source.tiers[0].url,
         target.repo.url,
         copied / 1e9,
         time.monotonic() - began,

@@ -120,7 +120,7 @@ class TierManager:
             spared_steps = partial(self._steps_to_promote_from, number)
             tier.session.spare(spared_steps)
             self._at_end.callback(tier.session.stop_sparing, spared_steps)
-            if number or (repo is self.record and len(self.repository.places) > 1):  # which may be nearer, and only be read
+            if number or (repo is self.record and len(self.repository.tiers) > 1):  # which may be nearer, and only be read
                 tier.copier = BackgroundCopier(
                     self._repositories_except(repo), tier.session, as_keep(tier.spec.keep), partial(publish_durable, tier)
                 )
@@ -129,7 +129,7 @@ class TierManager:
                 tier.measure_stored_bytes()
 
     def _repositories_except(self, repo: Repository) -> TieredRepository:
-        return TieredRepository([other for other in self.repository.places if other is not repo])
+        return TieredRepository([other for other in self.repository.tiers if other is not repo])
 
     def _leave_sessions(self) -> None:
         self._at_end.close()
@@ -273,10 +273,10 @@ class TierManager:
     def _release_previous_memories(self) -> None:
         """Stop reading the memory of earlier attempts, so that `ckpt-run` may free it: a newer step exists."""
         released, self._previous_memories = self._previous_memories, []
-        self.repository = TieredRepository([r for r in self.repository.places if r not in released])
+        self.repository = TieredRepository([r for r in self.repository.tiers if r not in released])
         self.nearest.lineage.repo = self.repository
         for tier in self._open_tiers:
-            if tier.copier is not None and len(self.repository.places) > 1:
+            if tier.copier is not None and len(self.repository.tiers) > 1:
                 tier.copier.set_source(self._repositories_except(tier.session.repo))
 
     # --- promoting ---------------------------------------------------------------------------------------------

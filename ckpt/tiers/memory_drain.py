@@ -130,4 +130,4 @@ def _drain_repository(repo: Repository) -> tuple[str, bool]:
 
 def _newest(source: TieredRepository) -> tuple[int, int]:
     """Return the training line and the number of the newest step of all tiers; (-1, -1) if they have none."""
-    return max(place.newest() for place in source.places)
+    return max(tier.newest() for tier in source.tiers)

@@ -99,7 +99,7 @@ class TierNote:
 
     def __post_init__(self) -> None:
         if not self.places:
-            raise ValueError("it names no place")
+            raise ValueError("it names no tier")
 
 
 def repair_marker(repo: Repository, tier: Tier) -> None:

@@ -107,11 +107,11 @@ def test_the_memory_of_the_previous_job_is_read_until_a_newer_step_exists(
         assert start == 7
         assert_same(state, state_of(6))
         assert ckpt.open(new).steps() == []
-        assert tier_folders.memory.as_uri() in [place.url for place in ck.repository.places]
+        assert tier_folders.memory.as_uri() in [tier.url for tier in ck.repository.tiers]
         train(ck, range(7, 8))
         ck.wait()
         assert ckpt.open(new).steps() == [7]
-        assert [place.url for place in ck.repository.places] == [new.as_uri(), tier_folders.run.as_uri()]
+        assert [tier.url for tier in ck.repository.tiers] == [new.as_uri(), tier_folders.run.as_uri()]
     assert files(tier_folders.memory) == old, "the memory of the previous job was written to"
     assert assert_all_load(tier_folders.run, 7)[-1] == 7
 
