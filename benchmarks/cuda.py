@@ -38,7 +38,7 @@ class Checkpointed:
     def __init__(self, folder: Path, state: dict[str, Any]) -> None:
         self._url, self._state = folder / "ckpt", state
         self._ck = ckpt.Checkpointer(self._url, every=10**9, keep=1)
-        self._ck.step(0, state)  # maps the staging memory in the background, as in a training
+        self._ck.step(0, state)  # maps the staging memory in the background, as in a training run
 
     def save(self, step: int) -> Callable[[], object]:
         return self._ck.save(step, self._state).result

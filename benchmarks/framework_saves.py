@@ -1,4 +1,4 @@
-"""Compares saves in a training with a framework: by the adapter of ckpt, by a bare Checkpointer, and by the framework itself.
+"""Compares saves while a framework trains: by the adapter of ckpt, by a bare Checkpointer, and by the framework itself.
 
     .venv-frameworks/keras-newest/bin/python benchmarks/framework_saves.py keras [--data FOLDER] [--mib 64] [--rounds 5]
 
@@ -28,12 +28,12 @@ from pathlib import Path
 from framework_trainings import EVERY, STEPS, TRAININGS, Way
 
 SAVED = range(EVERY - 1, STEPS - 1, EVERY)
-"""The measured saves: the steps, counted from 0, after which a training saves. The save after the last step is not measured."""
+"""The measured saves: the steps, counted from 0, after which a run saves. The save after the last step is not measured."""
 
 
 @dataclass
 class Watch:
-    """Measures one training, which calls it when each step begins."""
+    """Measures one training run, which calls it when each step begins."""
 
     folder: Path
     way: Way

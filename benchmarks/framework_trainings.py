@@ -1,4 +1,4 @@
-"""The trainings of framework_saves.py: STEPS steps of a model of equal layers, with Adam; each EVERY-th step is saved."""
+"""The training runs of framework_saves.py: STEPS steps of a model of equal layers, with Adam; each EVERY-th step is saved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Way = Literal["ckpt", "bare", "own"]
 
 
 class Begin(Protocol):
-    """What a training calls when a step begins."""
+    """What a training run calls when a step begins."""
 
     finish: Callable[[], None]
     """Waits for the end of a save that the framework itself makes in the background."""
@@ -28,7 +28,7 @@ class Begin(Protocol):
 
 
 Training = Callable[[Way, Path, int, Begin], None]
-"""A training. Arguments: the way of its saves, the folder for them, MiB of parameters, what to call when a step begins."""
+"""A training run. Arguments: the way of its saves, the folder for them, MiB of parameters, what to call when a step begins."""
 
 
 def layer_count(mib: int) -> int:

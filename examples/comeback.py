@@ -1,4 +1,4 @@
-"""Runs a training on four ranks under ckpt-run with a fault every few seconds, and shows that it loses nothing.
+"""Runs a training program on four ranks under ckpt-run with a fault every few seconds, and shows that it loses nothing.
 
     python examples/comeback.py
 
@@ -180,7 +180,7 @@ def main() -> int:
     shutil.rmtree(args.dir, ignore_errors=True)
     undisturbed_dir, disturbed_dir = args.dir / "undisturbed", args.dir / "disturbed"
     console.print(f"\nexamples/fsdp.py on {args.ranks} ranks: {args.steps} steps, a checkpoint every {args.every}.\n")
-    with Chapter(1, "A training without faults") as chapter, Job(undisturbed_dir, args) as job:
+    with Chapter(1, "A training run without faults") as chapter, Job(undisturbed_dir, args) as job:
         expected = job.end()
         chapter.event(f"done: the loss fell from {expected[0].loss:.2f} to {expected[-1].loss:.2f}")
     with Chapter(2, f"The same training with {len(args.faults)} faults") as chapter, Job(disturbed_dir, args) as job:

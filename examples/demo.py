@@ -1,4 +1,4 @@
-"""The program of `make demo`: kills a training in the middle of a save, and shows that nothing is lost.
+"""The program of `make demo`: kills a training run in the middle of a save, and shows that nothing is lost.
 
 It trains the GPT of train.py once undisturbed, and once with two kills (SIGKILL, which no program can catch). Then it compares
 the losses of both runs bit for bit. The exit status is 1 if any differs.
@@ -260,7 +260,7 @@ def main() -> int:
 
     console.print("\nexamples/train.py teaches a small GPT the source code of Python's standard library:")
     console.print(f"{STEPS} steps on one core, a checkpoint every {EVERY} steps, the last 3 are kept.\n")
-    with Chapter(1, "A training without kills") as chapter:
+    with Chapter(1, "A training run without kills") as chapter:
         losses = undisturbed(chapter, reference, logs[0])
     with Chapter(2, "The same training, killed twice") as chapter:
         runs = [part(chapter, killed, logs[1]) for part in (killed_in_a_save, killed_somewhere, finished)]

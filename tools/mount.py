@@ -103,7 +103,12 @@ Examples:
     type=click.Path(dir_okay=False, path_type=Path),
     help="With --background: append the later messages to this file, such as that of lost writes.  [default: none]",
 )
-@click.option("--allow-other", is_flag=True, help="Let other users use the mount, as --umask allows (see fuse.conf).")
+@click.option(
+    "--allow-other",
+    is_flag=True,
+    help="Let other users use the mount, as --umask allows. Unless root mounts, /etc/fuse.conf must have the line "
+    "user_allow_other.",
+)
 @click.option("--uid", type=click.IntRange(0), help="Owner of all files, by number.  [default: this user]")
 @click.option("--gid", type=click.IntRange(0), help="Group of all files, by number.  [default: that of this user]")
 @click.option(
@@ -119,29 +124,33 @@ def command(
 ) -> int:  # fmt: skip
     """Show the namespace at URL as the directory FOLDER.
 
-    Each byte of a file is written once, and is durable when the file is closed or fsync returns. Files can be replaced,
-    renamed, deleted and appended to. Changing bytes that are durable is refused (EOPNOTSUPP). A rename also makes the writes
-    durable.
+    Each byte of a file is written once, and is durable when the file is closed or renamed, or when fsync returns. Files can be
+    replaced, renamed, deleted and appended to. Changing bytes that are durable is refused (EOPNOTSUPP).
     """
     if background:
-        return _mount_in_background(folder, log)
+        given = {"--uid": uid, "--gid": gid, "--umask": f"{umask:o}"}
+        options = [f"{name}={value}" for name, value in given.items() if value is not None]
+        return _mount_in_background(url, folder, [*options, *(["--allow-other"] if allow_other else [])], log)
+    if log is not None:
+        raise click.UsageError("--log needs --background: in the foreground, messages are written to stderr")
     # default_permissions: the kernel checks owner and mode. Without it, every user with access to the mount could write.
-    options = {
+    fuse_options = {
         "foreground": True, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True, "default_permissions": True,
     }  # fmt: skip
     if allow_other:
-        options["allow_other"] = True
+        fuse_options["allow_other"] = True
     ownership = Ownership(os.getuid() if uid is None else uid, os.getgid() if gid is None else gid, umask)
-    serve_mount(url, folder, options, ownership)
+    serve_mount(url, folder, fuse_options, ownership)
     return 0
 
 
-def _mount_in_background(folder: Path, log: Path | None) -> int:
-    """Start this command again without --background, and return its exit status if it ends, or 0 when the folder is mounted.
+def _mount_in_background(url: str, folder: Path, options: list[str], log: Path | None) -> int:
+    """Start this command in the foreground, and return its exit status if it ends, or 0 when the folder is mounted.
 
+    options: for the started command.
     log: the file to which its messages are appended; None discards those that come after the folder is mounted.
     """
-    again = [sys.executable, "-m", "ckpt.tools.mount", *(word for word in sys.argv[1:] if word != "--background")]
+    again = [sys.executable, "-m", "ckpt.tools.mount", *options, "--", url, str(folder)]
     before = os.stat(folder).st_dev
     with ExitStack() as files:
         if log is None:

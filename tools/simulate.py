@@ -1,4 +1,4 @@
-"""The command `ckpt-run simulate`: simulates a training with failures, to choose the interval between saves."""
+"""The command `ckpt-run simulate`: simulates a training run with failures, to choose the interval between saves."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ log = logging.getLogger("ckpt")
 
 @dataclass
 class _Position:
-    """Where a training is: a position of its data and its counters."""
+    """Where a training run is: a position of its data and its counters."""
 
     fit: int = 0
     """How many calls of `fit` with this callback have ended before."""

@@ -20,7 +20,7 @@ def continue_weight_averaging(trainer: Any) -> None:
 
 @contextmanager
 def same_learning_rates(trainer: Any) -> Iterator[None]:
-    """Keep the learning rates of a resumed training: the scheduler of the callback sets others when it is made again."""
+    """Keep the learning rates of a resumed training run: the scheduler of the callback sets others when it is made again."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     if not any(base.__name__ == _NAME for callback in trainer.callbacks for base in type(callback).__mro__):
         groups = []

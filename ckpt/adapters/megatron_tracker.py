@@ -26,7 +26,10 @@ _FOLDER = re.compile(r"iter_(\d+)")
 
 
 class DelayedTrackers:
-    """What the Bridge calls to write a tracker and to delete old checkpoints, both delayed until `finish`."""
+    """Delays what the Bridge does to its trackers and old checkpoints until `finish`.
+
+    The Bridge calls it instead of the module `shutil`, the function `open`, and its function that deletes old checkpoints.
+    """
 
     def __init__(self) -> None:
         self._written: dict[str, str] = {}
@@ -73,6 +76,8 @@ class DelayedTrackers:
 def repair_tracker(folder: str, is_saved: Callable[[str], bool]) -> None:
     """Make the tracker name the newest complete checkpoint if it is torn, or names one whose files are incomplete.
 
+    The Bridge resumes from the first tracker if that exists. The second one is the tracker of Megatron-LM, and stays as it is.
+
     is_saved: whether the tensors of the checkpoint in a folder exist.
     """
     tracker = os.path.join(folder, TRACKERS[0])
@@ -88,6 +93,7 @@ def repair_tracker(folder: str, is_saved: Callable[[str], bool]) -> None:
             temporary = shutil.copy(os.path.join(folders[step], _TRAIN_STATE), f"{tracker}.tmp")
             _replace(temporary, tracker)
             return
+    log.warning("%s is torn or names an incomplete checkpoint, and no checkpoint of %s is complete", tracker, folder)
 
 
 def _is_complete(folder: str | None, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""`Checkpoints`, a callback for `Model.train` and `Model.fit` of MindSpore, and dropout that a resumed training repeats.
+"""`Checkpoints`, a callback for `Model.train` and `Model.fit` of MindSpore, and dropout that a resumed training run repeats.
 
 MindSpore gives callbacks neither the model nor the iterator of the data, and no callback can choose the first epoch. So the
 callback wraps two methods of the running model, until its training ends.
@@ -37,16 +37,16 @@ _WITHOUT_STATE = ("_StepSync", "_FrameworkProfilerCallback", "TimeMonitor", "Mod
 
 @dataclass
 class _Position:
-    """The position of a training, as a step stores it."""
+    """The position of a training run, as a step stores it."""
 
     training: int = 0
-    """How many trainings with this callback have ended before."""
+    """How many training runs with this callback have ended before."""
     epoch: int = 0
     """The epochs that are done, without the current one."""
     step: int = 0
-    """The steps of this training that are done."""
+    """The steps of this training run that are done."""
     steps_before: int = 0
-    """The steps of the trainings before."""
+    """The steps of the training runs before."""
     batches: int = 0
     """The batches of each epoch."""
     epochs: int = 0
@@ -70,8 +70,8 @@ class Checkpoints(Callback):  # type: ignore[misc]
     network with nn.Dropout.
 
     When the script runs again after a kill, `train` or `fit` restores the newest complete step, moves the dataset to its
-    position, and continues with the next batch. Every loss is then that of a run without a kill. A training that has ended is
-    not repeated; with more epochs it continues. Several trainings with one callback are resumed in their order.
+    position, and continues with the next batch. Every loss is then that of a run without a kill. A run that has ended is
+    not repeated; with more epochs it continues. Several training runs with one callback are resumed in their order.
 
     Raises, from `train` and `fit`:
         InvalidArgument: dataset_sink_mode is True on an accelerator, where MindSpore calls no callback between the batches.
@@ -101,7 +101,7 @@ class Checkpoints(Callback):  # type: ignore[misc]
     # --- the calls of MindSpore --------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Prepare for the training that begins. MindSpore also enters callbacks for evaluations, also during a training."""
+        """Prepare for the training that begins. MindSpore also enters callbacks for evaluations, also during a training run."""
         self._uses += 1
         if self._uses == 1 and (model := _training_model()) is not None:
             self._model = model
@@ -254,14 +254,14 @@ class Checkpoints(Callback):  # type: ignore[misc]
         position.epochs, position.ended = asked.epochs, False
         number = position.steps_before + position.step - 1
         if has_ended:
-            log.info("this training has ended with step %d", number)
+            log.info("this training run has ended with step %d", number)
             return asked.epochs
         log.info("the training continues after step %d, in epoch %d", number, position.epoch + 1)
         return position.epoch
 
 
 def _training_model() -> Any:
-    """Return the model whose training calls this; None where none does."""
+    """Return the model whose training run calls this; None where none does."""
     found = caller_locals("_train", lambda names: isinstance(names.get("self"), Model))
     return None if found is None else found["self"]
 

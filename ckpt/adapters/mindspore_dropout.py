@@ -1,4 +1,4 @@
-"""Dropout for MindSpore that a resumed training repeats: `resumable_dropout(net)` of ckpt.adapters.mindspore.
+"""Dropout for MindSpore that a resumed training run repeats: `resumable_dropout(net)` of ckpt.adapters.mindspore.
 
 `nn.Dropout` draws from numbers that its kernel counts by itself, which nothing can read or set. The cell here computes its mask
 from a seed and the number of its calls. Both are in a parameter, which is saved with the net.
@@ -62,7 +62,7 @@ class Dropout(nn.Cell):  # type: ignore[misc]
 
 
 def resumable_dropout(net: Any, seed: int | None = None) -> Any:
-    """Replace each nn.Dropout of a net by a Dropout whose masks a resumed training repeats; return the net.
+    """Replace each nn.Dropout of a net by a Dropout whose masks a resumed training run repeats; return the net.
 
     Call it before the first step, and before the optimizer is created.
 

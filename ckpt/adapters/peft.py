@@ -37,7 +37,7 @@ def is_peft_model(model: object) -> bool:
 
 
 def _adapter_names(model: Any) -> list[str]:
-    """Return the names of what a training of the adapters changes, or needs besides the base model."""
+    """Return the names of what a training run of the adapters changes, or needs besides the base model."""
     parts = {f".{adapter}" for adapter in model.peft_config}
     found = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""The contracts of a framework as test suites: its arrays, and a training that is killed and resumes.
+"""The contracts of a framework as test suites: its arrays, and a training run that is killed and resumes.
 
 The author of support for another framework checks it with a few lines:
 
@@ -154,7 +154,7 @@ class ArrayContract(ABC):
 
 
 class ResumeContract(ABC):
-    """A training that is killed in the middle resumes, and each of its losses equals that of the undisturbed training."""
+    """A training run that is killed in the middle resumes, and each of its losses equals that of the undisturbed run."""
 
     program: ClassVar[Path]
     """A script that is called with a URL and a log file. It resumes from the URL, and after each step it appends a line to the
@@ -162,7 +162,7 @@ class ResumeContract(ABC):
     arguments: ClassVar[Sequence[str]] = ()
     """Further arguments of the script."""
     kill_after: ClassVar[Sequence[int]] = (7, 13)
-    """The script is killed by SIGKILL when it has logged this step; once for each number, in one training."""
+    """The script is killed by SIGKILL when it has logged this step; once for each number, in one training run."""
     timeout_seconds: ClassVar[float] = 300
 
     def test_a_killed_training_has_the_losses_of_an_undisturbed_one(self, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]  # mypy does not loo
 
     Besides what torchtitan saves, a step has the random generators of each rank. The position in the data is not pickled.
 
-    Without a step of ckpt, a training starts as with CheckpointManager: from its own steps in `folder`, where ckpt then saves
+    Without a step of ckpt, training starts as with CheckpointManager: from its own steps in `folder`, where ckpt then saves
     to the folder `ckpt`, or from `initial_load_path`, which may be a repository, too.
 
     Raises:
@@ -191,7 +191,7 @@ def _committed_steps(repository: Repository) -> list[int]:
 
 
 def _load_only(repository: Repository, state: dict[str, Any], step: int | None) -> None:
-    """Load a step of a repository to which this training does not write."""
+    """Load a step of a repository to which this training run does not write."""
     request = LoadRequest(state, group=as_group("auto"))
     if step is not None:
         load_step(repository, step, request)

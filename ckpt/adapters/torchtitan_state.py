@@ -34,7 +34,7 @@ def ranks_with_names(names: Iterable[str]) -> tuple[int, ...] | None:
 
 
 class ShardedState:
-    """A part of a training with a flat state dict, of which each pipeline stage has other entries.
+    """A part of a training run with a flat state dict, of which each pipeline stage has other entries.
 
     stateful: torchtitan's ModelWrapper or OptimizersContainer.
     ranks: the ranks with the same entries; None means all.
@@ -109,7 +109,7 @@ class DataloaderPosition:
         ranks = saved.get("world_size")
         if ranks != self._loader.dp_world_size:
             raise ValueError(
-                f"the position in the data is that of {ranks} data-parallel ranks, and this training has "
+                f"the position in the data is that of {ranks} data-parallel ranks, and this run has "
                 f"{self._loader.dp_world_size}; with checkpoint.exclude_from_loading=['dataloader'] the data begins anew"
             )
         return {self._loader._rank_id: None, "world_size": None}

@@ -1,4 +1,4 @@
-"""One training of a torchtune recipe: its saves, and the step from which it resumes."""
+"""One training run of a torchtune recipe: its saves, and the step from which it resumes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARTS = ("_model", "_dataloader", "_gradient_accumulation_steps", "epochs_run",
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where and how often a training saves."""
+    """Where and how often a training run saves."""
 
     url: Url
     every: Every
@@ -42,7 +42,7 @@ class TrainedState(AdapterState):
 
 
 class Progress:
-    """How far a training is, as an entry of a state: epochs, batches of the epoch, optimizer steps."""
+    """How far a training run is, as an entry of a state: epochs, batches of the epoch, optimizer steps."""
 
     def __init__(self, recipe: Any, batches: Batches) -> None:
         self._recipe, self._batches = recipe, batches
@@ -60,7 +60,7 @@ class Progress:
         for name, value in current.items():
             if stored.get(name) != value:
                 raise ValueError(
-                    f"the position in the data is one with {name} {stored.get(name)}, and this training has {value}: set the "
+                    f"the position in the data is one with {name} {stored.get(name)}, and this run has {value}: set the "
                     "configuration to the saved value, or train into a new repository (checkpointer.ckpt)"
                 )
         return self.state_dict()

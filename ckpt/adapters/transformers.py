@@ -46,7 +46,7 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
     `train(resume_from_checkpoint=True)` continues from the newest complete step, and starts from the beginning where there is
     none. A number or "checkpoint-500" names a step. A folder that Trainer itself has saved is loaded as Trainer does it.
 
-    The continuation equals an uninterrupted training bit for bit if the training itself is deterministic. Two kinds of
+    The continuation equals an uninterrupted training run bit for bit if the training itself is deterministic. Two kinds of
     randomness are not repeated: what workers of the data loader draw (`dataloader_num_workers` above 0), and what an
     IterableDataset draws in each fetch from a generator from which the model draws, too; a warning names that generator.
 

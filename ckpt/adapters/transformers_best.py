@@ -1,4 +1,4 @@
-"""The best model of a training by a Trainer, of which a repository of its own has a copy if only the newest steps are kept."""
+"""The best model of a run by a Trainer, of which a repository of its own has a copy if only the newest steps are kept."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class TrainerRun:
         """Return what `Trainer.train` takes as its `resume_from_checkpoint`.
 
         This is a folder with the state of the Trainer, which belongs to a step of the repository, or a folder that Trainer has
-        saved, or None for a training from the beginning.
+        saved, or None for a training run from the beginning.
         """
         if resume is None or resume is False:
             return None

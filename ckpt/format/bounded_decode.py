@@ -142,12 +142,12 @@ def zstd_content_bytes(stored: memoryview) -> int | None:
     if len(stored) < 6 or stored[:4] != _ZSTD_MAGIC:
         return None
     descriptor = stored[4]
-    single, size_flag = descriptor >> 5 & 1, descriptor >> 6
-    size_bytes = (single, 2, 4, 8)[size_flag]
-    at = 5 + (not single) + (0, 1, 2, 4)[descriptor & 3]
-    if not size_bytes or len(stored) < at + size_bytes:
+    is_single_segment, size_flag = descriptor >> 5 & 1, descriptor >> 6
+    size_bytes = (is_single_segment, 2, 4, 8)[size_flag]
+    position = 5 + (not is_single_segment) + (0, 1, 2, 4)[descriptor & 3]
+    if not size_bytes or len(stored) < position + size_bytes:
         return None
-    return int.from_bytes(stored[at : at + size_bytes], "little") + (256 if size_bytes == 2 else 0)
+    return int.from_bytes(stored[position : position + size_bytes], "little") + (256 if size_bytes == 2 else 0)
 
 
 _CLAIMED_BYTES: dict[str, Callable[[memoryview], int | None]] = {

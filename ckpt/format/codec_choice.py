@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_STOLEN_SHARE = 0.02
-"""The largest share of its processor time that a training may lose to compression."""
+"""The largest share of its processor time that a training run may lose to compression."""
 
 MIN_GAIN = 0.05
 """The least share of the seconds to durable that a codec must save. Less does not justify decoding on every load."""

@@ -1,6 +1,6 @@
 """The numcodecs codec `float_planes`: byte planes of numbers, each stored as it is or as a Zstandard frame of literals.
 
-In weights and moments of a training, only the exponents of the floats are compressible: the low bytes are noise. So byte k of
+In weights and moments of training, only the exponents of the floats are compressible: the low bytes are noise. So byte k of
 all elements becomes plane k, and a plane is compressed only if a sample of it shrinks. A search for repeated strings does not
 help on exponents, so the frames consist of Huffman-coded literals, which the package `zstandard` can request. Without it,
 numcodecs writes the frames: slower, and a little larger. Every reader of Zstandard reads both. docs/reference/format.md has the

@@ -29,7 +29,7 @@ _CANDIDATES: tuple[dict[str, str | int], ...] = (
 )
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_LIFE_SECONDS = 60.0
-"""After this time, the codecs that are not in use are measured again, since the data of a training change."""
+"""After this time, the codecs that are not in use are measured again, since the data of training change."""
 
 _NEW_WEIGHT = 0.1
 """The weight of one block in the averages of its codec."""

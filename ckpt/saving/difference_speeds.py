@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckpt.format.difference_choice import DifferenceSpeed
 
 _TRIAL_SECONDS = 60.0
-"""After this time, one difference is tried again where none are stored, since the data of a training change."""
+"""After this time, one difference is tried again where none are stored, since the data of training change."""
 
 _BLOCK_WEIGHT = 0.1
 """The weight of one block in the averages."""

@@ -74,7 +74,7 @@ def processor_count() -> int:
 def lower_thread_priority() -> None:
     """Lower the priority of the current thread, so that the training step gets the processor first.
 
-    On Linux each thread has its own priority, which threads that it starts inherit; elsewhere this does nothing.
+    On Linux each thread has a priority of its own, and the threads that it starts inherit it. Elsewhere this does nothing.
     """
     if sys.platform == "linux":
         with suppress(OSError):

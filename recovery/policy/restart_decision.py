@@ -1,6 +1,6 @@
 """The decision after an attempt has failed: restart or halt, from which step, and after which wait. Pure.
 
-The coordinator of a run and the simulator call the same functions.
+`policy/host_choice.py` decides on which hosts. The coordinator of a run and the simulator call the same functions.
 """
 
 from __future__ import annotations

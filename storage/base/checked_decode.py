@@ -31,9 +31,9 @@ class Malformed(ValueError):
         self.problem, self.path = what, path
         super().__init__(f"{''.join(path).lstrip('.')} {what}" if path else what)
 
-    def within(self, step: str) -> Malformed:
-        """Return the same error with its path extended by `step`, the name of this part in a larger value."""
-        return Malformed(self.problem, step, *self.path)
+    def within(self, part: str) -> Malformed:
+        """Return the same error with its path extended by `part`, the name of this part in a larger value."""
+        return Malformed(self.problem, part, *self.path)
 
 
 def decode(kind: type[T], data: object) -> T:

@@ -1,4 +1,4 @@
-"""A training that is killed resumes with equal losses, by the contract of `ckpt.adapters.testing`."""
+"""A training run that is killed resumes with equal losses, by the contract of `ckpt.adapters.testing`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that drift as in a training: a few weights change in each step, moments change entirely, and a part never changes."""
+"""States that drift as in training: a few weights change in each step, moments change entirely, and a part never changes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from helpers.torchrun import environment
 
 
 def run(folder: Path, name: str, ranks: int = 1, program: str = "hf_training.py", **options: Any) -> tuple[int, str]:
-    """Run a training, and return its exit status and what it has printed.
+    """Run a training program, and return its exit status and what it has printed.
 
     program: the file in tests/programs; options: its options. With `fsdp`, `accelerate launch` starts it with FSDP2.
     """
@@ -49,7 +49,7 @@ def run(folder: Path, name: str, ranks: int = 1, program: str = "hf_training.py"
 
 
 def run_in_child(log: Path, arguments: list[str]) -> tuple[int, str]:
-    """Run a program in a child of this process, which has imported transformers: the import takes longer than a training."""
+    """Run a program in a child of this process, which has imported transformers: the import takes longer than the training."""
     child = multiprocessing.get_context("fork").Process(target=_run_program, args=(log, arguments))
     child.start()
     child.join(600)
@@ -78,7 +78,7 @@ def _run_program(log: Path, arguments: list[str]) -> None:
 
 
 def finish(folder: Path, name: str, ranks: int = 1, **options: Any) -> str:
-    """Run a training that must reach its end, and return what it has printed."""
+    """Run a training program that must reach its end, and return what it has printed."""
     status, printed = run(folder, name, ranks, **options)
     assert status == 0, printed[-4000:]
     return printed
@@ -97,7 +97,7 @@ def keeps_losses_to_log() -> bool:
 
 
 def check_continuation(folder: Path, kill_at: int, ranks: int = 1, **options: Any) -> None:
-    """Kill a training in the middle of an update, and require that its continuation repeats the losses of a whole run."""
+    """Kill a training run in the middle of an update, and require that its continuation repeats the losses of a whole run."""
     finish(folder / "quiet", "quiet", ranks, **options)
     status, printed = run(folder / "killed", "killed", ranks, kill_at=kill_at, **options)
     assert status == (-signal.SIGKILL if ranks == 1 else 1), printed[-4000:]

@@ -14,7 +14,7 @@ from helpers.processes import python_path
 def run_ranks(program: Path, size: int, folder: Path, repository: str, name: str, *arguments: object) -> tuple[
     set[int], list[dict[int, str]]
 ]:  # fmt: skip
-    """Run a training; return the exit statuses, and the losses of each rank by step.
+    """Run a training program; return the exit statuses, and the losses of each rank by step.
 
     The program gets ARGUMENTS[0] REPOSITORY LOSSES ARGUMENTS[1:]. It writes the step and the loss of each step to LOSSES.
     """

@@ -1,4 +1,4 @@
-"""A training on several ranks whose BatchNorm nobody synchronises: torchrun … buffer_training.py URL LOG KIND [--kill-at N].
+"""A run on several ranks whose BatchNorm nobody synchronises: torchrun … buffer_training.py URL LOG KIND [--kill-at N].
 
 Each rank appends the losses of training and of validation of each step, with all their bits, to LOG.<rank>. The validation uses
 the running statistics of the rank. At step N, rank 1 kills itself.

@@ -1,4 +1,4 @@
-"""A training for ckpt-chaos, which kills it at its file events: chaos_training.py FOLDER [plain].
+"""A training run for ckpt-chaos, which kills it at its file events: chaos_training.py FOLDER [plain].
 
 It saves each of its steps, continues from the newest one, and writes its result to FOLDER/result.npy. plain: it saves by
 numpy, into the same file each time.

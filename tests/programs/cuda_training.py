@@ -1,4 +1,4 @@
-"""A training on a CUDA device with autocast, a loss scale, dropout and a fused optimizer: cuda_training.py URL LOG."""
+"""A training run on a CUDA device with autocast, a loss scale, dropout and a fused optimizer: cuda_training.py URL LOG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training for tests of ckpt.training.data_loader: random transforms in workers, random numbers of the loop, equal weights.
+"""A run for tests of ckpt.training.data_loader: random transforms in workers, random numbers of the loop, equal weights.
 
 Usage:
 

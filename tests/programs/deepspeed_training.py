@@ -1,4 +1,4 @@
-"""A training of DeepSpeed on the CPU that saves and resumes: torchrun … deepspeed_training.py URL LOG [options].
+"""A training run of DeepSpeed on the CPU that saves and resumes: torchrun … deepspeed_training.py URL LOG [options].
 
 Each rank appends the loss of each step, with all its bits, to LOG.<rank>.
 """

@@ -1,4 +1,4 @@
-"""A training with flax.nnx, flax.linen or equinox, optax and grain, which appends the bits of each loss to a file.
+"""A training run with flax.nnx, flax.linen or equinox, optax and grain, which appends the bits of each loss to a file.
 
 Usage:
 

@@ -1,4 +1,4 @@
-"""A training by a subclass of Trainer, for tests/integration/transformers. It may kill itself.
+"""A training run by a subclass of Trainer, for tests/integration/transformers. It may kill itself.
 
 usage: hf_training.py FOLDER NAME OPTIONS    (OPTIONS is JSON)
 

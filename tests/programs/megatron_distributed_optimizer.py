@@ -1,4 +1,4 @@
-"""A training with the distributed optimizer of Megatron-Core on the CPU, which saves each step and may kill itself.
+"""A training run with the distributed optimizer of Megatron-Core on the CPU, which saves each step and may kill itself.
 
 torchrun megatron_distributed_optimizer.py FOLDER LOSSES FORMAT [--tp=N] [--bf16] [--steps=N] [--kill-at=N] [--torch-dist]
     [--compare=STEP]
@@ -30,7 +30,7 @@ def build() -> tuple[Any, Any]:
 
 
 def state_dict(model: Any, optimizer: Any, step: int, loading: bool = False) -> dict[str, Any]:
-    """Return what Megatron's trainings save."""
+    """Return what Megatron's training runs save."""
     metadata = {"distrib_optim_sharding_type": options.format}
     sharded = model.module.sharded_state_dict(metadata=metadata)
     return {

@@ -1,4 +1,4 @@
-"""The loop of the trainings on Megatron-Core: it resumes the newest step, saves each step, and may kill itself."""
+"""The loop of the training runs on Megatron-Core: it resumes the newest step, saves each step, and may kill itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from programs.megatron_on_cpu import without_cuda
 
 
 def parser_of(steps: int) -> argparse.ArgumentParser:
-    """Return a parser of the options that all trainings have."""
+    """Return a parser of the options that all training runs have."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("losses", type=Path)

@@ -1,4 +1,4 @@
-"""A training of a small GPT of Megatron-Core on the CPU, which saves each step and may kill itself.
+"""A training run of a small GPT of Megatron-Core on the CPU, which saves each step and may kill itself.
 
 torchrun megatron_training.py FOLDER LOSSES [--tp=N] [--pp=N] [--steps=N] [--kill-at=N] [--torch-dist] [--compare=STEP]
 """
@@ -29,7 +29,7 @@ def model_and_optimizer() -> tuple[Any, Any]:
 
 
 def sharded_state_dict(model: Any, optimizer: Any, step: int) -> dict[str, Any]:
-    """Return what Megatron's trainings save: the model, the optimizer, a random state for each rank, and plain values."""
+    """Return what Megatron's training runs save: the model, the optimizer, a random state for each rank, and plain values."""
     for parameter in model.parameters():  # so that a new optimizer has a state to fill
         if parameter not in optimizer.state:
             optimizer.state[parameter] = {

@@ -1,4 +1,4 @@
-"""A training by Model.train or Model.fit of MindSpore with the callback of ckpt.
+"""A training run by Model.train or Model.fit of MindSpore with the callback of ckpt.
 
 Usage:
 

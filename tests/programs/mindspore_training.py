@@ -1,4 +1,4 @@
-"""A training with MindSpore: dropout, norm, an optimizer with a schedule, loss scaling, shuffled data, random noise.
+"""A training run with MindSpore: dropout, norm, an optimizer with a schedule, loss scaling, shuffled data, random noise.
 
 Usage:
 

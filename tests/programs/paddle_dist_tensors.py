@@ -1,4 +1,4 @@
-"""A training with Paddle's distributed tensors over gloo.
+"""A training run with Paddle's distributed tensors over gloo.
 
 Usage:
 

@@ -1,4 +1,4 @@
-"""A training of processes with Paddle's group_sharded_parallel over gloo.
+"""A training run of processes with Paddle's group_sharded_parallel over gloo.
 
 Usage:
 

@@ -1,4 +1,4 @@
-"""A training of two processes with Paddle's fleet over gloo: sharding stage 1 and data of each rank.
+"""A training run of two processes with Paddle's fleet over gloo: sharding stage 1 and data of each rank.
 
 Usage:
 

@@ -1,4 +1,4 @@
-"""A training with Paddle: Adam, a bfloat16 parameter with SGD, dropout, schedules, gradient scaling, random data.
+"""A training run with Paddle: Adam, a bfloat16 parameter with SGD, dropout, schedules, gradient scaling, random data.
 
 Usage:
 

@@ -1,4 +1,4 @@
-"""A training with one batch that spoils the weights: the loss of that step is still good, the weights are not.
+"""A training run with one batch that spoils the weights: the loss of that step is still good, the weights are not.
 
 Usage:
 

@@ -1,4 +1,4 @@
-"""A training with tf.distribute: momentum, dropout from a generator, counters that the replicas sum up.
+"""A training run with tf.distribute: momentum, dropout from a generator, counters that the replicas sum up.
 
 Usage:
 

@@ -1,4 +1,4 @@
-"""A training of a small torch model with dropout for `ResumeContract`: torch_training.py URL LOG."""
+"""A training run of a small torch model with dropout for `ResumeContract`: torch_training.py URL LOG."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def checkpoint_of_the_page() -> Any:
 
 
 def configuration() -> Any:
-    """Return the configuration of a small training, as a user's function would."""
+    """Return the configuration of a small training run, as a user's function would."""
     config = llama3_debugmodel()
     model = config.model_spec.model
     del model.layers[2:]

@@ -18,7 +18,7 @@ _KEEP = 3
 
 
 def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `original`, the method `Model.fit`, with a callback that saves to the repository of this training."""
+    """Call `original`, the method `Model.fit`, with a callback that saves to the repository of this training run."""
     bound = inspect.signature(original).bind(*args, **kwargs)
     given = bound.arguments.get("callbacks")
     if isinstance(given, keras.callbacks.CallbackList):  # Keras gives it no model, no number of epochs and no number of steps

@@ -18,7 +18,7 @@ _KEEP = 3
 
 
 def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `original`, the method `Model.fit`, with a callback that saves to the repository of this training."""
+    """Call `original`, the method `Model.fit`, with a callback that saves to the repository of this training run."""
     if not paddle.in_dynamic_mode():
         hooks.print_refused(_NAME, "it runs in the static mode of Paddle")
         return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Describes where a training under `ckpt-run --adapt` starts."""
+"""Describes where a training run under `ckpt-run --adapt` starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ckpt
 
 
 def describe_start(url: str) -> str:
-    """Return the newest step of a repository, from which a training continues, in words."""
+    """Return the newest step of a repository, from which a training run continues, in words."""
     try:
         found = ckpt.open(url).latest()
     except ckpt.StepNotFound:

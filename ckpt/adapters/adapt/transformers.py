@@ -16,7 +16,7 @@ _NAME = "transformers.Trainer"
 
 
 def train(original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Train by `original`, the method of Trainer; save to and resume from the repository of this training.
+    """Train by `original`, the method of Trainer; save to and resume from the repository of this training run.
 
     While it trains, the trainer has a class that is derived from `CheckpointedTrainer` and from its own class. A step of the
     repository takes precedence over `resume_from_checkpoint`, because it was saved later.

@@ -19,7 +19,7 @@ def test_an_interrupted_demo_ends_without_a_traceback(tmp_path: Path) -> None:
     )  # fmt: skip
     assert demo.stdout is not None
     for line in demo.stdout:
-        if line.startswith("1  A training"):
+        if line.startswith("1  A training run"):
             break
     os.killpg(demo.pid, signal.SIGINT)
     _, errors = demo.communicate(timeout=600)

@@ -1,4 +1,4 @@
-"""ckpt-chaos (PyPI) kills a training at its file events, and compares what a second start of it does with an undisturbed run.
+"""ckpt-chaos (PyPI) kills a program at its file events, and compares what a second start of it does with an undisturbed run.
 
 It kills before an event, or sends SIGTERM there and kills a second later. The second start must continue from the newest
 complete step, and end with the same bits.

@@ -1,6 +1,6 @@
 """Records written by a newer version, by mistake or by an attacker: readers ignore unknown fields and report malformed ones.
 
-No record ends an agent, a node or a training with a raw error. Each test prints its seed; CKPT_SEED=… repeats it.
+No record ends an agent, a node or a training run with a raw error. Each test prints its seed; CKPT_SEED=… repeats it.
 """
 
 from __future__ import annotations

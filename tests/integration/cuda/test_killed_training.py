@@ -1,4 +1,4 @@
-"""A training on a CUDA device that is killed resumes with equal losses, by the contract of `ckpt.adapters.testing`."""
+"""A training run on a CUDA device that is killed resumes with equal losses, by the contract of `ckpt.adapters.testing`."""
 
 from __future__ import annotations
 

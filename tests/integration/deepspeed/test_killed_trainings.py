@@ -1,4 +1,4 @@
-"""A DeepSpeed training that is killed and started again gives the losses of an unbroken one, bit for bit."""
+"""A DeepSpeed training run that is killed and started again gives the losses of an unbroken one, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training with flax, equinox, optax and grain that is killed and resumed has the losses of an unbroken one, bit for bit."""
+"""A run with flax, equinox, optax and grain that is killed and resumed has the losses of an unbroken one, bit for bit."""
 
 from __future__ import annotations
 

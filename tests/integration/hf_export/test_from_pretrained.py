@@ -1,4 +1,4 @@
-"""A step of a training is exported by `ckpt-restore --hf`, and `from_pretrained` loads it with equal weights."""
+"""A step of a training run is exported by `ckpt-restore --hf`, and `from_pretrained` loads it with equal weights."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_weights_that_were_tied_by_hand_are_stored_under_both_names(tmp_path: Pa
 
 
 def test_a_renamed_model_loads(tmp_path: Path) -> None:
-    """A model that another module wraps, as torch.compile and a training's own classes do."""
+    """A model that another module wraps, as torch.compile and a training run's own classes do."""
 
     class Wrapped(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:

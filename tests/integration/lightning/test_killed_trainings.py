@@ -1,4 +1,4 @@
-"""A Lightning training that is killed and started again gives the losses of an unbroken one, bit for bit."""
+"""A Lightning training run that is killed and started again gives the losses of an unbroken one, bit for bit."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_old_checkpoints_are_deleted_when_the_new_one_is_complete(bridge: Module
 
 
 def test_checkpoints_in_the_format_of_megatron_are_loaded(bridge: ModuleType, tmp_path: Path) -> None:
-    """So a training that began without ckpt continues with it."""
+    """So a training run that began without ckpt continues with it."""
     state = global_state(tmp_path, 2)
     folder = tmp_path / "iter_0000002"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""A training of Megatron-Core that is killed resumes bit for bit, and its steps load on another parallelism."""
+"""A training run of Megatron-Core that is killed resumes bit for bit, and its steps load on another parallelism."""
 
 from __future__ import annotations
 

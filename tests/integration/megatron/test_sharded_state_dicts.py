@@ -91,7 +91,7 @@ def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path) -> None
 
 
 def test_queue_does_not_wait_for_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training asks it at each step, so a save of ckpt must not block there as in the queue of Megatron-Core."""
+    """A training run asks it at each step, so a save of ckpt must not block there as in the queue of Megatron-Core."""
     committed = threading.Event()
     done = SaveHandle.done
     monkeypatch.setattr(SaveHandle, "done", lambda handle: committed.is_set() and done(handle))

@@ -1,4 +1,4 @@
-"""A training with MindSpore that is killed and restored has the losses of an undisturbed one, in each mode of execution."""
+"""A training run with MindSpore that is killed and restored has the losses of an undisturbed one, in each mode of execution."""
 
 from __future__ import annotations
 

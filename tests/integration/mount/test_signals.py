@@ -139,13 +139,15 @@ def test_a_mount_that_another_mount_namespace_has_says_so(node: NodeProcess, fol
 
 
 def test_a_background_mount_is_usable_when_the_command_returns(node: NodeProcess, folder: Path) -> None:
-    """The process that serves it continues."""
-    command = [*COMMAND, "--background", f"ckpt://{node.address}/", str(folder)]
+    """The process that serves it continues, with the same options."""
+    command = [*COMMAND, "--background", "--umask", "077", "--uid=5", f"ckpt://{node.address}/", str(folder)]
     done = subprocess.run(command, timeout=600, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert os.path.ismount(folder)
     (folder / "file").write_text("here")
     assert (folder / "file").read_text() == "here"
+    status = (folder / "file").stat()
+    assert (status.st_mode & 0o777, status.st_uid) == (0o600, 5)
 
 
 def process_that_serves(folder: Path) -> int:

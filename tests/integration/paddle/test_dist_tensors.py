@@ -42,7 +42,7 @@ def test_every_loss_after_the_kill_is_equal(tmp_path: Path, division: str) -> No
 
 @pytest.mark.parametrize("order", [("rows", "grid", "whole"), ("whole", "sharded", "rows")], ids="-".join)
 def test_other_placements_load_the_same_values(tmp_path: Path, order: tuple[str, ...]) -> None:
-    """A training continues under other placements; what a division restores is, as a whole, what the one before saved."""
+    """A training run continues under other placements; what a division restores is, as a whole, what the one before saved."""
     starts: list[Any] = []
     for number, division in enumerate(order):
         status, losses = run(tmp_path, division, "repo", f"part{number}", *([4 + 2 * number] if number < 2 else []))

@@ -47,7 +47,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     ids=lambda parts: " ".join(f"{size}:{level}" for size, level in parts),
 )
 def test_levels_of_group_sharded_parallel(parts: list[tuple[int, str]], quiet: dict[int, str], tmp_path: Path) -> None:
-    """A training is killed twice, and continues with another number of ranks and at another level."""
+    """A training run is killed twice, and continues with another number of ranks and at another level."""
     found: dict[int, str] = {}
     for number, ((size, level), kill) in enumerate(zip(parts, (3, 6, None), strict=True)):
         fault = [] if kill is None else [kill]

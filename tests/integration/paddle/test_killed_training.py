@@ -1,4 +1,4 @@
-"""A training with Paddle that is killed and restored has the losses of an undisturbed one, bit for bit."""
+"""A training run with Paddle that is killed and restored has the losses of an undisturbed one, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAM = str(PROGRAMS / "paddle_training.py")
 
 
 def run(folder: Path, repo: str, name: str, *fault: object) -> tuple[int, dict[int, str]]:
-    """Run a training; return its exit status and its losses by step."""
+    """Run a training program; return its exit status and its losses by step."""
     command = [sys.executable, PROGRAM, str(folder / repo), str(folder / name), *map(str, fault)]
     status = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=600).returncode
     lines = [line.split(maxsplit=1) for line in (folder / name).read_text().splitlines()]
@@ -24,7 +24,7 @@ def run(folder: Path, repo: str, name: str, *fault: object) -> tuple[int, dict[i
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """Return the losses of a training that is not killed."""
+    """Return the losses of a training run that is not killed."""
     status, losses = run(tmp_path_factory.mktemp("quiet"), "repo", "losses")
     assert status == 0
     assert len(set(losses.values())) == len(losses) == 16

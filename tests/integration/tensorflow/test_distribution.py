@@ -1,4 +1,4 @@
-"""Variables of tf.distribute and DTensors: stored once, filled on all devices; a killed training resumes with equal losses."""
+"""Variables of tf.distribute and DTensors: stored once, filled on all devices; a killed run resumes with equal losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training on several ranks whose buffers nobody synchronises, killed and resumed: each rank gets its own buffers back."""
+"""A run on several ranks whose buffers nobody synchronises, killed and resumed: each rank gets its own buffers back."""
 
 from __future__ import annotations
 

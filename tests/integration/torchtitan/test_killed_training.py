@@ -1,4 +1,4 @@
-"""A torchtitan training that is killed and started again gives the losses of an unbroken one, bit for bit."""
+"""A torchtitan training run that is killed and started again gives the losses of an unbroken one, bit for bit."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def test_killed_ranks_resume(sharded: Training) -> None:
 
 def test_position_in_the_data_of_other_ranks_is_refused(sharded: Training) -> None:
     printed = sharded.run("whole", ranks=1, status=1)
-    assert (
-        "that of 2 data-parallel ranks, and this training has 1; with checkpoint.exclude_from_loading=['dataloader']" in printed
-    )
+    assert "that of 2 data-parallel ranks, and this run has 1; with checkpoint.exclude_from_loading=['dataloader']" in printed
 
 
 def test_other_ranks_get_the_same_parameters(sharded: Training) -> None:

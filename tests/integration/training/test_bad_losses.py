@@ -149,7 +149,7 @@ def test_a_step_after_a_suspect_loss_is_not_restored(tmp_path: Path, monkeypatch
 
 
 def test_a_batch_that_spoils_the_weights_is_skipped(tmp_path: Path) -> None:
-    """The spoiled weights are saved before a loss shows it. The final weights equal those of a training without that batch."""
+    """The spoiled weights are saved before a loss shows it. The final weights equal those of a run without that batch."""
     history: list[BadLoss] = []
     actions: list[str] = []
     environ: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A training with a data loader that is killed equals a training without the kill."""
+"""A training run with a data loader that is killed equals a training run without the kill."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_names_in_the_documentation_need_no_further_import() -> None:
 
 
 def run(folder: Path, repo: str, name: str, world_size: int, *fault: object) -> dict[int, int]:
-    """Run a training in processes, and return the exit statuses by rank."""
+    """Run a training program in processes, and return the exit statuses by rank."""
     ranks = {}
     for rank in range(world_size):
         command = [sys.executable, PROGRAM, str(folder / repo), str(folder / f"{name}-{rank}"), *map(str, fault)]

@@ -42,7 +42,7 @@ def test_two_ranks_that_save_nothing_by_themselves(tmp_path: Path) -> None:
     assert ckpt.open(tmp_path / "a/run/checkpoints").latest().step == 18
     again = run_adapted(tmp_path / "a", *arguments, options=options, **EACH_TWO)
     assert again.status == 0
-    assert again.losses == whole.losses  # a training that has ended is not repeated
+    assert again.losses == whole.losses  # a training run that has ended is not repeated
 
 
 def test_only_the_first_trainings_of_a_script_are_saved(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_kill_between_the_copy_of_a_best_model_and_its_step(tmp_path: Path) ->
     copies = tmp_path / "out/ckpt-best"
     assert ckpt.open(copies).steps() == [2]
     model = ckpt.load(copies)["train"]
-    ckpt.save({"train": "of a training that was abandoned"}, copies, 6)
+    ckpt.save({"train": "of a training run that was abandoned"}, copies, 6)
     finish(tmp_path, "again", resume=True, evaluate=True, best_at=2, args=arguments | {"max_steps": 8})
     (last, _, best, where, _), *_ = lines(tmp_path, "again", 0, "end.jsonl")
     assert (last, best) == (8, 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -68,3 +69,9 @@ def test_writes_to_a_deleted_file_are_not_lost(serve: Callable[..., None]) -> No
         operations("unlink", "/file")
 
     serve(deleted)
+
+
+def test_a_log_without_background_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(mount.command, ["--log", str(tmp_path / "log"), "ckpt://127.0.0.1:1/", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "--log needs --background" in result.output

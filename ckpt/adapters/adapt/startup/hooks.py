@@ -146,7 +146,7 @@ def acts_here() -> bool:
 
 
 def _is_launcher() -> bool:
-    """Return whether this process only starts the ranks of a training."""
+    """Return whether this process only starts the ranks of a training run."""
     first, original = sys.argv[0], sys.orig_argv
     if first == "-m":
         at = next((i for i, argument in enumerate(original) if argument.startswith("-m")), 0)
@@ -168,12 +168,12 @@ def print_once(text: str) -> None:
 
 
 def print_saves(what: str, url: str, when: str, start: str) -> None:
-    """Print where a training is saved, how often, and from where it continues."""
+    """Print where a training run is saved, how often, and from where it continues."""
     print_once(f"{what} saves to {url} {when}, and {start} (--adapt; --adapt=off or {SWITCH}=off turns it off)")
 
 
 def print_refused(what: str, reason: object) -> None:
-    """Print why a training is not adapted."""
+    """Print why a training run is not adapted."""
     print_once(f"{what} is not adapted and saves nothing to ckpt: {reason}")
 
 
@@ -215,19 +215,19 @@ _MOST_TRAININGS = 8
 
 @contextlib.contextmanager
 def training(what: str) -> Iterator[str | None]:
-    """Give a training of this process its repository: its URL, or None where it is not adapted.
+    """Give a training run of this process its repository: its URL, or None where it is not adapted.
 
-    The first training has the one at CKPT_DIR, the second one that with the suffix "-2", and so on: a script that runs again
-    then finds each of its trainings as it was.
+    The first training run has that at CKPT_DIR, the second that with the suffix "-2", and so on: a script that runs again
+    then finds each of its training runs as it was.
     """
     if _process.is_training:
-        print_refused(what, "it runs inside of another training")
+        print_refused(what, "it runs inside of another training run")
         yield None
         return
     _process.trainings += 1
     if _process.trainings > _MOST_TRAININGS:
         print_refused(
-            what, f"only the first {_MOST_TRAININGS} trainings of a script are; later ones begin again after a restart"
+            what, f"only the first {_MOST_TRAININGS} training runs of a script are; later ones begin again after a restart"
         )
         yield None
         return
