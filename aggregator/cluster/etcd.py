@@ -218,7 +218,7 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 
 def check_address(text: str) -> str:
-    """Return the text if it is a host:port. Raises InvalidArgument: a client would take a path for a directory of its host."""
+    """Return the text if it is a host:port. Raises InvalidArgument: a client would read a path as a directory of its host."""
     if not ADDRESS_PATTERN.fullmatch(text):
         raise InvalidArgument(f"{text!r} is not an address of a node; write host:port")
     return text

@@ -304,7 +304,7 @@ def test_a_failed_rename_of_a_put_leaves_no_file(store: LocalStore) -> None:
 
 @pytest.fixture
 def unreadable_names(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Return the names that cannot be looked up (EIO), by which programs often take a file for absent."""
+    """Return the names that cannot be looked up (EIO), which many programs treat as if the file were absent."""
     names: set[str] = set()
     stat = os.stat
 
