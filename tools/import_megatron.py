@@ -16,7 +16,8 @@ from typing import IO, Any
 import click
 
 from ckpt.state.tree import join_path
-from ckpt.storage.base.errors import CkptError, first_line
+from ckpt.storage.base.errors import CkptError, NotFound, first_line
+from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_dcp import MetadataUnpickler, read_entries
 
@@ -32,9 +33,11 @@ _CLASSES = {
 
 def is_megatron(folder: Path) -> bool:
     """Return whether a folder of torch.distributed.checkpoint was written by Megatron-Core."""
+    path = folder / "metadata.json"
     try:
-        found = json.loads((folder / "metadata.json").read_bytes())
-    except (OSError, ValueError):
+        with convert_os_errors("reading", str(path)):
+            found = json.loads(path.read_bytes())
+    except (NotFound, ValueError):
         return False
     return isinstance(found, dict) and found.get("sharded_backend") == "torch_dist"
 

@@ -56,12 +56,17 @@ def _is_unchanged(weights: Mapping[str, object], before: Mapping[str, object] | 
     return before is not None and before.keys() == weights.keys() and all(weights[name] is before[name] for name in before)
 
 
+def _raise(error: OSError) -> None:
+    """Raise the error of a folder that can't be listed, which os.walk skips otherwise."""
+    raise error
+
+
 def _read_files(folder: str) -> Iterator[tuple[str, Shard | None]]:
     """Yield each file below a folder: its path, and its bytes, which only this rank has; None if the file is empty.
 
     The bytes are mapped, and stay valid when the file is deleted.
     """
-    for parent, _, names in sorted(os.walk(folder)):
+    for parent, _, names in sorted(os.walk(folder, onerror=_raise)):
         for name in sorted(names):
             path = os.path.join(parent, name)
             data = np.asarray(np.memmap(path, np.uint8, "r")) if os.path.getsize(path) else None

@@ -13,7 +13,6 @@ import importlib
 import struct
 import threading
 from collections.abc import Callable
-from functools import cache
 from types import ModuleType
 from typing import Any, cast
 
@@ -229,8 +228,8 @@ def _new_compressor() -> _Compress:
     return cast(_Compress, zstandard.ZstdCompressor(compression_params=parameters).compress)
 
 
-@cache
 def _zstandard() -> ModuleType | None:
+    """Return the package if it is installed. A failure is not cached, because it may be temporary."""
     try:
         return importlib.import_module("zstandard")
     except ImportError:

@@ -14,7 +14,7 @@ import numpy as np
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.frameworks import framework_function, imported_files, usable_torch
 from ckpt.state.static_values import is_function, is_plain
-from ckpt.storage.base.errors import CkptError, first_line
+from ckpt.storage.base.errors import CkptError, first_line, is_transient
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,14 @@ def get_attribute(value: object, name: str) -> Any:
     """Return an attribute of an object of any class, None where the object has none of that name.
 
     Any error counts as a missing attribute unless the class defines it: a dict whose entries are its attributes may raise
-    KeyError. Raises UnsupportedLeaf where the class defines the attribute and reading it fails.
+    KeyError. An error that may be temporary, such as MemoryError, is raised. Raises UnsupportedLeaf where the class defines the
+    attribute and reading it fails.
     """
     try:
         return getattr(value, name, None)
     except Exception as error:
+        if is_transient(error):
+            raise
         if inspect.getattr_static(type(value), name, None) is None:
             return None
         raise UnsupportedLeaf(

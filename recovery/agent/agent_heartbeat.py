@@ -11,7 +11,7 @@ from dataclasses import replace
 from ckpt.recovery.agent.host_lease import HostLease
 from ckpt.recovery.run_log.agent_reports import REPORT_SECONDS, AgentReport
 from ckpt.recovery.run_log.base import RunLog
-from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.errors import StoreError, is_transient
 from ckpt.storage.base.threads import WorkerThread
 
 log = logging.getLogger("ckpt.run")
@@ -54,7 +54,9 @@ class AgentHeartbeat:
             self._has_failed = False
             self._lease.renew(sent_at)
             self._lease.resolve_addresses()
-        except StoreError as error:
+        except Exception as error:
+            if not isinstance(error, StoreError) and not is_transient(error):
+                raise
             if not self._has_failed:
                 log.warning("the report of this agent can't be published, and is tried again: %s", error)
             self._has_failed = True

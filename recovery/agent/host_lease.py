@@ -6,6 +6,7 @@ expired lease means. The thread waits only for the network.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -17,7 +18,10 @@ from ckpt.recovery.ranks import process_kill
 from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import RunLog
+from ckpt.storage.base.errors import is_transient
 from ckpt.storage.base.threads import WorkerThread
+
+log = logging.getLogger("ckpt.run")
 
 _TICK_SECONDS = 0.25
 _UNACKNOWLEDGED_SECONDS = 0.85
@@ -132,15 +136,26 @@ class HostLease:
     def _run(self) -> None:
         pause = _TICK_SECONDS
         while not self._closed.wait(pause):
-            self._orphan_guard.send_heartbeat()
-            with self._lock:
-                contact = self._contact
-            pause = _TICK_SECONDS
-            if contact.silent_seconds(time.monotonic()) < _UNACKNOWLEDGED_SECONDS:
-                self._find_reachable()
-            elif self._hosts and self._endpoints:
-                pause = max(0.01, PROBE_SECONDS - self._probe(contact))
-                self._kill_ranks_if_lost()
+            try:
+                pause = self._check_contact()
+            except Exception as error:
+                if not is_transient(error):
+                    raise
+                log.warning("the contact of this host can't be checked, and is checked again: %s", error)
+                pause = _TICK_SECONDS
+
+    def _check_contact(self) -> float:
+        """Send a heartbeat to the orphan guard, end the ranks if contact is lost; return the seconds until the next call."""
+        self._orphan_guard.send_heartbeat()
+        with self._lock:
+            contact = self._contact
+        if contact.silent_seconds(time.monotonic()) < _UNACKNOWLEDGED_SECONDS:
+            self._find_reachable()
+        elif self._hosts and self._endpoints:
+            seconds = self._probe(contact)
+            self._kill_ranks_if_lost()
+            return max(0.01, PROBE_SECONDS - seconds)
+        return _TICK_SECONDS
 
     def _find_reachable(self) -> None:
         """Find out which other hosts answer at all, while there is contact."""

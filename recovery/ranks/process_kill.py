@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import time
@@ -11,6 +12,9 @@ from collections.abc import Iterable
 
 from ckpt.recovery.ranks.processes import find_processes
 
+log = logging.getLogger("ckpt.run")
+
+_RETRY_SECONDS = 0.1
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -34,7 +38,12 @@ def kill_sessions(sessions: Iterable[int], mark: str = "") -> None:
     session_ids = list(sessions)
     kill_process_groups(session_ids)  # this reaches most at once; the loop finds those that have left their group
     for _ in range(200):  # a process that is just being started is found in the next pass
-        remaining = find_processes(session_ids, mark)
+        try:
+            remaining = find_processes(session_ids, mark)
+        except OSError as error:  # e.g. too many open files: nothing is known about them
+            log.warning("the processes of this host can't be listed, and are listed again: %s", error)
+            time.sleep(_RETRY_SECONDS)
+            continue
         if not remaining:
             return
         for pid in remaining:

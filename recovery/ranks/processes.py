@@ -8,8 +8,11 @@ from collections.abc import Iterable, Iterator
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process from /proc: R, S, D, T (stopped), Z …; "" if it does not exist."""
-    return (_stat_fields(pid) or [""])[0]
+    """Return the state of a process from /proc: R, S, D, T (stopped), Z …; "" if it does not exist, "?" if it can't be read."""
+    try:
+        return (_stat_fields(pid) or [""])[0]
+    except OSError:  # e.g. this process has too many open files
+        return "?"
 
 
 def _stat_fields(pid: int) -> list[str]:
@@ -17,14 +20,14 @@ def _stat_fields(pid: int) -> list[str]:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
 
 
 def find_processes(sessions: Iterable[int], mark: str = "") -> list[int]:
     """Return all living processes of some sessions, and those with `mark` (NAME=value) in their environment.
 
-    A descendant that has left its session still has the mark.
+    A descendant that has left its session still has the mark. Raises OSError if /proc can't be read now.
     """
     session_ids, encoded_mark = {str(session) for session in sessions}, mark.encode()
     found = []
@@ -41,7 +44,7 @@ def _has_mark(pid: int, mark: bytes) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read().split(b"\0")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is that of another user
         return False
 
 

@@ -147,11 +147,11 @@ class FdPassingServer:
                 if self._listener in ready:
                     try:
                         peer, _ = self._listener.accept()
-                    except OSError:  # the listener is closed, or this process has too many open files
+                        selector.register(peer, selectors.EVENT_READ)
+                    except OSError:  # the listener is closed, or a limit of this process or user is reached
                         time.sleep(0.1)
                         continue
                     silent[peer] = time.monotonic()
-                    selector.register(peer, selectors.EVENT_READ)
         for peer in silent:
             peer.close()
         for _ in range(_THREADS):
@@ -159,8 +159,11 @@ class FdPassingServer:
 
     def _serve_peers(self) -> None:
         while (peer := self._ready_peers.get()) is not None:
-            with peer, suppress(OSError):  # the client may have closed the connection
-                self._answer(peer)
+            try:
+                with peer, suppress(OSError):  # the client may have closed the connection
+                    self._answer(peer)
+            except Exception:  # e.g. no memory: this thread must serve the next client
+                log.exception("a request for descriptors failed")
 
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(_REQUEST_SECONDS)
