@@ -27,6 +27,7 @@ from ckpt.saving.handle import SaveHandle
 from ckpt.state.leaves.base import Bytes
 from ckpt.state.name_patterns import children
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.support.path_kinds import is_folder
 from ckpt.tiers.tier_spec import Tier
 
 log = logging.getLogger("ckpt")
@@ -108,7 +109,7 @@ class AttachedAccelerator:
             InvalidArgument: There is no such folder, and the name does not end with the number of a step.
         """
         step = None if input_dir is None else _step_of_name(input_dir)
-        if input_dir is not None and (_is_folder_of_accelerate(input_dir) or (step is None and os.path.isdir(input_dir))):
+        if input_dir is not None and (_is_folder_of_accelerate(input_dir) or (step is None and is_folder(input_dir))):
             self._load_state(input_dir, *args, **kwargs)
             return None
         if input_dir is not None and step is None:
@@ -158,7 +159,7 @@ def _folder_name(name: str | os.PathLike[str] | None, step: int) -> str:
 
 def _is_folder_of_accelerate(name: str | os.PathLike[str]) -> bool:
     """Return whether accelerate itself has saved a folder. A script may make one of the same name for other files."""
-    return os.path.isdir(name) and any(_RANDOM_STATES.fullmatch(entry) for entry in os.listdir(name))
+    return is_folder(name) and any(_RANDOM_STATES.fullmatch(entry) for entry in os.listdir(name))
 
 
 def _step_of_name(name: str | os.PathLike[str] | None) -> int | None:

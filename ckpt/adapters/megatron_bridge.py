@@ -23,6 +23,7 @@ from ckpt.adapters.megatron_async import AsyncCallsQueue, handle_of
 from ckpt.adapters.megatron_tracker import DelayedTrackers, repair_tracker
 from ckpt.errors import FormatError, StepNotFound
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.support.path_kinds import is_folder
 
 
 class CkptManager(checkpointing.DefaultCheckpointManager):  # type: ignore[misc]
@@ -102,7 +103,7 @@ def _repair(load_dir: str | os.PathLike[str] | None) -> None:
     """Repair the tracker in a local folder, on rank 0."""
     is_group = dist.is_initialized() and dist.get_world_size() > 1
     try:
-        if load_dir and os.path.isdir(load_dir) and (not is_group or dist.get_rank() == 0):
+        if load_dir and is_folder(load_dir) and (not is_group or dist.get_rank() == 0):
             repair_tracker(os.fspath(load_dir), _Functions(None).check_is_distributed_checkpoint)
     finally:
         if is_group:

@@ -17,6 +17,7 @@ import torch
 
 from ckpt.storage.base.errors import is_transient
 from ckpt.storage.base.fsync import sync_folder
+from ckpt.support.path_kinds import is_file
 
 log = logging.getLogger("ckpt")
 
@@ -81,7 +82,7 @@ def repair_tracker(folder: str, is_saved: Callable[[str], bool]) -> None:
     is_saved: whether the tensors of the checkpoint in a folder exist.
     """
     tracker = os.path.join(folder, TRACKERS[0])
-    if not os.path.isfile(tracker):
+    if not is_file(tracker):
         return
     folders = {int(found[1]): os.path.join(folder, name) for name in os.listdir(folder) if (found := _FOLDER.fullmatch(name))}
     named = _step_of(tracker)

@@ -21,6 +21,7 @@ from ckpt.adapters.torchtune_run import RecipeRun, Settings
 from ckpt.errors import FormatError, StepNotFound
 from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, open_repository, resolve_url
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.support.path_kinds import is_file
 from ckpt.training.save_interval import Every
 
 __all__ = ["FullModelHFCheckpointer", "FullModelMetaCheckpointer", "FullModelTorchTuneCheckpointer"]
@@ -118,4 +119,4 @@ def _has_steps(url: Url) -> bool:
 
 def _has_recipe_state(output_dir: str, options: dict[str, Any]) -> bool:
     named = options.get("recipe_checkpoint") or "recipe_state/recipe_state.pt"
-    return (Path(output_dir) / named).exists()
+    return is_file(Path(output_dir) / named)

@@ -33,6 +33,7 @@ from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, resolve_url
 from ckpt.state.name_patterns import children
 from ckpt.storage.base.errors import IntegrityError, InvalidArgument
+from ckpt.support.path_kinds import is_file, is_folder
 from ckpt.support.user_warning import warn_user
 from ckpt.training.save_interval import Every
 
@@ -125,7 +126,7 @@ class TrainerRun:
         """
         if resume is None or resume is False:
             return None
-        if isinstance(resume, (str, os.PathLike)) and os.path.isfile(os.path.join(resume, _STATE_FILE)):
+        if isinstance(resume, (str, os.PathLike)) and is_file(os.path.join(resume, _STATE_FILE)):
             return os.fspath(resume)
         newest = resume is True or str(resume).lower() == "true" or str(resume) == str(self._url)
         named = None if newest else _STEP_NAME.fullmatch(str(resume))
@@ -139,7 +140,7 @@ class TrainerRun:
             self._may_fall_back = newest
             return self._make_folder(start - 1, target)
         output = self._trainer.args.output_dir
-        found: str | None = get_last_checkpoint(output) if os.path.isdir(output) else None
+        found: str | None = get_last_checkpoint(output) if is_folder(output) else None
         log.warning("%s has no step yet: training starts from %s", self._saver.repository.url, found or "the beginning")
         return found
 

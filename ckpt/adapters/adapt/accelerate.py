@@ -30,6 +30,7 @@ from ckpt.repository.lease_records import lease_holder, newest_generation
 from ckpt.repository.repository import REPOSITORY_FOLDER, open_repository
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.fsync import sync_folder
+from ckpt.support.path_kinds import is_folder
 
 _NAME = "accelerate.Accelerator"
 
@@ -92,7 +93,7 @@ class SavedFolders:
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
         """Load a folder; one that accelerate itself has saved is loaded by accelerate."""
         folder = os.path.expanduser(input_dir) if input_dir is not None else _newest(self._automatic_folders())
-        if folder is None or not os.path.isdir(os.path.join(folder, REPOSITORY_FOLDER)):
+        if folder is None or not is_folder(os.path.join(folder, REPOSITORY_FOLDER)):
             # Of automatic names, accelerate would also consider incomplete folders.
             self._load_state(input_dir if folder is None else folder, *args, **kwargs)
             return
@@ -106,7 +107,7 @@ class SavedFolders:
         with _long_wait_explained():
             accelerator.wait_for_everyone()
         # Rank 0 decides for all ranks: the script may make the folder itself while other ranks are here already.
-        is_new, token = broadcast_object_list([not os.path.isdir(folder), secrets.token_hex(8)])
+        is_new, token = broadcast_object_list([not is_folder(folder), secrets.token_hex(8)])
         incomplete = os.path.join(parent, f".{name}.{token}.ckpt-incomplete")
         if accelerator.is_main_process:
             _delete_abandoned(parent, name)
@@ -153,7 +154,7 @@ class SavedFolders:
         if not config.automatic_checkpoint_naming:
             return []
         folder = os.path.join(self._accelerator.project_dir, "checkpoints")
-        names = os.listdir(folder) if os.path.isdir(folder) else []
+        names = os.listdir(folder) if is_folder(folder) else []
         numbered = [(int(found[1]), name) for name in names if (found := re.fullmatch(r"checkpoint_(\d+)", name))]
         return [os.path.join(folder, name) for _, name in sorted(numbered)]
 
@@ -168,7 +169,7 @@ def _delete_abandoned(parent: str, name: str) -> None:
     The lease in a folder identifies the process that would have given it its name. Of a process on another host, nobody knows
     whether it is dead.
     """
-    found = os.listdir(parent) if os.path.isdir(parent) else []
+    found = os.listdir(parent) if is_folder(parent) else []
     for folder, match in ((os.path.join(parent, each), _INCOMPLETE.fullmatch(each)) for each in found):
         if match is not None and (match["name"] == name or _is_holder_dead(folder)):
             shutil.rmtree(folder, ignore_errors=True)
