@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ckpt.errors import SaveFailed
@@ -12,6 +14,8 @@ from ckpt.support.fork_check import CreatorProcess
 
 if TYPE_CHECKING:
     from ckpt.repository.checkpoint import Checkpoint
+
+log = logging.getLogger("ckpt")
 
 
 class SaveHandle:
@@ -162,8 +166,14 @@ class SaveHandle:
         with self._lock:
             self._has_ended = True
             callbacks, self._callbacks = self._callbacks, []
+        with ExitStack() as calls:  # an interrupt of one call skips none of the others
+            calls.callback(self._done.set)
+            for callback in reversed(callbacks):
+                calls.callback(self._call, callback)
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        """Call a callback; log its error, which is not one of the save."""
         try:
-            for callback in callbacks:
-                callback()
-        finally:
-            self._done.set()
+            callback()
+        except Exception:
+            log.exception("after the save of step %d: a call failed", self.step)

@@ -159,10 +159,22 @@ class SaveRun:
             self._end(checkpoint)
 
     def _end(self, checkpoint: Checkpoint | None) -> None:
+        """End the attempt, and then the handle: whatever fails before, no thread may wait for it in vain."""
+        error = self._failure.error
+        try:
+            error = self._end_attempt(error)
+        except Exception as failed:  # e.g. no memory, or no thread for a call of the store
+            log.warning("%s: the end of the attempt failed: %s", self._where, failed, exc_info=True)
+            if error is None and checkpoint is None:
+                error = failed
+        finally:
+            self._handle.end(checkpoint, error)
+
+    def _end_attempt(self, error: BaseException | None) -> BaseException | None:
+        """Return the memory, and report a failure to the other ranks. Return the error for the caller of the save."""
         self._append_began.set()  # also after a failure before the first append, so that no thread waits for it
         self._session.lease.writer.end_attempt(self._attempt)
         self._memory.close()
-        error = self._failure.error
         if error is not None:
             self._session.forget_previous()
             if not self._committer.is_outcome_reported:
@@ -171,7 +183,7 @@ class SaveRun:
             store_error = StoreError(f"{self._where} failed ({error}); check the store, and save again")
             store_error.__cause__ = error
             error = store_error
-        self._handle.end(checkpoint, self._session.lease.writer.explain_failure(error))
+        return self._session.lease.writer.explain_failure(error)
 
     # --- writing and the commit, in one thread -----------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.failing_store import FailingStore, failing
+from helpers.failing_store import FailingStore, Injected, failing
 from helpers.folders import fast_folder
 from helpers.messages import one_line
 from helpers.processes import SOAK, finish, python
@@ -18,6 +18,7 @@ from helpers.repositories import assert_all_load, assert_clean, files
 from helpers.states import assert_same, state_of, write_into
 
 import ckpt
+from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 
 METHODS = (
@@ -92,6 +93,50 @@ def test_a_save_survives_a_failure_of_any_call(fast: Path, method: str, mode: st
             assert error is not None or exists
             retry(fast, step - 3, mode)
         assert at > 1 or store.calls.get(method, 0) == 0, f"{method} is called and has never failed"
+
+
+class _WithoutMemory(FailingStore):
+    """From the `at`-th call on, every call fails: the first one as `first`, later ones with MemoryError."""
+
+    def __init__(self, inner: Store, at: int, first: Exception) -> None:
+        super().__init__(inner)
+        self._count, self._fails_from, self._first = 0, at, first
+
+    def call(self, name: str, work: Any) -> Any:
+        self._count += 1
+        if self._count < self._fails_from:
+            return super().call(name, work)
+        if not self.failed:
+            self.failed = True
+            raise self._first
+        raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("mode", "first"),
+    [("blocking", Injected("injected")), ("async", MemoryError()), ("small", RuntimeError("can't start new thread"))],
+)
+def test_a_save_ends_although_its_process_has_no_memory_any_more(fast: Path, mode: str, first: Exception) -> None:
+    """Its waiting caller gets an error, also if the calls after a failure fail, by which the attempt is ended."""
+    save(fast, 0, mode)
+    for at in range(1, 200):
+        before = ckpt.open(fast).steps()
+        store = _WithoutMemory(LocalStore(fast), at, first)
+        error: BaseException | None = None
+        try:
+            save(store, at, mode)
+        except (ckpt.CkptError, MemoryError, RuntimeError) as failed:
+            error = failed
+        assert not isinstance(error, ckpt.SaveFailed), "the save made no progress"
+        assert_all_load(fast)
+        if not store.failed:
+            assert error is None
+            break
+        assert error is not None or at in ckpt.open(fast).steps()
+        assert set(before[-1:]) <= set(ckpt.open(fast).steps())
+        save(fast, at, mode, overwrite=True)
+        assert_all_load(fast, at)
+    assert at > 10
 
 
 def test_a_save_and_a_load_call_every_method(tmp_path: Path) -> None:
