@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgpack
 
 from ckpt.aggregator.placement.redundancy import Redundancy
-from ckpt.storage.base.errors import IntegrityError
+from ckpt.storage.base.errors import IntegrityError, is_transient
 from ckpt.storage.registers.base import RegisterValue
 
 INLINE_FILE_BYTES = 32 << 10
@@ -248,9 +248,9 @@ def decode_record_head(path: str, data: bytes) -> RecordHead:
     try:
         kind, nbytes, created, modified, version, history = msgpack.unpackb(data)
         return RecordHead(_RECORD_KINDS[kind], nbytes, created, modified, version, tuple(history))
-    except MemoryError:
-        raise
     except Exception as error:  # msgpack raises many kinds for invalid bytes
+        if is_transient(error):
+            raise
         raise _unreadable_error(path, error) from error
 
 
@@ -266,9 +266,9 @@ def decode_record(path: str, value: RegisterValue) -> PathRecord:
             if storage_kind == 0
             else PathRecord(head, layout=_decode_layout(*rest[:3]), rename_token=rest[3])
         )
-    except MemoryError:
-        raise
     except Exception as error:
+        if is_transient(error):
+            raise
         raise _unreadable_error(path, error) from error
 
 

@@ -14,7 +14,7 @@ from ckpt.format import codec
 from ckpt.format.digest import checksum, digest, hasher, is_cryptographic
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.storage.base.checksums import CELL_BYTES
-from ckpt.storage.base.errors import IntegrityError
+from ckpt.storage.base.errors import IntegrityError, is_transient
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import Store
 
@@ -61,9 +61,11 @@ def _decodes_to_digest(algorithm: str, block: StatedBlock, stored: memoryview) -
     raw = np.empty(block.raw, np.uint8)
     try:
         codec.decode(block.codec, stored, raw)
-    except (MemoryError, ImportError):
+    except ImportError:
         raise
-    except Exception:  # codecs raise errors of any type
+    except Exception as error:  # codecs raise errors of any type
+        if is_transient(error):
+            raise
         return False
     return digest(algorithm, raw) == block.digest
 

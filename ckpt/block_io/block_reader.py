@@ -32,7 +32,7 @@ from ckpt.format.digest import CELL_BYTES, checksum, digest, hasher
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.leaves.base import Bytes, LeafPiece, is_limited_by_launches, write_pieces
-from ckpt.storage.base.errors import CkptError, IntegrityError
+from ckpt.storage.base.errors import CkptError, IntegrityError, is_transient
 from ckpt.storage.base.store import Store
 
 _CACHED_READ_BYTES = 1 << 20
@@ -307,9 +307,11 @@ class BlockReader:
                     f"leaf {row.leaf} of {self._where} can't be decoded ({error}): install a newer ckpt-store, or load "
                     "another step"
                 ) from error
-            except (CkptError, MemoryError, ImportError):
+            except (CkptError, ImportError):
                 raise
             except Exception as error:  # codecs raise errors of any type
+                if is_transient(error):
+                    raise
                 raise self._damage_error(row, f"codec ({error})") from error
         if len(raw) != row.raw or digest(self._algorithm, raw) != row.digest:
             raise self._damage_error(row, "digest")

@@ -14,7 +14,8 @@ from ckpt.errors import FormatError
 from ckpt.format import bounded_decode
 from ckpt.state.leaves.base import Bytes
 from ckpt.state.name_patterns import matcher
-from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.checked_decode import parse_json
+from ckpt.storage.base.errors import InvalidArgument, is_transient
 
 _SAFE_CODEC_IDS = {"blosc", "zstd", "lz4", "zlib", "gzip", "bz2", "lzma", "shuffle", "float_planes"}
 """Lossless codecs from bytes to bytes that do not run code from the data (as `pickle` would)."""
@@ -31,7 +32,7 @@ def codec_of(config: str) -> Codec:
     import numcodecs
 
     try:
-        parsed = json.loads(config)
+        parsed = parse_json(config)
         if parsed["id"] not in _SAFE_CODEC_IDS:
             raise FormatError(
                 f"codec {parsed['id']!r} is not used for checkpoints; use one of {', '.join(sorted(_SAFE_CODEC_IDS))}"
@@ -39,9 +40,11 @@ def codec_of(config: str) -> Codec:
         if parsed["id"] == "float_planes":
             import ckpt.format.float_planes  # noqa: F401  # registers it
         return numcodecs.get_codec(parsed)
-    except (FormatError, MemoryError):
+    except FormatError:
         raise
     except Exception as error:
+        if is_transient(error):
+            raise
         raise FormatError(f"codec configuration {config[:200]!r} is not understood ({error}); {_CODEC_ADVICE}") from error
 
 
@@ -86,9 +89,9 @@ def _parse_one(option: object) -> str | None:
         raise InvalidArgument(str(error)) from error
     try:
         decode(config, encoded, np.empty_like(sample))  # a codec that a load would refuse must not be written
-    except MemoryError:
-        raise
     except Exception as error:  # codecs raise errors of any type
+        if is_transient(error):
+            raise
         raise InvalidArgument(
             f"codec configuration {config[:200]} encodes data that it cannot decode ({error}); change its parameters, or use "
             "another codec"
@@ -108,9 +111,9 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
     try:
         with bounded_decode.memory_errors_raised():
             encoded = made.encode(data)
-    except MemoryError:
-        raise
     except Exception as error:  # codecs raise errors of any type
+        if is_transient(error):
+            raise
         raise FormatError(
             f"codec configuration {config[:200]} can't encode ({error}); change its parameters, or use another codec"
         ) from error

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from ckpt.groups.launchers import EnvRank, job_id, mindspore_job, paddle_job
+from ckpt.storage.base.errors import is_transient
 
 
 def framework_rank() -> EnvRank | None:
@@ -25,7 +26,9 @@ def _ray_rank() -> EnvRank | None:
     try:
         context = train.get_context()
         rank, size, run = context.get_world_rank(), context.get_world_size(), context.get_experiment_name()
-    except Exception:  # a worker of Ray outside of Ray Train; the type of the error depends on the version
+    except Exception as error:  # a worker of Ray outside of Ray Train; the type of the error depends on the version
+        if is_transient(error):
+            raise
         return None
     if not isinstance(rank, int) or not isinstance(size, int):
         return None

@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from ckpt.errors import DAMAGE_ADVICE, FormatError
+from ckpt.storage.base.checked_decode import parse_json
+from ckpt.storage.base.errors import is_transient
 
 # Types of torch that numpy and older releases of ml_dtypes lack, with a numpy dtype of the same size.
 _FOREIGN = {
@@ -67,12 +69,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         return _FOREIGN[name]
     try:
         if name.startswith("numpy:"):
-            dtype = np.lib.format.descr_to_dtype(_descr_with_tuples(json.loads(name[6:])))
+            dtype = np.lib.format.descr_to_dtype(_descr_with_tuples(parse_json(name[6:])))
         else:
             dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
-    except MemoryError:
-        raise
     except Exception as error:
+        if is_transient(error):
+            raise
         raise FormatError(
             f"unknown element type {name!r}: install a newer ckpt-store and ml_dtypes, one of which may know it"
         ) from error
@@ -81,13 +83,20 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _descr_with_tuples(descr: Any) -> Any:
-    """Return a descr with tuples where JSON has lists.
+_MAX_LEVELS = 50
+"""The most levels of structures in structures. More are an attempt to use up the stack."""
+
+
+def _descr_with_tuples(descr: Any, levels: int = _MAX_LEVELS) -> Any:
+    """Return a descr with tuples where JSON has lists. Raises ValueError if it has more levels.
 
     A descr is text, or a list of fields (name, descr[, shape]); a name is text or a pair.
     """
     if isinstance(descr, str):
         return descr
+    if not levels:
+        raise ValueError("it is nested too deeply")
     return [
-        (tuple(f[0]) if isinstance(f[0], list) else f[0], _descr_with_tuples(f[1]), *(tuple(s) for s in f[2:])) for f in descr
+        (tuple(f[0]) if isinstance(f[0], list) else f[0], _descr_with_tuples(f[1], levels - 1), *(tuple(s) for s in f[2:]))
+        for f in descr
     ]

@@ -23,7 +23,7 @@ import xxhash
 
 from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.conditional_store import MAX_TRIES
-from ckpt.storage.base.errors import AlreadyExists, IntegrityError, NotFound, Outdated, StoreError, Unavailable
+from ckpt.storage.base.errors import AlreadyExists, IntegrityError, NotFound, Outdated, StoreError, Unavailable, is_transient
 from ckpt.storage.base.threads import DaemonThreadPool
 from ckpt.storage.member.device import OBJECTS, QUARANTINE, MemberInfo, find_damaged_ranges
 from ckpt.storage.registers.base import (
@@ -391,8 +391,8 @@ def _decode_record(data: bytes) -> tuple[str, RegisterAnswer]:
         value = None if given is None else RegisterValue(*given)
         if record_checksum(name, promised, accepted, value) == total:
             return name, Record(decode_ballot(promised), decode_ballot(accepted), value)
-    except MemoryError:
-        raise
-    except Exception:  # msgpack raises errors of many types for other bytes
+    except Exception as error:  # msgpack raises errors of many types for other bytes
+        if is_transient(error):
+            raise
         return str(name), DamagedRecord("it can't be read")
     return name, DamagedRecord("its checksum does not match")

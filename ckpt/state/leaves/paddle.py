@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 from paddle.base.framework import EagerParamBase, _dygraph_place_guard
 
+from ckpt.errors import FormatError
 from ckpt.state.boxes import Box
 from ckpt.state.dtype_names import dtype_name, numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes, MemoryLayout
@@ -86,7 +87,7 @@ def _tensor_type(dtype: object) -> _TensorType:
     name = str(dtype).removeprefix("paddle.")
     try:
         plain = numpy_dtype(name)
-    except Exception:
+    except FormatError:
         raise TypeError(f"elements of type {name} have no bytes of their own: store them as numbers or as str") from None
     typestr = f"<u{plain.itemsize}" if name in _NOT_IN_NUMPY else plain.str
     return _TensorType(dtype_name(plain), plain.itemsize, typestr)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.folders import PROGRAMS
 
 import ckpt
+from ckpt.aggregator.records.file_record import PathRecord, RecordHead, decode_record, encode_record
+from ckpt.format import codec
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.storage.base.checked_decode import parse_json
+from ckpt.storage.member import bucket
+from ckpt.storage.registers.base import Record
 
 
 @pytest.mark.parametrize("levels", [1, 60, 150])
@@ -79,3 +86,37 @@ def test_json_is_decoded_from_deep_in_the_stack() -> None:
 def test_json_that_no_stack_can_decode_is_refused() -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 1_000_000)
+
+
+_RECORD = encode_record(PathRecord(RecordHead("file", 3, 1.0, 2.0, "v"), inline_data=b"abc"))
+_STORED = bucket._encode_record("a", Record(value=_RECORD))
+DECODERS: dict[str, Callable[[], object]] = {
+    "codec": lambda: codec.encode('{"id": "zlib", "level": 1}', np.zeros(64, np.uint8), 1),
+    "element type": lambda: numpy_dtype('numpy:[["a", "<i4"], ["b", "<f8", [2]]]'),
+    "record of a path": lambda: decode_record("a", _RECORD),
+    "record in a bucket": lambda: require_whole(bucket._decode_record(_STORED)[1]),
+}
+
+
+def require_whole(answer: object) -> None:
+    assert isinstance(answer, Record)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_that_lacks_frames_finds_no_damage(name: str) -> None:
+    def call_below(frames: int) -> None:
+        if frames:
+            call_below(frames - 1)
+        else:
+            DECODERS[name]()
+
+    DECODERS[name]()
+    outcomes = []
+    for frames in range(sys.getrecursionlimit(), 0, -1):
+        try:
+            call_below(frames)
+        except RecursionError:
+            outcomes.append("no frames")
+        else:
+            break
+    assert len(outcomes) > 10

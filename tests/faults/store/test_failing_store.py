@@ -116,7 +116,7 @@ class _WithoutMemory(FailingStore):
     ("mode", "first"),
     [("blocking", Injected("injected")), ("async", MemoryError()), ("small", RuntimeError("can't start new thread"))],
 )
-def test_a_save_ends_although_its_process_has_no_memory_any_more(fast: Path, mode: str, first: Exception) -> None:
+def test_a_save_without_memory_ends(fast: Path, mode: str, first: Exception) -> None:
     """Its waiting caller gets an error, also if the calls after a failure fail, by which the attempt is ended."""
     save(fast, 0, mode)
     for at in range(1, 200):

@@ -79,6 +79,7 @@ def test_nested_values_in_records_and_messages_raise_the_promised_error(tmp_path
         (lambda: json_records.decode("commit", JSON, "commit"), IntegrityError),
         (lambda: codec.codec_of(JSON.decode()), FormatError),
         (lambda: numpy_dtype(f"numpy:{JSON.decode()}"), FormatError),
+        (lambda: numpy_dtype("numpy:" + '[["a", ' * 500 + '"<f4"' + "]]" * 500), FormatError),
         (lambda: read_json(JSON), Malformed),
         (lambda: parse_tables(b"x=" + JSON, tmp_path), InvalidArgument),
         (lambda: wire.unpack(MESSAGE), ValueError),
