@@ -114,7 +114,7 @@ def _inspect_all_steps(repo: Repository, verifying: bool, as_json: bool) -> int:
         show_steps(reports, order)
         for report in reports:
             show_problems(report)
-    emit(f"{format_count(len(reports), 'step')} in {repo.url}" + (f", {failed} of them not whole" if failed else ""))
+    emit(f"{format_count(len(reports), 'step')} in {repo.url}" + (f", {failed} of them not ok" if failed else ""))
     return exit_status(reports)
 
 

@@ -116,7 +116,7 @@ def status(run_dir: Path, state: str | None) -> int:
                 "can see its ranks"
             )
         if ranks:
-            common.show_table((">rank", ">process", "phase", ">step", ">committed", ">silent for", ">a step"), ranks)
+            common.show_table((">rank", ">process", "phase", ">step", ">committed", ">silent for", ">step time"), ranks)
             warm = f"; {report.warm}" if report.warm else ""
             emit(f"attempt {report.attempt}; logs in {report.logs}/{report.attempt}{warm}")
     for report in reports.values():

@@ -92,7 +92,7 @@ def verify_next_part(repo: Repository, step: int | None, share: float, as_json: 
     emit(
         f"{format_size(nbytes)} of {format_size(total)} read and checked, in {len(chosen):,} of "
         f"{format_count(len(blocks), 'block')} of {format_count(len(reports), 'step')}"
-        + (f", {len(bad_steps)} of them not whole" if bad_steps else "")
+        + (f", {len(bad_steps)} of them not ok" if bad_steps else "")
     )
     return exit_status(bad_steps)
 

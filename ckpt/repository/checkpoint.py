@@ -179,7 +179,7 @@ class Checkpoint:
         """
         algorithm = self.manifest().digest_algorithm
         if (signature := self.commit.signature) is None:
-            against = "" if is_cryptographic(algorithm) else ", which detect accidents but no forgery"
+            against = "" if is_cryptographic(algorithm) else ", which detect accidental damage but no forgery"
             return f"{algorithm} digests{against}; not signed"
         checked = "signature checked" if self._keys else "signature not checked, for no key was given"
         return f"{algorithm} digests; signed with key {signature.key}, {checked}"

@@ -283,7 +283,7 @@ def test_the_log_and_inspect_name_the_digest_and_the_signature_check(tmp_path: P
 
     caplog.set_level("INFO", "ckpt")
     ckpt.load(tmp_path / "plain")
-    assert "xxh3-128 digests, which detect accidents but no forgery; not signed" in caplog.text
+    assert "xxh3-128 digests, which detect accidental damage but no forgery; not signed" in caplog.text
     ckpt.load(tmp_path / "signed")
     assert f"blake3 digests; signed with key {identity.key}, signature not checked" in caplog.text
     ckpt.load(tmp_path / "signed", key=KEY)
