@@ -95,3 +95,11 @@ class RanksMissing(StepRefused):
 
     given_up: bool = False
     """Whether rank 0 has announced that it will not commit this save attempt any more."""
+
+
+def shared_class_name(error: BaseException) -> str:
+    """Return the name of the error's class, for a rank that may not have the class.
+
+    For an error of a store with classes of its own, this is the nearest base class in this module.
+    """
+    return next((c.__name__ for c in type(error).__mro__ if globals().get(c.__name__) is c), type(error).__name__)

@@ -175,7 +175,12 @@ class ReplicatedRegisters:
     # --- changing ----------------------------------------------------------------------------------------------
 
     def update(self, paths: Sequence[str], decide: Decide, expect_absent: bool = False) -> dict[str, RegisterValue | None]:
-        """Change the values of paths, and return each after that. expect_absent: expect no values, and read none first."""
+        """Change the values of paths, and return the value of each path after that.
+
+        expect_absent: expect no values, and read none first.
+
+        Raises Unavailable if no quorum answers, or if other clients compete for too long.
+        """
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
             found |= self.retry_outdated(functools.partial(self._try_update, batch, decide, expect_absent))
@@ -187,14 +192,17 @@ class ReplicatedRegisters:
     def update_fenced(
         self, fence_number: int, paths: Sequence[str], decide: Decide, expect_absent: bool = False
     ) -> dict[str, RegisterValue | None] | Superseded:
-        """Update with this fence number only. Return Superseded once members have another: the new objects may be deleted."""
+        """Update with this fence number only. Return Superseded as soon as a member has another one.
+
+        A repair may then have deleted the objects that the new values name.
+        """
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
             update = RegisterUpdate(decide, expect_absent, fence_number)
             try:
                 found |= self._update_batch(batch, update)
             except Outdated as error:
-                return Superseded(error, bool(update.possibly_changed))
+                return Superseded(error, bool(found or update.possibly_changed))
         return found
 
     def _update_batch(self, paths: Sequence[str], update: RegisterUpdate) -> dict[str, RegisterValue | None]:
@@ -282,10 +290,9 @@ class ReplicatedRegisters:
             paths, highest = self._run_round(paths, ballot, update)
             tries += 1
             if paths and tries > 4 and time.monotonic() > until:
-                raise Unavailable(
-                    f"{_describe_paths(paths)}: other clients changed it at the same time for {self._deadline_seconds:g} s; "
-                    "try again"
-                )
+                what = f"{_describe_paths(paths)} can't be changed for {self._deadline_seconds:g} s"
+                reasons = [f"{member}: {error}" for member, error in update.errors.items()]
+                raise Unavailable(f"{what}: {'; '.join(reasons) or 'other clients changed it at the same time'}; try again")
             if paths:
                 time.sleep(random.SystemRandom().uniform(0, pause))
                 pause = min(2 * pause, 0.5)
@@ -306,7 +313,7 @@ class ReplicatedRegisters:
         proposals, undecided, highest = choose_values(replica_sets, promises, ballot, update)
         update.possibly_changed.update({path: proposal.value for path, proposal in proposals.items()})
         failpoint("register.accept")
-        accepted, _ = self._call_members(
+        accepted, update.errors = self._call_members(
             {path: replica_sets[path].members for path in proposals},
             lambda registers, names: registers.accept(
                 [(name, proposals[name].value) for name in names], ballot, fence_number=fence_number

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt.aggregator.records.replica_set import ReplicaSet, undamaged_records
-from ckpt.storage.base.errors import Outdated
+from ckpt.storage.base.errors import Outdated, StoreError
 from ckpt.storage.registers.base import Ballot, RegisterAnswer, RegisterValue, is_final
 
 Decide = Callable[[str, RegisterValue | None], RegisterValue | None]
@@ -40,6 +40,8 @@ class RegisterUpdate:
     """The values of the paths that are done."""
     possibly_changed: dict[str, RegisterValue] = field(default_factory=dict)
     """By path, the last proposed value that a member may have accepted."""
+    errors: dict[str, StoreError] = field(default_factory=dict)
+    """By member, the errors of the last attempt to have a proposed value accepted."""
 
 
 @dataclass(frozen=True, slots=True)

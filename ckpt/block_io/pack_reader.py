@@ -19,8 +19,7 @@ from ckpt.errors import DAMAGE_ADVICE
 from ckpt.format.limits import BLOCK_BYTES
 from ckpt.format.manifest import Row
 from ckpt.state.leaves.base import Bytes
-from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
-from ckpt.storage.base.fd_io import is_bad_sector
+from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError, is_bad_sector
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import Reader, Store
 

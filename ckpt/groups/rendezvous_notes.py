@@ -31,7 +31,7 @@ class RendezvousNotes:
     def leave(self, error: StoreError) -> None:
         """Publish why this rank cannot reach the store."""
         note = {"rank": self._group.rank, "reason": str(error), "at": _boot_clock_seconds(), "token": secrets.token_hex(8)}
-        note |= {"kind": type(error).__name__, "errno": getattr(error.__cause__, "errno", None)}
+        note |= {"kind": errors.shared_class_name(error), "errno": getattr(error.__cause__, "errno", None)}
         self._group.leave_note(self._key, json.dumps(note).encode())
 
     def withdraw(self) -> None:

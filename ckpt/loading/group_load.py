@@ -59,7 +59,7 @@ def run_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
         result = work()
     except BaseException as failed:
         error = failed
-    failure = "" if error is None else json.dumps([type(error).__name__, str(error)])
+    failure = "" if error is None else json.dumps([errors.shared_class_name(error), str(error)])
     try:
         answers = [json.loads(a) if a else None for a in group.all_gather(failure.encode())]
     except GroupError:
@@ -113,7 +113,7 @@ def broadcast_from_rank_0(group: Group, read: Callable[[], str]) -> str:
             answer[1] = read()
         except BaseException as failed:
             error = failed
-            answer = [type(failed).__name__, str(failed)]
+            answer = [errors.shared_class_name(failed), str(failed)]
     kind, text = json.loads(group.broadcast(json.dumps(answer).encode() if group.rank == 0 else None))
     if error is not None:
         raise error

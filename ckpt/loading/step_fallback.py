@@ -37,8 +37,12 @@ def load_newest_on_all_ranks(
 ) -> tuple[int, T] | None:
     """Load the newest complete step on all ranks; return its number and the state, or None if no step is committed.
 
+    strict: raise the first damage, and try no other step.
     load: loads one checkpoint, given a function that opens it.
     before: load the newest step below this number, if there is one.
+
+    Raises IntegrityError if every step is damaged, StoreError or RemoteStoreError if a step can't be read now, and StepNotFound
+    if nothing exists at the URL.
 
     Rank 0 lists the steps. If a listed step can't be loaded, rank 0 decides whether it was deleted after the listing.
     """
@@ -71,7 +75,7 @@ def load_newest_on_all_ranks(
                     damage[number] = error
         # A missing step means that another process saves and deletes, so it may have committed a newer step than `found`.
         if not missing:
-            return report_fallback(repo, found, damage)
+            return _finish_fallback(repo, found, damage, before)
         tried_and_present = {*numbers} - missing
         relisted: list[int] = json.loads(broadcast_from_rank_0(group, listed_steps))
         if found is None and not {*relisted} <= {*numbers}:
@@ -79,7 +83,7 @@ def load_newest_on_all_ranks(
             continue
         newer = relisted[: relisted.index(found[0])] if found is not None and found[0] in relisted else relisted
         if not _has_committed(repo, [number for number in newer if number not in tried_and_present], group):
-            return report_fallback(repo, found, damage)
+            return _finish_fallback(repo, found, damage, before)
         numbers = relisted
 
 
@@ -101,7 +105,9 @@ def _has_committed(repo: Repository, steps: Sequence[int], group: Group) -> bool
     )
 
 
-def report_fallback(repo: Repository, found: tuple[int, T] | None, damage: dict[int, IntegrityError]) -> tuple[int, T] | None:
+def _finish_fallback(
+    repo: Repository, found: tuple[int, T] | None, damage: dict[int, IntegrityError], before: int | None
+) -> tuple[int, T] | None:
     """Warn of the skipped damaged steps, mark them as damaged, and return `found`. Raise IntegrityError if all are damaged."""
     mark_damaged_in_all_tiers(repo, damage)
     if found is None and damage:
@@ -111,9 +117,12 @@ def report_fallback(repo: Repository, found: tuple[int, T] | None, damage: dict[
         if not others:
             raise newest
         raise type(newest)(f"no step of {repo.url} is whole, of {steps_text(sorted(damage))}; the newest: {newest}") from newest
-    for skipped in damage.values():
+    for number, skipped in damage.items():
         assert found is not None
-        message = f"loaded the older step {found[0]} because a newer one is damaged: {skipped}"
+        if before is None or found[0] < before:
+            message = f"loaded the older step {found[0]} because a newer one is damaged: {skipped}"
+        else:  # there is no other step below `before`
+            message = f"loaded step {found[0]} because step {number} is damaged: {skipped}"
         log.error(message)
         warn_user(message)
     return found

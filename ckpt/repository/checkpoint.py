@@ -29,8 +29,7 @@ from ckpt.state.rank_tree import array_names, has_rank_nodes, resolve_for_rank
 from ckpt.state.tree import Node
 from ckpt.state.tree_rebuild import refusing_deep_trees
 from ckpt.storage.base.checked_decode import parse_json
-from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
-from ckpt.storage.base.fd_io import is_bad_sector
+from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError, is_bad_sector
 from ckpt.storage.base.store import Store
 from ckpt.support.runtime import collector_paused
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from ckpt.errors import damage_text
 from ckpt.format import json_records
 from ckpt.format.training_lines import Ancestry, StepOrder, TrainingLine, parse_line
-from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError
-from ckpt.storage.base.fd_io import is_damage
+from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, is_damage
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
@@ -45,7 +44,8 @@ def write_line(store: Store, line: TrainingLine) -> None:
 def newest_opened_line(store: Store) -> TrainingLine:
     """Return the newest line that was opened, whether or not a step on it is committed.
 
-    A line with a damaged record counts as that of another run. Raises StoreError if the record can't be read now.
+    A line with a damaged record counts as that of another run. Raises StoreError if the record can't be read now, and
+    FormatError if a newer version has written it.
     """
     number = max(line_numbers(store), default=0)
     if not number:

@@ -17,6 +17,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt.errors import DAMAGE_ADVICE, FormatError, StepNotFound
@@ -27,8 +28,7 @@ from ckpt.format.training_lines import StepOrder, TrainingLine, order_by_number,
 from ckpt.repository import line_records
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.line_records import StepLines
-from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
-from ckpt.storage.base.fd_io import is_damage
+from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, InvalidArgument, NotFound, StoreError, is_damage
 from ckpt.storage.base.store import Entry, Store
 from ckpt.storage.urls import open_store
 
@@ -119,32 +119,35 @@ class Repository:
         """Raise StepNotFound if nothing exists at the URL yet; FormatError or IntegrityError if what exists can't be used."""
         if self._has_marker():
             return
-        has_steps, foreign = any(self.store.list_folders("steps")), self._foreign_file()
+        has_steps, other = any(self.store.list_folders("steps")), self._file_outside_rendezvous()
         if self._has_marker():  # another process has just created it
             return
         if has_steps:
             raise FormatError(f"{self._missing_marker_text()}; restore it from a copy")
-        if foreign is None:
+        if other is None:
             raise StepNotFound(f"nothing has been saved to {self.url} yet; check the path, or save to it first")
         raise FormatError(f"{self.url} is not a checkpoint repository (no {MARKER}); check the path")
 
     def _missing_marker_text(self) -> str:
         return f"{self.url} has steps, and its {MARKER} is missing"
 
-    def _foreign_file(self) -> Entry | None:
-        """Return a file other than those of the rendezvous, which ranks write before the repository exists; None if all are."""
+    def _file_outside_rendezvous(self) -> Entry | None:
+        """Return a file that does not belong to the rendezvous; None if there is none.
+
+        Ranks meet there before the repository exists.
+        """
         return next((e for e in self.store.list() if not e.name.startswith("meet/")), None)
 
     def ensure(self) -> None:
         """Create the repository if it does not exist; raise FormatError if the folder has other files."""
         if self._has_marker():
             return
-        foreign = self._foreign_file()
-        if foreign is not None and not self.store.exists(MARKER):  # a marker now means that another process was faster
-            if foreign.name.startswith("steps/"):
+        has_steps, other = any(self.store.list_folders("steps")), self._file_outside_rendezvous()
+        if other is not None and not self.store.exists(MARKER):  # a marker now means that another process was faster
+            if has_steps:
                 raise FormatError(f"{self._missing_marker_text()}; restore it from a copy, or name an empty or a new folder")
             raise FormatError(
-                f"{self.url} holds other files (such as {foreign.name}) and is not a checkpoint repository; "
+                f"{self.url} holds other files (such as {other.name}) and is not a checkpoint repository; "
                 "name an empty or a new folder"
             )
         try:
@@ -206,7 +209,7 @@ class Repository:
         """
         for step in self.step_numbers():
             try:
-                yield self.record(step)
+                yield self._numbered_record(step)
             except NotFound:
                 continue
             except CkptError as error:
@@ -247,13 +250,13 @@ class Repository:
     def lines(self) -> StepLines:
         """Return the training line of each committed step, and the order of all steps.
 
-        Raises StoreError if a record is unreadable and that of the newest line can't be read now.
+        Raises StoreError or FormatError if the record of a step is unreadable and the record of the newest line can't be read.
         """
         known: dict[int, TrainingLine] = {}
         errors: dict[int, CkptError] = {}
         for step in self.step_numbers():
             try:
-                known[step] = self.record(step).training_line
+                known[step] = self._numbered_record(step).training_line
             except NotFound:
                 continue
             except CkptError as error:
@@ -328,7 +331,9 @@ class Repository:
         return self.checkpoint(self.commit(step), rank)
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        return (self[step] for step in self.steps())
+        for step in self.steps():
+            with suppress(NotFound):  # it was deleted meanwhile
+                yield self.checkpoint(self._numbered_record(step))
 
     def __len__(self) -> int:
         return len(self.steps())

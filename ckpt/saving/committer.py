@@ -150,12 +150,13 @@ class Committer:
         return checkpoint
 
     def _previous_step_tree(self) -> tuple[int, Node] | None:
-        """Return the newest step with a lower number, and its tree for all ranks; None if there is none."""
+        """Return the newest committed step with a lower number, and its tree for all ranks; None if there is none."""
         repo = self._session.repo
-        number = next((n for n in reversed(repo.order().steps) if n < self._step), None)
-        if number is None:
-            return None
-        return number, Checkpoint(self._store, repo.commit(number)).tree_of_all_ranks()
+        for number in reversed(repo.order().steps):
+            if number < self._step:
+                with suppress(StepNotFound):  # a folder of an attempt that has failed
+                    return number, Checkpoint(self._store, repo.commit(number)).tree_of_all_ranks()
+        return None
 
     def _publish_step(
         self, table: bytes, tree: bytes, packs: dict[str, int], totals: StepTotals, algorithm: str,

@@ -14,8 +14,7 @@ from ckpt.block_io.block_check import verify_stored_block
 from ckpt.block_io.replicated_store import from_nearest
 from ckpt.format.block_difference import BaseBlock
 from ckpt.format.manifest_encoding import StoredBlock
-from ckpt.storage.base.errors import IntegrityError, StoreError
-from ckpt.storage.base.fd_io import is_bad_sector
+from ckpt.storage.base.errors import IntegrityError, StoreError, is_bad_sector
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")

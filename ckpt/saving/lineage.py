@@ -1,6 +1,6 @@
 """The class Lineage, which decides to which training line the saves of a session belong.
 
-Which save continues which is decided when a save begins, without reading the repository. The committing process reads the
+When a save begins, the lineage decides from memory which earlier save it continues. The committing process reads the
 repository when the first save of a segment is committed.
 """
 
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from ckpt.format.training_lines import TrainingLine
 from ckpt.repository.repository import Repository, commit_name
-from ckpt.storage.base.errors import CkptError, NotFound
-from ckpt.storage.base.fd_io import is_damage
+from ckpt.storage.base.errors import CkptError, NotFound, is_damage
 from ckpt.support.user_warning import warn_user
 
 log = logging.getLogger("ckpt")
@@ -29,7 +28,7 @@ class _SegmentStart:
     restored_step: int | None = None
     """The step from which the segment continues, if this process has restored one."""
     previous: LineSegment | None = None
-    """The earlier segment of this process, if the loop went back behind its steps without a restore."""
+    """The earlier segment of this process, if the loop now saves a lower number than that one did, without a restore."""
     is_new_run: bool = False
     """Whether earlier saves of this process count as those of another run."""
 
@@ -67,8 +66,8 @@ class LineSegment:
         if self._is_single_line():
             return TrainingLine()
         found = self._repo.lines()
-        if (unread := found.errors.get(-1 if self._restored_step is None else self._restored_step)) and not is_damage(unread):
-            raise unread  # without its line, the step would count as not restored
+        if self._restored_step is not None and (unread := found.errors.get(self._restored_step)) is not None:
+            raise unread  # without its line, the step would count as not restored, and the old steps as those of another run
         if (newest := found.newest()) is None:
             return TrainingLine()
         lines, order = found.known, found.order
@@ -177,6 +176,11 @@ class Lineage:
             if step < self.newest_step:
                 self._restored_step = self.base_step = self._previous_segment = self._segment = None
                 self.newest_step, self._is_new_run = step, True
+
+    def note_committed(self) -> None:
+        """Record that a step was committed after the restored one."""
+        with self._lock:
+            self.base_step = None
 
     def begin_save(self, step: int) -> LineSegment:
         """Record that a save of this step begins, and return its segment."""

@@ -73,7 +73,7 @@ class PreviousSteps:
             if attempt.serial <= self._last_serial:
                 return
             self._last_serial = attempt.serial
-            lineage.base_step = None
+            lineage.note_committed()
             previous, self._last_steps = self._last_steps, None
             if copies == 1:
                 self._last_steps = _LastSteps(algorithm, 1, (step_blocks,))

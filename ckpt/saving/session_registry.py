@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckpt.errors import SaveFailed
@@ -35,12 +35,14 @@ def enter(
     serials: SerialCounter | None = None,
     rendezvous_store: Store | None = None,
     requested_step: RequestedStep = (),
+    prepare: Callable[[], None] | None = None,
 ) -> Session:
     """Return the session of this process for a repository and group, or begin one. With a group, every rank must call this.
 
     serials: the counter that the tiers of a repository share; None without tiers.
     rendezvous_store: a writable store at which the group meets; None for the store of the repository.
     requested_step: the step that the caller will save first.
+    prepare: called on rank 0 before a new session begins; its error is raised on all ranks.
 
     Raises RepositoryBusy if a live process writes to the repository, and InvalidArgument if the session signs with other keys.
     """
@@ -54,7 +56,7 @@ def enter(
                 return session
         # Without the lock, because ranks that are threads of this process wait for each other here.
         with _lend_lease(repo, group, serials) as shared:
-            start = start_in_group(repo, group, serials, rendezvous_store or repo.store, shared, requested_step)
+            start = start_in_group(repo, group, serials, rendezvous_store or repo.store, shared, requested_step, prepare)
             new_session = Session(repo, group, start)
             with _registry_lock:
                 session = _sessions.setdefault(key, new_session)
@@ -71,7 +73,7 @@ def enter(
                 orphan.raise_failed()
             # With tiers, take a new lease: its serials are shared with the tiers and above those of a lease without tiers.
             shared = _lease_of_this_process(repo) if serials is None else None
-            session = _sessions[key] = Session(repo, group, start_alone(repo, shared, serials))
+            session = _sessions[key] = Session(repo, group, start_alone(repo, shared, serials, prepare))
         session.require_same_keys(repo)
         session.user_count += 1
         return session

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,11 +39,16 @@ def next_step_number(repo: Repository) -> int:
     return repo.newest()[1] + 1
 
 
-def start_alone(repo: Repository, shared: GroupLease | None, serials: SerialCounter | None) -> SessionStart:
+def start_alone(
+    repo: Repository, shared: GroupLease | None, serials: SerialCounter | None, prepare: Callable[[], None] | None = None
+) -> SessionStart:
     """Return the start of a session without a group. Creates the repository if it does not exist.
 
     shared: the lease that this process has for a group, which the new session shares.
+    prepare: called first.
     """
+    if prepare is not None:
+        prepare()
     repo.ensure()
     return SessionStart(acquire_group_lease(repo, serials=serials) if shared is None else shared.for_process_alone())
 
@@ -55,12 +60,14 @@ def start_in_group(
     rendezvous_store: Store,
     shared: GroupLease | None,
     requested_step: RequestedStep,
+    prepare: Callable[[], None] | None = None,
 ) -> SessionStart:
     """Return the start of a session of a group. All ranks call it, and communicate only here.
 
     If rank 0 can't begin, all ranks raise the same error.
 
     shared: the lease that rank 0 has for another group, which the new session shares. A new lease would fence that group.
+    prepare: called first, on rank 0.
     """
     if group.rank:
         announcement, processes = _announce_and_gather(rendezvous_store, group, None)
@@ -72,6 +79,8 @@ def start_in_group(
         return SessionStart(own_lease, announcement["next"], tuple(announcement["asked"]))
     lease: GroupLease | None = None
     try:
+        if prepare is not None:
+            prepare()
         repo.ensure()
         if shared is not None and shared.writer.lease_error() is None:
             lease = shared.for_other_group(group.size)
@@ -83,10 +92,9 @@ def start_in_group(
     except BaseException as error:
         if lease is not None:
             lease.release()
-        name = type(error).__name__
-        kind, reason = (
-            (name, str(error)) if isinstance(error, CkptError) else ("GroupError", f"{name}: {error}".removesuffix(": "))
-        )
+        kind, reason = "GroupError", f"{type(error).__name__}: {error}".removesuffix(": ")
+        if isinstance(error, CkptError):
+            kind, reason = errors.shared_class_name(error), str(error)
         _announce_and_gather(rendezvous_store, group, {"error": kind, "message": f"rank 0 could not begin to save: {reason}"})
         raise
     try:

@@ -25,9 +25,8 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import Keep
 from ckpt.saving.writer_session import Session
-from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
+from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError, is_bad_sector
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.fd_io import is_bad_sector
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import ALIGNMENT, Reader, Store
 

@@ -40,6 +40,7 @@ from ckpt.storage.base.store import Store
 from ckpt.support.user_warning import warn_user
 from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.copy_check import remove_damaged_copies
+from ckpt.tiers.earlier_steps import offer_earlier_steps
 from ckpt.tiers.freed_memory import free_memory, remove_freed_commits
 from ckpt.tiers.open_tier import OpenTier, can_fall_through, cancel_promotion, publish_durable
 from ckpt.tiers.previous_memory import previous_memories
@@ -108,10 +109,14 @@ class TierManager:
         rendezvous_store: where the ranks meet. It is that of the repository of record, so that they can agree that a tier can't
             be written.
         """
-        if self._open_tiers and self._group.rank == 0:
-            repair_marker(repo, tier)
-            remove_freed_commits(repo, self._open_tiers[-1].session.repo)
-        self._open_tiers.insert(0, OpenTier(tier, session_registry.enter(repo, self._group, series, rendezvous_store)))
+
+        def prepare() -> None:
+            if self._open_tiers:
+                repair_marker(repo, tier)
+                remove_freed_commits(repo, self._open_tiers[-1].session.repo)
+
+        session = session_registry.enter(repo, self._group, series, rendezvous_store, prepare=prepare)
+        self._open_tiers.insert(0, OpenTier(tier, session))
 
     def _start_copiers(self) -> None:
         """Start copying to all tiers that have a nearer one, and measure the sizes of the near tiers, on rank 0."""
@@ -294,22 +299,11 @@ class TierManager:
     def catch_up(self) -> None:
         """Promote, once, the newest step that an earlier job left in a nearer tier and that is due in a further one.
 
-        A step newer than the restored one is abandoned, and is not promoted.
+        If a tier can't be read now, the next call tries again.
         """
-        if self._has_caught_up:
-            return
-        self._has_caught_up = True
-        for number, tier in enumerate(self._open_tiers):
-            if tier.copier is None:
-                continue
-            newest_in_tier = tier.session.repo.newest()
-            publish_durable(tier, newest_in_tier[1])
-            # Only for an interval in steps does the number say whether a step is due. Otherwise the newest step is copied.
-            is_due = tier.spec.counts if isinstance(tier.spec.every, int) else lambda _: True
-            nearer = (other.session.repo for other in self._open_tiers[:number])
-            newest = max(repo.newest(is_due) for repo in [*nearer, *self._read_only_tiers, *self._previous_memories])
-            if newest > newest_in_tier and (self._line_and_step is None or newest <= self._line_and_step):
-                tier.copier.offer(newest[1])
+        if not self._has_caught_up:
+            read_only = [*self._read_only_tiers, *self._previous_memories]
+            self._has_caught_up = offer_earlier_steps(self._open_tiers, read_only, self._line_and_step)
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:
         """Wait for the running saves, and until each tier has the steps that are due there; raise SaveFailed if one failed.

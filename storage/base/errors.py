@@ -102,6 +102,26 @@ class IntegrityError(CkptError):
     """Stored bytes differ from those that were written: changed, truncated or missing."""
 
 
+# --- damage ---------------------------------------------------------------------------------------------------
+
+_BAD_SECTOR_ERRNOS = {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENODATA}
+"""EIO; a checksum of the file system that does not match (XFS, ext4: EUCLEAN, EBADMSG); past the page cache, the errors of the
+block layer for a checksum of the device (EILSEQ) and for a bad medium (ENODATA)."""
+
+
+def is_bad_sector(error: StoreError) -> bool:
+    """Return whether the device could not read the bytes. That is damage, unlike a store that cannot be reached."""
+    return getattr(error.__cause__, "errno", None) in _BAD_SECTOR_ERRNOS
+
+
+def is_damage(error: CkptError) -> bool:
+    """Return whether an error of a read means that the stored bytes are damaged.
+
+    Otherwise nothing is known about them: the store can't be reached, refuses the read, or has data of a newer version.
+    """
+    return isinstance(error, IntegrityError) or (isinstance(error, StoreError) and is_bad_sector(error))
+
+
 # --- as errno values -----------------------------------------------------------------------------------------
 
 _ERRNO_BY_ERROR = (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pickle import PickleBuffer
 
-from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, NoSpace, NotFound, Refused, StoreError
+from ckpt.storage.base.errors import AlreadyExists, NoSpace, NotFound, Refused, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.page_cache import in_page_cache, read_cached
 from ckpt.storage.base.store import ALIGNMENT, Reader
@@ -35,24 +35,6 @@ _OTHER_ADVICE = "see the log of the kernel (dmesg), and check the file system"
 
 _WRONG_PATH_ERRNOS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _REFUSED_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
-
-
-_BAD_SECTOR_ERRNOS = {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENODATA}
-"""EIO; a checksum of the file system that does not match (XFS, ext4: EUCLEAN, EBADMSG); past the page cache, the errors of the
-block layer for a checksum of the device (EILSEQ) and for a bad medium (ENODATA)."""
-
-
-def is_bad_sector(error: StoreError) -> bool:
-    """Return whether the device could not read the bytes. That is damage, unlike a store that cannot be reached."""
-    return getattr(error.__cause__, "errno", None) in _BAD_SECTOR_ERRNOS
-
-
-def is_damage(error: CkptError) -> bool:
-    """Return whether an error of a read means that the stored bytes are damaged.
-
-    Otherwise nothing is known about them: the store can't be reached, refuses the read, or has data of a newer version.
-    """
-    return isinstance(error, IntegrityError) or (isinstance(error, StoreError) and is_bad_sector(error))
 
 
 @contextmanager

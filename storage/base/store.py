@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt.storage.base.errors import AlreadyExists, Changed, IntegrityError, InvalidName, NotFound
+from ckpt.storage.base.errors import AlreadyExists, Changed, IntegrityError, InvalidName, NotFound, StoreError, is_bad_sector
 
 ALIGNMENT = 4096
 """Blocks start at multiples of this many bytes in a pack: the page size, and the largest logical sector size in use, so that
@@ -28,6 +28,9 @@ Buffer = bytes | bytearray | memoryview
 Version = Any
 """Identifies the content of an object at one time; `get_versioned` returns it and `publish` compares it. Each store defines its
 own type."""
+
+_BAD_SECTOR = object()
+"""The version of an object that the device can't read."""
 
 # Characters that every file system and object store distinguishes. A leading dot is reserved for temporary files.
 _SEGMENT = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}")
@@ -212,10 +215,10 @@ class Store(ABC):
         self._require_unchanged(name, replaces)
         self.put(name, data)
 
-    def _require_unchanged(self, name: str, expected: bytes) -> None:
+    def _require_unchanged(self, name: str, expected: Version) -> None:
         """Raise Changed unless an object exists and has exactly the expected content."""
         try:
-            if self.get_up_to(name, len(expected)) == expected:
+            if self.get_versioned(name, PROBE_BYTES if expected is _BAD_SECTOR else len(expected))[1] == expected:
                 return
         except (NotFound, IntegrityError):
             pass
@@ -247,8 +250,16 @@ class Store(ABC):
         """
 
     def get_versioned(self, name: str, limit: int) -> tuple[bytes, Version]:
-        """Return the whole object and its version for `publish`; raise the errors of `get_up_to`."""
-        data = self.get_up_to(name, limit)
+        """Return the whole object and its version for `publish`; raise the errors of `get_up_to`.
+
+        An object on a bad sector counts as damaged, so that it can be replaced: its content is returned as empty.
+        """
+        try:
+            data = self.get_up_to(name, limit)
+        except StoreError as error:
+            if not is_bad_sector(error):
+                raise
+            return b"", _BAD_SECTOR
         return data, data
 
     def get_up_to(self, name: str, limit: int) -> bytes:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
-from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError
-from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error, is_bad_sector
+from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError, is_bad_sector
+from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error
 from ckpt.storage.base.fsync import make_durable_root, sync_folder, sync_nearest_folder
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore

@@ -24,7 +24,8 @@ CHANGE = 1.5
 """A device counts as changed if two measurements in a row differ from the expected rate by this factor."""
 
 FIRST_REST_BYTES, LAST_REST_BYTES = 256 << 20, 8 << 30
-"""Bytes that are read with the best choice before a neighbour is tried: at first, and after many tries without a gain."""
+"""Bytes that are read with the best choice before a neighbour is tried. The number doubles after each try without a gain, from
+the first to the last."""
 
 _SMOOTHING = 0.3
 """The weight of a new measurement of the best choice in its expected rate."""
@@ -71,7 +72,7 @@ class Search:
 
 
 def start(space: ChoiceSpace, learned: Choice | None = None) -> Search:
-    """Return a search that begins at a choice. learned: the best of an earlier search, which then rests at once."""
+    """Return a search that begins at a choice. learned: the best of an earlier search; the new one then begins at rest."""
     if learned is None or learned not in space:
         return Search(space, space.first)
     return Search(space, learned, is_resting=True)
@@ -80,6 +81,8 @@ def start(space: ChoiceSpace, learned: Choice | None = None) -> Search:
 def observe(search: Search, measurement: Measurement) -> Search:
     """Return the search after a measurement."""
     if measurement.choice != search.current:  # of a choice that was given up meanwhile
+        return search
+    if not measurement.nbytes:  # all requests failed, which says nothing about the speed
         return search
     if search.trial is not None:
         return _after_trial(search, measurement)

@@ -19,8 +19,8 @@ from helpers.local_stores import files_below
 from helpers.local_stores import store as store
 from helpers.small_disks import small_disk as small_disk
 
-from ckpt.storage.base.errors import AlreadyExists, NotFound, Refused, StoreError
-from ckpt.storage.base.fd_io import convert_os_errors, is_bad_sector, is_damage
+from ckpt.storage.base.errors import AlreadyExists, NotFound, Refused, StoreError, is_bad_sector, is_damage
+from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.storage.base.store import Buffer
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import O_DIRECT

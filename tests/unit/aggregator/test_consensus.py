@@ -6,14 +6,18 @@ import os
 import random
 import sqlite3
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.processes import SOAK, until
 from helpers.registers import Flaky, new_registers, record, replicated_registers, words
 
 from ckpt.aggregator.placement.redundancy import quorum
-from ckpt.storage.base.errors import Unavailable
+from ckpt.aggregator.records.paxos import BATCH_PATHS
+from ckpt.aggregator.records.register_update import Superseded
+from ckpt.storage.base.errors import NoSpace, Outdated, Unavailable
 from ckpt.storage.registers.base import (
     NO_BALLOT,
     Ballot,
@@ -144,3 +148,37 @@ def test_a_damaged_record_is_replaced_by_the_next_change(tmp_path: Path) -> None
         return isinstance(answer, Record) and answer.value == RegisterValue(b"", b"two")
 
     until(is_replaced, "the change, which returned after a majority, reaches the damaged member, too")
+
+
+def test_members_that_accept_no_value_are_named(tmp_path: Path) -> None:
+    """Otherwise the message would blame other clients."""
+
+    def refuse(*_: object, **__: object) -> list[bool]:
+        raise NoSpace("the disk is full")
+
+    inner = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)}
+    for registers in inner.values():
+        registers.accept = registers.change = refuse  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="a can't be changed for 0.5 s: m.: the disk is full"):
+        replicated_registers(inner, 0.5).update(["a"], lambda _, __: RegisterValue(b"new"))
+
+
+def test_a_change_that_is_superseded_after_its_first_batch_may_be_taken(tmp_path: Path) -> None:
+    replicated = replicated_registers({f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)})
+    paths = [f"p{i:05}" for i in range(BATCH_PATHS + 1)]
+    outcome = replicated.update_fenced(0, paths[:1], lambda _, __: RegisterValue(b"new"))
+    assert isinstance(outcome, dict)
+    replica_sets = replicated._replica_sets
+
+    def members_of(asked: Sequence[str]) -> Any:
+        if paths[-1] in asked:
+            raise Outdated("the members have the fence number 1 now")
+        return replica_sets(asked)
+
+    replicated._replica_sets = members_of  # type: ignore[method-assign]
+    outcome = replicated.update_fenced(0, paths, lambda _, __: RegisterValue(b"new"))
+    assert isinstance(outcome, Superseded)
+    assert outcome.may_be_taken
+    outcome = replicated.update_fenced(0, paths[-1:], lambda _, __: RegisterValue(b"new"))
+    assert isinstance(outcome, Superseded)
+    assert not outcome.may_be_taken

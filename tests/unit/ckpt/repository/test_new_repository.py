@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import ckpt
 from ckpt.repository.repository import MARKER, Repository
 from ckpt.storage.base.errors import NotFound
+from ckpt.storage.base.store import Entry
 from ckpt.storage.local.directory import LocalStore
 
 
@@ -42,3 +44,22 @@ def test_steps_without_a_marker_are_an_error(tmp_path: Path) -> None:
     (tmp_path / MARKER).unlink()
     with pytest.raises(ckpt.FormatError, match="has steps, and its ckpt.json is missing"):
         Repository(LocalStore(tmp_path)).check()
+
+
+class _SortedStore(LocalStore):
+    """Lists the files in an order; a store may list them in any."""
+
+    def __init__(self, path: Path, is_descending: bool) -> None:
+        super().__init__(path)
+        self._is_descending = is_descending
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        return iter(sorted(super().list(prefix), key=lambda entry: entry.name, reverse=self._is_descending))
+
+
+@pytest.mark.parametrize("is_descending", [False, True])
+def test_a_save_to_steps_without_a_marker_is_refused(tmp_path: Path, is_descending: bool) -> None:
+    ckpt.save({"a": np.zeros(4)}, tmp_path, step=1)
+    (tmp_path / MARKER).unlink()
+    with pytest.raises(ckpt.FormatError, match="has steps, and its ckpt.json is missing"):
+        ckpt.save({"a": np.zeros(4)}, _SortedStore(tmp_path, is_descending), step=2)

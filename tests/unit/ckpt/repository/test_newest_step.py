@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 import ckpt
+from ckpt.api import load_newest
+from ckpt.groups.base import SingleProcessGroup
+from ckpt.loading.group_load import LoadRequest
 from ckpt.repository.repository import commit_name, open_repository
 from ckpt.storage.base.errors import IntegrityError, StoreError
 from ckpt.storage.local.directory import LocalStore
@@ -172,3 +175,55 @@ def test_a_commit_record_on_a_bad_sector_is_damage(tmp_path: Path) -> None:
     _record(tmp_path, 2).symlink_to("/proc/self/mem")  # read(2) at its begin fails with EIO
     with pytest.warns(UserWarning, match="loaded the older step 1 because a newer one is damaged: .* I/O error"):
         assert ckpt.load(tmp_path)["a"][0] == 1
+    ckpt.save(_state(7), tmp_path, 2)
+    assert ckpt.load(tmp_path)["a"][0] == 7, "a save replaces it, as any damaged step"
+    assert _steps(tmp_path) == [1, 2]
+
+
+def test_a_restored_step_whose_record_is_damaged_meanwhile_is_no_new_run(url: Path) -> None:
+    """Otherwise its steps would be set aside, as those of another run."""
+    with ckpt.Checkpointer(url, every=None, keep=None) as checkpointer:
+        checkpointer.restore(_state(0), step=FORK)
+        data = _record(url, FORK).read_bytes()
+        _damage(_record(url, FORK))
+        with pytest.raises(ckpt.CkptError, match=f"steps/{FORK}/commit.json is damaged"):
+            checkpointer.save(ABANDONED + 1, _state(5), blocking=True)
+        _record(url, FORK).write_bytes(data)
+        checkpointer.save(ABANDONED + 1, _state(5), blocking=True)
+    assert open_repository(url).order().set_aside == frozenset()
+
+
+def test_the_record_of_another_step_is_damage_in_every_listing(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        ckpt.save(_state(step), tmp_path, step)
+    shutil.copy(_record(tmp_path, 1), _record(tmp_path, 2))
+    repo = ckpt.open(tmp_path)
+    assert repo.steps() == [1, 3]
+    assert 2 not in repo
+    assert [commit.step for commit in repo.commits()] == [1, 3]
+    assert [checkpoint.step for checkpoint in repo] == [1, 3]
+
+
+def test_a_step_that_is_deleted_during_an_iteration_is_left_out(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        ckpt.save(_state(step), tmp_path, step)
+    found = iter(ckpt.open(tmp_path))
+    assert next(found).step == 1
+    shutil.rmtree(tmp_path / "steps/2")
+    assert [checkpoint.step for checkpoint in found] == [3]
+
+
+def test_a_load_below_a_limit_that_falls_back_above_it_says_so(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        ckpt.save(_state(step), tmp_path, step)
+    for step in (1, 2):
+        _damage(_record(tmp_path, step))
+    repo = ckpt.open(tmp_path)
+    with pytest.warns(UserWarning, match="loaded step 3") as warned:
+        found = load_newest(repo, False, LoadRequest(None, group=SingleProcessGroup()), 3)
+    assert found is not None
+    assert found[0] == 3
+    assert [str(w.message).partition(":")[0] for w in warned] == [
+        "loaded step 3 because step 2 is damaged",
+        "loaded step 3 because step 1 is damaged",
+    ]

@@ -121,6 +121,18 @@ def test_counters_that_drift_apart_are_reported(root: Path, caplog: pytest.LogCa
     assert "in step 2 (2)" in text
 
 
+def test_the_folder_of_a_failed_step_is_no_step_to_compare_with(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    groups = ThreadGroup.make(2)
+    state = lambda g, count: {"w": np.arange(3), "count": count}  # noqa: E731
+    for step in (1, 2):
+        all_well(on_ranks(2, lambda g: ckpt.save(state(g, step), root, step, group=g), groups))  # noqa: B023
+    (root / "steps/4/manifest").mkdir(parents=True)
+    (root / "steps/4/manifest/0-1-9-failed.json").write_bytes(b"{}")
+    all_well(on_ranks(2, lambda g: ckpt.save(state(g, 5 - g.rank), root, 5, group=g), groups))
+    (text,) = [record.getMessage() for record in caplog.records if "was the same on all ranks" in record.getMessage()]
+    assert "in step 2 (2)" in text
+
+
 def test_the_first_step_of_a_group_is_compared_with_none(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     all_well(on_ranks(2, lambda g: ckpt.save({"w": np.arange(3), "count": g.rank}, root, 5, group=g)))
     assert "was the same" not in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, tra
 from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
+from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.local.directory import LocalStore
 
 
@@ -198,3 +200,33 @@ def test_a_step_that_is_gone_before_it_is_copied_is_reported(tier_folders: TierF
     shutil.rmtree(tier_folders.memory / "steps" / "2")
     with pytest.raises(ckpt.SaveFailed, match="promoting to .*run failed: step 2 is in no nearer tier any more"):
         ck.close()
+
+
+def test_a_load_does_not_fail_for_a_tier_that_cannot_be_read_now(
+    tier_folders: TierFolders, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What an earlier job has left there is copied when the tier can be read again."""
+    ck = tier_folders.open()
+    train_and_wait(ck, range(7))
+    close_as_if_failed(ck)
+    shutil.rmtree(tier_folders.run / "steps")
+    run = _Unreadable(LocalStore(tier_folders.run))
+    with tier_folders.open(run) as ck:
+        run.is_unreadable = True
+        ck._tiers.load_ended(6)
+        assert f"what earlier jobs have left is not copied to file://{tier_folders.run} yet" in caplog.text
+        run.is_unreadable = False
+        assert ck.restore(state_of(0))[1] == 7
+        ck.wait()
+        assert tier_folders.steps()[2] == [3], "the step that is due there by its number"
+
+
+class _Unreadable(FailingStore):
+    """Its folders cannot be listed while `is_unreadable` is set."""
+
+    is_unreadable = False
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        if self.is_unreadable:
+            raise Unavailable("the network is down")
+        return super().list_folders(prefix)

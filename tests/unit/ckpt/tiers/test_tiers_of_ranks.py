@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.failing_store import FailingStore
 from helpers.rank_threads import all_well, on_ranks
-from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, shard_of
+from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, shard_of, train_and_wait
 from helpers.tier_folders import tier_folders as tier_folders
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +113,26 @@ def test_ranks_save_beyond_the_limit_of_a_tier(tier_folders: TierFolders) -> Non
 
     all_well(on_ranks(2, work))
     assert ckpt.open(tier_folders.run).steps()[-1] == 4
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_ranks_agree_that_a_tier_which_rank_0_cannot_read_is_not_used(tier_folders: TierFolders, at: int) -> None:
+    """Otherwise the other ranks would wait for rank 0 at this tier."""
+    train_and_wait(ck := tier_folders.open(), range(2))
+    close_as_if_failed(ck)
+
+    def work(group: Group) -> list[int]:
+        inner = LocalStore(tier_folders.nvme)
+        near = FailingStore(inner, "list_folders", at) if group.rank == 0 else inner
+        with tier_folders.open(near=near, group=group, timeout=60) as ck:
+            ck.step(2, shard_of(group.rank, 2, 2)).result()
+            return [len(ck._tiers._open_tiers), ck.repository.latest().step]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, second = all_well(on_ranks(2, work))
+    assert first == second
+    assert first[1] == 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20_000_000)), max_size=8), st.integers(0, 40_000_000))

@@ -110,3 +110,10 @@ def test_every_choice_of_a_space_is_reached_by_neighbours_and_none_uses_more_mem
         Choice(requests, length) for requests in space.requests for length in space.request_bytes
     }  # fmt: skip
     assert reached == {choice for choice in every if choice.bytes_in_flight <= space.max_bytes_in_flight}
+
+
+@pytest.mark.parametrize("learned", [None, Choice(4, 1 << 20)])
+def test_requests_that_all_fail_say_nothing_about_the_speed(learned: Choice | None) -> None:
+    search = start(DISK, learned)
+    for _ in range(3):
+        assert observe(search, Measurement(search.current, 0, 1.0)) == search

@@ -1,0 +1,46 @@
+"""What earlier jobs have left in nearer tiers, and is due in a further one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from ckpt.repository.repository import Repository
+from ckpt.storage.base.errors import CkptError
+from ckpt.tiers.open_tier import OpenTier, publish_durable
+
+log = logging.getLogger("ckpt")
+
+
+def offer_earlier_steps(tiers: Sequence[OpenTier], read_only: Sequence[Repository], restored: tuple[int, int] | None) -> bool:
+    """Let each tier copy the newest step that an earlier job left in a nearer one; return whether all could be read.
+
+    A repository that can't be read now is named in the log, because neither a load nor a save may fail for it.
+
+    tiers: the nearest first.
+    read_only: repositories that are nearer than all of them, and can only be read.
+    restored: line and number of the step that this job has restored. A newer step is abandoned, and not copied.
+    """
+    are_all_read = True
+    for number, tier in enumerate(tiers):
+        if tier.copier is None:
+            continue
+        try:
+            step = _find_earlier_step(tier, [*(other.session.repo for other in tiers[:number]), *read_only], restored)
+        except CkptError as error:
+            log.warning("what earlier jobs have left is not copied to %s yet: %s", tier.url, error)
+            are_all_read = False
+            continue
+        if step is not None:
+            tier.copier.offer(step)
+    return are_all_read
+
+
+def _find_earlier_step(tier: OpenTier, nearer: Iterable[Repository], restored: tuple[int, int] | None) -> int | None:
+    """Return the newest step of nearer repositories that is due in a tier and newer than its steps; None if there is none."""
+    newest_in_tier = tier.session.repo.newest()
+    publish_durable(tier, newest_in_tier[1])
+    # Only for an interval in steps does the number say whether a step is due. Otherwise the newest step is copied.
+    has_due_number = tier.spec.counts if isinstance(tier.spec.every, int) else lambda _: True
+    newest = max(repo.newest(has_due_number) for repo in nearer)
+    return newest[1] if newest > newest_in_tier and (restored is None or newest <= restored) else None
