@@ -385,7 +385,7 @@ class Checkpointer:
             prepare_staging(state, self._options, self._require_open().group)
 
     def _is_due(self, step: int) -> bool:
-        return self._is_due_nearest(step) or (self._tiers is not None and self._tiers.is_due(step))
+        return self._is_due_nearest(step) or (self._tiers is not None and self._tiers.is_due_by_number(step))
 
     def _is_due_nearest(self, step: int) -> bool:
         every = self._every

@@ -236,7 +236,8 @@ class ReplicatedRegisters:
         def change(registers: Registers, names: list[str]) -> list[bool]:
             return registers.change([changes[name] for name in names], self._proposer_id, fence_number)
 
-        if len({replica_sets[path].members[0] for path in changes}) > 1:  # one member may accept where another refuses
+        # If one of several first members raises Outdated, the call raises, although another one may have accepted.
+        if len({replica_sets[path].members[0] for path in changes}) > 1:
             update.possibly_changed.update(values)
         failpoint("register.change")
         first_answers, _ = self._call_members(
@@ -358,22 +359,22 @@ class ReplicatedRegisters:
     # --- asking ------------------------------------------------------------------------------------------------
 
     def _call_members(
-        self, members: Mapping[str, Sequence[str]], call: Callable[[Registers, list[str]], Sequence[T]],
+        self, members_by_path: Mapping[str, Sequence[str]], call: Callable[[Registers, list[str]], Sequence[T]],
         is_enough: Callable[[str, Mapping[str, T]], bool] | None = None, timeout_seconds: float | None = None,
         is_acceptable: Callable[[str, Mapping[str, T]], bool] | None = None,
     ) -> tuple[dict[str, dict[str, T]], dict[str, StoreError]]:  # fmt: skip
         """Call each member once for all of its paths. Return the answers by path and member, and the errors by member.
 
-        members: those to call for each path. timeout_seconds, is_enough, is_acceptable: as for `FanOut.ask`; the conditions are
-        called for each path with its answers. Raises Outdated where a member does.
+        members_by_path: those to call for each path. timeout_seconds, is_enough, is_acceptable: as for `FanOut.ask`; the
+        conditions are called for each path with its answers. Raises Outdated where a member does.
         """
         names: dict[str, list[str]] = defaultdict(list)
-        for path, replicas in members.items():
-            for member in replicas:
+        for path, its_members in members_by_path.items():
+            for member in its_members:
                 names[member].append(path)
 
         def by_path(answers: Mapping[str, Sequence[T]]) -> dict[str, dict[str, T]]:
-            found: dict[str, dict[str, T]] = {path: {} for path in members}
+            found: dict[str, dict[str, T]] = {path: {} for path in members_by_path}
             for member, given in answers.items():
                 for path, answer in zip(names[member], given, strict=True):
                     found[path][member] = answer

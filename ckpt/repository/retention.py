@@ -38,9 +38,9 @@ class Keep:
         ckpt.Checkpointer(url, every=100, keep=ckpt.Keep(last=3, every=1000))
 
     last: how many of the newest complete steps to keep. A step that is known to be damaged does not count.
-    every: keep every step whose number this divides, permanently; None keeps no such steps.
-    copies: how many copies of blocks that do not change are on the disk. A step then refers to no block to which one of the
-        `copies - 1` steps before it refers, so that one damaged block affects only one in `copies` steps.
+    every: keep every step whose number is a multiple of this, permanently; None keeps no such steps.
+    copies: how many copies of an unchanged block to keep. Each step shares blocks only with the step that is `copies` saves
+        before it, so that a damaged block affects only one in `copies` steps.
 
     What was saved last is the newest, whatever its number. So after a roll-back the abandoned steps are deleted first, when
     there are `last` complete steps without them. Steps of another run that were set aside are never deleted.
@@ -72,15 +72,17 @@ def as_keep(keep: int | Keep | None) -> Keep | None:
     return Keep(number)
 
 
-def expired_steps(steps: Iterable[int], good: Iterable[int], keep: Keep, order: Sequence[int] | None = None) -> list[int]:
+def expired_steps(steps: Iterable[int], complete: Iterable[int], keep: Keep, order: Sequence[int] | None = None) -> list[int]:
     """Return the steps to delete, the oldest first. This is a pure function.
+
+    steps: those that may be deleted. complete: those that count for `keep.last`.
 
     No step newer than the oldest of the last complete steps is deleted. With fewer complete steps than `keep.last`, none is.
 
     order: all steps from the oldest to the newest, if that is not the order of their numbers; abandoned steps come first.
     """
     age: Callable[[int], int] = _by_number if order is None else {step: at for at, step in enumerate(order)}.__getitem__
-    kept_steps = sorted(good, key=age)[-keep.last :]
+    kept_steps = sorted(complete, key=age)[-keep.last :]
     if len(kept_steps) < keep.last:
         return []
     return [s for s in sorted(steps, key=age) if age(s) < age(kept_steps[0]) and not (keep.every and s % keep.every == 0)]
@@ -112,18 +114,19 @@ def sweep(
     """
     lease.require_newest()
     store = repo.store
-    active = lease.active_attempts()  # read before the listing, so that an attempt which commits later is in it
+    active = lease.active_attempts()  # read before the listing: an attempt that commits during the listing is in `active`
     sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
     records = _read_records(repo, sizes)
+    released_files = {*replaced_files}
     if keep is not None:
         deleted = _delete_expired(repo, lease, records, sizes, keep, spared_steps, damaged_steps)
-        replaced_files = {*replaced_files, *deleted}
-    damaged = records.damaged | records.unreadable
+        released_files = {*released_files, *deleted}
+    unusable = records.damaged | records.unreadable
     needed = set(protected_packs).union(*active.values())
     for commit in records.commits.values():
         needed.update(commit.files())
-    to_delete = [name for name in sizes if name not in needed and _is_leftover(name, lease, active, damaged, replaced_files)]
-    if damaged:  # an unreadable record may refer to any pack
+    to_delete = [name for name in sizes if name not in needed and _is_leftover(name, lease, active, unusable, released_files)]
+    if unusable:  # an unreadable record may refer to any pack
         to_delete = [name for name in to_delete if "/pack/" not in name]
     to_delete = _only_uncommittable(repo, lease, to_delete)
     if to_delete:
@@ -263,8 +266,9 @@ def _newest_complete(repo: Repository, newest_first: Iterable[CommitRecord], cou
 
 
 def _is_leftover(
-    name: str, lease: WriterLease, active: Collection[str], damaged: Collection[int], replaced_files: Collection[str]
+    name: str, lease: WriterLease, active: Collection[str], unusable: Collection[int], released_files: Collection[str]
 ) -> bool:
+    """Return whether a file that no step needs may be deleted. unusable: steps whose record may name it."""
     attempt_file = _ATTEMPT_FILE.fullmatch(name)
     if attempt_file is None or int(attempt_file["generation"]) > lease.generation or attempt_file["attempt"] in active:
         return False
@@ -273,7 +277,7 @@ def _is_leftover(
     if (
         int(attempt_file["generation"]) == lease.generation
         and int(attempt_file["rank"]) != 0  # who sweeps is rank 0
-        and name not in replaced_files
+        and name not in released_files
     ):
         return False
-    return step_of_file(name) not in damaged
+    return step_of_file(name) not in unusable

@@ -69,16 +69,17 @@ class Committer:
         # Encoded now and not in the background: the call keeps the GIL for milliseconds, which would delay a training step.
         self._tree = encode_tree(flat.node)
         # Set before the part is stored: even if the store reports an error, rank 0 may find the part and commit it.
-        self._is_part_offered = False
-        self.is_outcome_reported = False
-        """Whether the other ranks need no further report of this attempt."""
+        self._may_part_exist = False
+        self.needs_failure_report = True
+        """Whether a failure must be reported to the other ranks: they do not know the end, and the step is not committed."""
         self.replaced_files: set[str] = set()
         """The files of the earlier save of this step that was replaced."""
 
     def refuse_existing(self) -> None:
         """Raise AlreadyExists if the step is committed, intact, and not abandoned by a roll-back.
 
-        Raises Fenced instead if a newer writer exists: this writer must stop, and not use another number.
+        Raises Fenced instead if a newer writer exists: this writer must stop, and not use another number. Raises SignatureError
+        for a step that is not signed with the key of this writer, and StoreError if the store fails.
         """
         if self._has_intact_step() and self._step not in self._session.repo.order().abandoned:
             self._session.lease.writer.require_newest()
@@ -126,10 +127,10 @@ class Committer:
         with collector_paused():
             metadata = rank_parts.part_metadata(self._tree, self._flat, packs, written_bytes, lease, self._digests)
             data = write_part(rows, {**extra, **metadata})
-        self._is_part_offered = True
+        self._may_part_exist = True
         rank_parts.publish_part(repo, attempt, data)
         if lease.rank:
-            self.is_outcome_reported = True
+            self.needs_failure_report = False
             commit = commit_wait.await_commit(repo, lease, self._group, attempt, 2 * timeout)
             return repo.checkpoint(commit, lease.rank)
         merged = rank_part_merge.merge_parts(
@@ -143,7 +144,7 @@ class Committer:
             tree = encode_tree(merged.tree, merged.buffers.layouts)
             totals = StepTotals(*rank_part_merge.totals(merged.table), merged.written_bytes)
         checkpoint = self._publish_step(table, tree, merged.packs, totals, merged.algorithm, choices)
-        self.is_outcome_reported = True
+        self.needs_failure_report = False
         warn_of_large_buffers(self._step, self._store.url, merged.buffers.warning)
         with suppress(CkptError, OSError):  # otherwise a sweep of the next generation deletes them
             self._store.delete(merged.part_files)
@@ -242,17 +243,17 @@ class Committer:
         """Delete the files of a failed attempt; the next sweep deletes those that can't be deleted now."""
         # After a refusal nobody commits the attempt. Without `given_up`, rank 0 may still commit it.
         is_refused = isinstance(error, StepRefused) and (not isinstance(error, RanksMissing) or error.given_up)
-        if self._is_part_offered and self._group.rank and not is_refused:
+        if self._may_part_exist and self._group.rank and not is_refused:
             return  # rank 0 may have this rank's part, and may still commit it
-        # While the commit record has not been read, the step may be committed: do not report a failure to the other ranks.
-        self.is_outcome_reported = self.is_outcome_reported or self._is_part_offered
+        # Until the record is read, the step may be committed: report no failure.
+        self.needs_failure_report = self.needs_failure_report and not self._may_part_exist
         is_outcome_known = False
         with suppress(CkptError, OSError):
             repo, lease = self._session.repo, self._session.lease.writer
             if commit_publication.settle_attempt(repo, lease, self._attempt):
-                self.is_outcome_reported = True
+                self.needs_failure_report = False
                 return  # only the reply was lost
-            self.is_outcome_reported, is_outcome_known = False, True
+            self.needs_failure_report, is_outcome_known = True, True
             commit_publication.delete_files(repo, lease, self._attempt)
-        if not is_outcome_known and self._is_part_offered and self._group.size > 1:
+        if not is_outcome_known and self._may_part_exist and self._group.size > 1:
             failure_reports.note_unknown_outcome(self._store, self._session.lease, self._group, self._attempt, error)

@@ -177,7 +177,7 @@ class SaveRun:
         self._memory.close()
         if error is not None:
             self._session.forget_previous()
-            if not self._committer.is_outcome_reported:
+            if self._committer.needs_failure_report:
                 give_up_attempt(self._session, self._attempt, error)
         if isinstance(error, OSError):
             store_error = StoreError(f"{self._where} failed ({error}); check the store, and save again")

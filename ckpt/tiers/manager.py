@@ -167,8 +167,8 @@ class TierManager:
 
     # --- saving ------------------------------------------------------------------------------------------------
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a further tier gets this step because of its number."""
+    def is_due_by_number(self, step: int) -> bool:
+        """Return whether a further tier gets this step because of its number. Tiers with an interval of time do not count."""
         return any(tier.spec.counts(step) for tier in self._open_tiers[1:])
 
     def save(self, step: int, state: Any, options: Options, blocking: bool, all_tiers: bool) -> SaveHandle:

@@ -65,7 +65,7 @@ def draft_next_entries(view: DecisionInput) -> list[Draft]:
         return _draft_while_running(view)
     if last.kind == "decision" and (decision := facts_of(last, DecisionFacts)).action == "halt":
         assert decision.status is not None
-        return [draft_end(last.attempt, last.text, decision.status, view.run_state.failures[-1].cause != "asked")]
+        return [draft_end(last.attempt, last.text, decision.status, final=view.run_state.failures[-1].cause != "asked")]
     return _draft_start(view) if last.kind in ("run", "decision") else []
 
 
@@ -100,7 +100,7 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
     memory = memory_placement.choose_memories(
         run_state.memory, {name: staying[name] for name in choice.hosts}, run_state.newest.memory
     )
-    if memory is None:
+    if memory is None:  # the memory of a host is still starting; after some seconds it counts as off
         return []
     attempt = run_state.attempt + 1
     members = [AttemptHost(name, staying[name].incarnation, i * spec.ranks, spec.ranks) for i, name in enumerate(choice.hosts)]
@@ -155,23 +155,23 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
         lost_host_failure(view, member) for member in run_state.members if is_lost(member, reports_by_host[member.name])
     ]
     failures += [reported_failure(view, report, reports) for report in reports if report.wrong is not None]
-    cause = min(failures, key=lambda failure: _CAUSE_ORDER.index(failure.cause), default=None)
+    first_failure = min(failures, key=lambda failure: _CAUSE_ORDER.index(failure.cause), default=None)
     ended = len(reports) == len(reports_by_host) and all(report.doing == "over" for report in reports)
     leaving = [report for name, report in view.living.items() if report.leaving and name in reports_by_host]
     if last.kind == "stop":
-        return draft_while_stopping(view, reports, leaving, cause, ended)
-    if cause is not None:
+        return draft_while_stopping(view, reports, leaving, first_failure, ended)
+    if first_failure is not None:
         # Ranks that lose a peer may fail before the peer's host is silent for long enough to be lost.
-        may_follow = _CAUSE_ORDER.index(cause.cause) > _CAUSE_ORDER.index("lost")
-        if may_follow and view.silent_since_failure & reports_by_host.keys():
+        may_have_lost_host_as_cause = _CAUSE_ORDER.index(first_failure.cause) > _CAUSE_ORDER.index("lost")
+        if may_have_lost_host_as_cause and view.silent_since_failure & reports_by_host.keys():
             return []
-        return draft_failure_and_decision(view, cause)
+        return draft_failure_and_decision(view, first_failure)
     if ended:
         return [draft_end(run_state.attempt, "all ranks have ended with success", 0, final=True)]
     if leaving or run_state.end_request:
-        name = run_state.end_request or signal.Signals(max(report.leaving for report in leaving)).name
-        return [draft_stop_request(run_state, reports, name)]
-    drafts = [*_draft_fallback_note(run_state, reports), *_draft_spares_note(view), *_draft_straggler_notes(view, reports)]
+        reason = run_state.end_request or signal.Signals(max(report.leaving for report in leaving)).name
+        return [draft_stop_request(run_state, reports, reason)]
+    drafts = [*_draft_fallback_note(run_state, reports), *_draft_spares_note(view), *_draft_straggler_entries(view, reports)]
     newest_known_step = max(
         run_state.newest.step, run_state.saved, -1 if run_state.before is None else run_state.budget.best_step
     )
@@ -213,7 +213,7 @@ def _spare_hosts(view: DecisionInput) -> list[str]:
     return sorted(name for name, report in view.maybe_living.items() if name not in taken and not report.leaving)
 
 
-def _draft_straggler_notes(view: DecisionInput, reports: Sequence[AgentReport]) -> list[Draft]:
+def _draft_straggler_entries(view: DecisionInput, reports: Sequence[AgentReport]) -> list[Draft]:
     """Return notes that name new stragglers, and the stop that leaves a host out.
 
     Each straggler is named once per attempt. With --straggler, the host of the slowest rank is left out if a spare waits. A

@@ -100,6 +100,7 @@ def _after_trial(search: Search, measurement: Measurement) -> Search:
         return _try_next(replace(search, trial=None))
     further = search.space.beyond(search.best, search.trial)
     others = tuple(n for n in search.space.neighbours(search.trial) if n not in (search.best, further))
+    # A tie may be 1 % slower: the higher rate stays the expected one, so that ties in a row can't lower it.
     moved = replace(
         search, best=search.trial, best_rate=max(measurement.rate, search.best_rate), trial=None, is_resting=False,
         rest_bytes=FIRST_REST_BYTES,

@@ -218,7 +218,7 @@ class TierSimulation:
             self._newest = Acknowledged.of(handle.checkpoint().commit)
             self._acknowledged.add(self._newest.save_order)
             self.saves += 1
-            if tiers.is_due(step):
+            if tiers.is_due_by_number(step):
                 self._due[process] = self._newest
                 self._generations[process] = tiers._open_tiers[-1].session.lease.writer.generation
 
