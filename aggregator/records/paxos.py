@@ -39,6 +39,7 @@ from ckpt.aggregator.records.replica_set import (
     is_decided,
     is_unanimous,
     no_quorum_error,
+    not_accepted_error,
     promises_given,
     undamaged_records,
 )
@@ -175,11 +176,9 @@ class ReplicatedRegisters:
     # --- changing ----------------------------------------------------------------------------------------------
 
     def update(self, paths: Sequence[str], decide: Decide, expect_absent: bool = False) -> dict[str, RegisterValue | None]:
-        """Change the values of paths, and return the value of each path after that.
+        """Change the values of paths, and return the value of each after that. Raises Unavailable if no quorum accepts them.
 
         expect_absent: expect no values, and read none first.
-
-        Raises Unavailable if no quorum answers, or if other clients compete for too long.
         """
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
@@ -192,10 +191,7 @@ class ReplicatedRegisters:
     def update_fenced(
         self, fence_number: int, paths: Sequence[str], decide: Decide, expect_absent: bool = False
     ) -> dict[str, RegisterValue | None] | Superseded:
-        """Update with this fence number only. Return Superseded as soon as a member has another one.
-
-        A repair may then have deleted the objects that the new values name.
-        """
+        """Update with this fence number only; return Superseded if a member has another: new objects may have been deleted."""
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
             update = RegisterUpdate(decide, expect_absent, fence_number)
@@ -291,9 +287,7 @@ class ReplicatedRegisters:
             paths, highest = self._run_round(paths, ballot, update)
             tries += 1
             if paths and tries > 4 and time.monotonic() > until:
-                what = f"{_describe_paths(paths)} can't be changed for {self._deadline_seconds:g} s"
-                reasons = [f"{member}: {error}" for member, error in update.errors.items()]
-                raise Unavailable(f"{what}: {'; '.join(reasons) or 'other clients changed it at the same time'}; try again")
+                raise not_accepted_error(paths, self._deadline_seconds, update.errors)
             if paths:
                 time.sleep(random.SystemRandom().uniform(0, pause))
                 pause = min(2 * pause, 0.5)
@@ -402,7 +396,3 @@ def _fence_number(replica_sets: Mapping[str, ReplicaSet]) -> int:
 
 def _batches(paths: Sequence[str]) -> list[Sequence[str]]:
     return [paths[i : i + BATCH_PATHS] for i in range(0, len(paths), BATCH_PATHS)]
-
-
-def _describe_paths(paths: Sequence[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"

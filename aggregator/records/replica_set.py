@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.aggregator.placement.redundancy import Quorum
@@ -64,6 +64,13 @@ def no_quorum_error(
         f"{len(group.members)} members that keep its record answer, {needed[group]} are needed ({'; '.join(reasons)}); "
         "start the missing ones"
     )
+
+
+def not_accepted_error(paths: Sequence[str], seconds: float, errors: Mapping[str, StoreError]) -> Unavailable:
+    """Return the error for values that no quorum has accepted within some seconds. errors: of the last attempt, by member."""
+    what = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    reasons = "; ".join(f"{member}: {error}" for member, error in errors.items())
+    return Unavailable(f"{what} can't be changed for {seconds:g} s: {reasons or 'other clients change it, too'}; try again")
 
 
 def is_unanimous(got: Mapping[str, RegisterAnswer], is_quorum: Callable[[Collection[str]], bool]) -> bool:

@@ -40,7 +40,17 @@ class ReplicatedStore(Store):
         return self._ask_in_order(lambda store: store.open(name))
 
     def exists(self, name: str) -> bool:
-        return any(self._ask_all(lambda store: store.exists(name)))
+        """Raises StoreError if no store has the object and one failed: that one may have it."""
+        failure: StoreError | None = None
+        for store in self.stores:
+            try:
+                if store.exists(name):
+                    return True
+            except StoreError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return False
 
     def prefetch(self, name: str, nbytes: int, start: int = 0) -> None:
         for store in self.stores:
