@@ -201,8 +201,9 @@ def _delete_expired(
         )  # fmt: skip
         return set()
     order = order_steps(known, unknown | reserved)
-    # The training line of a damaged record is unknown. If steps are set aside, this may be one of them.
-    deletable = (commits.keys() | reserved | (set() if order.set_aside else damaged)) - set(spared_steps) - order.set_aside
+    # The training line of a damaged or unsigned record is unknown. If steps are set aside, this may be one of them.
+    of_unknown_line = set() if order.set_aside else damaged | unsigned
+    deletable = ((commits.keys() - unsigned) | reserved | of_unknown_line) - set(spared_steps) - order.set_aside
     doubtful = {*order.set_aside, *damaged_steps, *unsigned}
     good = [s for s in order.steps if s in commits and s not in doubtful and has_all_files(commits[s], sizes)]
     if expired_steps(deletable, good, keep, order.steps):  # before any is deleted, the kept ones must be complete

@@ -209,6 +209,18 @@ def test_an_unsigned_step_expires(repo: Repository) -> None:
     assert files(repo) == files_of(2)
 
 
+def test_an_unsigned_step_may_be_that_of_another_run(repo: Repository) -> None:
+    """Nothing proves the training line in its record."""
+    keys = as_keys(bytes(32))
+    put_step(repo.store, 1, keys=keys)
+    put_step(repo.store, 2)
+    for step in (3, 4):
+        put_step(repo.store, step, line=TrainingLine(1, ()), keys=keys)
+    signed = Repository(repo.store, keys)
+    sweep(signed, acquire_lease(signed), Keep(1))
+    assert files(repo) == files_of(1, 2, 4)
+
+
 def test_steps_of_another_run_never_expire(repo: Repository, lease: WriterLease) -> None:
     """The record of step 2 is damaged, so it may be one of them."""
     for step in (1, 2):
