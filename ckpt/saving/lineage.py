@@ -68,8 +68,9 @@ class LineSegment:
         found = self._repo.lines()
         if self._restored_step is not None and (unread := found.errors.get(self._restored_step)) is not None:
             raise unread  # without its line, the step would count as not restored, and the old steps as those of another run
-        if (newest := found.newest()) is None:
-            return TrainingLine()
+        if (newest := found.newest()) is None:  # there are no steps, or all are damaged, and then this line must be the newest
+            opened_number = found.order.newest_line.number
+            return TrainingLine(self._next_number(found.order.newest_line)) if opened_number else TrainingLine()
         lines, order = found.known, found.order
         if self._restored_step in lines:
             if self._restored_step == newest:

@@ -92,6 +92,15 @@ def test_after_such_a_fallback_the_run_continues_on_its_line(url: Path) -> None:
     assert ckpt.load(url)["a"][0] == 203
 
 
+def test_if_all_steps_are_damaged_the_next_save_is_the_newest(url: Path) -> None:
+    for step in (1, FORK, NEWEST, ABANDONED):
+        _damage(_record(url, step))
+    ckpt.save(_state(7), url, 1, overwrite=True)
+    assert open_repository(url).newest() == (LINE + 1, 1)
+    with pytest.warns(UserWarning, match="loaded the older step 1 because a newer one is damaged"):
+        assert ckpt.load(url)["a"][0] == 7
+
+
 def test_a_step_that_cannot_be_read_now_may_be_the_newest(url: Path) -> None:
     _make_unreadable(_record(url, NEWEST))
     repo = ckpt.open(url)
