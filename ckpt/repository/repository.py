@@ -167,9 +167,16 @@ class Repository:
         try:
             return self._numbered_record(step)
         except NotFound:
-            have = self.steps()
+            have = self._existing_steps()
             others = f"it has {steps_text(have)}" if have else _NO_STEP_ADVICE
             raise StepNotFound(f"{self.url} has no committed step {step}; {others}") from None
+
+    def _existing_steps(self) -> list[int]:
+        """Return the numbers of the steps with a commit record, usable or not, for a message; none if the store fails."""
+        try:
+            return [step for step in self.step_numbers() if self.store.exists(commit_name(step))]
+        except StoreError:
+            return []
 
     def _numbered_record(self, step: int) -> CommitRecord:
         """Return the commit record of a step; NotFound if it is missing, IntegrityError if it is damaged or of another step."""
