@@ -97,14 +97,14 @@ def as_difference(new: Array, old: Array, width: int) -> int:
     out = np.empty_like(new)
     subtract(new, old, width, out)
     middle = len(out) // 2 // 65536 * 65536
-    return len(codec.encode(difference_encoder.choose_codec(out[middle : middle + 65536], width), out, width))
+    return len(codec.encode(difference_encoder.choose_difference_codec(out[middle : middle + 65536], width), out, width))
 
 
 def as_xor(new: Array, old: Array, width: int) -> int:
     """Encode the exclusive or with the same choice of codecs; return the stored bytes."""
     out = np.bitwise_xor(new, old)
     middle = len(out) // 2 // 65536 * 65536
-    return len(codec.encode(difference_encoder.choose_codec(out[middle : middle + 65536], width), out, width))
+    return len(codec.encode(difference_encoder.choose_difference_codec(out[middle : middle + 65536], width), out, width))
 
 
 def plain(config: str) -> Callable[[Array, Array, int], int]:

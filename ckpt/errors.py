@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from ckpt.storage.base.errors import AlreadyExists as AlreadyExists
 from ckpt.storage.base.errors import Changed as Changed
 from ckpt.storage.base.errors import CkptError as CkptError
@@ -16,6 +19,7 @@ from ckpt.storage.base.errors import StoreError as StoreError
 from ckpt.storage.base.errors import Unavailable as Unavailable
 from ckpt.storage.base.errors import UnknownScheme as UnknownScheme
 from ckpt.storage.base.errors import Untrusted as Untrusted
+from ckpt.storage.base.errors import is_bad_sector
 
 
 class SignatureError(IntegrityError):
@@ -61,6 +65,20 @@ DAMAGE_ADVICE = "restore the file from a copy, or load another step"
 def damage_text(where: str, what: str) -> str:
     """Return the message about a damaged file of a step. where: the file. what: how the damage shows."""
     return f"{where} is damaged: {what}; {DAMAGE_ADVICE}"
+
+
+@contextmanager
+def bad_sectors_as_damage(where: str) -> Iterator[None]:
+    """Raise IntegrityError instead of the StoreError of a read that the device can't do; other errors pass unchanged.
+
+    where: what is read, as the message names it.
+    """
+    try:
+        yield
+    except StoreError as error:
+        if not is_bad_sector(error):
+            raise
+        raise IntegrityError(f"{where} cannot be read ({error}); {DAMAGE_ADVICE}") from error
 
 
 class StateChanged(CkptError):

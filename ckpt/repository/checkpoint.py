@@ -14,7 +14,7 @@ from ckpt.block_io.block_reader import Progress, read_leaves
 from ckpt.block_io.read_plan import Target
 from ckpt.block_io.replicated_store import from_nearest
 from ckpt.block_io.step_verification import verify_blocks
-from ckpt.errors import DAMAGE_ADVICE, LeafNotFound, damage_text
+from ckpt.errors import DAMAGE_ADVICE, LeafNotFound, bad_sectors_as_damage, damage_text
 from ckpt.format.digest import is_cryptographic
 from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, require_known_format
 from ckpt.format.manifest import Manifest, Saved, join_manifests
@@ -29,7 +29,7 @@ from ckpt.state.rank_tree import array_names, has_rank_nodes, resolve_for_rank
 from ckpt.state.tree import Node
 from ckpt.state.tree_rebuild import refusing_deep_trees
 from ckpt.storage.base.checked_decode import parse_json
-from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError, is_bad_sector
+from ckpt.storage.base.errors import IntegrityError, NotFound
 from ckpt.storage.base.store import Store
 from ckpt.support.runtime import collector_paused
 
@@ -157,13 +157,10 @@ class Checkpoint:
         where = f"{store.url}/{file.name} of step {self.step}"
         try:
             most = MAX_TREE_BYTES if file in self.commit.trees else MAX_MANIFEST_BYTES
-            data = store.get_up_to(file.name, min(most, file.nbytes))
+            with bad_sectors_as_damage(where):
+                data = store.get_up_to(file.name, min(most, file.nbytes))
         except NotFound as error:
             raise IntegrityError(f"{where} is missing; {DAMAGE_ADVICE}") from error
-        except StoreError as error:
-            if not is_bad_sector(error):
-                raise
-            raise IntegrityError(f"{where} cannot be read ({error}); {DAMAGE_ADVICE}") from error
         if not file.matches(data):
             raise IntegrityError(damage_text(where, "its digest is not that of the commit record"))
         return data

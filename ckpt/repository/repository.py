@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt.errors import DAMAGE_ADVICE, FormatError, StepNotFound
+from ckpt.errors import DAMAGE_ADVICE, FormatError, StepNotFound, bad_sectors_as_damage
 from ckpt.format import json_records
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.signature import NO_KEYS, KeyOption, Keys, as_keys
@@ -181,12 +181,8 @@ class Repository:
     def _numbered_record(self, step: int) -> CommitRecord:
         """Return the commit record of a step; NotFound if it is missing, IntegrityError if it is damaged or of another step."""
         where = f"{self.url}/{commit_name(step)}"
-        try:
+        with bad_sectors_as_damage(where):
             commit = self.record(step)
-        except StoreError as error:
-            if not is_damage(error):
-                raise
-            raise IntegrityError(f"{where} cannot be read ({error}); {DAMAGE_ADVICE}") from error
         if commit.step != step:
             raise IntegrityError(f"{where} is the record of step {commit.step}; {DAMAGE_ADVICE}")
         return commit

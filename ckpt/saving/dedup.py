@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from ckpt.block_io.block_check import verify_stored_block
 from ckpt.block_io.replicated_store import from_nearest
+from ckpt.errors import bad_sectors_as_damage
 from ckpt.format.block_difference import BaseBlock
 from ckpt.format.manifest_encoding import StoredBlock
-from ckpt.storage.base.errors import IntegrityError, StoreError, is_bad_sector
+from ckpt.storage.base.errors import IntegrityError, StoreError
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
@@ -121,13 +122,8 @@ def is_block_intact(
     )
 
     def read(copy: Store) -> None:
-        try:
+        with bad_sectors_as_damage(f"{copy.url}/{block.pack}, block at byte {block.position},"):
             verify_stored_block(copy, block.pack, algorithm, stated, compute_slot)
-        except StoreError as error:
-            if not is_bad_sector(error):
-                raise
-            where = f"{copy.url}/{block.pack}, block at byte {block.position},"
-            raise IntegrityError(f"{where} cannot be read: {error}") from error
 
     try:
         from_nearest(store, read, block.pack, block.position)

@@ -82,7 +82,7 @@ def newest_step(packs: Iterable[str]) -> int | None:
     return max((step_of_file(pack) for pack in packs), default=None)
 
 
-def choose_codec(sample: Bytes, width: int) -> str:
+def choose_difference_codec(sample: Bytes, width: int) -> str:
     """Return the codec for a difference: the fast one if few elements have changed, else the one that shrinks most.
 
     sample: a part of the difference. width: bytes of an element.
@@ -219,7 +219,7 @@ class DifferenceEncoder:
             difference = self._difference[: len(raw)]
             subtract(raw, base_data, width, difference)
             middle = len(raw) // 2 // _SAMPLE_BYTES * _SAMPLE_BYTES
-            config = choose_codec(difference[middle : middle + _SAMPLE_BYTES], width)
+            config = choose_difference_codec(difference[middle : middle + _SAMPLE_BYTES], width)
             stored = codec.encode(config, difference, width)
         measured = DifferenceMeasurement(len(raw), len(stored), time.thread_time() - processor, base_seconds)
         most = MAX_AUTOMATIC_FRACTION if source.is_automatic else MAX_DIFFERENCE_FRACTION

@@ -15,7 +15,7 @@ from functools import partial
 
 from ckpt.block_io.block_check import is_good_block
 from ckpt.block_io.replicated_store import bad_files, clear_bad, from_nearest
-from ckpt.errors import DAMAGE_ADVICE, Fenced
+from ckpt.errors import DAMAGE_ADVICE, Fenced, bad_sectors_as_damage
 from ckpt.format.json_records import CommitRecord, FileRecord
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest import Row
@@ -25,7 +25,7 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import Keep
 from ckpt.saving.writer_session import Session
-from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError, is_bad_sector
+from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import ALIGNMENT, Reader, Store
@@ -187,15 +187,12 @@ class _PackCopies:
         """Fill `buffer` from one copy at a byte position; raise IntegrityError if the copy is missing or damaged there."""
         pack_name = f"{copy.url}/{self._name} of {self._where}"
         try:
-            if (reader := self._readers.get(copy.url)) is None:
-                reader = self._readers[copy.url] = copy.open_once(self._name)
-            count = reader.read_into(position, buffer)
+            with bad_sectors_as_damage(f"byte {position} of {pack_name}"):
+                if (reader := self._readers.get(copy.url)) is None:
+                    reader = self._readers[copy.url] = copy.open_once(self._name)
+                count = reader.read_into(position, buffer)
         except NotFound as error:
             raise IntegrityError(f"{pack_name} is missing; {DAMAGE_ADVICE}") from error
-        except StoreError as error:
-            if not is_bad_sector(error):
-                raise
-            raise IntegrityError(f"{pack_name} cannot be read at byte {position} ({error}); {DAMAGE_ADVICE}") from error
         if count != len(buffer):
             raise IntegrityError(
                 f"{pack_name} ends at byte {position + count}, {len(buffer) - count} bytes early; {DAMAGE_ADVICE}"

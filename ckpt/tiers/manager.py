@@ -51,6 +51,9 @@ from ckpt.training.save_interval import Every
 
 log = logging.getLogger("ckpt")
 
+CATCH_UP_PAUSE_SECONDS = 60.0
+"""So long after an unreadable tier do saves not try again to copy what earlier jobs have left."""
+
 
 class TierManager:
     """The tiers of a Checkpointer, the repository of record included. It takes the writer leases of all of them."""
@@ -72,6 +75,8 @@ class TierManager:
         self._is_newest_in_record = False
         """Whether this job saved that step to the repository of record directly."""
         self._has_caught_up = False
+        self._next_catch_up = 0.0
+        """Not before this time of the monotonic clock does a save try to catch up again."""
         series = SerialCounter(repos)
         try:
             # The repository of record is first, so that a job which is refused there has changed nothing.
@@ -178,7 +183,8 @@ class TierManager:
         """
         for copier in self._copiers:
             copier.raise_fenced()
-        self.catch_up()
+        if time.monotonic() >= self._next_catch_up:
+            self.catch_up()
         start = self._choose_first_tier()
         due = {n for n, tier in enumerate(self._open_tiers) if n and (all_tiers or tier.is_due(step))}
         for number, tier in enumerate(self._open_tiers[start:], start):
@@ -299,11 +305,12 @@ class TierManager:
     def catch_up(self) -> None:
         """Promote, once, the newest step that an earlier job left in a nearer tier and that is due in a further one.
 
-        If a tier can't be read now, the next call tries again.
+        If a tier can't be read now, a later call tries again; a save does so after a pause only, since it waits for that tier.
         """
         if not self._has_caught_up:
             read_only = [*self._read_only_tiers, *self._previous_memories]
             self._has_caught_up = offer_earlier_steps(self._open_tiers, read_only, self._line_and_step)
+            self._next_catch_up = time.monotonic() + CATCH_UP_PAUSE_SECONDS
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:
         """Wait for the running saves, and until each tier has the steps that are due there; raise SaveFailed if one failed.

@@ -1,4 +1,4 @@
-"""The reports that agents publish, and which agents are alive."""
+"""The report that each agent publishes, as a record, and which agents are alive by their reports."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from helpers.tier_folders import tier_folders as tier_folders
 import ckpt
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.local.directory import LocalStore
+from ckpt.tiers import manager
 
 
 def test_a_full_repository_of_record_does_not_stop_training(
@@ -219,6 +220,22 @@ def test_a_load_does_not_fail_for_a_tier_that_cannot_be_read_now(
         assert ck.restore(state_of(0))[1] == 7
         ck.wait()
         assert tier_folders.steps()[2] == [3], "the step that is due there by its number"
+
+
+def test_saves_list_an_unreadable_tier_once_in_a_pause(
+    tier_folders: TierFolders, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save would otherwise wait for the tier, and add a line to the log."""
+    monkeypatch.setattr(manager, "CATCH_UP_PAUSE_SECONDS", 1e9)
+    run = _Unreadable(LocalStore(tier_folders.run))
+    with tier_folders.open(run) as ck:
+        run.is_unreadable = True
+        train(ck, range(2))
+        assert caplog.text.count("is not copied to") == 1
+        ck._tiers._next_catch_up = 0.0
+        train(ck, range(2, 4))
+        assert caplog.text.count("is not copied to") == 2
+        run.is_unreadable = False
 
 
 class _Unreadable(FailingStore):
