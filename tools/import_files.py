@@ -18,7 +18,7 @@ from ckpt.saving.box_coverage import are_tiled
 from ckpt.state.boxes import Box, contiguous_start, intersect
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
-from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.errors import CkptError, StoreError, first_line, transient_cause
 
 
 def read_pointer(path: Path) -> str:
@@ -27,6 +27,13 @@ def read_pointer(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise CkptError(f"{path} can't be read as text ({error}): copy it again, or name the checkpoint itself") from error
+
+
+def raise_if_unreadable(error: Exception, where: str) -> None:
+    """Raise StoreError if the error of a read says nothing about the bytes: the disk fails, or the process lacks memory."""
+    if (cause := transient_cause(error)) is not None:
+        advice = "check the disk and the free memory, and try again"
+        raise StoreError(f"reading {where} failed: {first_line(cause)}; {advice}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from typing import IO, Any
 import click
 
 from ckpt.state.tree import join_path
-from ckpt.storage.base.errors import CkptError, NotFound, first_line
+from ckpt.storage.base.errors import CkptError, NotFound, StoreError, first_line
 from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_dcp import MetadataUnpickler, read_entries
+from ckpt.tools.import_files import raise_if_unreadable
 
 COMMON = "common.pt"
 _CLASSES = {
@@ -55,8 +56,8 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> An
             continue
         try:
             state["tensors" if is_tensor else "objects"][name] = read()
-        except CkptError:
-            if is_tensor:
+        except CkptError as error:
+            if is_tensor or isinstance(error, StoreError):  # a StoreError says nothing about the object
                 raise
             left_out.append(path)
     if (source / COMMON).is_file() and (matches is None or matches("common")):
@@ -136,6 +137,7 @@ def _read_common(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_PlainPickle)
     except Exception as error:
+        raise_if_unreadable(error, str(path))
         raise CkptError(f"{path} can't be read ({first_line(error)}): copy it again, or leave it out with --only") from error
 
 

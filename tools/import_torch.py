@@ -17,7 +17,7 @@ from typing import IO, Any
 from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import FileLeaf, FileRegion, whole_file_leaf
+from ckpt.tools.import_files import FileLeaf, FileRegion, raise_if_unreadable, whole_file_leaf
 from ckpt.tools.import_old_torch import allowed_classes, load_to_meta, reports_places
 
 _CHECKED_BYTES = 4 << 20
@@ -60,6 +60,7 @@ def _require_byte_order(file: IO[bytes], where: str) -> None:
                     del record.CRC
             order = archive.read(found[0]).decode() if found else sys.byteorder
     except (zipfile.BadZipFile, OSError, UnicodeDecodeError) as error:
+        raise_if_unreadable(error, where)
         raise CkptError(f"{where} is not a file of torch.save, or is damaged ({error}): copy it again") from error
     if order != sys.byteorder:
         raise CkptError(f"{where} was written by a machine of other byte order: load it with torch, and use ckpt.save")
@@ -75,6 +76,7 @@ def _require_intact(file: IO[bytes], where: str) -> None:
                         while opened.read(_CHECKED_BYTES):
                             pass
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise_if_unreadable(error, where)
         raise CkptError(f"{where} is damaged ({first_line(error)}): copy it again") from error
 
 
@@ -89,6 +91,7 @@ def _load(torch: ModuleType, file: IO[bytes], where: str, device: str) -> Any:
             "if you trust it, and give its tensors to ckpt.save; in a folder of DCP, --only can leave it out"
         ) from error
     except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise_if_unreadable(error, where)
         raise CkptError(f"{where} is not a file of torch.save, or is damaged ({first_line(error)}): copy it again") from error
 
 

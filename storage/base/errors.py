@@ -28,13 +28,18 @@ def is_transient(error: BaseException | None) -> bool:
 
     The process may lack memory, stack, descriptors or threads, or a file system may not answer.
     """
+    return transient_cause(error) is not None
+
+
+def transient_cause(error: BaseException | None) -> BaseException | None:
+    """Return the error or the cause of it that may be temporary, as `is_transient` defines it; None if there is none."""
     while error is not None:
         if isinstance(error, MemoryError | RecursionError) or getattr(error, "errno", None) in _TRANSIENT_ERRNOS:
-            return True
+            return error
         if isinstance(error, ImportError | OSError | RuntimeError) and any(text in str(error) for text in _TRANSIENT_TEXTS):
-            return True
+            return error
         error = error.__cause__ or error.__context__
-    return False
+    return None
 
 
 class CkptError(Exception):
