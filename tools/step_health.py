@@ -12,7 +12,7 @@ from ckpt.format.json_records import CommitRecord
 from ckpt.format.manifest import Manifest
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, commit_name
-from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound
+from ckpt.storage.base.errors import CkptError, NotFound, is_damage
 from ckpt.storage.base.plural import format_count
 from ckpt.storage.base.store import Entry
 from ckpt.tools.common import Advance, format_size
@@ -99,7 +99,7 @@ def _check_record(repo: Repository, step: int) -> StepReport:
 
 def state_of_error(error: CkptError) -> StepState:
     """Return the state of a step whose record or data raise this error."""
-    return "damaged" if isinstance(error, IntegrityError) else "unreadable"
+    return "damaged" if is_damage(error) else "unreadable"
 
 
 def _record_files(commit: CommitRecord) -> tuple[json_records.FileRecord, ...]:

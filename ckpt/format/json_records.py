@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from ckpt.errors import DAMAGE_ADVICE, FormatError, damage_text
+from ckpt.errors import DAMAGE_ADVICE, FormatError, bad_sectors_as_damage, damage_text
 from ckpt.format.codec_choice import CodecChoice
 from ckpt.format.difference_choice import DifferenceChoice
 from ckpt.format.digest import algorithm_of_hex, digest
@@ -134,8 +134,13 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
 
 
 def load(store: Store, kind: str, name: str) -> dict[str, Any]:
-    """Return the content of a record in a store; raise NotFound, StoreError and the errors of `decode`."""
-    return decode(kind, store.get_up_to(name, MAX_RECORD_BYTES), f"{store.url}/{name}")
+    """Return the content of a record in a store.
+
+    Raises NotFound, StoreError, IntegrityError for a bad sector, and the errors of `decode`.
+    """
+    where = f"{store.url}/{name}"
+    with bad_sectors_as_damage(where):
+        return decode(kind, store.get_up_to(name, MAX_RECORD_BYTES), where)
 
 
 def require_known_format(version: object, where: str, newest: int = FORMAT_VERSION) -> None:

@@ -181,8 +181,7 @@ class Repository:
     def _numbered_record(self, step: int) -> CommitRecord:
         """Return the commit record of a step; NotFound if it is missing, IntegrityError if it is damaged or of another step."""
         where = f"{self.url}/{commit_name(step)}"
-        with bad_sectors_as_damage(where):
-            commit = self.record(step)
+        commit = self.record(step)
         if commit.step != step:
             raise IntegrityError(f"{where} is the record of step {commit.step}; {DAMAGE_ADVICE}")
         return commit
@@ -192,8 +191,12 @@ class Repository:
         return StepNotFound(f"{self.url} has no committed step to load: {_NO_STEP_ADVICE}")
 
     def record(self, step: int) -> CommitRecord:
-        """Return the commit record stored for a step, without a check of its number; NotFound if it is missing."""
-        return self.decode(step, self.store.get_up_to(commit_name(step), json_records.MAX_RECORD_BYTES))
+        """Return the commit record stored for a step, without a check of its number.
+
+        Raises NotFound if it is missing, IntegrityError if it is damaged or on a bad sector, StoreError if it can't be read now.
+        """
+        with bad_sectors_as_damage(f"{self.url}/{commit_name(step)}"):
+            return self.decode(step, self.store.get_up_to(commit_name(step), json_records.MAX_RECORD_BYTES))
 
     def decode(self, step: int, data: bytes) -> CommitRecord:
         """Return the commit record in `data`, and check its signature if the repository has keys."""

@@ -20,3 +20,9 @@ def flip_bit_of_leaf(checkpoint: ckpt.Checkpoint, leaf: str) -> None:
     assert row.pack is not None
     assert row.codec is None
     flip_bit(Path(checkpoint.store.root) / row.pack, row.position + row.start)
+
+
+def put_on_bad_sector(path: Path) -> None:
+    """Replace a file by one whose read fails with EIO, as on a bad sector. A rename can replace it again."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # read(2) of its first byte fails with EIO

@@ -6,18 +6,22 @@ A damaged step is skipped, with a message. A step that can't be read now is neve
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.flipped_bits import put_on_bad_sector
+from helpers.rank_threads import all_well, on_ranks
 
 import ckpt
 from ckpt.api import load_newest
-from ckpt.groups.base import SingleProcessGroup
+from ckpt.groups.base import Group, SingleProcessGroup
 from ckpt.loading.group_load import LoadRequest
 from ckpt.repository.repository import commit_name, open_repository
 from ckpt.storage.base.errors import IntegrityError, StoreError
 from ckpt.storage.local.directory import LocalStore
+from ckpt.tools.step_health import step_reports
 
 FORK, ABANDONED, NEWEST = 2, 4, 3
 """The run has saved the steps 1 to `ABANDONED`, gone back to `FORK`, and saved `NEWEST`."""
@@ -180,13 +184,32 @@ def test_with_one_line_a_step_that_cannot_be_read_now_is_not_skipped(tmp_path: P
 def test_a_commit_record_on_a_bad_sector_is_damage(tmp_path: Path) -> None:
     for step in (1, 2):
         ckpt.save(_state(step), tmp_path, step)
-    _record(tmp_path, 2).unlink()
-    _record(tmp_path, 2).symlink_to("/proc/self/mem")  # read(2) at its begin fails with EIO
+    put_on_bad_sector(_record(tmp_path, 2))
     with pytest.warns(UserWarning, match="loaded the older step 1 because a newer one is damaged: .* I/O error"):
         assert ckpt.load(tmp_path)["a"][0] == 1
     ckpt.save(_state(7), tmp_path, 2)
     assert ckpt.load(tmp_path)["a"][0] == 7, "a save replaces it, as any damaged step"
     assert _steps(tmp_path) == [1, 2]
+
+
+def test_a_group_replaces_a_commit_record_on_a_bad_sector(tmp_path: Path) -> None:
+    """The ranks that wait for the commit read the record before rank 0 has replaced it."""
+    ckpt.save(_state(1), tmp_path, 1)
+    put_on_bad_sector(_record(tmp_path, 1))
+
+    def save(group: Group) -> ckpt.Checkpoint:
+        if group.rank == 0:
+            time.sleep(0.1)
+        return ckpt.save(_state(5), tmp_path, 1, group=group)
+
+    assert [checkpoint.step for checkpoint in all_well(on_ranks(2, save))] == [1, 1]
+    assert ckpt.load(tmp_path)["a"][0] == 5
+
+
+def test_the_report_of_a_step_whose_record_is_on_a_bad_sector_is_damaged(tmp_path: Path) -> None:
+    ckpt.save(_state(1), tmp_path, 1)
+    put_on_bad_sector(_record(tmp_path, 1))
+    assert [report.state for report in step_reports(open_repository(tmp_path), [1])] == ["damaged"]
 
 
 def test_a_restored_step_whose_record_is_damaged_meanwhile_is_no_new_run(url: Path) -> None:

@@ -6,7 +6,7 @@ import shutil
 import warnings
 
 import pytest
-from helpers.flipped_bits import flip_bit
+from helpers.flipped_bits import flip_bit, put_on_bad_sector
 from helpers.repositories import assert_all_load
 from helpers.states import assert_same, state_of
 from helpers.tier_folders import TierFolders, close_as_if_failed, saved_everywhere, train
@@ -46,13 +46,34 @@ def test_a_flipped_byte_in_a_tier_is_avoided_and_its_copy_removed(
         close_as_if_failed(ck)
 
 
-def test_flipped_bytes_in_the_small_files_of_a_tier_do_no_harm(tier_folders: TierFolders) -> None:
+@pytest.mark.parametrize("which", ["memory", "nvme", "run", "memory nvme", "nvme run"])
+def test_a_commit_record_on_a_bad_sector_is_avoided_and_replaced(tier_folders: TierFolders, which: str) -> None:
+    """The step is loaded from the next tier, and the next save of that number is copied to the tier."""
+    saved_everywhere(tier_folders)
+    for name in which.split():
+        put_on_bad_sector(getattr(tier_folders, name) / "steps" / "7" / "commit.json")
+    with tier_folders.open() as ck:
+        state, start = ck.restore(state_of(0))
+        assert start == 8
+        assert_same(state, state_of(7))
+        ck.save(7, state_of(70))
+        ck.wait()
+        close_as_if_failed(ck)
+    for tier in tier_folders.all():
+        assert_same(ckpt.load(tier, step=7), state_of(70))
+
+
+@pytest.mark.parametrize("kind", ["flipped bytes", "bad sectors"])
+def test_damage_of_the_small_files_of_a_tier_does_no_harm(tier_folders: TierFolders, kind: str) -> None:
     """The steps of a near tier do not depend on these files."""
     saved_everywhere(tier_folders)
     for tier in (tier_folders.memory, tier_folders.nvme):
         for name in ("ckpt.json", "tier.json", "generations/*.json"):
             for path in tier.glob(name):
-                flip_bit(path, 20)
+                if kind == "flipped bytes":
+                    flip_bit(path, 20)
+                else:
+                    put_on_bad_sector(path)
     with tier_folders.open() as ck:
         state, start = ck.restore(state_of(0))
         assert start == 8
