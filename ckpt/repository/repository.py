@@ -193,7 +193,7 @@ class Repository:
     def record(self, step: int) -> CommitRecord:
         """Return the commit record stored for a step, without a check of its number.
 
-        Raises NotFound if it is missing, IntegrityError if it is damaged or on a bad sector, StoreError if it can't be read now.
+        Raises NotFound if it is missing, IntegrityError if it is damaged or on a bad sector, StoreError if unreadable now.
         """
         with bad_sectors_as_damage(f"{self.url}/{commit_name(step)}"):
             return self.decode(step, self.store.get_up_to(commit_name(step), json_records.MAX_RECORD_BYTES))
