@@ -44,7 +44,7 @@ from ckpt.tiers.earlier_steps import offer_earlier_steps
 from ckpt.tiers.freed_memory import free_memory, remove_freed_commits
 from ckpt.tiers.open_tier import OpenTier, can_fall_through, cancel_promotion, publish_durable
 from ckpt.tiers.previous_memory import previous_memories
-from ckpt.tiers.tier_note import bind_to_repository, has_steps_of, repair_marker
+from ckpt.tiers.tier_note import bind_to_repository, can_read_steps_of, repair_marker
 from ckpt.tiers.tier_repositories import open_repositories, require_shared_memory
 from ckpt.tiers.tier_spec import MEMORY, Tier, capacity_bytes
 from ckpt.training.save_interval import Every
@@ -93,7 +93,7 @@ class TierManager:
             entered = {tier.session.repo.url: tier.session.repo for tier in self._open_tiers}
             bind_to_repository(list(entered.values()), group.rank == 0)
             self._previous_memories = previous_memories(record) if any(spec.url == MEMORY for spec in tiers) else []
-            self._read_only_tiers = [r for r in repos[:-1] if r.url not in entered and has_steps_of(r, record)]
+            self._read_only_tiers = [r for r in repos[:-1] if r.url not in entered and can_read_steps_of(r, record)]
             near = [entered.get(r.url, r) for r in repos[:-1] if r.url in entered or r in self._read_only_tiers]
             self.repository = TieredRepository([*near, *self._previous_memories, entered[record.url]])
             # All tiers share one lineage: a save to the nearest tier may continue from a step restored from another tier.

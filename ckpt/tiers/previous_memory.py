@@ -7,7 +7,7 @@ import os
 import time
 
 from ckpt.repository.repository import Repository, open_repository
-from ckpt.storage.base.errors import InvalidArgument, StoreError, Unavailable
+from ckpt.storage.base.errors import InvalidArgument, Unavailable
 from ckpt.storage.base.store import Store
 from ckpt.tiers.memory_folder import MEMORY_WAIT_VARIABLE, PREVIOUS_MEMORY_VARIABLE
 from ckpt.tiers.tier_note import has_steps_of
@@ -21,7 +21,11 @@ _ANSWER_SECONDS = 3.0
 
 
 def previous_memories(record: Repository) -> list[Repository]:
-    """Return the memory of earlier attempts that has steps of the repository of record, the newest first."""
+    """Return the memory of earlier attempts that has steps of the repository of record, the newest first.
+
+    A memory that does not answer counts as lost, and is named in the log. Raises StoreError if a memory answers and its note
+    can't be read now: without this memory, the job would continue from an older step.
+    """
     found = []
     seconds, awaited = _memory_wait_from_env()
     for url in os.environ.get(PREVIOUS_MEMORY_VARIABLE, "").split():
@@ -31,7 +35,7 @@ def previous_memories(record: Repository) -> list[Repository]:
             if _can_have_steps(repo.store, until) and has_steps_of(repo, record):
                 found.append(repo)
                 log.info("also reading %s, the memory of the previous attempt", repo.url)
-        except StoreError as error:
+        except Unavailable as error:
             log.warning("the memory of the previous attempt is lost: %s", error)
     return found
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ckpt.errors import FormatError, StepNotFound
 from ckpt.format import json_records
 from ckpt.repository.repository import MARKER, Repository, new_marker
-from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
+from ckpt.storage.base.errors import IntegrityError, InvalidArgument, NotFound, StoreError
 from ckpt.tiers.tier_spec import MEMORY, Tier, memory_folder_name
 
 log = logging.getLogger("ckpt")
@@ -68,13 +68,16 @@ def has_steps_of(repo: Repository, record: Repository) -> bool:
     """Return whether steps of the repository of record can be read from a tier.
 
     Writing may still be impossible, for example if one of two nodes with a copy each is lost.
+
+    Raises StoreError if the note can't be read now: the newest step may be in this tier.
     """
     try:
         note = read_tier_note(repo)
         return note is not None and note.id == record.identity() and bool(repo.step_numbers())
     except IntegrityError:  # the name of a folder in memory is proof, too: it is derived from the URL of the repository
         return repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}") and bool(repo.step_numbers())
-    except CkptError:
+    except FormatError as error:  # a newer version has written the note
+        log.warning("%s is not read: %s", repo.url, error)
         return False
 
 
@@ -86,6 +89,15 @@ def read_tier_note(repo: Repository) -> TierNote | None:
     except NotFound:
         return None
     return json_records.parse_body(TierNote, body, where)
+
+
+def can_read_steps_of(repo: Repository, record: Repository) -> bool:
+    """Return `has_steps_of`; False, with a line in the log, if a tier that can't be written can't be read, either."""
+    try:
+        return has_steps_of(repo, record)
+    except StoreError as error:
+        log.warning("the tier %s is not read: %s", repo.url, error)
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from obstore import store as objects
 
 from ckpt.storage.base.errors import StoreError, Unavailable
 from ckpt.storage.base.store import Entry, Reader, Store, Writer
 from ckpt.storage.local.shared_memory import MemoryStore
 from helpers.interleaving import Fate, Interleaving, Steps
-from helpers.stepped_stores import SteppedLocalStore
+from helpers.stepped_stores import SteppedBucket, SteppedLocalStore
 
-_NAMES = ("tier.json", "commit.json", "generations/", "commit.json", "tier.json", "ckpt.json", ".parquet", ".pack")
+_NAMES = ("tier.json", "commit.json", "generations/", "commit.json", "tier.json", "ckpt.json", "/manifest/", ".pack")
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,13 @@ class Fault:
     """memory or run: the store."""
     names: str
     """A part of the names of the files that fail; "" for the whole store, which gives no answer."""
-    is_damage: bool
-    """Whether the files are read with a changed byte, instead of not at all."""
+    effect: Literal["no answer", "damage", "bad sector"]
+    """Whether the files can't be read now, are read with a changed byte, or are on sectors that the device can't read."""
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether a reader must take the file for damaged."""
+        return self.effect != "no answer"
 
 
 class Faults:
@@ -41,10 +50,10 @@ class Faults:
     def begin(self, draw: random.Random, begin: int | None = None) -> None:
         """Add a fault that a seed decides. begin: the step of the run at which it begins; by default this one."""
         names = "" if draw.random() < 0.25 else draw.choice(_NAMES)
-        is_damage = names.endswith((".json", "/")) and draw.random() < 0.5
+        effect: Any = draw.choice(["no answer", "damage", "bad sector"]) if names else "no answer"
         begin = len(self._interleaving.steps) if begin is None else begin
         end = begin + draw.choice([10, 50, 200, 1_000])
-        self._faults.append(Fault(begin, end, draw.choice(["memory", "memory", "run"]), names, is_damage))
+        self._faults.append(Fault(begin, end, draw.choice(["memory", "memory", "run"]), names, effect))
 
     def __str__(self) -> str:
         return "; ".join(map(str, self._faults))
@@ -66,14 +75,18 @@ class Faults:
         for fault in self._active(kind, what):
             if not fault.names:
                 raise Unavailable(f"{what}: {kind} does not answer")
-            if what.startswith("get") and not fault.is_damage:
-                raise StoreError(f"{what}: input/output error")
+            if what.startswith("get") and fault.effect == "no answer":
+                raise StoreError(f"{what}: permission denied")
+            if what.startswith("get") and fault.effect == "bad sector":
+                raise StoreError(f"{what}: input/output error") from OSError(errno.EIO, os.strerror(errno.EIO))
 
     def read(self, kind: str, name: str, data: bytes) -> bytes:
         """Return what a read of a file returns now. data: its content."""
-        if any(fault.is_damage for fault in self._active(kind, name)):
-            return bytes([data[0] ^ 1]) + data[1:]
-        return data
+        return bytes([data[0] ^ 1]) + data[1:] if data and self.changes(kind, name) else data
+
+    def changes(self, kind: str, name: str) -> bool:
+        """Return whether reads of a file return a changed byte now."""
+        return any(fault.effect == "damage" for fault in self._active(kind, name))
 
 
 class _FailingSteps(Steps):
@@ -114,11 +127,14 @@ class FaultyFolder(SteppedLocalStore):
 
     def open(self, name: str) -> Reader:
         self._steps.step(f"get {name}")
-        return super().open(name)
+        return self._stepped(name, super().open(name))
 
     def open_once(self, name: str) -> Reader:
         self._steps.step(f"get {name}")
-        return _SteppedReader(super().open_once(name), lambda: self._steps.step(f"get {name}"))
+        return self._stepped(name, super().open_once(name))
+
+    def _stepped(self, name: str, reader: Reader) -> Reader:
+        return _SteppedReader(reader, lambda: self._steps.step(f"get {name}"), lambda: self._faults.changes(self.kind, name))
 
     def answers(self, seconds: float) -> bool:
         self._steps.step("get answer")
@@ -147,13 +163,30 @@ class FaultyMemory(FaultyFolder, MemoryStore):
         MemoryStore.sweep_temporaries(self, prefix, folders=folders)
 
 
+class FaultyBucket(SteppedBucket):
+    """The bucket of a repository of record."""
+
+    def __init__(self, url: str, memory: objects.MemoryStore, faults: Faults, interleaving: Interleaving) -> None:
+        super().__init__(url, memory, _FailingSteps("run", faults, interleaving))
+        self._faults = faults
+
+    def get(self, name: str) -> bytes:
+        return self._faults.read("run", name, super().get(name))
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        return self._faults.read("run", name, super().get_up_to(name, limit))
+
+
 class _SteppedReader(Reader):
-    def __init__(self, inner: Reader, step: Callable[[], object]) -> None:
-        self._inner, self._step = inner, step
+    def __init__(self, inner: Reader, step: Callable[[], object], is_changed: Callable[[], bool]) -> None:
+        self._inner, self._step, self._is_changed = inner, step, is_changed
 
     def read_into(self, position: int, buffer: memoryview) -> int:
         self._step()
-        return self._inner.read_into(position, buffer)
+        count = self._inner.read_into(position, buffer)
+        if count and self._is_changed():
+            buffer[0] ^= 1
+        return count
 
     def close(self) -> None:
         self._inner.close()

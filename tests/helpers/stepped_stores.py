@@ -108,6 +108,14 @@ class _SteppedClient:
         return request
 
 
+class PlainBucket(ObjectStore):
+    """A bucket in memory."""
+
+    def __init__(self, url: str, memory: MemoryStore) -> None:
+        self.url = url
+        self._store = memory
+
+
 class SteppedBucket(ObjectStore):
     """A bucket in memory, each of whose requests is a step."""
 

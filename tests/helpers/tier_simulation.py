@@ -2,11 +2,13 @@
 
 Each operation of a store is a step. The code of the product runs: `TierManager` with its copier, whose thread is an actor, the
 fallback of a load, and `drain`. Only the threads of a save are replaced: one actor writes its packs, and the `Committer` of the
-product does the rest. A store may give no answer for a while, and a record may be damaged or unreadable for a while.
+product does the rest. A store may give no answer for a while, and a file may be damaged, unreadable or on a bad sector for a
+while. The repository of record is a folder or a bucket.
 
 These promises are checked after each step:
 
-* Each committed step of a tier has all of its files there.
+* Each committed step of a tier has all of its files there. A file of a memory that reads as damaged may be removed if another
+  tier has it.
 * No tier gets an older save of a step in place of a later one whose record is undamaged, and no writer commits that was
   replaced before it began.
 * The newest acknowledged step, or a later save, is in a tier: until the next job continues from an older step, with a warning.
@@ -34,7 +36,9 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from ckpt.format.json_records import CommitRecord, decode_commit
+from obstore.store import MemoryStore
+
+from ckpt.format.json_records import CommitRecord, FileRecord, decode_commit
 from ckpt.groups.base import SingleProcessGroup
 from ckpt.loading.group_load import LoadRequest
 from ckpt.loading.step_fallback import load_newest_on_all_ranks
@@ -42,16 +46,17 @@ from ckpt.repository import commit_publication, lease_records, repository
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.writer_lease import WriterLease
 from ckpt.saving.options import Options
-from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.errors import CkptError, NotFound
+from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.tiers import manager, memory_drain, previous_memory, tier_spec
 from ckpt.tiers.manager import TierManager
 from ckpt.tiers.tier_spec import Tier
-from helpers.faulty_stores import Faults, open_faulty
+from helpers.faulty_stores import Faults, FaultyBucket, open_faulty
 from helpers.interleaving import Interleaving, current_actor_name
 from helpers.single_thread_saves import load_checkpoint, save, state_of_save
 from helpers.stepped_processes import PerProcess, ProcessScheduler, process_of, separate_processes
-from helpers.stepped_stores import is_read
+from helpers.stepped_stores import PlainBucket, is_read
 
 _publish_commit = commit_publication.publish_commit
 
@@ -78,6 +83,11 @@ class TierSimulation:
     def __init__(self, folder: Path, seed: int) -> None:
         self._draw = random.Random(seed)
         self._memory, self._record = folder / "memory", folder / "run"
+        self._record_url = str(self._record)
+        self._bucket = MemoryStore() if self._draw.random() < 0.3 else None
+        """The bucket that is the repository of record; None if that is a folder."""
+        if self._bucket is not None:
+            self._record_url = f"memory://{folder.name}"
         self._has_new_memories = self._draw.random() < 0.5
         """Whether each job gets a memory of its own, and reads those of the jobs before it."""
         self._keep = self._draw.choice([None, 1, 2])
@@ -113,6 +123,8 @@ class TierSimulation:
         """The step of the run at which each job began to end."""
         self._overlapping: set[str] = set()
         """The jobs that began while an earlier one still ran."""
+        self._removed: set[tuple[Path, str]] = set()
+        """The files in memories that were removed because they read as damaged."""
         self._broken: list[str] = []
         self._warned: set[str] = set()
         """The processes that have logged a warning."""
@@ -163,7 +175,7 @@ class TierSimulation:
             self._overlapping.add(process_of(current_actor_name()))
         try:
             tiers = TierManager(
-                str(self._record), EVERY, self._keep, [Tier("memory", keep=1, limit=1 << 30)], SingleProcessGroup()
+                self._record_url, EVERY, self._keep, [Tier("memory", keep=1, limit=1 << 30)], SingleProcessGroup()
             )
             try:
                 self._train(tiers, count, began)
@@ -273,8 +285,14 @@ class TierSimulation:
         if not is_kept:
             self._broken.append(promise)
 
-    def _plain(self, path: Path) -> Repository:
-        return Repository(LocalStore(path, direct=False))
+    def _plain(self, place: Path) -> Repository:
+        return Repository(self._plain_store(place))
+
+    def _plain_store(self, place: Path) -> Store:
+        """Return the store of a tier or of the repository of record, without steps and faults."""
+        if place == self._record and self._bucket is not None:
+            return PlainBucket(self._record_url, self._bucket)
+        return LocalStore(place, direct=False)
 
     def _has(self, place: Path, save: Acknowledged) -> bool:
         return any(commit.save_order >= save.save_order for commit in self._read(place).values())
@@ -296,16 +314,29 @@ class TierSimulation:
 
     def _read(self, place: Path) -> dict[int, CommitRecord]:
         """Return the committed steps of a tier, and check that each has all of its files."""
-        store = LocalStore(place, direct=False)
+        store = self._plain_store(place)
         sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
         found = {}
         for name in sizes:
             if name.endswith("/commit.json"):
-                commit = decode_commit(store.get(name), name)
+                try:
+                    commit = decode_commit(store.get(name), name)
+                except NotFound:  # a reservation of a bucket
+                    continue
                 found[commit.step] = commit
                 for file in (*commit.manifests, *commit.trees, *commit.packs):
-                    self._require(sizes.get(file.name) == file.nbytes, f"step {commit.step} of {place} has lost {file.name}")
+                    is_there = sizes.get(file.name) == file.nbytes
+                    if not is_there and place != self._record and self._is_damaged_copy(place, file):
+                        self._removed.add((place, file.name))
+                    is_removed = (place, file.name) in self._removed
+                    self._require(is_there or is_removed, f"step {commit.step} of {place} has lost {file.name}")
         return found
+
+    def _is_damaged_copy(self, place: Path, file: FileRecord) -> bool:
+        """Return whether a file of a step reads as damaged in a memory, and another tier has it."""
+        others = (self._plain_store(other) for other in self._places() if other != place)
+        is_damaged = self.faults.is_damaged_since("memory", file.name, len(self.interleaving.steps))
+        return is_damaged and any(store.exists(file.name) for store in others)
 
     def _check_changes(self, place: Path, before: dict[int, CommitRecord], now: dict[int, CommitRecord]) -> None:
         for step, commit in before.items():
@@ -340,7 +371,8 @@ class TierSimulation:
 
     def _publish(self, repo: Repository, lease: WriterLease, commit: CommitRecord, require_replaceable: Any) -> None:
         """Publish a record, and check that the writer had not been replaced before."""
-        is_replaced = lease_records.newest_generation(self._plain(Path(urlsplit(repo.url).path))) > lease.generation
+        place = self._record if repo.url == self._record_url else Path(urlsplit(repo.url).path)
+        is_replaced = lease_records.newest_generation(self._plain(place)) > lease.generation
         _publish_commit(repo, lease, commit, require_replaceable)
         self._require(
             not is_replaced, f"step {commit.step} was committed by writer {lease.generation}, which was replaced before"
@@ -371,6 +403,8 @@ class TierSimulation:
             yield
 
     def _open_store(self, url: Any) -> Any:
+        if self._bucket is not None and url == self._record_url:
+            return FaultyBucket(url, self._bucket, self.faults, self.interleaving)
         return open_faulty(Path(urlsplit(str(url)).path), self.faults, self.interleaving)
 
     @contextmanager

@@ -17,7 +17,7 @@ from helpers.seed_search import NOT_FOUND, first_found
 from helpers.tier_simulation import TierSimulation
 
 from ckpt.storage.base.errors import IntegrityError, StoreError
-from ckpt.tiers import background_copier, copy_step, freed_memory, manager, memory_drain, tier_note
+from ckpt.tiers import background_copier, copy_step, freed_memory, manager, memory_drain, previous_memory, tier_note
 from ckpt.tiers.manager import TierManager
 
 SEEDS = 5_000 if SOAK else 40
@@ -115,6 +115,16 @@ def a_fenced_job_frees_the_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(manager, "free_memory", free_unchecked)
 
 
+def an_earlier_memory_with_an_unreadable_note_is_left_out(patch: pytest.MonkeyPatch) -> None:
+    def has_steps_of(repo: Any, record: Any) -> bool:
+        try:
+            return tier_note.has_steps_of(repo, record)
+        except StoreError:
+            return False
+
+    patch.setattr(previous_memory, "has_steps_of", has_steps_of)
+
+
 FOUND_BY = {
     an_unreadable_tier_note_counts_as_no_steps: 25,
     a_copy_is_committed_before_its_packs: 1,
@@ -122,8 +132,9 @@ FOUND_BY = {
     memory_is_freed_without_a_look_at_the_record: 335,
     a_fenced_copier_commits: 12,
     a_fenced_job_frees_the_memory: 1205,
+    an_earlier_memory_with_an_unreadable_note_is_left_out: 430,
 }
-"""A seed that finds each fault. The last one was a fault of the product."""
+"""A seed that finds each fault. The last two were faults of the product."""
 PROMISES = ("has lost", "is lost", "was replaced", "lacks", "was deleted", "was restored instead")
 """A part of the message of each broken promise."""
 

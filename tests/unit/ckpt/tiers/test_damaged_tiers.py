@@ -9,10 +9,11 @@ import pytest
 from helpers.flipped_bits import flip_bit, put_on_bad_sector
 from helpers.repositories import assert_all_load
 from helpers.states import assert_same, state_of
-from helpers.tier_folders import TierFolders, close_as_if_failed, saved_everywhere, train
+from helpers.tier_folders import TierFolders, close_as_if_failed, saved_everywhere, switch_memory_folder, train
 from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
+from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.store import ALIGNMENT
 
 
@@ -80,6 +81,27 @@ def test_damage_of_the_small_files_of_a_tier_does_no_harm(tier_folders: TierFold
         assert_same(state, state_of(7))
         train(ck, range(8, 10))
     tier_folders.check()
+
+
+def test_a_job_does_not_begin_while_the_note_of_an_earlier_memory_is_unreadable(
+    tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without this memory, the job would continue from an older step, and abandon the newest one."""
+    ck = tier_folders.open(every=100)
+    train(ck, range(6))
+    close_as_if_failed(ck)
+    note = tier_folders.memory / "tier.json"
+    content = note.read_bytes()
+    switch_memory_folder(tier_folders, monkeypatch)
+    shutil.rmtree(tier_folders.nvme / "steps")
+    note.unlink()
+    note.symlink_to(note)  # a read fails with ELOOP, which says nothing about the bytes
+    with pytest.raises(StoreError, match="tier.json"):
+        tier_folders.open(every=100)
+    note.unlink()
+    note.write_bytes(content)
+    with tier_folders.open(every=100) as ck:
+        assert ck.restore(state_of(0))[1] == 6
 
 
 def test_rot_at_the_same_position_in_all_tiers_falls_back(tier_folders: TierFolders) -> None:
