@@ -66,6 +66,11 @@ class Faults:
         """Return whether reads of a file have returned a changed byte since a step of the run, and do so now."""
         return any(fault.is_damage and fault.begin <= step for fault in self._active(kind, name))
 
+    def was_damaged(self, kind: str, name: str) -> bool:
+        """Return whether reads of a file have returned a changed byte or the error of a bad sector at any step so far."""
+        now = len(self._interleaving.steps)
+        return any(f.kind == kind and f.is_damage and f.begin <= now and f.names in name for f in self._faults)
+
     def _active(self, kind: str, what: str) -> Iterator[Fault]:
         now = len(self._interleaving.steps)
         return (f for f in self._faults if f.kind == kind and f.begin <= now < f.end and f.names in what)

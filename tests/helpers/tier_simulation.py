@@ -7,8 +7,8 @@ while. The repository of record is a folder or a bucket.
 
 These promises are checked after each step:
 
-* Each committed step of a tier has all of its files there. A file of a memory that reads as damaged may be removed if another
-  tier has it.
+* Each committed step of a tier has all of its files there. A file of a memory that was read as damaged may be removed if
+  another tier has it.
 * No tier gets an older save of a step in place of a later one whose record is undamaged, and no writer commits that was
   replaced before it began.
 * The newest acknowledged step, or a later save, is in a tier: until the next job continues from an older step, with a warning.
@@ -333,10 +333,9 @@ class TierSimulation:
         return found
 
     def _is_damaged_copy(self, place: Path, file: FileRecord) -> bool:
-        """Return whether a file of a step reads as damaged in a memory, and another tier has it."""
+        """Return whether a file of a step was read as damaged in a memory, and another tier has it."""
         others = (self._plain_store(other) for other in self._places() if other != place)
-        is_damaged = self.faults.is_damaged_since("memory", file.name, len(self.interleaving.steps))
-        return is_damaged and any(store.exists(file.name) for store in others)
+        return self.faults.was_damaged("memory", file.name) and any(store.exists(file.name) for store in others)
 
     def _check_changes(self, place: Path, before: dict[int, CommitRecord], now: dict[int, CommitRecord]) -> None:
         for step, commit in before.items():

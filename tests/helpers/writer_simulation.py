@@ -28,10 +28,12 @@ from ckpt.repository.lease_records import newest_generation
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import Keep, sweep
 from ckpt.repository.writer_lease import Attempt, AttemptSeries, WriterLease, acquire_lease
-from ckpt.storage.base.errors import CkptError, NotFound, StoreError
+from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound
 from ckpt.storage.base.store import Store
+from ckpt.storage.local.directory import LocalStore
+from helpers.faulty_stores import Faults, FaultyBucket, FaultyFolder
 from helpers.interleaving import Interleaving, Scheduler
-from helpers.stepped_stores import SteppedBucket, SteppedLocalStore, is_read
+from helpers.stepped_stores import PlainBucket, is_read
 
 SERIES = AttemptSeries(None, 0, 0, 0)
 
@@ -42,13 +44,15 @@ class Takeover:
     def __init__(self, kind: str, folder: Path, scheduler: Scheduler, keep: Keep | None) -> None:
         self._keep = keep
         self.interleaving = Interleaving(scheduler, self._check)
+        self.faults = Faults(self.interleaving)
         memory, url = MemoryStore(), f"memory://{folder.name}"
         self._open_store: Callable[[], Store] = (
-            (lambda: SteppedLocalStore(folder, self.interleaving))
+            (lambda: FaultyFolder(folder, self.faults, self.interleaving))
             if kind == "local"
-            else (lambda: SteppedBucket(url, memory, self.interleaving))
+            else (lambda: FaultyBucket(url, memory, self.faults, self.interleaving))
         )
-        self._seen = Repository(self._open_store())
+        self._seen = Repository(LocalStore(folder, direct=False) if kind == "local" else PlainBucket(url, memory))
+        """The repository without steps and faults."""
         self._seen.ensure()
         self._newest: dict[int, int] = {}
         """The highest generation that has published each step."""
@@ -75,7 +79,7 @@ class Takeover:
         except Fenced:
             self.fenced += 1
             return
-        except StoreError:
+        except CkptError:
             return
         self._generations[name] = lease.generation
         try:
@@ -85,11 +89,11 @@ class Takeover:
                 steps = tuple(range(newest + 1, newest + 1 + steps))
             for step in steps:
                 self._try_step(repo, lease, step)
-        except (Fenced, StoreError) as error:
+        except CkptError as error:
             shown = lease.explain_failure(error)
-            if not isinstance(shown, Fenced):
+            if not isinstance(shown, Fenced) and not self.faults.were_active_since(0):
                 raise
-            self.fenced += 1
+            self.fenced += isinstance(shown, Fenced)
 
     def _try_step(self, repo: Repository, lease: WriterLease, step: int) -> None:
         attempt = lease.begin_attempt(step, SERIES)
@@ -105,7 +109,7 @@ class Takeover:
             lease.begin_publication(attempt)
             publish_commit(repo, lease, commit, note_replaced)
             lease.settle(attempt)
-        except (Fenced, StoreError) as error:
+        except CkptError as error:
             _discard(repo, lease, attempt)
             lease.end_attempt(attempt)
             if isinstance(shown := lease.explain_failure(error), Fenced):
@@ -116,7 +120,7 @@ class Takeover:
         lease.end_attempt(attempt)
         try:
             sweep(repo, lease, self._keep, [step], replaced_files=replaced)
-        except StoreError as error:
+        except CkptError as error:
             if isinstance(error, Fenced):
                 raise
         else:
@@ -139,7 +143,7 @@ class Takeover:
     def _packs(self, repo: Repository, step: int) -> tuple[FileRecord, ...]:
         try:
             return repo.record(step).packs
-        except NotFound:
+        except (NotFound, IntegrityError):
             return ()
 
     def _acknowledge(self, step: int, attempt: str, generation: int) -> None:
@@ -190,7 +194,8 @@ class Takeover:
         writer = self.interleaving.steps[-1].partition(":")[0]
         if writer not in self._generations:
             return True
-        *_, before, last, _ = [step.partition(": ")[2] for step in self.interleaving.steps if step.startswith(f"{writer}:")]
+        steps = [step for step in self.interleaving.steps if step.startswith(f"{writer}:")]
+        *_, before, last, _ = [step.partition(": ")[2].removesuffix(" in run") for step in steps]
         has_checked = before == "list generations" and last.startswith("get generations/")
         return self._generations[writer] >= generation or has_checked
 
