@@ -1,7 +1,8 @@
 """Writers that take a repository over from each other, by the lease, the commit and the sweep of the product, in single steps.
 
-Each operation of a store is a step, and so is the moment between the confirmation of a commit and its publication. These
-promises of the documentation are checked after each step:
+Each operation of a store is a step, and so is the moment between the confirmation of a commit and its publication. A file may
+be damaged, unreadable or on a bad sector for a while, and the store may give no answer. These promises of the documentation are
+checked after each step:
 
 * Each step of the repository has all of its files: nothing is swept that a committed step needs.
 * A record is never replaced by one of an older writer.
