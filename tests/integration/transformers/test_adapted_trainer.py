@@ -52,7 +52,7 @@ def test_only_the_first_trainings_of_a_script_are_saved(tmp_path: Path) -> None:
     assert ended.status == 0, ended.messages
     repositories = sorted(path.name for path in (tmp_path / "a/run").glob("checkpoints*"))
     assert repositories == ["checkpoints", *(f"checkpoints-{number}" for number in range(2, 9))]
-    assert ended.outputs[0].count("only the first 8 trainings of a script are") == 1
+    assert ended.outputs[0].count("only the first 8 training runs of a script are") == 1
     assert (tmp_path / "a/log.out/checkpoint-1").is_dir()
 
 
