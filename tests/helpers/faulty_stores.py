@@ -43,14 +43,18 @@ class Fault:
 class Faults:
     """The faults of one run."""
 
-    def __init__(self, interleaving: Interleaving) -> None:
+    def __init__(self, interleaving: Interleaving, seed: int) -> None:
         self._faults: list[Fault] = []
         self._interleaving = interleaving
+        self._draw = random.Random(f"effects of {seed}")
 
     def begin(self, draw: random.Random, begin: int | None = None) -> None:
         """Add a fault that a seed decides. begin: the step of the run at which it begins; by default this one."""
         names = "" if draw.random() < 0.25 else draw.choice(_NAMES)
-        effect: Any = draw.choice(["no answer", "damage", "bad sector"]) if names else "no answer"
+        is_damage = self._draw.random() < 0.5
+        if names.endswith((".json", "/")) and names != "/manifest/":
+            is_damage = draw.random() < 0.5
+        effect: Any = self._draw.choice(["damage", "bad sector"]) if names and is_damage else "no answer"
         begin = len(self._interleaving.steps) if begin is None else begin
         end = begin + draw.choice([10, 50, 200, 1_000])
         self._faults.append(Fault(begin, end, draw.choice(["memory", "memory", "run"]), names, effect))

@@ -84,7 +84,7 @@ class TierSimulation:
         self._draw = random.Random(seed)
         self._memory, self._record = folder / "memory", folder / "run"
         self._record_url = str(self._record)
-        self._bucket = MemoryStore() if self._draw.random() < 0.3 else None
+        self._bucket = MemoryStore() if random.Random(f"kind of the record of {seed}").random() < 0.3 else None
         """The bucket that is the repository of record; None if that is a folder."""
         if self._bucket is not None:
             self._record_url = f"memory://{folder.name}"
@@ -94,7 +94,7 @@ class TierSimulation:
         sleeps, kills = self._draw.choice([0.02, 0.1]), self._draw.choice([0.001, 0.004])
         scheduler = ProcessScheduler(self._draw, sleeps, kills, self._draw.choice([0.0, 0.0, 0.02]))
         self.interleaving = Interleaving(scheduler, self._check)
-        self.faults = Faults(self.interleaving)
+        self.faults = Faults(self.interleaving, seed)
         for _ in range(self._draw.choice([0, 1, 2])):
             self.faults.begin(self._draw, self._draw.randrange(900))
         self._is_faulty = self._draw.random() < 0.7

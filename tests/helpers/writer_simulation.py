@@ -42,10 +42,10 @@ SERIES = AttemptSeries(None, 0, 0, 0)
 class Takeover:
     """One run of writers of one repository, one after another, of which the earlier ones may still run."""
 
-    def __init__(self, kind: str, folder: Path, scheduler: Scheduler, keep: Keep | None) -> None:
+    def __init__(self, kind: str, folder: Path, scheduler: Scheduler, keep: Keep | None, seed: int = 0) -> None:
         self._keep = keep
         self.interleaving = Interleaving(scheduler, self._check)
-        self.faults = Faults(self.interleaving)
+        self.faults = Faults(self.interleaving, seed)
         memory, url = MemoryStore(), f"memory://{folder.name}"
         self._open_store: Callable[[], Store] = (
             (lambda: FaultyFolder(folder, self.faults, self.interleaving))

@@ -32,7 +32,7 @@ def run(kind: str, folder: Path, seed: int) -> Takeover:
     """Run two or three writers. Fail with the seed and the steps where a promise is broken."""
     rng = random.Random(seed)
     keep = rng.choice([None, Keep(1), Keep(2)])
-    takeover = Takeover(kind, folder, RandomScheduler(rng, kills=rng.choice([0.0, 0.01])), keep)
+    takeover = Takeover(kind, folder, RandomScheduler(rng, kills=rng.choice([0.0, 0.01])), keep, seed)
     fault_draw = random.Random(f"faults of {seed}")
     for _ in range(fault_draw.choice([0, 0, 1, 3])):
         takeover.faults.begin(fault_draw, fault_draw.randrange(150))
