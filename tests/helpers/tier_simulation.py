@@ -34,9 +34,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
-from urllib.parse import urlsplit
-
-from obstore.store import MemoryStore
 
 from ckpt.format.json_records import CommitRecord, FileRecord, decode_commit
 from ckpt.groups.base import SingleProcessGroup
@@ -47,16 +44,15 @@ from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.writer_lease import WriterLease
 from ckpt.saving.options import Options
 from ckpt.storage.base.errors import CkptError, NotFound
-from ckpt.storage.base.store import Store
-from ckpt.storage.local.directory import LocalStore
 from ckpt.tiers import manager, memory_drain, previous_memory, tier_spec
 from ckpt.tiers.manager import TierManager
 from ckpt.tiers.tier_spec import Tier
-from helpers.faulty_stores import Faults, FaultyBucket, open_faulty
+from helpers.faulty_stores import Faults
 from helpers.interleaving import Interleaving, current_actor_name
+from helpers.simulated_places import Places
 from helpers.single_thread_saves import load_checkpoint, save, state_of_save
 from helpers.stepped_processes import PerProcess, ProcessScheduler, process_of, separate_processes
-from helpers.stepped_stores import PlainBucket, is_read
+from helpers.stepped_stores import is_read
 
 _publish_commit = commit_publication.publish_commit
 
@@ -82,12 +78,8 @@ class TierSimulation:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._draw = random.Random(seed)
-        self._memory, self._record = folder / "memory", folder / "run"
-        self._record_url = str(self._record)
-        self._bucket = MemoryStore() if random.Random(f"kind of the record of {seed}").random() < 0.3 else None
-        """The bucket that is the repository of record; None if that is a folder."""
-        if self._bucket is not None:
-            self._record_url = f"memory://{folder.name}"
+        self._places = Places(folder, seed)
+        self._memory, self._record = self._places.memory, self._places.record
         self._has_new_memories = self._draw.random() < 0.5
         """Whether each job gets a memory of its own, and reads those of the jobs before it."""
         self._keep = self._draw.choice([None, 1, 2])
@@ -175,7 +167,7 @@ class TierSimulation:
             self._overlapping.add(process_of(current_actor_name()))
         try:
             tiers = TierManager(
-                self._record_url, EVERY, self._keep, [Tier("memory", keep=1, limit=1 << 30)], SingleProcessGroup()
+                self._places.record_url, EVERY, self._keep, [Tier("memory", keep=1, limit=1 << 30)], SingleProcessGroup()
             )
             try:
                 self._train(tiers, count, began)
@@ -286,35 +278,26 @@ class TierSimulation:
             self._broken.append(promise)
 
     def _plain(self, place: Path) -> Repository:
-        return Repository(self._plain_store(place))
-
-    def _plain_store(self, place: Path) -> Store:
-        """Return the store of a tier or of the repository of record, without steps and faults."""
-        if place == self._record and self._bucket is not None:
-            return PlainBucket(self._record_url, self._bucket)
-        return LocalStore(place, direct=False)
+        return Repository(self._places.plain_store(place))
 
     def _has(self, place: Path, save: Acknowledged) -> bool:
         return any(commit.save_order >= save.save_order for commit in self._read(place).values())
 
-    def _places(self) -> list[Path]:
-        return [*(tier for memory in self._memory.glob("*") for tier in memory.iterdir()), self._record]
-
     def _check(self) -> None:
         steps = self.interleaving.steps
         if steps and not is_read(steps[-1]) and not steps[-1].endswith("waits"):
-            for place in self._places():
+            for place in self._places.all():
                 before, self._commits[place] = self._commits.get(place, {}), self._read(place)
                 self._check_changes(place, before, self._commits[place])
             if self._newest is not None:
-                is_there = any(self._has(place, self._newest) for place in self._places())
+                is_there = any(self._has(place, self._newest) for place in self._places.all())
                 self._require(is_there, f"{self._newest} was acknowledged, and is lost")
         if self._broken:
             raise AssertionError(self._broken[0])
 
     def _read(self, place: Path) -> dict[int, CommitRecord]:
         """Return the committed steps of a tier, and check that each has all of its files."""
-        store = self._plain_store(place)
+        store = self._places.plain_store(place)
         sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
         found = {}
         for name in sizes:
@@ -334,7 +317,7 @@ class TierSimulation:
 
     def _is_damaged_copy(self, place: Path, file: FileRecord) -> bool:
         """Return whether a file of a step was read as damaged in a memory, and another tier has it."""
-        others = (self._plain_store(other) for other in self._places() if other != place)
+        others = (self._places.plain_store(other) for other in self._places.all() if other != place)
         return self.faults.was_damaged("memory", file.name) and any(store.exists(file.name) for store in others)
 
     def _check_changes(self, place: Path, before: dict[int, CommitRecord], now: dict[int, CommitRecord]) -> None:
@@ -370,8 +353,7 @@ class TierSimulation:
 
     def _publish(self, repo: Repository, lease: WriterLease, commit: CommitRecord, require_replaceable: Any) -> None:
         """Publish a record, and check that the writer had not been replaced before."""
-        place = self._record if repo.url == self._record_url else Path(urlsplit(repo.url).path)
-        is_replaced = lease_records.newest_generation(self._plain(place)) > lease.generation
+        is_replaced = lease_records.newest_generation(self._plain(self._places.of_url(repo.url))) > lease.generation
         _publish_commit(repo, lease, commit, require_replaceable)
         self._require(
             not is_replaced, f"step {commit.step} was committed by writer {lease.generation}, which was replaced before"
@@ -402,9 +384,7 @@ class TierSimulation:
             yield
 
     def _open_store(self, url: Any) -> Any:
-        if self._bucket is not None and url == self._record_url:
-            return FaultyBucket(url, self._bucket, self.faults, self.interleaving)
-        return open_faulty(Path(urlsplit(str(url)).path), self.faults, self.interleaving)
+        return self._places.open(url, self.faults, self.interleaving)
 
     @contextmanager
     def _recorded_warnings(self) -> Iterator[None]:
