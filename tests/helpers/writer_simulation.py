@@ -29,7 +29,7 @@ from ckpt.repository.lease_records import newest_generation
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import Keep, sweep
 from ckpt.repository.writer_lease import Attempt, AttemptSeries, WriterLease, acquire_lease
-from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound
+from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from helpers.faulty_stores import Faults, FaultyBucket, FaultyFolder
@@ -80,7 +80,8 @@ class Takeover:
         except Fenced:
             self.fenced += 1
             return
-        except CkptError:
+        except CkptError as error:
+            self._require_explained(error)
             return
         self._generations[name] = lease.generation
         try:
@@ -111,6 +112,7 @@ class Takeover:
             publish_commit(repo, lease, commit, note_replaced)
             lease.settle(attempt)
         except CkptError as error:
+            self._require_explained(error)
             _discard(repo, lease, attempt)
             lease.end_attempt(attempt)
             if isinstance(shown := lease.explain_failure(error), Fenced):
@@ -122,6 +124,7 @@ class Takeover:
         try:
             sweep(repo, lease, self._keep, [step], replaced_files=replaced)
         except CkptError as error:
+            self._require_explained(error)
             if isinstance(error, Fenced):
                 raise
         else:
@@ -144,8 +147,16 @@ class Takeover:
     def _packs(self, repo: Repository, step: int) -> tuple[FileRecord, ...]:
         try:
             return repo.record(step).packs
-        except (NotFound, IntegrityError):
+        except NotFound:
             return ()
+        except IntegrityError as error:
+            self._require_explained(error)
+            return ()
+
+    def _require_explained(self, error: CkptError) -> None:
+        """Raise an error that the store can't explain, unless something was damaged: only then may a writer meet it."""
+        if not isinstance(error, Fenced | StoreError) and not self.faults.were_active_since(0):
+            raise error
 
     def _acknowledge(self, step: int, attempt: str, generation: int) -> None:
         self.commits += 1
