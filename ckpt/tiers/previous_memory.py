@@ -24,7 +24,8 @@ def previous_memories(record: Repository) -> list[Repository]:
     """Return the memory of earlier attempts that has steps of the repository of record, the newest first.
 
     A memory that does not answer counts as lost, and is named in the log. Raises StoreError if a memory answers and its note
-    can't be read now: without this memory, the job would continue from an older step.
+    can't be read now, and FormatError if a newer version has written the note: without this memory, the job would continue
+    from an older step.
     """
     found = []
     seconds, awaited = _memory_wait_from_env()

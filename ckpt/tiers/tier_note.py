@@ -69,16 +69,14 @@ def has_steps_of(repo: Repository, record: Repository) -> bool:
 
     Writing may still be impossible, for example if one of two nodes with a copy each is lost.
 
-    Raises StoreError if the note can't be read now: the newest step may be in this tier.
+    Raises StoreError if the note can't be read now, and FormatError if a newer version has written it: the newest step may be
+    in this tier.
     """
     try:
         note = read_tier_note(repo)
         return note is not None and note.id == record.identity() and bool(repo.step_numbers())
     except IntegrityError:  # the name of a folder in memory is proof, too: it is derived from the URL of the repository
         return repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}") and bool(repo.step_numbers())
-    except FormatError as error:  # a newer version has written the note
-        log.warning("%s is not read: %s", repo.url, error)
-        return False
 
 
 def read_tier_note(repo: Repository) -> TierNote | None:
@@ -95,7 +93,7 @@ def can_read_steps_of(repo: Repository, record: Repository) -> bool:
     """Return `has_steps_of`; False, with a line in the log, if a tier that can't be written can't be read, either."""
     try:
         return has_steps_of(repo, record)
-    except StoreError as error:
+    except (StoreError, FormatError) as error:
         log.warning("the tier %s is not read: %s", repo.url, error)
         return False
 

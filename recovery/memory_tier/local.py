@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt.storage.base.errors import CkptError, StoreError
+from ckpt.storage.base.errors import CkptError, StoreError, is_transient
 from ckpt.tiers.memory_folder import MEMORY_VARIABLE, own_memory_folder
+
+log = logging.getLogger("ckpt.run")
 
 BROUGHT_TEXT = "was brought"
 """Part of the text about a step that was only in memory and has been copied."""
@@ -25,15 +28,25 @@ def memory_folder(run_folder: Path, host: str = "") -> Path | None:
     It is the same for each `ckpt-run` with this run folder and host. The first writer creates it, so a run without steps in
     memory leaves nothing.
 
+    Where shared memory exists but cannot be used, the result is None, with a warning that says why.
+
     run_folder: the folder of the run.
     host: the name of this host in a run of several hosts.
+
+    Raises:
+        StoreError: The process lacks memory or descriptors for a moment. Without the folder, a run would not see the newest
+            steps in it.
     """
     if os.environ.get(MEMORY_VARIABLE):
         return None
     try:
         name = hashlib.sha256(os.fsencode(run_folder.resolve()) + (f"\0{host}" if host else "").encode()).hexdigest()[:16]
         return own_memory_folder() / f"run-{name}"
-    except (StoreError, OSError):
+    except (StoreError, OSError) as error:
+        if is_transient(error):
+            raise StoreError(f"the memory of this host can't be used now: {error}; start ckpt-run again") from error
+        if not isinstance(error.__cause__, FileNotFoundError):  # else this system has no shared memory
+            log.warning("ckpt-run keeps no steps in the memory of this host: %s", error)
         return None
 
 

@@ -13,6 +13,7 @@ from helpers.tier_folders import TierFolders, close_as_if_failed, saved_everywhe
 from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
+from ckpt.format import json_records
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.store import ALIGNMENT
 
@@ -83,8 +84,9 @@ def test_damage_of_the_small_files_of_a_tier_does_no_harm(tier_folders: TierFold
     tier_folders.check()
 
 
-def test_a_job_does_not_begin_while_the_note_of_an_earlier_memory_is_unreadable(
-    tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reason", ["unreadable", "newer version"])
+def test_a_job_does_not_begin_while_the_note_of_an_earlier_memory_cannot_be_read(
+    tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     """Without this memory, the job would continue from an older step, and abandon the newest one."""
     ck = tier_folders.open(every=100)
@@ -95,8 +97,14 @@ def test_a_job_does_not_begin_while_the_note_of_an_earlier_memory_is_unreadable(
     switch_memory_folder(tier_folders, monkeypatch)
     shutil.rmtree(tier_folders.nvme / "steps")
     note.unlink()
-    note.symlink_to(note)  # a read fails with ELOOP, which says nothing about the bytes
-    with pytest.raises(StoreError, match="tier.json"):
+    if reason == "unreadable":
+        note.symlink_to(note)  # a read fails with ELOOP, which says nothing about the bytes
+    else:
+        body = json_records.decode("tier", content, "the note")
+        with monkeypatch.context() as newer:
+            newer.setattr(json_records, "FORMAT_VERSION", json_records.FORMAT_VERSION + 1)
+            note.write_bytes(json_records.encode("tier", body))
+    with pytest.raises((StoreError, ckpt.FormatError), match="tier.json"):
         tier_folders.open(every=100)
     note.unlink()
     note.write_bytes(content)
