@@ -100,7 +100,7 @@ class Announcement:
         while not self._stop.wait(self._lease_seconds / 3):
             try:
                 self._renew_lease()
-            except CkptError as error:
+            except Exception as error:  # also a lack of memory: without this thread, the node would count as gone
                 self._log_first_failure(error)
             else:
                 self._log_recovery()
@@ -127,7 +127,7 @@ class Announcement:
             if self._etcd.put_leased(current, value, lease, self._lasting_key):
                 return lease
 
-    def _log_first_failure(self, error: CkptError) -> None:
+    def _log_first_failure(self, error: Exception) -> None:
         """Log the first failure in a row only: the renewal is tried every few seconds."""
         if not self._last_error:
             log.warning("can't announce %s, and keep trying: %s", self._description, error)

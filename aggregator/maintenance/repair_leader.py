@@ -14,7 +14,6 @@ from ckpt.aggregator.maintenance.repair import repair_namespace
 from ckpt.aggregator.maintenance.scrub import scrub_namespace
 from ckpt.aggregator.records.leader_election import REPAIR_LEADER_REGISTER, Election
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
-from ckpt.storage.base.errors import CkptError
 
 log = logging.getLogger("ckpt.node")
 
@@ -52,7 +51,7 @@ class RepairLeader:
                 if self._namespace.exists() and self._election.try_lead():
                     self.repair_once(verify=self._rounds % self._rounds_per_scrub == 0)
                     self._rounds += 1
-            except (CkptError, OSError) as error:
+            except Exception as error:  # also a lack of memory or threads: without this thread, nothing is repaired any more
                 log.warning("the background repair of %s failed, and is tried again: %s", self._namespace.url, error)
 
     def repair_once(self, verify: bool) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from ckpt.block_io.read_plan import BlockRead
-from ckpt.storage.base.threads import WorkerThread, join_all
+from ckpt.storage.base.threads import WorkerThread, join_all, start_available
 
 _MIN_PART_BYTES = 16 << 20
 """A thread for fewer bytes than this costs more than it saves."""
@@ -48,19 +49,19 @@ class _ReadThreads:
         self._errors: list[BaseException] = []
         self._stop = threading.Event()
 
-    def start(self, blocks: Iterable[BlockRead]) -> None:
-        """Start a thread that reads these blocks."""
+    def start(self, blocks: Iterable[BlockRead]) -> bool:
+        """Start a thread that reads these blocks; return False if the system refuses it."""
         worker = WorkerThread(target=self._read, args=(blocks,), name="ckpt-read")
         with self._lock:  # the caller joins only threads that were started
             self._unjoined.append(worker)
-            worker.start()
+            start_available([worker])
+        return worker.ident is not None
 
     def run(self, own: Iterable[BlockRead], *others: Iterable[BlockRead]) -> None:
         """Read blocks in this thread, and the others in one thread each; return when all threads have ended."""
         try:
-            for blocks in others:
-                self.start(blocks)
-            self._read(own)
+            refused = [blocks for blocks in others if not self.start(blocks)]
+            self._read(chain(own, *refused))
             while workers := self._take_unjoined():  # each may have started others
                 join_all(workers, lambda _: self._stop.set())
         except BaseException:  # after an interrupt, no thread may write into the arrays of the caller any more
@@ -113,6 +114,7 @@ class _Queue:
                     return
                 self._left -= 1
                 for _ in range(min(target - self._running, self._left)):
+                    if not self.threads.start(self.blocks()):
+                        break
                     self._running += 1
-                    self.threads.start(self.blocks())
             yield block

@@ -18,6 +18,7 @@ from ckpt.repository.damage_registry import damaged_steps, mark_damaged_in_all_t
 from ckpt.repository.repository import Repository, steps_text
 from ckpt.saving.dedup import PreviousBlock, base_of, is_block_intact
 from ckpt.storage.base.errors import CkptError, NotFound
+from ckpt.storage.base.threads import start_available
 from ckpt.support.runtime import lower_thread_priority
 
 log = logging.getLogger("ckpt")
@@ -78,8 +79,9 @@ class Scrubber:
                 self._no_saves.set()
             idle = self._thread is None and not self._closing.is_set()
             if self._bytes_per_second and idle and commit is not None and refers_to_earlier(commit):
-                self._thread = threading.Thread(target=self._run, name="ckpt-scrub", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="ckpt-scrub", daemon=True)
+                start_available([thread])
+                self._thread = thread if thread.ident is not None else None  # the end of the next save tries again
 
     def close(self) -> None:
         """End the thread. If a read hangs, return after two seconds; the thread ends after the read."""
@@ -97,7 +99,7 @@ class Scrubber:
             began = time.monotonic()
             try:
                 self._run_pass()
-            except CkptError as error:  # e.g. the store is unreachable or a step was deleted; the next pass tries again
+            except Exception as error:  # e.g. the store is unreachable, or a lack of memory; the next pass tries again
                 log.info("the scrub of %s stops until the next pass: %s", self._repo.url, error)
             pause = max(0.0, began + PASS_INTERVAL_SECONDS - time.monotonic())
 

@@ -33,7 +33,7 @@ from ckpt.saving.staging import StagedBlocks, Stager
 from ckpt.saving.staging_memory import StagingMemory, background_arena_bytes, blocking_arena_bytes
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import StoreError
-from ckpt.storage.base.threads import WorkerThread, join_all
+from ckpt.storage.base.threads import WorkerThread, join_all, start_available
 from ckpt.support.runtime import collector_paused, lower_thread_priority
 
 log = logging.getLogger("ckpt")
@@ -101,8 +101,7 @@ class SaveRun:
             checkpoint = self._write_and_commit(previous, stager, caller_waits=True)
         except BaseException as error:
             self._failure.report(error)
-            if stager.ident is not None:
-                stager.join()
+            join_all([stager], self._failure.report)
         finally:
             self._end(checkpoint)
 
@@ -142,20 +141,21 @@ class SaveRun:
 
     def _run_in_thread(self, deferred: DeferredBlocks) -> None:
         lower_thread_priority()
+        args = (deferred, self._eager_staged, self._handle.staged.set)
+        stager = WorkerThread(target=self._stager.stage_deferred, args=args, name="ckpt-stage", daemon=True)
         checkpoint: Checkpoint | None = None
         try:
             self._memory.writing_allowed.wait()
             if self._session.group.size > 1 and not deferred.numbers:
                 time.sleep(min(_YIELD_SECONDS, self._copied_seconds / 2))  # no pause if a full arena started the writers early
             previous = self._prepare()
-            args = (deferred, self._eager_staged, self._handle.staged.set)
-            stager = WorkerThread(target=self._stager.stage_deferred, args=args, name="ckpt-stage", daemon=True)
             stager.start()
             checkpoint = self._write_and_commit(previous, stager, caller_waits=False)
         except BaseException as error:
             self._failure.report(error)
-        finally:
-            self._eager_staged.wait()  # before the arena is returned: the caller may still copy into it
+        finally:  # before the arena is returned: the caller and the stager may still copy into it
+            self._eager_staged.wait()
+            join_all([stager], self._failure.report)
             self._end(checkpoint)
 
     def _end(self, checkpoint: Checkpoint | None) -> None:
@@ -194,7 +194,7 @@ class SaveRun:
 
     def _write_and_commit(self, previous: StepBlocks, stager: threading.Thread, *, caller_waits: bool) -> Checkpoint:
         if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit, so it overlaps with writing
-            WorkerThread(target=self._import_for_commit, name="ckpt-import", daemon=True).start()
+            start_available([WorkerThread(target=self._import_for_commit, name="ckpt-import", daemon=True)])
         codecs = codec_tuner(self._store.url).begin_save(
             SaveConditions(self._plan.total_bytes, self._writer_count, caller_waits, ranks_on_host(self._session.group.size))
         )
@@ -239,8 +239,7 @@ class SaveRun:
                 WorkerThread(target=self._write_staged, args=(writer,), name="ckpt-write", daemon=True) for writer in others
             ]
             try:
-                for thread in threads:
-                    thread.start()
+                start_available(threads)
                 self._write_staged(own)
             except BaseException as error:
                 self._failure.report(error)

@@ -24,7 +24,7 @@ from ckpt.saving.write_plan import Block, stage_block
 from ckpt.state.leaves.base import is_limited_by_launches
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.threads import WorkerThread, join_all
+from ckpt.storage.base.threads import WorkerThread, join_all, start_available
 from ckpt.support.runtime import processor_count
 
 
@@ -99,9 +99,8 @@ class Stager:
             threads = 1
         shared = _SharedIterator(numbers)
         helpers = [WorkerThread(target=self._stage, args=(shared,), name="ckpt-stage", daemon=True) for _ in range(threads - 1)]
-        for helper in helpers:
-            helper.start()
         try:
+            start_available(helpers)
             self._stage(shared)
         finally:
             join_all(helpers, self._failure.report)  # they copy into the arena, which the next save may get

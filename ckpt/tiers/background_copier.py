@@ -96,10 +96,22 @@ class BackgroundCopier:
             if self._waiting_step is not None and self._waiting_step != step:
                 log.info("step %d is not promoted to %s: step %d is newer", self._waiting_step, self._target.repo.url, step)
             self._waiting_step = step
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ckpt-promote", daemon=True)
-                self._thread.start()
+            self._start_thread_if_needed()
             self._condition.notify_all()
+
+    def _start_thread_if_needed(self) -> None:
+        """Start the thread if a step waits and it does not run. The next call tries again. Needs `_condition`."""
+        step = self._waiting_step
+        if step is None or self._thread is not None or self._closing:
+            return
+        thread = threading.Thread(target=self._run, name="ckpt-promote", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            self._log_failure(step, error)
+            self._error = error
+        else:
+            self._thread = thread
 
     def set_source(self, source: Repository) -> None:
         """Set the repository from which the next steps are copied."""
@@ -122,12 +134,14 @@ class BackgroundCopier:
         with self._condition:
             self._progress_callback = progress or _ignore_progress
             self._retry_at = 0.0
+            self._start_thread_if_needed()
             self._condition.notify_all()
             # Once that many attempts have ended, each step that was offered before this call was tried.
             attempts_to_await = self._attempt_count + (self._current_step is not None) + (self._waiting_step is not None)
             ended = self._wait_for_progress(
                 lambda: (
-                    (self._waiting_step is None and self._current_step is None)
+                    self._thread is None
+                    or (self._waiting_step is None and self._current_step is None)
                     or bool(self._error and self._attempt_count >= attempts_to_await)
                 )
             )

@@ -5,6 +5,7 @@ A stopped terminal or a full disk blocks only this thread, not the agent and not
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt.recovery.ranks.rank_process import RankProcess
+
+log = logging.getLogger("ckpt.run")
 
 _COPY_SECONDS = 0.1
 _FLUSH_SECONDS = 1.0
@@ -35,26 +38,40 @@ class LogConsole:
         self._files.append([rank.log for rank in ranks if self._shown == "all" or rank.number == 0])
 
     def _run(self) -> None:
-        try:
-            while not self._closed.wait(_COPY_SECONDS):
+        is_last = False
+        while not is_last:
+            is_last = self._closed.wait(_COPY_SECONDS)
+            try:
                 self._copy()
-            self._copy()
-        except OSError:
-            pass  # the reader of the standard output has gone
+            except _ReaderGone:
+                return
+            except Exception as error:  # a lack of memory or descriptors may be temporary: the rest is copied next time
+                log.debug("the output of the ranks can't be copied, and is copied later: %s", error)
 
     def _copy(self) -> None:
         for file in [file for files in list(self._files) for file in files]:
             done = self._copied_bytes.get(file, 0)
             if file.exists() and file.stat().st_size > done:
-                with file.open("rb") as log:
-                    log.seek(done)
-                    data = log.read()
+                with file.open("rb") as written:
+                    written.seek(done)
+                    data = written.read()
                 self._copied_bytes[file] = done + len(data)
-                while data:
-                    data = data[os.write(1, data) :]
+                _write_all(data)
 
     def close(self) -> None:
         """Copy what the ranks have written last, and end the thread."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(_FLUSH_SECONDS)
+
+
+class _ReaderGone(Exception):
+    """Raised if the standard output takes nothing any more."""
+
+
+def _write_all(data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except OSError as error:
+        raise _ReaderGone from error

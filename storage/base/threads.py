@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
@@ -42,6 +43,17 @@ class WorkerThread(threading.Thread):
             self._has_ended.wait(timeout)
         if self.ident is None or self._has_ended.is_set():
             super().join(timeout)
+
+
+def start_available(threads: Iterable[threading.Thread]) -> None:
+    """Start threads that share the work of their caller; stop at the first one that the system refuses.
+
+    A container (pids.max) or a user (ulimit -u) may have no thread left. The caller then does the work with fewer threads;
+    `join_all` waits for those that were started.
+    """
+    with suppress(RuntimeError):
+        for thread in threads:
+            thread.start()
 
 
 def join_all(threads: Iterable[threading.Thread], when_interrupted: Callable[[BaseException], object]) -> None:

@@ -98,7 +98,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             middleware={"token": TokenCheck(options.tokens)} if options.tokens else None,
         )
         self._stop = threading.Event()
-        self._reaper = threading.Thread(target=self._expire_leases, name="ckpt-node-reaper", daemon=True)
+        self._reaper = threading.Thread(target=self._expire_until_closed, name="ckpt-node-reaper", daemon=True)
         self._reaper.start()
 
     # --- state -------------------------------------------------------------------------------------------------
@@ -125,17 +125,21 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             self._fd_server.close()
         return aborted_uploads
 
-    def _expire_leases(self) -> None:
+    def _expire_until_closed(self) -> None:
         while not self._stop.wait(min(5.0, self._options.lease_seconds / 2)):
-            for name in self.uploads.expire():
-                log.warning(
-                    "the upload of %s was discarded: its client sent nothing for %g s", name, self._options.lease_seconds
-                )
-            with self._count_lock:
-                sending = list(self._outgoing)
-            for each in sending:
-                if each.expire(self._options.lease_seconds):
-                    log.warning("%s was closed: its client read nothing for %g s", each.name, self._options.lease_seconds)
+            try:
+                self._expire_leases()
+            except Exception as error:  # also a lack of memory: without this thread, no upload of a lost client ends
+                log.warning("uploads of lost clients can't be ended, and are looked at again: %s", error)
+
+    def _expire_leases(self) -> None:
+        for name in self.uploads.expire():
+            log.warning("the upload of %s was discarded: its client sent nothing for %g s", name, self._options.lease_seconds)
+        with self._count_lock:
+            sending = list(self._outgoing)
+        for each in sending:
+            if each.expire(self._options.lease_seconds):
+                log.warning("%s was closed: its client read nothing for %g s", each.name, self._options.lease_seconds)
 
     # --- Flight ------------------------------------------------------------------------------------------------
 

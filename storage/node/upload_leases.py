@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from ckpt.storage.base.errors import NoSpace, NotFound, Unavailable
 from ckpt.storage.local.directory import LocalStore
@@ -149,8 +149,9 @@ class UploadLeases:
             expired = {k: u for k, u in self._uploads.items() if u.touched_at < oldest_allowed and not u.active_calls}
             for key in expired:
                 del self._uploads[key]
-        for upload in expired.values():
-            upload.writer.abort()
+        with ExitStack() as aborts:  # an error of one skips none of the others
+            for upload in expired.values():
+                aborts.callback(upload.writer.abort)
         return [upload.name for upload in expired.values()]
 
     def drain(self, seconds: float) -> int:

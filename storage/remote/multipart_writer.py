@@ -73,10 +73,11 @@ class MultipartWriter(Writer):
             return
         if self._thread is None and self._pieces.queued_bytes + len(piece) > self._part_bytes:
             # The thread has a reference to the queue only, so that the finalizer of a dropped writer can end it.
-            self._thread = WorkerThread(
+            thread = WorkerThread(
                 target=_run_upload, args=(self._put, self._pieces, self._part_bytes), name="ckpt-upload", daemon=True
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread  # set after the start, since commit and abort join it
         if not self._pieces.put(piece):
             self._raise_upload_error()
             raise StoreError(f"uploading {self._url}: the writer was aborted; create a new one")
