@@ -15,7 +15,7 @@ from pathlib import Path
 from ckpt.recovery.ranks import mpi, process_kill
 from ckpt.recovery.ranks.fork_client import ForkedRank, ForkServers, NotForkable, ScriptNotFound, split_python_command
 from ckpt.recovery.ranks.rank_environment import LaunchSpec, build_rank_environment
-from ckpt.recovery.ranks.rank_process import RankProcess
+from ckpt.recovery.ranks.rank_process import NO_DESCRIPTOR, RankProcess
 from ckpt.recovery.ranks.stop_ranks import stop_ranks
 from ckpt.storage.base.errors import CkptError, Unavailable
 from ckpt.storage.base.fd_io import describe_os_error
@@ -71,7 +71,8 @@ def start(
                 variables = build_rank_environment(spec, number, _page_path(pages, spec, number))
                 forked = fork_servers and fork_servers.fork({**os.environ, **variables}, file)
                 process = forked or _spawn(command, variables, file)
-            ranks.append(RankProcess(number, process, os.pidfd_open(process.pid), heartbeat_page, file, through_mpi))
+            ranks.append(rank := RankProcess(number, process, NO_DESCRIPTOR, heartbeat_page, file, through_mpi))
+            rank.pidfd = os.pidfd_open(process.pid)  # if this fails, the process is ended like those before
     except OSError as error:
         stop_ranks(ranks, "")
         if error.errno in _TRANSIENT_ERRORS:

@@ -10,6 +10,9 @@ from pathlib import Path
 from ckpt.recovery.ranks.fork_client import ForkedRank
 from ckpt.training.heartbeat_page import HeartbeatPage
 
+NO_DESCRIPTOR = -1
+"""`RankProcess.pidfd` until the descriptor is open."""
+
 
 @dataclass(slots=True)
 class RankProcess:
@@ -18,6 +21,7 @@ class RankProcess:
     number: int
     process: subprocess.Popen[bytes] | ForkedRank
     pidfd: int
+    """A descriptor of the process, which becomes readable when it ends."""
     heartbeat_page: HeartbeatPage
     log: Path
 

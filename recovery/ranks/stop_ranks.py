@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from ckpt.recovery.ranks import process_kill
-from ckpt.recovery.ranks.rank_process import RankProcess
+from ckpt.recovery.ranks.rank_process import NO_DESCRIPTOR, RankProcess
 from ckpt.storage.base.errors import CkptError
 
 _STUCK_SECONDS = 60.0
@@ -25,5 +25,6 @@ def stop_ranks(ranks: Sequence[RankProcess], mark: str) -> None:
                     f"rank {rank.number}, process {rank.process.pid}, can't be ended: it hangs in the kernel; restart this host"
                 )
             time.sleep(0.001)
-        os.close(rank.pidfd)
+        if rank.pidfd != NO_DESCRIPTOR:
+            os.close(rank.pidfd)
         rank.heartbeat_page.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -20,6 +21,7 @@ from ckpt.recovery.ranks.launch import free_port
 from ckpt.recovery.ranks.launch import start as start_ranks
 from ckpt.recovery.ranks.rank_environment import LaunchSpec
 from ckpt.recovery.ranks.stop_ranks import stop_ranks
+from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.base.http_pages import HttpPage, HttpPages
 
 
@@ -39,6 +41,26 @@ def test_an_ended_rank_is_not_reaped_before_its_session_has_ended(tmp_path: Path
     stop_ranks([rank], "")
     assert processes.process_state(rank.process.pid) == ""
     assert have_ended([child])
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_no_rank_runs_after_a_start_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """Also not the one that was started before its descriptor could not be opened."""
+    opened: list[int] = []
+    real = os.pidfd_open
+
+    def open_pidfd(pid: int) -> int:
+        opened.append(pid)
+        if len(opened) == failing:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(pid)
+
+    share = LaunchSpec("r", 0, 0, 2, 2, 0, "127.0.0.1", 1, {})
+    monkeypatch.setattr(os, "pidfd_open", open_pidfd)
+    with pytest.raises(Unavailable, match="Too many open files"):
+        start_ranks(["sleep", "1000"], share, tmp_path, tmp_path / "logs")
+    assert len(opened) == failing
+    assert [pid for pid in opened if processes.process_state(pid) not in ("", "Z")] == []
 
 
 def test_a_free_port_is_below_the_range_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
