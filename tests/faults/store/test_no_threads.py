@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,37 +49,45 @@ def ckpt_threads(*prefixes: str) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(prefixes or ("ckpt-",))]
 
 
+@dataclass
+class Copies:
+    """The copies of a save into its memory, of which those of helper threads are slow while `are_slow`."""
+
+    are_slow: bool = False
+    late: list[str] = field(default_factory=list)
+    """The threads that still copied when the memory of a save was returned."""
+
+
 @pytest.fixture
-def slow_copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let helper threads copy slowly. Return the threads that still copied when the memory of a save was returned."""
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     copy, give_back = staging.stage_block, staging_arena.pool.give_back
-    late: list[str] = []
-    local = threading.local()
+    found, local = Copies(), threading.local()
 
     def copy_slowly(*args: Any) -> None:
-        if threading.current_thread().name == "ckpt-stage" and not hasattr(local, "has_copied"):
+        if found.are_slow and threading.current_thread().name == "ckpt-stage" and not hasattr(local, "has_copied"):
             local.has_copied = True
-            time.sleep(1.0)
+            time.sleep(0.5)
         copy(*args)
 
     def give_back_checked(arena: staging_arena.Arena) -> None:
-        late.extend(ckpt_threads("ckpt-stage", "ckpt-write"))
+        found.late.extend(ckpt_threads("ckpt-stage", "ckpt-write"))
         give_back(arena)
 
     monkeypatch.setattr(staging, "stage_block", copy_slowly)
     monkeypatch.setattr(staging_arena.pool, "give_back", give_back_checked)
-    return late
+    return found
 
 
 @pytest.mark.parametrize("last", [None, MANY])
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_save_without_a_thread_leaves_no_thread_that_copies(
-    fast: Path, slow_copies: list[str], blocking: bool, last: int | None
+    fast: Path, copies: Copies, blocking: bool, last: int | None
 ) -> None:
     """The next save takes the memory of a failed one, so nothing may write into it any more."""
     refused: set[str] = set()
     ckpt.save(blocks_of(0), fast, 0)
     for first in range(1, 100):
+        copies.are_slow = True
         with refused_threads(first, last) as starts:
             try:
                 saved = ckpt.save(blocks_of(1), fast, 1, blocking=blocking, overwrite=True)
@@ -88,7 +97,8 @@ def test_a_save_without_a_thread_leaves_no_thread_that_copies(
                 assert NO_THREAD in str(error)
             except ckpt.CkptError as error:
                 assert NO_THREAD in str(error.__cause__ or error)
-        assert slow_copies == []
+        copies.are_slow = False
+        assert copies.late == []
         refused.update(starts.names)
         if not starts.names:
             break
