@@ -58,6 +58,10 @@ MORE_MEMORY_ADVICE = "give memory= a smaller number of bytes, save with blocking
 """The advice in messages about missing memory for staging."""
 
 
+MAX_NAMED_LEAVES = 3
+"""The most leaves that one message names."""
+
+
 DAMAGE_ADVICE = "restore the file from a copy, or load another step"
 """The advice in messages about a damaged file of a step."""
 

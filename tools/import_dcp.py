@@ -200,7 +200,7 @@ class _Slice(io.RawIOBase):
 
 
 def _nested(flat: dict[str, Any], paths: object) -> Any:
-    """Return the values in the dicts and lists that DCP took apart; `paths` has the keys of each name."""
+    """Return the values in the dicts and lists that DCP has flattened; `paths` has the keys of each name."""
     if not isinstance(paths, dict) or not set(flat) <= paths.keys():
         return flat
     root: dict[Any, Any] = {}

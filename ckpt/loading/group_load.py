@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The arguments of a load, apart from the step. See `ckpt.load`."""
+    """The arguments of a load without the step. See `ckpt.load`."""
 
     like: Any = None
     only: Patterns | None = None

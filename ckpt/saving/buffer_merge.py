@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt.errors import MAX_NAMED_LEAVES
 from ckpt.groups.base import ranks_text
 from ckpt.saving.buffer_shares import OWN_BUFFER_BYTES
 from ckpt.saving.packed_names import pack_names, unpack_names
@@ -15,9 +16,6 @@ from ckpt.state.rank_tree import own_name
 from ckpt.storage.base.forks import fork_safe_lock
 
 log = logging.getLogger("ckpt")
-
-_MAX_NAMED = 3
-"""The most buffers that one message names."""
 
 _warned_urls: set[str] = set()
 """The repositories for which this process has logged a warning about large buffers."""
@@ -114,8 +112,8 @@ def _large_text(samples_by_rank: Iterable[tuple[int, Mapping[str, bytes]]], stor
                 differing.setdefault(name, []).append(rank)
     if not differing:
         return ""
-    named = ", ".join(f"{name} on {ranks_text(ranks)}" for name, ranks in list(differing.items())[:_MAX_NAMED])
-    more = f" and {len(differing) - _MAX_NAMED} more" if len(differing) > _MAX_NAMED else ""
+    named = ", ".join(f"{name} on {ranks_text(ranks)}" for name, ranks in list(differing.items())[:MAX_NAMED_LEAVES])
+    more = f" and {len(differing) - MAX_NAMED_LEAVES} more" if len(differing) > MAX_NAMED_LEAVES else ""
     return (
         f"buffers differ from the stored ones of the first rank: {named}{more}. They are parts or views of arrays, or beyond "
         f"{OWN_BUFFER_BYTES >> 20} MiB of a rank: wrap them in ckpt.PerRank"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt.errors import StepRefused
+from ckpt.errors import MAX_NAMED_LEAVES, StepRefused
 from ckpt.format.digest import checksum, digest
 from ckpt.groups.base import ranks_text
 from ckpt.saving.buffer_merge import PublishedBuffers
@@ -114,10 +114,6 @@ def require_same_description(name: str, a: LeafDescription, b: LeafDescription) 
         )
 
 
-_MAX_NAMED = 3
-"""The most leaves that one message names."""
-
-
 def missing_copies_text(
     ranks_by_text: Mapping[str, Sequence[int]], find_storing_ranks: Callable[[Collection[str]], Mapping[str, set[int]]]
 ) -> str:
@@ -141,10 +137,10 @@ def missing_copies_text(
             found.append(f"leaf {name} is on {ranks_text(sorted(those))} but not on {ranks_text(sorted(without))}")
     if not found:
         return ""
-    more = f" and {len(found) - _MAX_NAMED} more leaves" if len(found) > _MAX_NAMED else ""
+    more = f" and {len(found) - MAX_NAMED_LEAVES} more leaves" if len(found) > MAX_NAMED_LEAVES else ""
     return (
-        f"{', '.join(found[:_MAX_NAMED])}{more}, where each should have an equal copy under the same name; wrap what only some "
-        "ranks have in ckpt.Shard, and what each rank has for itself in ckpt.PerRank"
+        f"{', '.join(found[:MAX_NAMED_LEAVES])}{more}, where each should have an equal copy under the same name; wrap what "
+        "only some ranks have in ckpt.Shard, and what each rank has for itself in ckpt.PerRank"
     )
 
 
@@ -268,9 +264,9 @@ def require_equal_samples(ranks_by_texts: Mapping[tuple[str, str], Sequence[int]
         f"leaf {name} holds other bytes on {_differing_ranks_text(by.values())}" for name, by in found.items() if len(by) > 1
     ]
     if differing:
-        more = f" and {len(differing) - _MAX_NAMED} more leaves" if len(differing) > _MAX_NAMED else ""
+        more = f" and {len(differing) - MAX_NAMED_LEAVES} more leaves" if len(differing) > MAX_NAMED_LEAVES else ""
         raise StepRefused(
-            f"{', '.join(differing[:_MAX_NAMED])}{more}; arrays of one name must be equal on all ranks: use ckpt.PerRank "
+            f"{', '.join(differing[:MAX_NAMED_LEAVES])}{more}; arrays of one name must be equal on all ranks: use ckpt.PerRank "
             "for own values, ckpt.Shard for parts; for buffers put the module itself in. verify_replicas=False compares nothing"
         )
 

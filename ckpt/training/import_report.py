@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckpt.training import heartbeat_page
 
-_ADAPTED_VARIABLE = "CKPT_ADAPTED"  # of `ckpt-run --adapt`
+_ADAPTED_VARIABLE = "CKPT_ADAPTED"  # `ADAPTED_VARIABLE` of the adapters, which this package must not import
 
 
 def report_path(page: str | os.PathLike[str]) -> Path:

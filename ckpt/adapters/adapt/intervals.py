@@ -1,4 +1,4 @@
-"""How often `ckpt-run --adapt` saves where neither the script nor its framework sets an interval."""
+"""How often `ckpt-run --adapt` saves and how many steps it keeps, where neither script nor framework has a setting."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 from ckpt.adapters.adapt.startup.hooks import EVERY_VARIABLE
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.training.save_interval import Every
+
+KEEP = 3
+"""How many steps are kept."""
 
 
 def interval_from_env() -> Every:

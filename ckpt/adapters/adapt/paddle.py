@@ -8,13 +8,12 @@ from typing import Any
 
 import paddle
 
-from ckpt.adapters.adapt.intervals import describe, interval_from_env
+from ckpt.adapters.adapt.intervals import KEEP, describe, interval_from_env
 from ckpt.adapters.adapt.start_text import describe_start
 from ckpt.adapters.adapt.startup import hooks
 from ckpt.adapters.paddle_fit import Checkpoints
 
 _NAME = "paddle.Model"
-_KEEP = 3
 
 
 def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -28,7 +27,7 @@ def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if url is None:
             return original(*args, **kwargs)
         every = interval_from_env()
-        saving = Checkpoints(url, every=every, keep=_KEEP)
+        saving = Checkpoints(url, every=every, keep=KEEP)
         bound.arguments["callbacks"] = [*(given if isinstance(given, (list, tuple)) else [given]), saving]
         hooks.print_saves(_NAME, url, describe(every), describe_start(url))
         return original(*bound.args, **bound.kwargs)
