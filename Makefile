@@ -1,5 +1,5 @@
 # make demo    kill a training in the middle of a save and see it continue as if nothing had happened
-# make test    all tests            make test-fast   the units alone
+# make test    all tests            make test-fast   the units alone, without slow ones
 # make test-frameworks   the tests of each framework, in an environment of its own (FRAMEWORKS="keras paddle": these; VERSIONS=lowest;
 #                        ESSENTIAL=1: the essential ones alone)
 # make lint    ruff, and mypy on the installed package
@@ -33,7 +33,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/unit -m 'not soak'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/unit -m 'not soak and not slow'
 
 # A framework is a folder of tests/integration with requirements.txt (the newest versions), and mostly with requirements-lowest.txt.
 # without-dependencies.txt lists packages whose own requirements are not installed; they may be for another version of Python, as the tests

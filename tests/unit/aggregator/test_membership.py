@@ -123,6 +123,7 @@ def test_removing_a_member_that_is_needed_is_refused(tmp_path: Path) -> None:
     assert of_disks(tmp_path, 0, 2, 3).get("b") == DATA
 
 
+@pytest.mark.slow
 def test_a_new_member_that_dies_while_records_move_is_replaced(tmp_path: Path) -> None:
     """Records move to it when it dies; another member takes its role."""
     namespace = of_disks(tmp_path, 0, 1)

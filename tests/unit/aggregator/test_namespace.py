@@ -65,6 +65,7 @@ def test_a_file_of_many_stripes_is_read_at_any_offset(tmp_path: Path, redundancy
     namespace.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("redundancy", "lost"), [("2x", 1), ("3x", 2), ("4+2", 2), ("2+1", 1)])
 def test_files_are_read_after_any_tolerated_loss_of_members(tmp_path: Path, redundancy: str, lost: int) -> None:
     """Every combination of members is removed, as directories that are gone."""
@@ -101,6 +102,7 @@ def test_a_file_with_too_few_fragments_raises_an_error(tmp_path: Path) -> None:
     namespace.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_flipped_bytes_are_corrected_or_raise_an_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

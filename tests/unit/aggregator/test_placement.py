@@ -124,6 +124,7 @@ def test_failure_domains_follow_the_url_or_the_labels_of_members() -> None:
     assert failure_domains({"a": ("a",), "b": ("b",), "c": ("c",)}, infos)["a"] == ("r1", "h1", "a"), "near= uses the name"
 
 
+@pytest.mark.slow
 def test_labels_of_nodes_keep_copies_in_different_racks(tmp_path: Path) -> None:
     """Six nodes in three racks, named by their addresses only: the two copies of a file are never in one rack."""
     nodes = [LocalNode(tmp_path / f"n{i}", NodeOptions(labels=(("rack", f"r{i // 2}"), ("host", f"h{i}")))) for i in range(6)]

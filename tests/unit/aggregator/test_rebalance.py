@@ -30,6 +30,7 @@ def test_a_drained_member_has_no_objects(tmp_path: Path, redundancy: str) -> Non
     namespace.close()
 
 
+@pytest.mark.slow
 def test_a_read_only_member_is_removed_but_not_drained(tmp_path: Path) -> None:
     """It can't delete its objects. It can be removed permanently, and nothing is lost."""
     nodes = [LocalNode(tmp_path / f"n{i}") for i in range(4)]

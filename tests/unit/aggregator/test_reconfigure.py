@@ -221,6 +221,7 @@ def test_a_write_of_higher_redundancy_enlarges_the_replica_sets(tmp_path: Path, 
     assert rest.get("old") == b"of one who asked for less"
 
 
+@pytest.mark.slow
 def test_many_clients_enlarge_the_replica_sets_at_once(tmp_path: Path) -> None:
     make_three_member_namespace(tmp_path, 6)
     rebalance.rebalance_fragments(Namespace(directories(tmp_path, 6)))

@@ -16,6 +16,7 @@ from ckpt.storage.base.errors import NoSpace
 from ckpt.storage.testing import random_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("redundancy", "lost"), [("2x", 1), ("3x", 2), ("4+2", 1)])
 def test_lost_disks_are_rebuilt_in_turn(tmp_path: Path, redundancy: str, lost: int) -> None:
     """Empty folders replace lost ones, one after the other."""
@@ -79,6 +80,7 @@ def test_members_with_rot_in_one_stripe_serve_the_other_stripes(tmp_path: Path) 
         each.close()
 
 
+@pytest.mark.slow
 def test_rot_is_repaired_while_a_member_is_absent(tmp_path: Path) -> None:
     """4+2 on six: one is absent, and two others have rot, each in another stripe. All is read, and a repair does what it can:
     once the absent one is back, two more may be lost."""

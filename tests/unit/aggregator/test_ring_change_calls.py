@@ -71,6 +71,7 @@ def test_a_change_after_the_listing_of_an_unfenced_member_is_not_lost(tmp_path: 
     assert not is_acknowledged or len(set(having_it_when_moved) - {first}) >= 2, "the new members lost it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["repair", "rebalance", "removal"])
 def test_members_that_are_slow_in_a_ring_change_get_all_records(
     tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch

@@ -174,6 +174,7 @@ def test_no_object_is_deleted_while_a_record_is_damaged(tmp_path: Path, monkeypa
     namespace.close()
 
 
+@pytest.mark.slow
 def test_deleted_files_do_not_return_with_an_absent_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that was absent still has the record and the objects: the tombstone wins, and the objects are deleted."""
     namespace = filled_namespace(tmp_path, "2x", 4)
@@ -202,6 +203,7 @@ def test_deleted_files_do_not_return_with_an_absent_member(tmp_path: Path, monke
     back.close()
 
 
+@pytest.mark.slow
 def test_records_of_a_damaged_register_file_are_restored(tmp_path: Path) -> None:
     """A whole register file is damaged: no object is deleted meanwhile, and the records are restored from the others."""
     namespace = filled_namespace(tmp_path, "2x", 4)

@@ -209,6 +209,7 @@ def test_a_stray_record_is_dropped_before_its_tombstone(tmp_path: Path) -> None:
     namespace.close()
 
 
+@pytest.mark.slow
 def test_a_ring_change_after_a_collection_keeps_the_floor(tmp_path: Path) -> None:
     """Members that join get the floor, too: values agreed before are read, and tombstones are collected again later."""
     namespace = opened(tmp_path)

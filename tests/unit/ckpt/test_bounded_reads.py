@@ -143,6 +143,7 @@ def test_a_commit_record_that_grew_is_not_read_when_its_step_is_replaced(tmp_pat
     assert f"has {_LONG} bytes" in result
 
 
+@pytest.mark.slow
 def test_a_commit_record_that_grew_in_a_namespace_is_refused(tmp_path: Path) -> None:
     """The record of the file states its length, and a hole of any length occupies no space."""
     config = tmp_path / "config.toml"

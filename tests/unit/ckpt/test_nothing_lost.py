@@ -313,6 +313,7 @@ print(ckpt.open(sys.argv[1]).steps())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of address space is that of Linux")
 def test_a_save_without_memory_for_staging_fails_and_the_next_succeeds(tmp_path: Path) -> None:
     """The kernel provides no pages for the copy; the next save, with memory, is whole."""

@@ -228,6 +228,7 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
     assert torch.equal(untied["embed"], weight)
 
 
+@pytest.mark.slow
 def test_training_continues_identically_from_a_restored_state(tmp_path):
     def make():
         model = torch.nn.Sequential(
@@ -326,6 +327,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(state=trees)
 def test_any_tree_is_restored(tmp_path_factory, state):

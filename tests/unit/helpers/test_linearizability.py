@@ -101,6 +101,7 @@ def test_it_agrees_with_all_orders(rng: random.Random) -> None:
     assert min(found.values()) > 20
 
 
+@pytest.mark.slow
 def test_a_long_history_of_one_register_is_accepted_and_each_changed_read_is_refused(rng: random.Random) -> None:
     """Simulate a register: each call takes place at a random moment between its begin and its end."""
     calls: list[Call] = []

@@ -52,6 +52,7 @@ def fixture_guard(tmp_path: Path) -> Any:
         yield guard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS)
 def test_the_report_is_published_again(tmp_path: Path, guard: _FailingGuard, error: Exception) -> None:
     with closing(_FailingRunLog(tmp_path)) as run_log, closing(HostLease(run_log, guard, "a", 1)) as lease:

@@ -112,6 +112,7 @@ def test_other_decisions_can_be_plugged_in() -> None:
     assert seen == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world",
     [
@@ -134,6 +135,7 @@ def run_simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_prints_points_and_draws_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = run_simulate("--hosts", "512", "--mtbf", "3h", "--days", "3", "--seeds", "2", "--png", str(tmp_path / "s.png"))

@@ -250,6 +250,7 @@ assert not errors, errors
 """
 
 
+@pytest.mark.slow
 def test_a_client_is_closed_safely_during_calls_of_other_threads(local_node: LocalNode) -> None:
     """This happens when an answer times out. The `close` of Flight frees memory that such a call is using."""
     done = subprocess.run([sys.executable, "-c", CLOSER, local_node.address], capture_output=True, text=True, timeout=300)

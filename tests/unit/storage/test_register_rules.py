@@ -207,6 +207,7 @@ def test_a_refusal_names_both_rings() -> None:
 # --- listings --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 9_999, 10_000, 10_001, 20_001])
 def test_a_long_listing_has_each_register_once(tmp_path: Path, count: int) -> None:
     registers = SqliteRegisters(str(tmp_path / "records"))

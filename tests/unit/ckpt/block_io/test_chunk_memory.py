@@ -7,6 +7,8 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from ckpt.block_io.chunk_memory import _ChunkMemory
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.store import ALIGNMENT
@@ -31,6 +33,7 @@ def test_slices_of_many_threads_are_aligned_and_do_not_overlap() -> None:
             assert part.ctypes.data % ALIGNMENT == 0
 
 
+@pytest.mark.slow
 def test_small_slices_share_a_mapping_which_is_freed_after_the_last_one() -> None:
     memory = _ChunkMemory()
     first, second = memory.take(512 << 10), memory.take(512 << 10)

@@ -28,6 +28,7 @@ def test_a_header_that_claims_more_bytes_is_refused_before_decoding(name: str) -
         codec.decode(config, memoryview(bytes(stored)), np.empty(1000 if size else 999, np.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -75,6 +76,7 @@ def test_a_record_that_is_too_long_is_refused_before_parsing(monkeypatch: pytest
         json_records.decode("repository", json_records.encode("repository", {"id": "x"}), "x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [

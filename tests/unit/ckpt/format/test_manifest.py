@@ -60,6 +60,7 @@ stored_blocks = st.builds(
 ) | st.builds(manifest_encoding.StoredBlock, texts, ints, ints, ints, texts, digests, checksums, cells, bases)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), blocks=st.lists(stored_blocks, max_size=5))
 def test_the_manifest_keeps_every_column(data, blocks):

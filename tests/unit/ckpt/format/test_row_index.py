@@ -68,6 +68,7 @@ def by_leaf(rows: list[Row]) -> dict[str, list[Row]]:
     return found
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(made=manifests(), data=st.data())
 def test_rows_are_found_by_leaf_and_box(made: tuple[dict[str, tuple[int, ...]], bytes], data: st.DataObject) -> None:
@@ -89,6 +90,7 @@ def test_rows_are_found_by_leaf_and_box(made: tuple[dict[str, tuple[int, ...]], 
     assert [row.leaf for row in found.select(["leaf1", "leaf0"]).rows] == [r.leaf for r in rows if r.leaf in ("leaf0", "leaf1")]
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(made=manifests())
 def test_blocks_pack_order_and_totals_agree_with_the_rows(made: tuple[dict[str, tuple[int, ...]], bytes]) -> None:

@@ -90,6 +90,7 @@ def test_two_jobs_at_one_store_do_not_mix(folder: Path, monkeypatch: pytest.Monk
         assert received == [words(f"{name} {number}", 3) for number in range(5)]
 
 
+@pytest.mark.slow
 def test_missing_ranks_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(folder)
     groups = env_groups(4, monkeypatch, timeout=0.5)
@@ -203,6 +204,7 @@ def test_a_restarted_rank_joins_in_place_of_its_dead_process(folder: Path, monke
     assert gather(groups, "both") == [words("both", 2)] * 2
 
 
+@pytest.mark.slow
 def test_ranks_that_gave_up_do_not_count_as_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 1 and 2 joined, and gave up before rank 0 does: it names the rank that never joined."""
     groups = env_groups(4, monkeypatch, timeout=1)
@@ -213,6 +215,7 @@ def test_ranks_that_gave_up_do_not_count_as_missing(folder: Path, monkeypatch: p
         one_line(error, ": rank 3 did not join")
 
 
+@pytest.mark.slow
 def test_two_processes_of_one_rank_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both live: rank 0 can't decide which one is right, and raises an error with both."""
     groups = env_groups(3, monkeypatch)

@@ -30,6 +30,7 @@ def test_only_the_named_leaves_are_loaded(tmp_path):
     assert_identical(like, {"model": {"w": np.ones(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 3})
 
 
+@pytest.mark.slow
 def test_only_the_named_leaves_of_an_object_are_loaded(tmp_path):
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     before = other.bias.detach().clone()
@@ -107,6 +108,7 @@ def test_blocks_are_prefetched_only_where_they_do_not_follow_the_block_before(tm
         assert events.index(("prefetch", start)) < events.index(("read", start))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_slices_equal_those_of_numpy(tmp_path_factory, data):
@@ -160,6 +162,7 @@ def test_a_restore_reads_each_block_in_chunks_into_all_its_targets(tmp_path, mon
     np.testing.assert_array_equal(columns, state["matrix"][:, 650:950])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [False, True])
 def test_a_flipped_byte_in_any_chunk_is_found(tmp_path, part):
     array = random_bytes("f4", (1500, 1000))

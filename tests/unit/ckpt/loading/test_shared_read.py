@@ -19,6 +19,7 @@ from ckpt.loading.shared_read_schedule import ROUND_BYTES, needs_by_block, sched
 from ckpt.storage.local.durable_writer import O_DIRECT
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sharing_ranks")
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
 @pytest.mark.parametrize("share", ["auto", True])

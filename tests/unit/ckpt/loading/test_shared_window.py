@@ -77,6 +77,7 @@ def test_a_failed_rank_ends_the_waits_of_the_others() -> None:
     assert [type(found) for found in on_ranks(3, work)] == [RankFailed, type(None), RankFailed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
 @pytest.mark.parametrize("messages", [True, False])
 def test_blocks_that_all_ranks_need_are_read_once(

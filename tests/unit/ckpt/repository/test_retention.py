@@ -82,6 +82,7 @@ def test_every_listed_step_stays_whole(tmp_path_factory: pytest.TempPathFactory,
         assert_clean(root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slow", "fast"), [(1, 2), (2, 1)])
 def test_a_save_in_flight_keeps_the_packs_that_it_references(tmp_path: Path, slow: int, fast: int) -> None:
     """One save references the blocks of step 0; the other commits first and deletes step 0."""

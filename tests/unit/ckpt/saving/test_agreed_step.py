@@ -70,6 +70,7 @@ def test_ranks_that_name_different_steps_save_none(tmp_path: Path, steps: tuple[
     assert ckpt.open(tmp_path).steps() == sorted({first, 4, 5, max(first, 5) + 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_rank_that_skips_a_save_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture, behind: bool) -> None:
     """Where no step number is given, only the rank's own counter distinguishes a skipped save from a slow rank."""

@@ -23,6 +23,7 @@ CODECS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_every_codec_restores_the_same_bytes(tmp_path, codec):
     rng = np.random.default_rng(0)
@@ -100,6 +101,7 @@ for step in (0, 1):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
 @pytest.mark.parametrize("damage", ["first byte", "last byte", "bad sector"])
 def test_a_rotten_block_is_not_referenced(tmp_path, caplog, monkeypatch, codec, damage):
@@ -130,6 +132,7 @@ def test_a_rotten_block_is_not_referenced(tmp_path, caplog, monkeypatch, codec, 
     assert_same(ckpt.load(tmp_path / "r", step=2, strict=True), state)
 
 
+@pytest.mark.slow
 def test_a_full_pack_is_followed_by_a_new_one(tmp_path, monkeypatch):
     monkeypatch.setattr("ckpt.format.pack.PACK_BYTES", 20 * MIB)
     state = {f"l{i}": np.full(7 * MIB, i, np.uint8) for i in range(12)}

@@ -100,6 +100,7 @@ def check_many_arrays(data: st.DataObject, axes: int, arrays: int) -> None:
     assert covered.tolist() == [bool(np.all(painted(s, b) == 1)) for s, b in zip(shapes_of, boxes_of, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2,) * 11, (1 << 40, 1 << 40), (1 << 61,), (1 << 20, 1 << 20, 1 << 20)])
 def test_boxes_of_very_large_arrays_are_checked(shape: tuple[int, ...]) -> None:
     halves = [[(0, n // 2), (n // 2, n - n // 2)] for n in shape]

@@ -68,6 +68,7 @@ def test_the_first_save_of_each_range_is_full_and_frees_the_base_before(tmp_path
     assert_clean(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_restarted_process_continues_with_the_same_base(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         finish(python(SAVE_ONE, tmp_path, step))

@@ -76,6 +76,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     all_well(on_ranks(4, lambda g: ckpt.save({"a": np.arange(50)}, tmp_path, 2, group=g), groups))
 
 
+@pytest.mark.slow
 def test_a_missing_rank_does_not_block_training(tmp_path: Path) -> None:
     """The committer waits in the background; the loop continues and gets the error at the next save."""
     groups = ThreadGroup.make(2)
@@ -97,6 +98,7 @@ def test_a_missing_rank_does_not_block_training(tmp_path: Path) -> None:
     assert on_ranks(2, work, groups) == ["raised", None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_rank_that_has_ended_its_saves_is_not_waited_for(tmp_path: Path, step: int) -> None:
     """Its parts of earlier saves count."""
@@ -154,6 +156,7 @@ print(said, ckpt.open(sys.argv[1]).steps())
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_end_the_saves_of_its_parent(tmp_path: Path) -> None:
     assert finish(python(FORKED, tmp_path)).strip() == "[[], []] [0, 1]"
 

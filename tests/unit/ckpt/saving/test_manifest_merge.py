@@ -178,6 +178,7 @@ def partitions(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], list[list[S
     return arrays, ranks
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(made=partitions(), rng=st.randoms(use_true_random=False))
 def test_any_partition_is_merged(made: tuple[dict[str, tuple[int, ...]], list[list[StoredBox]]], rng: random.Random) -> None:
@@ -195,6 +196,7 @@ def test_any_partition_is_merged(made: tuple[dict[str, tuple[int, ...]], list[li
     assert [(row.leaf, row.box, row.pack) for row in found.rows] == expected
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(made=partitions(), rng=st.randoms(use_true_random=False))
 def test_a_missing_box_is_named(made: tuple[dict[str, tuple[int, ...]], list[list[StoredBox]]], rng: random.Random) -> None:
@@ -207,6 +209,7 @@ def test_a_missing_box_is_named(made: tuple[dict[str, tuple[int, ...]], list[lis
     refused(parts, f"leaf {lost.leaf}: no rank stored [{ranges}] of shape {arrays[lost.leaf]}")
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(made=partitions(), rng=st.randoms(use_true_random=False))
 def test_an_extra_box_is_refused(made: tuple[dict[str, tuple[int, ...]], list[list[StoredBox]]], rng: random.Random) -> None:

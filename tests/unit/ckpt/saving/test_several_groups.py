@@ -23,6 +23,7 @@ def test_rank_0_may_save_for_itself_beside_the_group(tmp_path: Path) -> None:
     assert ckpt.load(tmp_path, group=None)["a"].tolist() == [1] * 9
 
 
+@pytest.mark.slow
 def test_groups_of_one_job_save_to_one_url_in_turn(tmp_path: Path) -> None:
     """For example torch's default group and a mesh of the same ranks, COMM_WORLD and a duplicate, or a part of the ranks."""
     one, other, some = ThreadGroup.make(3), ThreadGroup.make(3), ThreadGroup.make(2)
@@ -89,6 +90,7 @@ def test_tiers_of_rank_0_alone_share_no_writer_lease_with_a_group(tmp_path: Path
     assert {c.commit.generation for c in ckpt.open(url)} == {1, newest}
 
 
+@pytest.mark.slow
 def test_groups_save_to_one_url_at_the_same_time(tmp_path: Path) -> None:
     groups = [ThreadGroup.make(2), ThreadGroup.make(2)]
 

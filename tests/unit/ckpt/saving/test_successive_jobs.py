@@ -178,6 +178,7 @@ for t in threads:
 """
 
 
+@pytest.mark.slow
 def test_a_save_in_flight_when_the_program_ends_is_committed(tmp_path: Path) -> None:
     finish(python(EXIT, tmp_path / "run", env={"CKPT_FAILPOINTS": "ranks.gather=sleep:0.5"}))
     assert ckpt.load(tmp_path / "run")["a"].sum() == 3_000_000

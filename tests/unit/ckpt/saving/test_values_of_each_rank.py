@@ -75,6 +75,7 @@ def test_random_generators_of_each_rank_continue_where_they_were(tmp_path: Path)
             assert draws(state["random"]) == draws(generators(rank % 3)), f"rank {rank} of {size}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [100, (64 << 10) + 1, 300_000, 9 << 20])
 def test_bytes_of_each_rank_are_restored_to_it(tmp_path: Path, nbytes: int) -> None:
     """This holds for any length, and whether or not the lengths are the same."""

@@ -83,6 +83,7 @@ def test_packages_that_only_share_the_name_of_a_framework_break_no_save(tmp_path
     assert done.stdout.splitlines() == expected, done.stderr
 
 
+@pytest.mark.slow
 def test_random_generators_of_an_imported_framework_start_nothing() -> None:
     """jax makes no client of a device, and torch starts no CUDA: both would take seconds and memory of the accelerator."""
     pytest.importorskip("jax")

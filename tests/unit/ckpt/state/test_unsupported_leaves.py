@@ -99,6 +99,7 @@ def test_a_state_that_is_itself_no_leaf_is_refused(root: Path) -> None:
         ckpt.save(lambda: 1, root, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "word"),
     [

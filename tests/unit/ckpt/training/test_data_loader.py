@@ -68,6 +68,7 @@ def test_malformed_ranges_are_refused(text: str) -> None:
         parse_ranges(text)
 
 
+@pytest.mark.slow
 @given(
     size=st.integers(1, 60), last=st.sampled_from(["short", "drop", "pad"]), seed=st.integers(0, 5),
     runs=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=8), extra=st.integers(0, 9),
@@ -237,6 +238,7 @@ def test_a_position_of_another_dataset_is_refused() -> None:
         loader(24).load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
