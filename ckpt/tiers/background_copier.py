@@ -195,6 +195,12 @@ class BackgroundCopier:
         lower_thread_priority()
         try:
             self._copy_all()
+        except Exception as error:  # a lack of memory while the failure of a copy was recorded
+            with self._condition:
+                self._error = error
+                if self._waiting_step is None:
+                    self._waiting_step = self._current_step
+                self._current_step = None
         finally:
             with self._condition:
                 self._thread = None

@@ -160,3 +160,27 @@ def test_a_wait_for_a_copy_that_gets_no_thread_raises(fast: Path) -> None:
         assert starts.names
         copier.wait()
         assert ckpt.open(fast / "run").latest().step == 0
+
+
+def test_a_wait_raises_if_the_thread_that_copies_has_ended(fast: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends if there is no memory to record the failure of a copy. The next wait starts another one."""
+    tiers = [ckpt.Tier(str(fast / "near"), every=1, keep=2)]
+    with ckpt.Checkpointer(fast / "run", every=None, tiers=tiers) as ck:
+        assert ck._tiers is not None
+        copier = ck._tiers._open_tiers[-1].copier
+        assert copier is not None
+        failures: list[int] = []
+
+        def fail(step: int, error: Exception | None) -> None:
+            failures.append(step)
+            raise MemoryError("no memory for the message")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(copier, "_log_failure", fail)
+            ck.save(0, state_of(0)).wait()
+            copier.offer(0)
+            with pytest.raises(ckpt.SaveFailed, match="no memory for the message"):
+                copier.wait()
+        assert failures
+        copier.wait()
+        assert ckpt.open(fast / "run").latest().step == 0
