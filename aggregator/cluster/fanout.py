@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.base.store import Writer
-from ckpt.storage.base.threads import DaemonThreadPool, start_available
+from ckpt.storage.base.threads import DaemonThreadPool, try_start
 
 log = logging.getLogger("ckpt")
 
@@ -93,7 +93,7 @@ class MemberHealth:
             if backoff is None or time.monotonic() < backoff[0]:
                 return backoff is not None
             self._backoffs[name] = (time.monotonic() + _PROBE_SECONDS, backoff[1])  # one probe at a time
-        start_available([threading.Thread(target=self._run_probe, args=(name, self._probe), name="ckpt-probe", daemon=True)])
+        try_start(threading.Thread(target=self._run_probe, args=(name, self._probe), name="ckpt-probe", daemon=True))
         return True
 
     def _run_probe(self, name: str, probe: Callable[[str], object]) -> None:

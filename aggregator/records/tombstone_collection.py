@@ -36,7 +36,7 @@ from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.threads import start_available
+from ckpt.storage.base.threads import try_start
 from ckpt.storage.registers.base import ABSENT_NAME, NO_BALLOT, Ballot, Record, RegisterAnswer
 
 log = logging.getLogger("ckpt")
@@ -203,7 +203,7 @@ class TombstoneCollector:
             if time.monotonic() < self._next_start_at:
                 return
             self._next_start_at = time.monotonic() + _PAUSE_SECONDS
-        start_available([threading.Thread(target=self._collect_if_elected, name="ckpt-collector", daemon=True)])
+        try_start(threading.Thread(target=self._collect_if_elected, name="ckpt-collector", daemon=True))
 
     def _collect_if_elected(self) -> None:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from ckpt.block_io.read_plan import BlockRead
-from ckpt.storage.base.threads import WorkerThread, join_all, start_available
+from ckpt.storage.base.threads import WorkerThread, join_all, try_start
 
 _MIN_PART_BYTES = 16 << 20
 """A thread for fewer bytes than this costs more than it saves."""
@@ -54,8 +54,7 @@ class _ReadThreads:
         worker = WorkerThread(target=self._read, args=(blocks,), name="ckpt-read")
         with self._lock:  # the caller joins only threads that were started
             self._unjoined.append(worker)
-            start_available([worker])
-        return worker.ident is not None
+            return try_start(worker)
 
     def run(self, own: Iterable[BlockRead], *others: Iterable[BlockRead]) -> None:
         """Read blocks in this thread, and the others in one thread each; return when all threads have ended."""

@@ -16,7 +16,7 @@ from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.forks import call_in_forked_child
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import ALIGNMENT
-from ckpt.storage.base.threads import WorkerThread, start_available
+from ckpt.storage.base.threads import WorkerThread, try_start
 
 if TYPE_CHECKING:
     import torch
@@ -172,8 +172,8 @@ class ArenaPool:
         """
         if self._preparing is None or not self._preparing.is_alive():
             thread = WorkerThread(target=self._prepare, args=(capacity_bytes, cuda_device), name="ckpt-prepare")
-            start_available([thread])
-            self._preparing = thread if thread.ident is not None else None  # set after the start: another thread may join it
+            if try_start(thread):
+                self._preparing = thread  # set after the start, since another thread may join it
 
     def _prepare(self, capacity_bytes: int, cuda_device: torch.device | None) -> None:
         try:

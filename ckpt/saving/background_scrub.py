@@ -18,7 +18,7 @@ from ckpt.repository.damage_registry import damaged_steps, mark_damaged_in_all_t
 from ckpt.repository.repository import Repository, steps_text
 from ckpt.saving.dedup import PreviousBlock, base_of, is_block_intact
 from ckpt.storage.base.errors import CkptError, NotFound
-from ckpt.storage.base.threads import start_available
+from ckpt.storage.base.threads import try_start
 from ckpt.support.runtime import lower_thread_priority
 
 log = logging.getLogger("ckpt")
@@ -80,8 +80,8 @@ class Scrubber:
             idle = self._thread is None and not self._closing.is_set()
             if self._bytes_per_second and idle and commit is not None and refers_to_earlier(commit):
                 thread = threading.Thread(target=self._run, name="ckpt-scrub", daemon=True)
-                start_available([thread])
-                self._thread = thread if thread.ident is not None else None  # the end of the next save tries again
+                if try_start(thread):  # otherwise the end of the next save tries again
+                    self._thread = thread
 
     def close(self) -> None:
         """End the thread. If a read hangs, return after two seconds; the thread ends after the read."""

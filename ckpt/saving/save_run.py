@@ -33,7 +33,7 @@ from ckpt.saving.staging import StagedBlocks, Stager
 from ckpt.saving.staging_memory import StagingMemory, background_arena_bytes, blocking_arena_bytes
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import StoreError
-from ckpt.storage.base.threads import WorkerThread, join_all, start_available
+from ckpt.storage.base.threads import WorkerThread, join_all, start_available, try_start
 from ckpt.support.runtime import collector_paused, lower_thread_priority
 
 log = logging.getLogger("ckpt")
@@ -194,7 +194,7 @@ class SaveRun:
 
     def _write_and_commit(self, previous: StepBlocks, stager: threading.Thread, *, caller_waits: bool) -> Checkpoint:
         if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit, so it overlaps with writing
-            start_available([WorkerThread(target=self._import_for_commit, name="ckpt-import", daemon=True)])
+            try_start(WorkerThread(target=self._import_for_commit, name="ckpt-import", daemon=True))
         codecs = codec_tuner(self._store.url).begin_save(
             SaveConditions(self._plan.total_bytes, self._writer_count, caller_waits, ranks_on_host(self._session.group.size))
         )

@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
-from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
@@ -45,15 +44,23 @@ class WorkerThread(threading.Thread):
             super().join(timeout)
 
 
+def try_start(thread: threading.Thread) -> bool:
+    """Start a thread; return False if the system refuses it, as a container (pids.max) or a user (ulimit -u) has none left."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
+
+
 def start_available(threads: Iterable[threading.Thread]) -> None:
     """Start threads that share the work of their caller; stop at the first one that the system refuses.
 
-    A container (pids.max) or a user (ulimit -u) may have no thread left. The caller then does the work with fewer threads;
-    `join_all` waits for those that were started.
+    The caller then does the work with fewer threads; `join_all` waits for those that were started.
     """
-    with suppress(RuntimeError):
-        for thread in threads:
-            thread.start()
+    for thread in threads:
+        if not try_start(thread):
+            return
 
 
 def join_all(threads: Iterable[threading.Thread], when_interrupted: Callable[[BaseException], object]) -> None:

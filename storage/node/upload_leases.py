@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from ckpt.storage.base.errors import NoSpace, NotFound, Unavailable
@@ -149,9 +149,7 @@ class UploadLeases:
             expired = {k: u for k, u in self._uploads.items() if u.touched_at < oldest_allowed and not u.active_calls}
             for key in expired:
                 del self._uploads[key]
-        with ExitStack() as aborts:  # an error of one skips none of the others
-            for upload in expired.values():
-                aborts.callback(upload.writer.abort)
+        _abort_all(expired.values())
         return [upload.name for upload in expired.values()]
 
     def drain(self, seconds: float) -> int:
@@ -160,8 +158,7 @@ class UploadLeases:
             self._is_closed = True
             self._changed.wait_for(lambda: not self._uploads, seconds)
             unfinished, self._uploads = list(self._uploads.values()), {}
-        for upload in unfinished:
-            upload.writer.abort()
+        _abort_all(unfinished)
         return len(unfinished)
 
     def __len__(self) -> int:
@@ -194,3 +191,10 @@ class UploadLeases:
             self._changed.wait_for(lambda: not upload.active_calls, self._lease_seconds)
             self._changed.notify_all()
         return upload
+
+
+def _abort_all(uploads: Iterable[LeasedUpload]) -> None:
+    """Discard uploads; an error of one, which is raised at the end, skips none of the others."""
+    with ExitStack() as aborts:
+        for upload in uploads:
+            aborts.callback(upload.writer.abort)
