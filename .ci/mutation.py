@@ -36,8 +36,8 @@ class Subject:
 
 SUBJECTS = {
     "decisions": Subject(
-        tuple(f"ckpt/recovery/policy/{name}.py" for name in ("restart_decision", "host_choice", "failure")),
-        tuple(f"tests/unit/recovery/test_{name}.py" for name in ("restart_decision", "host_choice", "decisions")),
+        tuple(f"ckpt/recovery/policy/{name}.py" for name in ("restart_decision", "hosts_of_next_attempt", "failure")),
+        tuple(f"tests/unit/recovery/test_{name}.py" for name in ("restart_decision", "hosts_of_next_attempt", "decisions")),
     ),
     "registers": Subject(
         (

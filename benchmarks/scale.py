@@ -39,8 +39,8 @@ from ckpt.format import manifest
 from ckpt.format.digest import CELL_BYTES, digest
 from ckpt.format.limits import BLOCK_BYTES
 from ckpt.format.manifest_parquet import read_part
+from ckpt.saving.block_plan import LeafSpec, plan_blocks
 from ckpt.saving.manifest_merge import merge_rows
-from ckpt.saving.write_plan import LeafSpec, plan_blocks
 from ckpt.state.boxes import Box, Replica
 
 REPEAT = 5
@@ -124,7 +124,7 @@ def loader(size: int, folder: Path) -> dict[str, Any]:
 
 
 def planner(size: int, folder: Path) -> dict[str, Any]:
-    """Measure the write plan of a rank in the middle of the job: in the first save, and in later ones of the same structure."""
+    """Measure the block plan of a rank in the middle of the job: in the first save, and in later ones of the same structure."""
     model, mesh = SIZES[size]
     stage, t, data = mesh.pipeline // 2, mesh.tensor // 2, mesh.data // 2
     first = stage * mesh.data * mesh.tensor + t

@@ -1,4 +1,4 @@
-"""Build and encode the manifest of a step from the columns of its write plan and the locations of its blocks."""
+"""Build and encode the manifest of a step from the columns of its block plan and the locations of its blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StoredBlock(NamedTuple):
 
 @dataclass(slots=True)
 class PlannedColumns:
-    """The columns of `manifest.Row` that a write plan determines, and the index of the block of each piece (None: no bytes).
+    """The columns of `manifest.Row` that a block plan determines, and the index of the block of each piece (None: no bytes).
 
     Their Arrow arrays are cached, since a training loop writes the same columns in each save.
     """

@@ -2,5 +2,5 @@
 
 The package is not called `save`, because `ckpt.save` is a function: a package of the same name would replace it when it is
 imported. It imports `repository`, `groups` and the packages below them, and never `loading`. Start with `pipeline.save`;
-`write_plan` decides which bytes go into which block, and `committer` makes the step exist.
+`block_plan` decides which bytes go into which block, and `committer` makes the step exist.
 """

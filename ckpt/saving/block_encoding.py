@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from ckpt.format import codec
 from ckpt.format.block_difference import BaseBlock
+from ckpt.saving.block_plan import Block, LeafSpec
 from ckpt.saving.codec_tuner import EncodingTimer, SaveCodecs
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import BlockPlace
 from ckpt.saving.difference_encoder import DifferenceEncoder, DifferenceSource, EncodedDifference
 from ckpt.saving.save_plan import SavePlan
-from ckpt.saving.write_plan import Block, LeafSpec
 from ckpt.state.leaves.base import Bytes
 
 _MAX_ENCODED_FRACTION = 0.98

@@ -11,6 +11,7 @@ from ckpt.format.digest import checksum, digest_and_cells
 from ckpt.format.manifest_encoding import StoredBlock
 from ckpt.format.pack import PackFile, PackWriter
 from ckpt.saving.block_encoding import BlockEncoder, EncodedBlock, block_place
+from ckpt.saving.block_plan import Block
 from ckpt.saving.buffer_shares import BufferDigests
 from ckpt.saving.changing_leaves import ChangingLeaves
 from ckpt.saving.codec_tuner import SaveCodecs
@@ -20,7 +21,6 @@ from ckpt.saving.difference_encoder import DifferenceSource
 from ckpt.saving.nan_guard import NanGuard
 from ckpt.saving.save_plan import SavePlan
 from ckpt.saving.staging import StagedBlock
-from ckpt.saving.write_plan import Block
 
 
 @dataclass(frozen=True, slots=True)

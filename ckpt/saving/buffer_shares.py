@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.format.digest import digest
 from ckpt.groups.base import Group
+from ckpt.saving.block_plan import Block, LeafSpec
 from ckpt.saving.wrapped_buffers import WrappedPart, wrapped_buffers
-from ckpt.saving.write_plan import Block, LeafSpec
 from ckpt.state.boxes import Replica, whole_box
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.state.rank_tree import own_name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt.saving.write_plan import Block
+from ckpt.saving.block_plan import Block
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.state.leaves.numpy import HostLeaf
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from ckpt.saving.write_plan import Block, BlockPiece, LeafSpec
+from ckpt.saving.block_plan import Block, BlockPiece, LeafSpec
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 

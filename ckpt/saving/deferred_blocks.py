@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt.errors import StateChanged
+from ckpt.saving.block_plan import Block
 from ckpt.saving.change_detection import BlockSample, can_be_sampled, sample_block
 from ckpt.saving.save_plan import SavePlan
-from ckpt.saving.write_plan import Block
 from ckpt.state.leaves.base import ArrayLeaf
 
 

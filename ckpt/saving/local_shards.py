@@ -1,4 +1,4 @@
-"""The local shards: the leaves and shards of a state that this process has, described for the write plan."""
+"""The local shards: the leaves and shards of a state that this process has, described for the block plan."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 from ckpt.errors import UnsupportedLeaf
 from ckpt.format.codec import CodecOption, parse_option
 from ckpt.groups.base import Group
+from ckpt.saving.block_plan import LeafKind, LeafSpec
 from ckpt.saving.buffer_shares import NO_SHARES, BufferShares
-from ckpt.saving.write_plan import LeafKind, LeafSpec
 from ckpt.state.boxes import Replica
 from ckpt.state.leaves.base import ArrayLeaf, LeafShard
 from ckpt.state.rank_tree import own_name
@@ -54,7 +54,7 @@ def leaf_specs(
     flat: FlatState, shards: list[LocalShard], codec_option: CodecOption, group: Group, shares: BufferShares = NO_SHARES,
     changing: Collection[str] = frozenset(),
 ) -> list[LeafSpec]:  # fmt: skip
-    """Return what a write plan needs to know of each local shard.
+    """Return what a block plan needs to know of each local shard.
 
     shares: which buffers this rank stores for itself.
     changing: the names of leaves that are known to change from save to save.

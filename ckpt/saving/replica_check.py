@@ -19,12 +19,12 @@ import numpy as np
 from ckpt.errors import MAX_NAMED_LEAVES, StepRefused
 from ckpt.format.digest import checksum, digest
 from ckpt.groups.base import ranks_text
+from ckpt.saving.block_plan import LeafSpec
 from ckpt.saving.buffer_merge import PublishedBuffers
 from ckpt.saving.buffer_shares import BufferDigests, BufferShares
 from ckpt.saving.packed_names import pack_names, unpack_names
 from ckpt.saving.replica_samples import Samples, pack_samples, samples_of, samples_of_buffers, unpack_samples
 from ckpt.saving.wrapped_buffers import WrappedPart
-from ckpt.saving.write_plan import LeafSpec
 from ckpt.state.boxes import Box, whole_box
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.state.tree import FlatState

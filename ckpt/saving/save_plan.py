@@ -10,10 +10,10 @@ from ckpt.block_io.staging_arena import round_up
 from ckpt.format.codec import CodecOption
 from ckpt.format.manifest_encoding import PlannedColumns
 from ckpt.groups.base import Group
+from ckpt.saving.block_plan import Block, LeafSpec, plan_blocks
 from ckpt.saving.buffer_shares import BufferShares, buffer_shares
 from ckpt.saving.local_shards import leaf_specs, local_shards
 from ckpt.saving.options import Options
-from ckpt.saving.write_plan import Block, LeafSpec, plan_blocks
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.shared_objects import leaves_of_one_state
 from ckpt.state.tree import FlatState, flatten

@@ -16,11 +16,11 @@ from ckpt.block_io.staging_arena import Region
 from ckpt.errors import MORE_MEMORY_ADVICE, StagingFailed
 from ckpt.format.digest import digest_and_cells
 from ckpt.saving.attempt_failure import AttemptFailure
+from ckpt.saving.block_plan import Block, stage_block
 from ckpt.saving.change_detection import BlockSample, first_changed_leaf
 from ckpt.saving.deferred_blocks import DeferredBlocks, changed_error
 from ckpt.saving.save_plan import SavePlan
 from ckpt.saving.staging_memory import StagingMemory
-from ckpt.saving.write_plan import Block, stage_block
 from ckpt.state.leaves.base import is_limited_by_launches
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.storage.base.failpoints import failpoint

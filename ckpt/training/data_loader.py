@@ -26,7 +26,7 @@ from ckpt.groups import as_group
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.plural import format_count
 from ckpt.training import heartbeat_page
-from ckpt.training.data_position import (
+from ckpt.training.batch_order import (
     Cursor,
     EpochPlan,
     LastBatchRule,

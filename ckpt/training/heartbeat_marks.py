@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ckpt.training import cuda_timer
 from ckpt.training.heartbeat_page import PHASES, own_page
-from ckpt.training.rank_heartbeat import Trouble
+from ckpt.training.heartbeat_records import Trouble
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from ckpt.training.rank_heartbeat import BadLoss, BadLossKind, RankHeartbeat, Trouble
+from ckpt.training.heartbeat_records import BadLoss, BadLossKind, RankHeartbeat, Trouble
 
 PAGE_VARIABLE = "CKPT_PULSE"
 PHASES = ("start", "load", "step", "save", "eval", "compile", "end")

@@ -11,8 +11,8 @@ from typing import Any
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.training.cuda_timer import MAX_PENDING
 from ckpt.training.heartbeat_page import HeartbeatPage
+from ckpt.training.heartbeat_records import BadLoss
 from ckpt.training.loss_spikes import SpikeDetector
-from ckpt.training.rank_heartbeat import BadLoss
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from ckpt.recovery.run_log.run_spec import RunSpec
 from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import DecisionFacts, FailureSummary, NoteFacts, facts_of
 from ckpt.recovery.run_log.run_state import is_failure
 from ckpt.storage.base.http_pages import HttpPage, HttpPages
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

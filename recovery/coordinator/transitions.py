@@ -21,7 +21,7 @@ from ckpt.recovery.coordinator.failure_entries import (
 )
 from ckpt.recovery.coordinator.requested_stop import draft_stop_request, draft_while_stopping
 from ckpt.recovery.policy.failure import Cause
-from ckpt.recovery.policy.host_choice import choose_hosts, suspected_hosts
+from ckpt.recovery.policy.hosts_of_next_attempt import choose_hosts, suspected_hosts
 from ckpt.recovery.policy.stragglers import DEFAULT_FACTOR, find_stragglers
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import AgentReport

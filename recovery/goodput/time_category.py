@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 
 TimeCategory = Literal["useful", "redo", "stall", "restore", "spawn", "detect", "stop", "decide", "wait"]
 TIME_CATEGORIES: tuple[TimeCategory, ...] = get_args(TimeCategory)

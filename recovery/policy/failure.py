@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt.training.rank_heartbeat import BadLoss
+from ckpt.training.heartbeat_records import BadLoss
 
 Cause = Literal[
     "exit", "unusable", "damaged", "signal", "out of memory", "hang", "stopped", "lost", "diverged", "preempted", "straggler",

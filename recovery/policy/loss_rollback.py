@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt.training import loss_spikes
-from ckpt.training.data_position import SKIP_VARIABLE, Ranges, format_ranges, merge_ranges
-from ckpt.training.rank_heartbeat import BadLoss
+from ckpt.training.batch_order import SKIP_VARIABLE, Ranges, format_ranges, merge_ranges
+from ckpt.training.heartbeat_records import BadLoss
 from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 
 MAX_SKIPS = 3

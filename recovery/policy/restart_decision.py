@@ -1,6 +1,6 @@
 """The decision after an attempt has failed: restart or halt, from which step, and after which wait. Pure.
 
-`policy/host_choice.py` decides on which hosts. The coordinator of a run and the simulator call the same functions.
+`policy/hosts_of_next_attempt.py` decides on which hosts. The coordinator of a run and the simulator call the same functions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpt.recovery.policy.failure import PLANNED_CAUSES, SOON_STEPS, Failure, describe_failure
 from ckpt.recovery.policy.loss_rollback import roll_back
-from ckpt.training.data_position import Ranges
+from ckpt.training.batch_order import Ranges
 
 
 @dataclass(frozen=True, slots=True)

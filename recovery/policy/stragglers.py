@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 
 DEFAULT_FACTOR = 2.0
 """A rank that takes this many times as long as the median is a straggler, unless an option sets another factor."""

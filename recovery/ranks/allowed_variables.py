@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from ckpt.training import loss_spikes
-from ckpt.training.data_position import SKIP_VARIABLE
+from ckpt.training.batch_order import SKIP_VARIABLE
 from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 from ckpt.training.save_interval import MTBF_VARIABLE
 

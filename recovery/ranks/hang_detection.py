@@ -9,7 +9,7 @@ from ckpt.recovery.ranks import processes
 from ckpt.recovery.ranks.rank_exit_text import last_line
 from ckpt.recovery.ranks.rank_process import RankProcess
 from ckpt.recovery.run_log.agent_reports import HostFailure, SlowestRank
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 
 _SILENT_SECONDS = 0.1
 """A rank with a heartbeat within this time is not stopped."""

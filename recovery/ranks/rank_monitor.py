@@ -19,7 +19,7 @@ from ckpt.recovery.ranks.hang_detection import HangDetector, find_slowest_rank
 from ckpt.recovery.ranks.rank_exit_text import describe_end
 from ckpt.recovery.ranks.rank_process import RankProcess
 from ckpt.recovery.run_log.agent_reports import UNOBSERVED_SECONDS, HostFailure, SlowestRank
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 
 _SIGTERM_SECONDS = 1.0
 """If SIGTERM was sent to all processes of a job, it reaches `ckpt-run` within this time, too."""

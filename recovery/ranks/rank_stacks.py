@@ -15,7 +15,7 @@ from pathlib import Path
 from ckpt.recovery.ranks import processes
 from ckpt.recovery.ranks.rank_process import RankProcess
 from ckpt.training.heartbeat_page import STACKS_SIGNAL
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 
 _STACK_READERS, _STACK_SECONDS = 8, 5.0
 """How many stacks are read at a time, and how long one may take."""

@@ -14,7 +14,7 @@ from ckpt.recovery.policy.failure import PLANNED_CAUSES, Cause
 from ckpt.recovery.policy.stragglers import RankPace
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.storage.base.checked_decode import Malformed, decode
-from ckpt.training.rank_heartbeat import BadLoss
+from ckpt.training.heartbeat_records import BadLoss
 
 log = logging.getLogger("ckpt.run")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.recovery.policy.failure import PLANNED_CAUSES, Failure
-from ckpt.recovery.policy.host_choice import worth_waiting_seconds
+from ckpt.recovery.policy.hosts_of_next_attempt import worth_waiting_seconds
 from ckpt.recovery.policy.loss_rollback import rollback_environment
 from ckpt.recovery.policy.restart_decision import Budget, next_restore_step_limit
 from ckpt.recovery.run_log import memory_placement
@@ -26,7 +26,7 @@ from ckpt.recovery.run_log.entry_facts import (
 )
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, NewestStep
 from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
-from ckpt.training.data_position import Ranges
+from ckpt.training.batch_order import Ranges
 from ckpt.training.save_interval import MTBF_VARIABLE, posterior_mtbf_seconds
 
 log = logging.getLogger("ckpt.run")

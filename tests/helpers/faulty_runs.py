@@ -16,7 +16,7 @@ from ckpt.recovery.ranks import processes
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
 from ckpt.training.heartbeat_page import HeartbeatPage
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 from helpers.folders import PROGRAMS
 from helpers.host_runs import job as job
 from helpers.nodes import NodeProcess

@@ -16,7 +16,7 @@ from ckpt.recovery.policy.coordinated_stop import StopRequest, next_stop
 from ckpt.recovery.policy.loss_rollback import RollBack, rollback_environment
 from ckpt.training import heartbeat_page
 from ckpt.training.heartbeat_page import HeartbeatPage
-from ckpt.training.rank_heartbeat import BadLoss, RankHeartbeat
+from ckpt.training.heartbeat_records import BadLoss, RankHeartbeat
 from helpers.folders import PROGRAMS
 
 PROGRAM = str(PROGRAMS / "loop_rank.py")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpt import data
-from ckpt.training.data_position import epoch_order
+from ckpt.training.batch_order import epoch_order
 
 torch = pytest.importorskip("torch")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpt.recovery.policy.stragglers import DEFAULT_FACTOR, PaceMeter, RankPace, find_stragglers
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 from helpers.agent_worlds import World
 from helpers.host_runs import job as job
 

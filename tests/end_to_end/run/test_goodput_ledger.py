@@ -26,7 +26,7 @@ from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.sqlite import RUN_LOG_FILE, SqliteRunLog
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools import run_queries
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 
 
 class Watched(Run):

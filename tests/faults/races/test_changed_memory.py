@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import checkpointer
+from ckpt.saving.block_plan import LeafSpec, plan_blocks, stage_block
 from ckpt.saving.change_detection import first_changed_leaf, sample_block
-from ckpt.saving.write_plan import LeafSpec, plan_blocks, stage_block
 from ckpt.state.leaves.numpy import NumpyLeaf
 
 torch = pytest.importorskip("torch")

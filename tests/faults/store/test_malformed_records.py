@@ -45,7 +45,7 @@ from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.storage.member.device import MemberInfo
 from ckpt.storage.registers.base import RegisterValue
 from ckpt.tiers import tier_note
-from ckpt.training.rank_heartbeat import BadLoss
+from ckpt.training.heartbeat_records import BadLoss
 
 TIMES = 300
 STRANGE: Sequence[Any] = (

@@ -19,7 +19,7 @@ from helpers.thread_limits import NO_THREAD, refused_threads
 
 import ckpt
 from ckpt.block_io import read_threads, staging_arena
-from ckpt.saving import staging, write_plan
+from ckpt.saving import block_plan, staging
 
 BLOCKS = 12
 BLOCK_BYTES = 256 << 10
@@ -29,7 +29,7 @@ MANY = 1000
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let several threads share the work on a small state."""
-    monkeypatch.setattr(write_plan, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(block_plan, "BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(staging, "processor_count", lambda: 4)
     monkeypatch.setattr(read_threads, "_MIN_PART_BYTES", BLOCK_BYTES)
 

@@ -24,10 +24,10 @@ from ckpt.recovery.policy.loss_rollback import roll_back
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.local.durable_writer import O_DIRECT
 from ckpt.training import heartbeat_page
-from ckpt.training.data_position import SKIP_VARIABLE, parse_ranges
+from ckpt.training.batch_order import SKIP_VARIABLE, parse_ranges
 from ckpt.training.heartbeat_page import HeartbeatPage
+from ckpt.training.heartbeat_records import BadLoss
 from ckpt.training.loss_monitor import LossMonitor
-from ckpt.training.rank_heartbeat import BadLoss
 from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 
 

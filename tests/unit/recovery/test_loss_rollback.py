@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ckpt.recovery.policy.loss_rollback import MAX_SKIPS, roll_back
 from ckpt.training import loss_spikes
-from ckpt.training.data_position import SKIP_VARIABLE, is_in_ranges, parse_ranges
-from ckpt.training.rank_heartbeat import BadLoss
+from ckpt.training.batch_order import SKIP_VARIABLE, is_in_ranges, parse_ranges
+from ckpt.training.heartbeat_records import BadLoss
 from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from helpers.agent_worlds import agent, world
 
 from ckpt.recovery.policy.failure import Failure
-from ckpt.recovery.policy.host_choice import worth_waiting_seconds
+from ckpt.recovery.policy.hosts_of_next_attempt import worth_waiting_seconds
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import HostFailure
 from ckpt.recovery.run_log.base import LogEntry

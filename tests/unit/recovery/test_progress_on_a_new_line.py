@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.recovery.policy.failure import Failure
-from ckpt.recovery.policy.host_choice import suspected_hosts
+from ckpt.recovery.policy.hosts_of_next_attempt import suspected_hosts
 from ckpt.recovery.policy.restart_decision import Budget, decide
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, NewestStep
 

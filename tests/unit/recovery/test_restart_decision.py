@@ -10,7 +10,7 @@ from helpers.agent_worlds import failure
 
 from ckpt.recovery.policy.failure import SOON_STEPS, Failure, describe_failure
 from ckpt.recovery.policy.restart_decision import LONG_RUN_SECONDS, Budget, Decision, decide, next_restore_step_limit
-from ckpt.training.rank_heartbeat import BadLoss
+from ckpt.training.heartbeat_records import BadLoss
 
 EXIT = Failure("exit", (1,), "exited with status 1", 5, 4, 10.0, "a", restored=4)
 BEFORE_FIRST_STEP = replace(EXIT, step=-1, committed=-1, restored=-1)

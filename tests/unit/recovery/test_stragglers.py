@@ -21,7 +21,7 @@ from ckpt.recovery.policy.stragglers import PaceMeter, find_stragglers
 from ckpt.recovery.run_log.agent_reports import HostFailure
 from ckpt.training import cuda_timer, heartbeat_marks, heartbeat_page
 from ckpt.training.heartbeat_page import HeartbeatPage
-from ckpt.training.rank_heartbeat import RankHeartbeat
+from ckpt.training.heartbeat_records import RankHeartbeat
 
 
 @given(st.floats(0.01, 100.0), st.integers(1, 20), st.floats(1.2, 8.0), st.floats(1.05, 3.0), st.randoms())

@@ -1,4 +1,4 @@
-"""The manifest keeps every column, and the write plan puts every byte into one block."""
+"""The manifest keeps every column, and the block plan puts every byte into one block."""
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +11,7 @@ import ckpt
 from ckpt.block_io.staging_arena import round_up
 from ckpt.format import manifest, manifest_encoding
 from ckpt.format.block_difference import WIDTHS, BaseBlock
-from ckpt.saving.write_plan import PIECE_ALIGNMENT, LeafSpec, plan_blocks, stage_block
+from ckpt.saving.block_plan import PIECE_ALIGNMENT, LeafSpec, plan_blocks, stage_block
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.storage.base.errors import IntegrityError
@@ -21,7 +21,7 @@ from ckpt.storage.base.errors import IntegrityError
 @given(
     leaves=st.lists(st.tuples(st.sampled_from(["u1", "i2", "f4", "f8"]), st.integers(0, 3000), st.booleans()), max_size=30),
 )
-def test_the_write_plan_puts_every_byte_into_one_block(leaves):
+def test_the_block_plan_puts_every_byte_into_one_block(leaves):
     made = {}
     for i, (dtype, n, strided) in enumerate(leaves):
         array = np.random.default_rng(i).integers(0, 200, 2 * n).astype(dtype)

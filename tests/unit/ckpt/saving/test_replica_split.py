@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.format.limits import BLOCK_BYTES
+from ckpt.saving.block_plan import LeafSpec, plan_blocks
 from ckpt.saving.replica_split import CUT_BYTES
-from ckpt.saving.write_plan import LeafSpec, plan_blocks
 from ckpt.state.boxes import Replica
 
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple)

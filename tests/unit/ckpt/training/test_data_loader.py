@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt import data
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.training import data_position
-from ckpt.training.data_position import Cursor, EpochPlan, epoch_order, format_ranges, merge_ranges, parse_ranges, rank_share
+from ckpt.training import batch_order
+from ckpt.training.batch_order import Cursor, EpochPlan, epoch_order, format_ranges, merge_ranges, parse_ranges, rank_share
 
 
 @given(st.integers(0, 1000), st.integers(1, 50))
@@ -45,7 +45,7 @@ ORDER_OF_10 = [3, 0, 4, 8, 2, 7, 9, 6, 1, 5]
 
 
 def test_seeds_of_samples_differ() -> None:
-    seeds = {data_position.sample_seed(*key) for key in itertools.product(range(20), repeat=3)}
+    seeds = {batch_order.sample_seed(*key) for key in itertools.product(range(20), repeat=3)}
     assert len(seeds) == 20**3
     assert all(0 <= seed < 1 << 64 for seed in seeds)
 
@@ -57,7 +57,7 @@ _ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)).map(lambda p
 def test_ranges_are_merged_and_parsed_from_their_text(ranges: list[tuple[int, int]]) -> None:
     joined = merge_ranges(ranges)
     numbers = {n for first, last in ranges for n in range(first, last + 1)}
-    assert {n for n in range(80) if data_position.is_in_ranges(joined, n)} == numbers
+    assert {n for n in range(80) if batch_order.is_in_ranges(joined, n)} == numbers
     assert parse_ranges(format_ranges(joined)) == joined
     assert all(a[1] + 1 < b[0] for a, b in itertools.pairwise(joined))
 
@@ -119,7 +119,7 @@ def test_skipped_batches_leave_the_others_unchanged(
         batch = whole.batch(at)
         every_batch.append((batch.number, batch.epoch, batch.start, batch.stop))
         at = batch.after
-    assert kept == [b for b in every_batch if not data_position.is_in_ranges(merge_ranges(ranges), b[0])]
+    assert kept == [b for b in every_batch if not batch_order.is_in_ranges(merge_ranges(ranges), b[0])]
 
 
 @pytest.mark.parametrize("last", ["short", "drop", "pad"])
@@ -207,7 +207,7 @@ def test_tensors_are_collated() -> None:
 
 
 def test_batches_in_the_variable_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(data_position.SKIP_VARIABLE, "1,4-6")
+    monkeypatch.setenv(batch_order.SKIP_VARIABLE, "1,4-6")
     expected = uninterrupted(20, 4, 3, 2)
     made = loader()
     found = [(made.batch, batch) for batch in itertools.islice(made.forever(), 6)]
@@ -284,7 +284,7 @@ def test_a_stream_continues_after_any_restarts(last: Any, seek: Any) -> None:
 
 
 def test_a_stream_skips_batches_in_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(data_position.SKIP_VARIABLE, "0,2")
+    monkeypatch.setenv(batch_order.SKIP_VARIABLE, "0,2")
     assert list(itertools.islice(stream().forever(), 3)) == [[4, 5, 6, 7], [1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007]]
 
 

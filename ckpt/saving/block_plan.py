@@ -71,14 +71,14 @@ class Block(NamedTuple):
     codec: str | None
 
 
-class WritePlan(NamedTuple):
+class BlockPlan(NamedTuple):
     """The blocks of a state, and the columns of its manifest that are known before the write."""
 
     blocks: list[Block]
     columns: PlannedColumns
 
 
-def plan_blocks(specs: Sequence[LeafSpec]) -> WritePlan:
+def plan_blocks(specs: Sequence[LeafSpec]) -> BlockPlan:
     """Return the plan for leaves of these specs.
 
     A training loop saves the same structure again and again, so the last two plans are remembered.
@@ -93,10 +93,10 @@ def plan_blocks(specs: Sequence[LeafSpec]) -> WritePlan:
     return made
 
 
-_recent_plans: list[tuple[list[LeafSpec], WritePlan]] = []
+_recent_plans: list[tuple[list[LeafSpec], BlockPlan]] = []
 
 
-def _plan_blocks(specs: list[LeafSpec]) -> WritePlan:
+def _plan_blocks(specs: list[LeafSpec]) -> BlockPlan:
     blocks: list[Block] = []
     empty: list[int] = []
     open_blocks: dict[tuple[int, str | None, LeafKind], _OpenBlock] = {}
@@ -125,7 +125,7 @@ def _plan_blocks(specs: list[LeafSpec]) -> WritePlan:
                 piece = BlockPiece(i, box.moved(within.offset), begin + at * spec.itemsize, 0, length)
                 blocks.append(Block([piece], length, spec.itemsize, spec.codec))
     blocks = [b if b.nbytes else b._replace(nbytes=b.pieces[-1].start + b.pieces[-1].nbytes) for b in blocks]
-    return WritePlan(blocks, _planned_columns(specs, blocks, empty))
+    return BlockPlan(blocks, _planned_columns(specs, blocks, empty))
 
 
 def _own_ranges(specs: list[LeafSpec]) -> list[list[ShardRange] | None]:

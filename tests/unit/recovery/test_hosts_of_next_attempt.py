@@ -9,7 +9,7 @@ from helpers.agent_worlds import failure
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.recovery.policy.host_choice import HostChoice, choose_hosts, suspected_hosts, worth_waiting_seconds
+from ckpt.recovery.policy.hosts_of_next_attempt import HostChoice, choose_hosts, suspected_hosts, worth_waiting_seconds
 
 
 @pytest.mark.parametrize(
