@@ -1,4 +1,6 @@
-"""Pure functions of the position in the data: the order of an epoch, its batches, and the share of each rank.
+"""Pure functions of the order of training data: the samples of an epoch, its batches, and the share of each rank.
+
+`data_loader.py` saves and restores the position in this order.
 
 A position does not depend on the number of ranks. The samples of an epoch are counted in one global order, and batches are
 numbered over the whole run.

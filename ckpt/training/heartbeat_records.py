@@ -1,4 +1,4 @@
-"""What a rank publishes to its agent in a heartbeat, as frozen records."""
+"""What a rank publishes to its agent in a heartbeat, as frozen records. `heartbeat_page.py` publishes and reads them."""
 
 from __future__ import annotations
 

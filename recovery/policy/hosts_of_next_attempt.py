@@ -1,4 +1,4 @@
-"""The hosts of the next attempt: which of them may be faulty, and which take part. Pure."""
+"""The hosts of the next attempt, fewer than before if need be: which may be faulty, and which take part. Pure."""
 
 from __future__ import annotations
 
