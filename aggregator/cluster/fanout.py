@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.base.store import Writer
@@ -118,7 +118,10 @@ class FanOut:
         self._running_calls: dict[str, dict[object, float]] = {}  # by member: calls that run on a thread, and when each began
 
     def submit(self, name: str, call: Callable[[], T]) -> Future[T]:
-        """Start one call. It fails at once where too many calls to the member are unanswered: they would take all threads."""
+        """Start one call. It fails at once if the system refuses all threads.
+
+        It also fails at once if too many calls to the member are unanswered: they would take all threads.
+        """
         with self._lock:
             running = self._running_calls.setdefault(name, {})
             slow_since = time.monotonic() - _SLOW_CALL_SECONDS
@@ -126,10 +129,11 @@ class FanOut:
                 len(running) >= self._max_calls_per_member
                 and sum(began < slow_since for began in running.values()) >= self._max_calls_per_member
             ):
-                failed: Future[T] = Future()
-                failed.set_exception(Unavailable(f"{name} has not answered {len(running)} calls"))
-                return failed
-        return self._pool.submit(contextvars.copy_context().run, self._run_call, name, call)
+                return _failed(Unavailable(f"{name} has not answered {len(running)} calls"))
+        try:
+            return self._pool.submit(contextvars.copy_context().run, self._run_call, name, call)
+        except StoreError as error:
+            return _failed(error)
 
     def ask(
         self,
@@ -212,6 +216,12 @@ class FanOut:
     def close(self) -> None:
         """Accept no more calls, and wait for none."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _failed(error: StoreError) -> Future[Any]:
+    failed: Future[Any] = Future()
+    failed.set_exception(error)
+    return failed
 
 
 def run_in_order(call: Callable[[T], object], items: Iterable[T], max_threads: int, thread_name: str) -> None:

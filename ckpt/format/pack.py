@@ -1,7 +1,7 @@
 """Packs, the files of blocks: several threads append blocks to one pack.
 
-A pack is a sequence of blocks. Each block starts at a multiple of 4096 bytes and is followed by zeros up to the next one. A pack has no
-header: the manifest stores the position and the length of each block.
+A pack is a sequence of blocks. Each block starts at a multiple of 4096 bytes and is followed by zeros up to the next one.
+A pack has no header: the manifest stores the position and the length of each block.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from ckpt.format.manifest import Manifest, Row, Saved
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.storage.base.errors import CkptError, StoreError
+from ckpt.storage.base.threads import DaemonThreadPool
 
 _BATCH_BYTES = 16 << 20
 _JOB_BYTES = 16 << 20
@@ -119,7 +121,7 @@ class _Reader:
         self._manifest = manifest
         self._make = make
         self._kind: ReadKind | None = "buffered" if checkpoint.store.is_remote else None
-        self._threads = ThreadPoolExecutor(most_threads(checkpoint.store, self._kind) or _THREADS, "ckpt-read")
+        self._threads = DaemonThreadPool(most_threads(checkpoint.store, self._kind) or _THREADS, "ckpt-read")
         self._of_thread = threading.local()
 
     def start(self, batch: _Batch, saved: Mapping[str, Saved]) -> None:
@@ -128,7 +130,20 @@ class _Reader:
         targets = [Target(name, leaf, None) for name, leaf in zip(batch.names, batch.leaves, strict=True)]
         blocks = plan_reads(self._manifest, targets, self._checkpoint.where)
         job_bytes = 1 if self._kind else _JOB_BYTES  # a remote block is a job of its own: each waits for a round trip
-        batch.jobs = [self._threads.submit(self._read, job) for job in _jobs(blocks, job_bytes)]
+        batch.jobs = [self._submit(job) for job in _jobs(blocks, job_bytes)]
+
+    def _submit(self, job: list[BlockRead]) -> Future[None]:
+        try:
+            return self._threads.submit(self._read, job)
+        except StoreError:  # the system refuses all threads, so this one reads
+            done: Future[None] = Future()
+            try:
+                self._read(job)
+            except CkptError as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            return done
 
     def _read(self, blocks: list[BlockRead]) -> None:
         reader = getattr(self._of_thread, "reader", None)

@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ckpt.recovery.ranks import processes
 from ckpt.recovery.ranks.rank_process import RankProcess
+from ckpt.storage.base.threads import WorkerThread, join_all, start_available
 from ckpt.training.heartbeat_page import STACKS_SIGNAL
 from ckpt.training.heartbeat_records import RankHeartbeat
 
@@ -24,9 +25,19 @@ _STACK_READERS, _STACK_SECONDS = 8, 5.0
 def save_stacks(ranks: Sequence[RankProcess], heartbeats: Mapping[int, RankHeartbeat]) -> None:
     """Write the stacks of all threads of these ranks next to their logs."""
     py_spy = _find_py_spy()
-    with ThreadPoolExecutor(_STACK_READERS) as pool:
-        for rank in ranks:
-            pool.submit(_save_stack, rank, heartbeats[rank.number], py_spy)
+    waiting = deque(ranks)
+
+    def save_waiting() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                rank = waiting.popleft()
+                with contextlib.suppress(OSError, MemoryError):  # the ranks must be ended, with or without their stacks
+                    _save_stack(rank, heartbeats[rank.number], py_spy)
+
+    readers = [WorkerThread(target=save_waiting, name="ckpt-stacks") for _ in range(min(_STACK_READERS, len(ranks)) - 1)]
+    start_available(readers)
+    save_waiting()
+    join_all(readers, lambda _: waiting.clear())
 
 
 def _save_stack(rank: RankProcess, beat: RankHeartbeat, py_spy: str | None) -> None:

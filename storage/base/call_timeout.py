@@ -15,6 +15,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from ckpt.storage.base.errors import InvalidArgument, Unavailable
 from ckpt.storage.base.file_system_kind import is_on_local_file_system
+from ckpt.storage.base.threads import start_or_raise
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -71,7 +72,8 @@ class StallTimer:
 def call_in_thread(call: Callable[[], T], what: str) -> T:
     """Return the result of a call that a new thread makes; raise Unavailable after `store_timeout_seconds`.
 
-    The thread of a call that never returns stays, but the end of the process does not wait for it.
+    The thread of a call that never returns stays, but the end of the process does not wait for it. Raises StoreError if the
+    system refuses the thread.
 
     what: the call, for the message.
     """
@@ -83,7 +85,7 @@ def call_in_thread(call: Callable[[], T], what: str) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="ckpt-call", daemon=True).start()
+    start_or_raise(threading.Thread(target=run, name="ckpt-call", daemon=True), what)
     try:
         return future.result(seconds)
     except TimeoutError:

@@ -17,6 +17,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
+from ckpt.storage.base.errors import StoreError
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -51,6 +53,16 @@ def try_start(thread: threading.Thread) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def start_or_raise(thread: threading.Thread, purpose: str) -> None:
+    """Start a thread; raise StoreError if the system refuses it. purpose: what the thread is for, for the message."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise StoreError(
+            f"can't start a thread for {purpose}: raise the limit of threads (pids.max, ulimit -u), or end other programs"
+        ) from error
 
 
 def start_available(threads: Iterable[threading.Thread]) -> None:
@@ -95,7 +107,7 @@ class DaemonThreadPool(Executor):
         weakref.finalize(self, self._tasks.put, None).atexit = False  # saves may run until the very end
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue a call for the next free thread, and return its future."""
+        """Queue a call for the next free thread, and return its future. Raise StoreError if the system refuses all threads."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -104,8 +116,8 @@ class DaemonThreadPool(Executor):
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
                 thread = WorkerThread(target=_run_tasks, args=(self._tasks, self._idle), name=self._name, daemon=True)
                 try:
-                    thread.start()
-                except RuntimeError:  # the host has no thread left
+                    start_or_raise(thread, self._name)
+                except StoreError:
                     if not self._threads:  # otherwise one of them makes the call
                         self._tasks.get_nowait()
                         raise

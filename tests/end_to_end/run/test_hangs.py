@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.runs import Run, assert_result
 from helpers.runs import start as start
+from helpers.thread_limits import refused_threads
 
 from ckpt.recovery.policy.hang_limits import HangLimits, uniform_initial_limits
 from ckpt.recovery.ranks.launch import start as start_ranks
@@ -34,10 +35,11 @@ def test_a_hung_rank_is_named_and_its_stacks_are_kept(start: Callable[..., Run],
     assert "main" in kept
 
 
+@pytest.mark.parametrize("refused", [0, 1000])
 def test_a_rank_writes_its_stacks_itself_where_py_spy_has_no_permission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
-    """The log of the rank has the stacks then."""
+    """The log of the rank has the stacks then, also if the agent gets no more threads. refused: how many starts are refused."""
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\necho 'Error: Permission Denied'; exit 1")
     spy.chmod(0o755)
@@ -57,7 +59,8 @@ def test_a_rank_writes_its_stacks_itself_where_py_spy_has_no_permission(
         watch = RankMonitor(ranks, HangLimits(), -1)
         watch.poll(time.monotonic())
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # ckpt-run looks for py-spy beside the interpreter
-        watch.save_stacks()
+        with refused_threads(1, refused, ""):
+            watch.save_stacks()
         assert "Permission Denied" in (tmp_path / "logs" / "rank-0.stacks").read_text()
         while "waits_for_ever" not in ranks[0].log.read_text():
             assert time.monotonic() < deadline

@@ -6,20 +6,28 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.folders import fast_folder
+from helpers.nodes import directories
 from helpers.processes import until
 from helpers.repositories import assert_all_load
 from helpers.states import assert_same, state_of
 from helpers.thread_limits import NO_THREAD, refused_threads
 
 import ckpt
+from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.block_io import read_threads, staging_arena
+from ckpt.format.manifest import Saved
+from ckpt.loading.leaf_stream import stream_leaves
 from ckpt.saving import block_plan, staging
+from ckpt.state.leaves.numpy import NumpyLeaf
+from ckpt.storage.base import call_timeout
+from ckpt.storage.base.errors import NotFound, is_transient
 
 BLOCKS = 12
 BLOCK_BYTES = 256 << 10
@@ -184,3 +192,46 @@ def test_a_wait_raises_if_the_thread_that_copies_has_ended(fast: Path, monkeypat
         assert failures
         copier.wait()
         assert ckpt.open(fast / "run").latest().step == 0
+
+
+def new_array(saved: Saved) -> NumpyLeaf:
+    return NumpyLeaf(np.empty(saved.shape, saved.dtype))
+
+
+@pytest.mark.parametrize("last", [None, MANY])
+def test_streamed_leaves_need_no_further_thread(fast: Path, last: int | None) -> None:
+    ckpt.save(blocks_of(0), fast, 0)
+    checkpoint = ckpt.open(fast).latest()
+    for first in range(1, 100):
+        with refused_threads(first, last) as starts:
+            leaves = stream_leaves(checkpoint, list(checkpoint.saved()), new_array, 1 << 20)
+            values = {name: leaf.value for name, leaf in leaves}
+            assert_same({name: values.pop(name) for name in blocks_of(0)}, blocks_of(0))
+        if not starts.names:
+            break
+    assert first > 1
+
+
+@pytest.mark.parametrize("last", [None, MANY])
+def test_a_namespace_raises_a_store_error_without_a_thread(tmp_path: Path, last: int | None) -> None:
+    """It has threads for its calls to members. Once it gets one, its calls work again."""
+    for first in range(1, 100):
+        namespace = Namespace(directories(tmp_path / str(first), 3, redundancy="2x"))
+        calls = [partial(namespace.put, "f", b"1" * 100_000), partial(namespace.get, "f"), partial(namespace.list, "")]
+        with refused_threads(first, last, "ckpt-member") as starts:
+            for call in calls:
+                try:
+                    call()
+                except ckpt.StoreError as error:
+                    assert "can't start a thread" in str(error) or isinstance(error, NotFound), error
+        namespace.put("g", b"2" * 100_000)
+        assert namespace.get("g") == b"2" * 100_000
+        if not starts.names:
+            break
+    assert first > 1
+
+
+def test_a_call_with_a_timeout_raises_a_store_error_without_a_thread(tmp_path: Path) -> None:
+    with refused_threads(1, MANY), pytest.raises(ckpt.StoreError, match="can't start a thread") as raised:
+        call_timeout.call_in_thread(lambda: None, "a listing of /mnt")
+    assert is_transient(raised.value)

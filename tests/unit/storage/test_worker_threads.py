@@ -81,6 +81,7 @@ def test_every_thread_that_somebody_joins_is_a_worker_thread() -> None:
 def test_a_call_that_gets_no_thread_is_made_by_another_one_or_never() -> None:
     code = """
 import resource, threading
+from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.threads import DaemonThreadPool
 
 pool, empty, begun, go = DaemonThreadPool(4, "a"), DaemonThreadPool(4, "b"), threading.Event(), threading.Event()
@@ -93,8 +94,8 @@ threading.stack_size(1 << 30)  # no thread gets so much
 second = pool.submit(made.append, "second")
 try:
     empty.submit(made.append, "third")
-except RuntimeError as error:
-    print(error)
+except StoreError as error:
+    print(error.__cause__)
 threading.stack_size(0)
 go.set()
 second.result()
