@@ -79,8 +79,8 @@ def save(
         CKPT_DIR, which `ckpt-run --dir` sets.
     step: the number of the step, 0 or more. None means the number after the newest step.
     blocking: True returns the checkpoint when the step is durable and committed. False returns a handle when the state has been
-        copied and may change. `handle.result()` then waits for the commit. The next save to the same URL raises an error of the
-        background that nobody has asked for.
+        copied and may change. `handle.result()` then waits for the commit. If the save fails and the caller has not seen its
+        error, the next save to the same URL raises SaveFailed.
     codec: "auto", "none", a numcodecs codec or its configuration, or {name pattern: one of those}. "auto" compresses where this
         makes the save faster, within 2 % of the processor time of the training.
     digest: the hash of blocks, manifest and tree: "xxh3-128" or "blake3". "auto" is blake3 with a key, else xxh3-128.
@@ -103,8 +103,8 @@ def save(
     nan: "warn" logs one warning with the name of a leaf that has a NaN. "refuse" raises NotFinite and saves nothing. "allow"
         does not check. A block of up to 64 KiB is checked as a whole, a larger one in samples: see docs/reference/saving.md.
     full_every: store changed blocks as differences to the last full ones where that is smaller. The first save in each range of
-        so many step numbers stores them in full. "auto" does so with `codec="auto"` where differences halve the time of a save,
-        as predicted from measured speeds. None stores no differences. See docs/reference/saving.md.
+        `full_every` step numbers stores them in full. "auto" does so with `codec="auto"` where differences halve the time of a
+        save, as predicted from measured speeds. None stores no differences. See docs/reference/saving.md.
 
     After any error, all earlier steps are unchanged.
 
@@ -122,7 +122,7 @@ def save(
         Fenced: A newer writer has taken over the repository.
         SaveFailed: An earlier save of this process in the background failed; its error is the cause.
         GroupError: The ranks could not meet, or do not agree on the step.
-        StepRefused: The parts of the ranks do not make a whole step, or replicas differ.
+        StepRefused: The parts of the ranks do not form a complete step, or replicas differ.
         RanksMissing: A rank did not write its part within `timeout`.
     """
     check_switch("blocking", blocking)
@@ -217,7 +217,8 @@ def load_newest(repo: Repository, strict: bool, request: LoadRequest, before: in
 
     before: load the newest step below this number, if there is one.
 
-    A damaged step is skipped with a warning and a line in the log. With `strict`, or if no step is complete, it raises instead.
+    A damaged step is skipped with a warning and a line in the log. Raises IntegrityError with `strict`, or if every step is
+    damaged.
     """
     require_stack()
     return load_newest_on_all_ranks(repo, strict, request, load_checkpoint, before)
@@ -284,7 +285,7 @@ def open(url: Url | None = None, *, key: KeyOption = None) -> Repository:
 
     Raises:
         StepNotFound: Nothing exists at the URL yet.
-        FormatError: Something else than a repository is at the URL, or a newer version wrote it.
+        FormatError: Something other than a repository is at the URL, or a newer version wrote it.
         StoreError: The store failed.
     """
     repo = open_repository(resolve_url(url), key)

@@ -86,7 +86,7 @@ class Checkpointer:
     Raises:
         InvalidArgument: An argument has a value that makes no sense.
         RepositoryBusy: Another live process writes to the repository.
-        FormatError: Something else than a repository is at the URL, or a newer version wrote it.
+        FormatError: Something other than a repository is at the URL, or a newer version wrote it.
         StoreError: The store failed; UnknownScheme where no store serves the URL.
         GroupError: The ranks could not meet.
     """
@@ -233,9 +233,9 @@ class Checkpointer:
         loss: a number or an array of one element. A loss on a CUDA device or of jax is waited for only if a save is due. A step
             whose loss is not finite is not saved.
 
-        Under `ckpt-run` this call is also the heartbeat of the rank. After a loss that is not finite, or one that jumps where
-        `--spike` was given, no step is saved until `ckpt-run` has rolled the job back. When `ckpt-run` stops the job, this call
-        saves the step and raises SystemExit.
+        Under `ckpt-run` this call is also the heartbeat of the rank. After a loss that is not finite, or one that jumps if
+        `ckpt-run` has the option `--spike`, no step is saved until `ckpt-run` has rolled the job back. When `ckpt-run` stops
+        the job, this call saves the step and raises SystemExit.
 
         Returns:
             The handle of the save, or None if no save is due or the loss is bad.
@@ -423,7 +423,7 @@ class Checkpointer:
         docs/reference/saving.md.
 
         Raises:
-            CkptError: An argument is no torch optimizer.
+            CkptError: An argument is not a torch optimizer.
         """
         for optimizer in optimizers:
             self._attached.add(optimizer)

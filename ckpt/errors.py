@@ -105,7 +105,7 @@ class GroupError(CkptError):
     """The ranks of a group could not communicate, or do not agree."""
 
     noted: bool = False
-    """Whether another rank has left a note with the reason; then this rank leaves none."""
+    """Whether this error repeats another rank's note; this rank then leaves no note of its own."""
 
 
 class StepRefused(CkptError):

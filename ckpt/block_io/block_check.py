@@ -23,7 +23,7 @@ _CHUNK_BYTES = 4 * CELL_BYTES
 
 
 class StatedBlock(Protocol):
-    """A block as a manifest states it; `Row` and `StoredBlock` are such."""
+    """The fields of a block that its manifest states; `Row` and `StoredBlock` have them."""
 
     @property
     def position(self) -> int: ...

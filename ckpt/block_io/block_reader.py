@@ -3,8 +3,9 @@
 Blocks are read in the order of packs and positions. There are two ways:
 
 - Through the page cache, so that a second load is a memory copy. Each thread reads a contiguous part of the blocks, so that the
-  read-ahead of Linux loads whole blocks. It announces other blocks to the store. An uncompressed block with one contiguous
-  destination is read directly into it, and hashed in chunks while each chunk is in the processor's cache.
+  read-ahead of Linux loads whole blocks. It announces the other blocks to the store, which prefetches them. An uncompressed
+  block with one contiguous destination is read directly into it, and hashed in chunks while each chunk is in the processor's
+  cache.
 - As a tuner decides (`tuned_reads.py`), for blocks from a network, and past the page cache for blocks that one process reads
   once (`BlockRead.bypass_cache`). All threads take the next block from one queue. The bytes are read into memory on huge pages,
   and hashed and copied from there in chunks. Chunks that the page cache has are copied from it to where they belong.

@@ -23,7 +23,7 @@ S = TypeVar("S", Destination, PieceCells)
 
 
 class RangeSweep(Generic[S]):
-    """Iterates over ranges of a block from its begin to its end. The first two fields of a range are first byte and end."""
+    """Iterates over ranges of a block in ascending order. The first two fields of a range are first byte and end."""
 
     def __init__(self, byte_ranges: Iterable[S]) -> None:
         self._waiting: deque[S] = deque(sorted(byte_ranges, key=operator.itemgetter(0)))

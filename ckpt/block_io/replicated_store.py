@@ -40,7 +40,7 @@ class ReplicatedStore(Store):
         return self._ask_in_order(lambda store: store.open(name))
 
     def exists(self, name: str) -> bool:
-        """Raises StoreError if no store has the object and one failed: that one may have it."""
+        """Raises StoreError if no store has the object and a store failed: that store may have it."""
         failure: StoreError | None = None
         for store in self.stores:
             try:
@@ -127,7 +127,7 @@ def from_nearest(
     name, position: the file and the block to read. A copy that was bad before is not read again, unless it is the last.
     missing: (URL, name) of copies that do not exist; the caller keeps it between calls.
 
-    Raises StoreError if no copy is good and one could not be read, as that one may be good. Otherwise raises IntegrityError.
+    Raises StoreError if no copy is good and a copy could not be read: that copy may be good. Otherwise raises IntegrityError.
     """
     copies = copies_of(store)
     missing = set() if missing is None else missing

@@ -70,7 +70,7 @@ class Arena:
                     start += self.capacity_bytes - start % self.capacity_bytes
                 if start + length - self._tail <= self.capacity_bytes:
                     break
-                if not self._regions:  # the ring is empty, but the head is too close to its end: restart from its begin
+                if not self._regions:  # the ring is empty, but the head is too close to its end: restart from its start
                     self._head = self._tail = 0
                     continue
                 if not wait:
@@ -132,7 +132,7 @@ _TOUCH_BYTES = 64 << 20
 
 
 class ArenaPool:
-    """Idle arenas for the next saves; an arena that comes back replaces all idle ones that are not larger."""
+    """Idle arenas for the next saves; a returned arena replaces all idle ones that are not larger."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

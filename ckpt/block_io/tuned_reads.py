@@ -30,11 +30,11 @@ class TunedReads:
     device: str
     is_remote: bool
     max_threads: int
-    """One for each request that any choice has in flight."""
+    """The most requests that any choice of the tuner has in flight; each needs a thread."""
 
     @property
     def threads(self) -> int:
-        """One for each request that is in flight now. More threads would only pass the requests to each other."""
+        """The number of threads: one for each request in flight. More threads would only pass the requests to each other."""
         return self.tuner.choice.requests
 
     @property

@@ -3,7 +3,7 @@
 Elements are compared as integers of `width` bytes. For each of them, the difference has the signed distance from the element of
 the base, as an unsigned number that is small for a small distance of either sign (zigzag: 0, -1, 1, -2 … become 0, 1, 2, 3 …).
 Weights that a training step has hardly moved become numbers with many zero bytes, and a codec shrinks them. An exclusive or
-would have more ones, because a carry changes many bits. docs/reference/format.md specifies it.
+would have more 1 bits, because a carry changes many bits. docs/reference/format.md specifies it.
 """
 
 from __future__ import annotations

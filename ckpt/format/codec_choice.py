@@ -15,10 +15,10 @@ MIN_GAIN = 0.05
 """The least share of the seconds to durable that a codec must save. Less does not justify decoding on every load."""
 
 _MIN_SECONDS = 1.0
-"""A save that takes less without a codec is left alone. The first import of codecs takes 0.1 s in each rank."""
+"""A save that takes less without a codec uses none. The first import of codecs takes 0.1 s in each rank."""
 
 _SAME_SPEED = 0.03
-"""Codecs whose seconds differ by less than this share are equally fast: the smaller one is taken."""
+"""Codecs whose seconds differ by less than this share count as equally fast: the one that shrinks most is chosen."""
 
 _MAX_CODEC_BYTES_PER_SECOND = 3e9
 """No codec encodes faster on one core."""

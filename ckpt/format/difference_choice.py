@@ -95,10 +95,10 @@ def choose_differences(
 
 
 def automatic_range(step: int, previous_step: int | None, keep_every: int | None) -> int | None:
-    """Return how many step numbers share one base; None if the step has no earlier one, or no range has room for two saves.
+    """Return how many step numbers share one base; None if there is no earlier step, or no range has room for two saves.
 
-    The interval to the previous step stands for all. A step that `Keep(every=…)` keeps permanently starts a range, so it is
-    stored in full and keeps no earlier one on the disk.
+    The interval from the previous step to this one is taken for all intervals. A step that `Keep(every=…)` keeps permanently
+    starts a range, so it is stored in full and keeps no files of an earlier step on the disk.
     """
     if previous_step is None or previous_step >= step:
         return None

@@ -179,7 +179,7 @@ def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord
 
 def _commit_body(commit: CommitRecord) -> dict[str, object]:
     body = asdict(commit)
-    if not commit.line:  # records without roll-backs keep the bytes that they had before training lines were added
+    if not commit.line:  # the format of a record on the first training line has no such fields
         del body["line"], body["left"]
     if not commit.codec_choices:
         del body["codec_choices"]

@@ -36,7 +36,7 @@ COLUMNS = (
 BASE_COLUMNS = (
     "base_pack", "base_position", "base_stored", "base_codec", "base_digest", "base_checksum", "base_width",
 )  # fmt: skip
-"""The columns of `difference.BaseBlock`, which follow in a manifest with differences; null for a block in full."""
+"""The columns of `block_difference.BaseBlock`, which follow in a manifest with differences; null for a block in full."""
 
 FORMAT_WITH_BASES = 2
 """The format version of a manifest with differences. All others have version 1, which programs without differences read."""

@@ -97,7 +97,7 @@ def order_steps(
     unknown: steps whose records could not be read. They are ordered by number on the newest line, so that a load still tries
         them and reports their damage.
     opened: the newest line that was opened, if it is known. No step of `lines` may be on it; then the unknown ones count as its
-        steps, for one of them may be the newest.
+        steps, because one of them may be the newest.
     """
     newest = max(((line.number, step, line) for step, line in lines.items()), key=lambda found: found[:2], default=None)
     line = TrainingLine() if newest is None else newest[2]

@@ -173,7 +173,7 @@ class StoreRendezvous:
         """Log which ranks are missing, and a possible reason."""
         folders = self._store.list_folders(RENDEZVOUS_FOLDER)
         others = [name for name in folders if not name.startswith((f"{self._job_id.digest}-", "try-"))]
-        hint = "; ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT use or used this store: all of a job need the same"
+        hint = "; ranks with another CKPT_RUN_ID, MASTER_ADDR or MASTER_PORT use or used this store: give all ranks the same"
         log.warning(
             "%r: waiting for %s at %s, for %g s at most%s", self._group, ranks_text(missing) if missing else "the others",
             self._store.url, self._timeout, hint if others else "",

@@ -48,7 +48,7 @@ class ThreadGroup(Group):
             self._shared.condition.notify_all()
             if not self._shared.condition.wait_for(lambda: len(parts) == self.size, self._timeout):
                 raise timeout_error(self, [r for r in range(self.size) if r not in parts], "a gather", self._timeout)
-            self._shared.gathers.pop(number - 1, None)  # all ranks have joined this gather, so all have finished that one
+            self._shared.gathers.pop(number - 1, None)  # all ranks have joined this gather, so all left the previous one
             return [parts[rank] for rank in range(self.size)]
 
     def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:

@@ -80,7 +80,7 @@ def stream_leaves(checkpoint: Checkpoint, names: Sequence[str], make: MakeLeaf, 
 
 
 def ordered_leaves(manifest: Manifest) -> list[tuple[str, Row]]:
-    """Return the leaves in the order in which their first bytes lie in the packs, each with the row of them."""
+    """Return the leaves in the order in which their first bytes lie in the packs, each with the row of those bytes."""
     names = list(manifest.leaves())
     rows = manifest.find([(name, None) for name in names])
     first = [min(found, key=_place) for found in rows]

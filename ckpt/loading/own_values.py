@@ -54,8 +54,8 @@ def _incomplete_views(mine: set[str], wrapped: Collection[str], matcher: TargetM
     if found:
         name = min(found)
         log.warning(
-            "leaf %s of %s shares memory with %s, of which this rank has no value of its own: loads both from rank 0; wrap "
-            "them in ckpt.PerRank",
+            "leaf %s of %s shares memory with %s, of which this rank has no value of its own: both are loaded from rank 0; "
+            "wrap them in ckpt.PerRank",
             name, where, lacking[matcher.aliases[name].group],
         )  # fmt: skip
     return found

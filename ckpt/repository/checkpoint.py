@@ -177,7 +177,7 @@ class Checkpoint:
         if (signature := self.commit.signature) is None:
             against = "" if is_cryptographic(algorithm) else ", which detect accidental damage but no forgery"
             return f"{algorithm} digests{against}; not signed"
-        checked = "signature checked" if self._keys else "signature not checked, for no key was given"
+        checked = "signature checked" if self._keys else "signature not checked, because no key was given"
         return f"{algorithm} digests; signed with key {signature.key}, {checked}"
 
     # --- leaves ------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def _bounding_box(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[sli
         else:
             i = item.__index__() if hasattr(item, "__index__") else None
             if i is None:
-                raise IndexError(f"index {item!r} is no integer or slice; read a slice and index the result")
+                raise IndexError(f"index {item!r} is neither an integer nor a slice; read a slice and index the result")
             if not -length <= i < length:
                 raise IndexError(f"index {i} is out of bounds for an axis of {length}")
             offset.append(i % length)

@@ -72,7 +72,8 @@ def _decode_undamaged(data: bytes, where: str) -> CommitRecord | None:
 def settle_attempt(repo: Repository, lease: WriterLease, attempt: Attempt) -> bool:
     """Return whether a step is committed with the files of this attempt, after its publication has failed.
 
-    The reply may have been lost, or the record may be written later. If possible, the second is prevented here.
+    The reply may have been lost, or the record may be written later. This function prevents that later write if the store
+    allows it.
 
     Raises NotFound if the whole repository was removed, so that nothing is written there.
     """

@@ -24,7 +24,7 @@ _NUMBERS_PER_GROUP = 10**9
 def rank_0_ended_error(size: int) -> RanksMissing:
     """Return the error of another rank of `size` ranks for a step that rank 0 does not commit any more."""
     return RanksMissing(
-        f"rank 0 of {size} has ended its saves, and no step can be committed any more; end it after the last save"
+        f"rank 0 of {size} has ended its saves, and no step can be committed any more; end rank 0 after the last save"
     )
 
 

@@ -77,7 +77,8 @@ def expired_steps(steps: Iterable[int], complete: Iterable[int], keep: Keep, ord
 
     steps: those that may be deleted. complete: those that count for `keep.last`.
 
-    No step newer than the oldest of the last complete steps is deleted. With fewer complete steps than `keep.last`, none is.
+    No step newer than the oldest of the last complete steps is deleted. With fewer complete steps than `keep.last`, no step is
+    deleted.
 
     order: all steps from the oldest to the newest, if that is not the order of their numbers; abandoned steps come first.
     """
@@ -277,7 +278,7 @@ def _is_leftover(
         return False  # a slow rank may not have read it yet; a sweep of the next generation deletes it
     if (
         int(attempt_file["generation"]) == lease.generation
-        and int(attempt_file["rank"]) != 0  # who sweeps is rank 0
+        and int(attempt_file["rank"]) != 0  # rank 0 sweeps, and can't see whether another rank still writes
         and name not in released_files
     ):
         return False

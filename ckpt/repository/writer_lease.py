@@ -54,7 +54,10 @@ class Attempt:
         return self.generation, int(self.name.rpartition("-")[2])
 
     def has_file(self, file: str) -> bool:
-        """Return whether a file of the repository belongs to this attempt. The name of another may begin with this one's."""
+        """Return whether a file of the repository belongs to this attempt.
+
+        The name of another attempt may begin with the name of this one.
+        """
         return file.rpartition("/")[2].startswith((f"{self.name}-", f"{self.name}."))
 
 

@@ -26,7 +26,7 @@ class AttachedOptimizers:
         self._tensors: list[torch.Tensor] = []
         """The parameters and moments."""
         self._tensor_at: dict[int, torch.Tensor] = {}
-        """One of them, by its address."""
+        """One of these tensors for each address."""
         self._ranges: dict[int, list[_Range]] | None = None
         """By the address of a storage: its bytes that belong to them, as separate ranges in order; None until needed."""
 

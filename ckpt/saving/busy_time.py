@@ -8,7 +8,7 @@ from collections.abc import Callable
 class BusyTime:
     """Counts seconds for an owner, whose lock guards it.
 
-    clock: returns seconds, in any steady scale.
+    clock: returns the seconds of a monotonic clock.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -51,7 +51,7 @@ class CodecTuner:
     """Measurements of one store and of the data saved to it, shared by all saves to that store.
 
     times: returns the processor times of this host, None if the system does not have them.
-    clock: returns seconds, in any steady scale.
+    clock: returns the seconds of a monotonic clock.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class EncodingTimer:
 
 
 def ranks_on_host(group_size: int) -> int:
-    """Return how many ranks save on this host at the same time; all of the group if the launcher does not tell."""
+    """Return how many ranks save on this host at the same time; the size of the group if no launcher has set it."""
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun, and others that follow it
     return max(1, min(int(stated), group_size)) if stated.isdecimal() else group_size
 

@@ -71,7 +71,7 @@ class Committer:
         # Set before the part is stored: even if the store reports an error, rank 0 may find the part and commit it.
         self._may_part_exist = False
         self.needs_failure_report = True
-        """Whether a failure must be reported to the other ranks: they do not know the end, and the step is not committed."""
+        """Whether a failure must be reported to the other ranks: they do not know the result, and the step is not committed."""
         self.replaced_files: set[str] = set()
         """The files of the earlier save of this step that was replaced."""
 

@@ -149,7 +149,7 @@ class PreviousBlockIndex:
         self._blocks = blocks
         self._compute_slot = compute_slot
         self._lock = threading.Lock()
-        """Guards the following attributes. It is not kept while a block is read."""
+        """Guards the following attributes. It is not held while a block is read."""
         self._bad_blocks: set[tuple[bytes, int]] = set()
         self._unreadable_packs: set[str] = set()
 

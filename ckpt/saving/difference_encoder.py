@@ -180,7 +180,7 @@ class DifferenceSource:
         return found._replace(width=width) if is_usable else None
 
     def note_unrelated(self, place: BlockPlace, base: BaseBlock) -> None:
-        """Record that the difference to this base did not pay. An older value than the last one is no reason to give up."""
+        """Record that the difference to this base did not pay. It counts only if the base is the last value at its place."""
         if self.previous.places[place] == (base.digest, place.nbytes):
             self.history.note_unrelated(place, self.step // self.full_every)
 

@@ -35,7 +35,7 @@ class DifferenceMeasurement:
 class DifferenceSpeeds:
     """Measurements of differences by type of elements, for one store. Safe to use from many threads.
 
-    clock: returns seconds, in any steady scale.
+    clock: returns the seconds of a monotonic clock.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -28,7 +28,7 @@ class _SegmentStart:
     restored_step: int | None = None
     """The step from which the segment continues, if this process has restored one."""
     previous: LineSegment | None = None
-    """The earlier segment of this process, if the loop now saves a lower number than that one did, without a restore."""
+    """The earlier segment of this process, if the loop saves a lower number than in that segment, without a restore."""
     is_new_run: bool = False
     """Whether earlier saves of this process count as those of another run."""
 
@@ -94,7 +94,7 @@ class LineSegment:
         return order.newest_line
 
     def _is_single_line(self) -> bool:
-        """Return whether all steps are on one line and the segment continues it. Almost every start does; no record is read."""
+        """Return whether all steps are on one line and the segment continues it, as is usual; reads no commit record."""
         last = self._first_step if self._restored_step is None else self._restored_step
         if (
             any(number > last for number in self._repo.step_numbers() if number != self._first_step)

@@ -43,7 +43,8 @@ def local_shards(flat: FlatState, group: Group) -> list[LocalShard]:
         elif not shards and group.size == 1:
             raise UnsupportedLeaf(
                 f"leaf {name}: a {type(leaf.value).__name__} of shape {list(leaf.shape)} of which this process holds no part, "
-                "as outside of its device mesh; save it with the ranks that have it (group=), or leave it out of the state"
+                "such as a process outside of its device mesh; save it with the ranks that have it (group=), or leave it "
+                "out of the state"
             )
         else:
             found += [LocalShard(name, part.leaf, part, leaf.shape) for part in shards]

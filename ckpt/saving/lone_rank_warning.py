@@ -17,7 +17,7 @@ def group_that_saves(group: object) -> Group:
     if isinstance(group, str) and found.size == 1 and not _has_warned and (signs := signs_of_other_ranks()):
         _has_warned = True
         warn_user(
-            f"this process looks like one of many ({', '.join(signs[:_MAX_SIGNS])}), but saves alone: initialise its library "
-            "before, or set RANK and WORLD_SIZE, or give group= (None: it is to save alone)"
+            f"this process looks like one of many ({', '.join(signs[:_MAX_SIGNS])}), but saves alone: initialise the library "
+            "of the ranks before the save, set RANK and WORLD_SIZE, or give group= (None to save alone)"
         )
     return found

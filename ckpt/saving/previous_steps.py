@@ -47,7 +47,7 @@ class PreviousSteps:
         self._repo = repo
         self._group = group
         self._lock = threading.Lock()
-        """Guards the following attributes. A read of the steps keeps it, so a second save waits for that read."""
+        """Guards the following attributes. It is held while the steps are read, so a second save waits for that read."""
         self._last_steps: _LastSteps | None = None
         self._last_serial: tuple[int, int] = (-1, -1)
         """The serial of the newest save that was remembered."""
@@ -55,7 +55,7 @@ class PreviousSteps:
     def referable_blocks(
         self, algorithm: str, copies: int, lineage: Lineage, note_read: Callable[[list[CommittedFiles]], None]
     ) -> StepBlocks:
-        """Return the blocks to which the next step may refer: those of the newest step, or with copies of an earlier one.
+        """Return the blocks to which the next step may refer: those of the newest step, or of an earlier one if `copies` > 1.
 
         algorithm: the digest algorithm.
         lineage: has the step from which the save continues.

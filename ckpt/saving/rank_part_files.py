@@ -62,4 +62,4 @@ def other_step_text(store: Store, attempt: Attempt, ranks: Collection[int]) -> s
             rank, step = int(part["rank"]), step_of_file(name)
             if rank in ranks and step != attempt.step:
                 newest[rank] = max(newest.get(rank, (-1, -1)), (int(part["serial"]), step))
-    return f" (rank {min(newest)} has come with step {newest[min(newest)][1]})" if newest else ""
+    return f" (rank {min(newest)} has written its part of step {newest[min(newest)][1]})" if newest else ""

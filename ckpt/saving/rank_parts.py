@@ -54,4 +54,6 @@ def require_packs(store: Store, step: int, packs: Mapping[str, int]) -> None:
     stored_bytes = file_lengths(store, packs)
     for name, nbytes in packs.items():
         if stored_bytes.get(name) != nbytes:
-            raise StepRefused(f"step {step} refers to {store.url}/{name}, which is missing or cut; save the step again")
+            raise StepRefused(
+                f"step {step} refers to {store.url}/{name}, which is missing or has another length; save the step again"
+            )

@@ -267,7 +267,7 @@ def require_equal_samples(ranks_by_texts: Mapping[tuple[str, str], Sequence[int]
         more = f" and {len(differing) - MAX_NAMED_LEAVES} more leaves" if len(differing) > MAX_NAMED_LEAVES else ""
         raise StepRefused(
             f"{', '.join(differing[:MAX_NAMED_LEAVES])}{more}; arrays of one name must be equal on all ranks: use ckpt.PerRank "
-            "for own values, ckpt.Shard for parts; for buffers put the module itself in. verify_replicas=False compares nothing"
+            "for own values, ckpt.Shard for parts; for buffers save the module itself. verify_replicas=False compares nothing"
         )
 
 

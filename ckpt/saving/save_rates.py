@@ -1,4 +1,4 @@
-"""How fast saves to one store were, with codecs and without, and which of both the next save uses.
+"""How fast saves to one store were, with codecs and without, and which of the two the next save uses.
 
 A prediction adds what was measured of the store and of a codec one by one. In a save, encoding competes with staging, digests
 and the writing itself, and a store seems slow while few threads write to it. So the prediction only proposes a codec. What
@@ -19,7 +19,7 @@ from ckpt.format.codec_choice import MIN_GAIN
 from ckpt.saving.busy_time import BusyTime
 
 MIN_MEASURED_SECONDS = 0.3
-"""The rate of a shorter save says more about its begin and end than about the store."""
+"""The rate of a shorter save says more about its start and end than about the store."""
 
 RETRY_SAVES = 16
 """After as many saves, the way that was slower is tried once. The number doubles each time that it was slower again."""
@@ -49,7 +49,7 @@ class SaveRates:
 
     @property
     def encoding_is_faster(self) -> bool:
-        """Whether saves with codecs are clearly faster; also if one of both was never measured."""
+        """Whether saves with codecs are clearly faster; also if one of the two was never measured."""
         if self.with_codecs is None or self.without is None:
             return True
         return self.with_codecs * (1 - MIN_GAIN) >= self.without
@@ -94,7 +94,7 @@ class SaveTimer:
     wait for the training.
 
     could_encode_all: whether codecs were chosen from the first block on.
-    clock: returns seconds, in any steady scale.
+    clock: returns the seconds of a monotonic clock.
     """
 
     def __init__(self, could_encode_all: bool, clock: Callable[[], float] = time.monotonic) -> None:

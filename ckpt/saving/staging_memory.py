@@ -15,8 +15,8 @@ from ckpt.saving.save_plan import SavePlan, cuda_device_of, flatten_state, plann
 from ckpt.storage.base.errors import first_line
 
 _MIN_ARENA_BYTES = 32 << 20
-"""The smallest arena of a blocking save. Above it, the arena has at most a quarter of the state's size, because the first use
-of new memory costs more time than the disk."""
+"""The smallest arena of a blocking save, unless the state or `memory` is smaller. Above it, the arena has at most a quarter of
+the state's size, because the first use of new memory costs more time than the disk."""
 
 
 def blocking_arena_bytes(total: int, writer_count: int, memory: int | None) -> int:

@@ -30,7 +30,7 @@ class StoreSpeed:
     While encoding is slower than the store, few threads write at once, and the store seems slower than it is. So the speed in
     such a window is only a lower limit.
 
-    clock: returns seconds, in any steady scale.
+    clock: returns the seconds of a monotonic clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +38,8 @@ class StoreSpeed:
         """Guards `_writing`, `_bytes`, `_appends` and `_is_first_window`. Guards changes of `_speed`."""
         self._speed: float | None = None
         self._is_first_window = True
-        """Not counted, unless a save ends with it: in its time, files are created and memory is mapped."""
+        """Whether the window is the first, which counts only if a save ends with it: files are created and memory is mapped in
+        it."""
         self._writing = BusyTime(clock)
         """The threads that write, in the time of the window."""
         self._bytes = 0

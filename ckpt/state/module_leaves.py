@@ -24,7 +24,8 @@ class ModuleLeaves:
 
     @contextmanager
     def inside(self, entries: ModuleEntries, path: str, is_module: bool) -> Iterator[None]:
-        """Count the leaves that are added meanwhile as entries of the object at `path`, if it is a module or has buffers."""
+        """Count the leaves that are added inside this context as entries of the object at `path`, if it is a module or has
+        buffers."""
         counts = is_module or bool(entries.buffers or entries.frozen)
         for names, found in ((entries.buffers, self.buffers), (entries.frozen, self.frozen)):
             self._set_by_path.update((f"{path}.{name}" if path else name, found) for name in names)

@@ -348,7 +348,7 @@ def _require_utf8(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise UnsupportedLeaf(f"leaf {name!r}: its name is not text that UTF-8 can hold; rename the key") from None
+        raise UnsupportedLeaf(f"leaf {name!r}: its name can't be encoded as UTF-8; rename the key") from None
 
 
 def encode_key(key: object, path: str) -> Node:

@@ -19,10 +19,10 @@ log = logging.getLogger("ckpt")
 def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest: tuple[int, int] | None) -> None:
     """Delete the steps in memory tiers, after a check that the repository of record has the newest step.
 
-    A memory that a newer job has taken over stays: it may have later steps of that job. So does one with a newer step than this
-    job has restored or saved: the job could not read this step, and the next one may.
+    A memory that a newer job has taken over stays: it may have later steps of that job. A memory with a newer step than this
+    job has restored or saved stays, too: this job could not read that step, and the next job may be able to.
 
-    step: the number of that step; -1 if there is none.
+    step: the number of the newest step, which the repository of record must have; -1 if there is none.
     newest: training line and number of the step that this job restored or saved last.
     """
     record = open_tiers[-1].session.repo

@@ -52,7 +52,7 @@ from ckpt.training.save_interval import Every
 log = logging.getLogger("ckpt")
 
 CATCH_UP_PAUSE_SECONDS = 60.0
-"""So long after an unreadable tier do saves not try again to copy what earlier jobs have left."""
+"""After a tier could not be read, saves wait this long before they try again to copy what earlier jobs have left."""
 
 
 class TierManager:
@@ -76,7 +76,7 @@ class TierManager:
         """Whether this job saved that step to the repository of record directly."""
         self._has_caught_up = False
         self._next_catch_up = 0.0
-        """Not before this time of the monotonic clock does a save try to catch up again."""
+        """The time of the monotonic clock from which a save tries to catch up again."""
         series = SerialCounter(repos)
         try:
             # The repository of record is first, so that a job which is refused there has changed nothing.

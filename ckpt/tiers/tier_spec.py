@@ -61,7 +61,7 @@ class Tier:
 
 
 def checked_tiers(tiers: object) -> tuple[Tier, ...]:
-    """Return the argument tiers= as a tuple; raise InvalidArgument if it contains anything else than tiers."""
+    """Return the argument tiers= as a tuple; raise InvalidArgument if it contains anything but tiers."""
     found = tuple(tiers) if isinstance(tiers, Iterable) else (tiers,)
     if isinstance(tiers, Tier) or not all(isinstance(tier, Tier) for tier in found):
         raise InvalidArgument(f'tiers={tiers!r}: use a list of ckpt.Tier, as in tiers=[ckpt.Tier("memory")]')

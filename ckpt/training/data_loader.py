@@ -121,7 +121,7 @@ class Loader(_ResumableBatches):
     seed: determines the order of each epoch and the randomness of each sample.
     shuffle: whether an epoch has a random order.
     last: what happens to samples at the end of an epoch that fill no batch. "short" makes a smaller batch of them, "drop"
-        leaves them out, and "pad" fills the batch from the beginning of the same order, so that some samples come twice.
+        leaves them out, and "pad" fills the batch from the beginning of the same order, so that some samples appear twice.
     rank, world_size: this rank and the number of ranks that share the data, if these are not all ranks of the job (tensor or
         pipeline parallel). Without them, those of the job.
     collate_fn: makes a batch from a list of samples, as for DataLoader.

@@ -29,7 +29,7 @@ def write_report() -> None:
     page = os.environ.get(heartbeat_page.PAGE_VARIABLE)
     if not page or os.environ.get("LOCAL_RANK") != "0":
         return
-    skipped = "ckpt" if os.environ.get(_ADAPTED_VARIABLE) else None  # an import of ckpt shows then that the script uses it
+    skipped = "ckpt" if os.environ.get(_ADAPTED_VARIABLE) else None  # a pre-import would look as if the script used ckpt
     modules = {name: _module_origin(m) for name, m in [*sys.modules.items()] if name.partition(".")[0] != skipped}
     report = json.dumps({"modules": modules, "environ": _changed_environment()})
     path = report_path(page)

@@ -29,7 +29,7 @@ class SpikeDetector:
 
     def __init__(self, factor: float, limit: float = math.inf) -> None:
         if not factor > 0:
-            raise InvalidArgument(f"{factor} is no factor by which a loss may jump; give a positive number, such as 10")
+            raise InvalidArgument(f"{factor} is not a factor by which a loss may jump; give a positive number, such as 10")
         self._factor = factor
         self._first_limit = limit
         self._recent: deque[float] = deque()

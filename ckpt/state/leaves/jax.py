@@ -70,7 +70,8 @@ class JaxLeaf(NumpyLeaf):
         return True
 
     def target(self) -> ArrayLeaf:
-        # An array without a committed device may be combined with arrays over a mesh: the loaded one is as free.
+        # An array without a committed device may be combined with arrays over a mesh, so the loaded array must not be committed
+        # either.
         sharding = self.value.sharding if getattr(self.value, "_committed", True) else None
         return _JaxTarget(self.dtype, self.shape, sharding, self._key, self._data.weak_type)
 
@@ -219,7 +220,8 @@ def _attributes(data: jax.Array, key: str | None) -> dict[str, str | bool]:
 def _weakly_typed(value: jax.Array) -> jax.Array:
     """Return the array with a weak type, by which results take the dtype of the other operand: other rounding without it.
 
-    Of what jax documents, only the primitive makes one from an array. Its parameters are not documented.
+    No function that jax documents makes a weakly typed array from an array; a primitive does. Its parameters are not
+    documented.
     """
     made = None
     with contextlib.suppress(AttributeError, TypeError):

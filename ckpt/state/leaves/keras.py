@@ -319,7 +319,7 @@ def _add(state: dict[str, Any], name: str, value: object) -> None:
 def _other_optimizers(value: object, path: tuple[str, ...], visited: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield the optimizers in attributes of a model and of its layers, which its own training step uses, by their names.
 
-    visited: the ids of objects that are no more looked at.
+    visited: the ids of objects that were visited and are skipped; this function adds to them.
     """
     if id(value) in visited:
         return

@@ -104,7 +104,7 @@ def module_entries(value: object) -> ModuleEntries:
     for prefix, cell in value.cells_and_names():
         prefix = f"{prefix}." if prefix else ""
         buffers += [prefix + name for name in _persistent_buffers(cell)]
-        # Parameters that no optimizer trains are also what a cell counts and averages itself: the statistics of a norm.
+        # Parameters that are not trained may be values that the cell itself updates, such as the statistics of a norm.
         buffers += [prefix + name for name, p in cell._params.items() if p is not None and not p.requires_grad]
     return ModuleEntries(buffers, frozen)
 
@@ -204,7 +204,7 @@ def _seed_module() -> Any:
 # --- iterators of datasets -------------------------------------------------------------------------------------
 
 _NO_SEED = 5489
-"""The seed of mindspore.dataset that stands for none: each iterator then shuffles in another order."""
+"""The seed that mindspore.dataset has if none was set: each iterator then shuffles in another order."""
 
 
 def iterator_state(iterator: Any) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def _move(iterator: Any, batches: int) -> None:
     try:  # MindSpore can't skip to the end of the last epoch, so the last batch is read
         iterator._reset(batches - 1, dataset.get_dataset_size())
         iterator._Iterator__index = batches - 1
-    except RuntimeError:  # nor in an iterator without a number of epochs, which is then broken: all batches are read
+    except RuntimeError:  # an iterator without a number of epochs can't skip, and breaks: start it again, and read all batches
         kind = sys.modules["mindspore.dataset.engine"].iterators.Iterator
         kind.__init__(iterator, dataset, -1, iterator._output_numpy, iterator._do_copy)
     while iterator._Iterator__index < batches:

@@ -62,7 +62,7 @@ def _splits(placements: Sequence[Any], rank: int) -> tuple[MeshSplit, ...]:
             found.append(None)
             continue
         axis = next((axis for axis in range(rank) if placement.is_shard(axis)), None)
-        options = dict(_OPTION.findall(str(placement)))  # objects of the base class have no other way to them
+        options = dict(_OPTION.findall(str(placement)))  # a Placement of the base class has them only in its text
         order = int(options.get("shard_order", 0))
         if axis is None or options.get("split_factor", "1") != "1" or order < orders.get(axis, 0):
             raise TypeError(

@@ -112,7 +112,7 @@ def test_a_rank_sees_that_rank_0_has_ended_its_saves(repo: Repository, lease: Gr
     error = other_rank(repo).rank_0_error()
     assert isinstance(error, RanksMissing)
     assert str(error) == str(rank_0_ended_error(3)) == (
-        "rank 0 of 3 has ended its saves, and no step can be committed any more; end it after the last save"
+        "rank 0 of 3 has ended its saves, and no step can be committed any more; end rank 0 after the last save"
     )  # fmt: skip
 
 

@@ -189,7 +189,7 @@ def test_a_pack_that_is_missing_refuses_the_step_on_all_ranks(root: Path) -> Non
     errors = save(_LosesPack(root), 3)
     assert all(isinstance(error, StepRefused) for error in errors)
     assert "step 3 refers to" in str(errors[0])
-    assert "which is missing or cut" in str(errors[0])
+    assert "which is missing or has another length" in str(errors[0])
     assert str(errors[0]) in str(errors[1])
     assert ckpt.open(root).steps() == []
 
