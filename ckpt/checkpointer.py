@@ -207,7 +207,7 @@ class Checkpointer:
                     found = load_newest(repo, strict, request, restore_step_limit)
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
                 if restore_step_limit is not None and start <= restore_step_limit:
-                    # No save may refer to blocks of the later steps, and retention must not count them as good.
+                    # No save may refer to blocks of the later steps, and retention must not count them as complete.
                     later = [n for n in repo.step_numbers() if n >= restore_step_limit]
                     mark_damaged(session.repo, later)
             session.lineage.note_restored(start - 1)  # all tiers share this lineage

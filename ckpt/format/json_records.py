@@ -27,7 +27,7 @@ T = TypeVar("T")
 FORMAT_VERSION = 1
 
 MAX_RECORD_BYTES = 64 << 20
-"""The most bytes of a record. The commit record of a step with a million packs has this size."""
+"""The most bytes of a record. The commit record of a step with 800,000 packs has about this size."""
 
 MAX_MANIFEST_BYTES = 2 << 30
 MAX_TREE_BYTES = 1 << 30

@@ -165,7 +165,7 @@ class Group(ABC):
         try:
             return call()
         except Exception as error:  # of any library: without the note, a waiting rank waits until its timeout
-            log.debug("%r: a note could not be passed on: %s", self, error)
+            log.debug("%r: a note could not be published or read: %s", self, error)
             return None
 
     def close(self) -> None:  # noqa: B027  most groups have no resources

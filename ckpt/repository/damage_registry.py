@@ -1,7 +1,7 @@
 """Registry of the steps that this process found damaged, by the URL of their repository.
 
-A save never refers to blocks of such a step, and retention does not count it as good. A run that falls back repeats the step
-and computes the same blocks, bit for bit. Those must be written again.
+A save never refers to blocks of such a step, and retention does not count it as complete. A run that falls back repeats the
+step and computes the same blocks, bit for bit. Those must be written again.
 """
 
 from __future__ import annotations

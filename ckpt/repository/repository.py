@@ -4,8 +4,9 @@ Files:
 
     ckpt.json                                  marker: format version, id
     generations/<n>.json                       lease records: writer_lease.py
-    steps/<step>/pack/<rank>-<generation>-<n>.pack
-    steps/<step>/manifest/<rank>-<generation>-<n>.parquet, .json
+    steps/<step>/pack/<rank>-<generation>-<serial>-<n>.pack
+    steps/<step>/manifest/<rank>-<generation>-<serial>.parquet, .json
+    steps/<step>/part/…                        rank parts, deleted after the commit: saving/rank_parts.py
     steps/<step>/commit.json                   written last; makes the step exist
     lines/<n>.json                             a roll-back has opened training line n: line_records.py
     meet/                                      the rendezvous of ranks: groups/store_rendezvous.py

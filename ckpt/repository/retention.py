@@ -106,7 +106,7 @@ def sweep(
 
     keep: which steps to keep; None deletes no step.
     spared_steps: steps that stay in any case, such as the one just saved.
-    damaged_steps: steps that were found damaged; they do not count as good.
+    damaged_steps: steps that were found damaged; they do not count as complete.
     protected_packs: packs to which another rank may refer.
     replaced_files: files of records that were replaced. This rank can't see whether other ranks of this generation still write
         a file. Therefore a file of theirs is deleted only if it is listed here or the step that names it is deleted.

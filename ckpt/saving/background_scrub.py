@@ -139,7 +139,7 @@ class Scrubber:
         if not is_intact and (steps := steps_referring_to(self._repo, block)):
             mark_damaged_in_all_tiers(self._repo, steps)
             log.error(
-                "%s of %s refer to that block and count as damaged; the next save writes it again",
+                "%s of %s refer to the damaged block logged before, and count as damaged; the next save writes the block again",
                 steps_text(steps),
                 self._repo.url,
             )

@@ -95,6 +95,6 @@ def _refusal(reason: str, missing: bool) -> StepRefused:
 
 
 def ended_ranks(lease: GroupLease, group: Group) -> set[int]:
-    """Return the rank that has ended its saves by a note: on rank 0 one of the others, elsewhere rank 0."""
+    """Return the rank that has left a note that it ended its saves: on rank 0 one of the others, elsewhere rank 0."""
     text = group.note(_end_key(lease, lease.rank != 0)) or b""
     return {int(text)} if text.isdigit() else set()

@@ -26,7 +26,8 @@ _sessions: dict[tuple[str, Group | None], Session] = {}
 _orphaned_sessions: list[Session] = []
 """Sessions without users that have an error which the user has not seen."""
 _registry_lock = fork_safe_rlock()
-"""Guards these two, the user count of each session, and the release of leases, so that a lease found here is not released."""
+"""Guards `_sessions`, `_orphaned_sessions`, the user count of each session, and the release of leases, so that a lease found
+here is not released."""
 
 
 def enter(
@@ -44,7 +45,8 @@ def enter(
     requested_step: the step that the caller will save first.
     prepare: called on rank 0 before a new session begins; its error is raised on all ranks.
 
-    Raises RepositoryBusy if a live process writes to the repository, and InvalidArgument if the session signs with other keys.
+    Raises RepositoryBusy if a live process writes to the repository, InvalidArgument if the session signs with other keys, and
+    SaveFailed if an ended session without a group has an error that the user has not seen.
     """
     key = _session_key(repo, group)
     if group.size > 1:

@@ -49,7 +49,7 @@ class BackgroundCopier:
     def __init__(
         self, source: Repository, target: Session, keep: Keep | None, on_copied: Callable[[int], None] = lambda step: None
     ) -> None:
-        """on_copied: called with each step that the target has from now on."""
+        """on_copied: called with each offered step once the target has it."""
         self._source = source
         self._target = target
         self._keep = keep

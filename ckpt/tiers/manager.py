@@ -130,7 +130,7 @@ class TierManager:
             spared_steps = partial(self._steps_to_promote_from, number)
             tier.session.spare(spared_steps)
             self._at_end.callback(tier.session.stop_sparing, spared_steps)
-            if number or (repo is self.record and len(self.repository.tiers) > 1):  # which may be nearer, and only be read
+            if number or (repo is self.record and len(self.repository.tiers) > 1):  # others may be nearer, and can only be read
                 tier.copier = BackgroundCopier(
                     self._repositories_except(repo), tier.session, as_keep(tier.spec.keep), partial(publish_durable, tier)
                 )

@@ -213,7 +213,7 @@ class Loader(_ResumableBatches):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from a saved position, with the saved seed and shuffling.
 
-        Raises InvalidArgument if the dataset has another number of samples.
+        Raises InvalidArgument if the dataset has another number of samples, or a last short batch leaves a rank without one.
         """
         if state["size"] != self._plan.size:
             raise InvalidArgument(
