@@ -26,8 +26,8 @@ _sessions: dict[tuple[str, Group | None], Session] = {}
 _orphaned_sessions: list[Session] = []
 """Sessions without users that have an error which the user has not seen."""
 _registry_lock = fork_safe_rlock()
-"""Guards `_sessions`, `_orphaned_sessions`, the user count of each session, and the release of leases, so that a lease found
-here is not released."""
+"""Guards the two registries above, the user count of each session, and the release of leases, so that a lease found here is
+not released."""
 
 
 def enter(
