@@ -73,7 +73,7 @@ def read_results(path: Path) -> Iterator[Result]:
 
 
 def soak_tests() -> list[tuple[str, str]]:
-    """Return file and function of each test with the mark, in their order."""
+    """Return the file and the function of each test that `make soak` runs, in the order of the files."""
     found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         body = ast.parse(path.read_text()).body

@@ -78,7 +78,7 @@ def room_edges(layer: str | None = None) -> dict[str, set[str]]:
 def functions(files: Mapping[str, Path]) -> list[tuple[str, int, int]]:
     """Return the name of each function, its lines without the docstring, and the number of its arguments without self.
 
-    files: what to read, by the name that stands before that of the function.
+    files: the files to read, each by the prefix of the names of its functions.
     """
     found = []
     for name, path in files.items():

@@ -5,7 +5,7 @@
 
 mutmut changes one operator, constant or text of the code at a time, and runs the tests that reach it. A subject is a set of
 files and the tests that state what they do. The run ends with an error where the tests notice less than 90 % of the changes
-of a subject. Some changes alter nothing that a caller can see, so 100 % is no aim.
+of a subject. Some changes alter nothing that a caller can see, so 100 % is not the aim.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ SUBJECTS = {
 
 
 def in_own_processes() -> list[str]:
-    """Return the command before another one whose processes have numbers of their own; an empty list if there is none.
+    """Return the prefix of a command, which gives its processes numbers of their own; an empty list if that is not possible.
 
     mutmut 3.8 sends SIGXCPU to the number of each process after its time limit, also if it has ended. By then, another process
     of the host may have this number.
@@ -135,7 +135,7 @@ def main() -> None:
         parser.error(f"no such subject: {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
     shares = {}
     for name in names:
-        print(f"{name}: some minutes …", flush=True)
+        print(f"{name}: this takes some minutes …", flush=True)
         with tempfile.TemporaryDirectory(prefix="ckpt-mutation-") as folder:
             noticed, unnoticed = changed_rules(SUBJECTS[name], Path(folder))
         count = noticed + len(unnoticed)

@@ -36,7 +36,7 @@ from ckpt.format.limits import BLOCK_BYTES
 
 STEPS = 2000
 BYTES_PER_SET = 16 << 20
-"""Of each kind of data, at most so many bytes are used."""
+"""The most bytes that are used of each kind of data."""
 
 
 @dataclass(frozen=True, slots=True)

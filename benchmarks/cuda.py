@@ -4,10 +4,10 @@
 
 In each round, all savers take turns. For each of them it prints the median and the range of these figures:
 
-- stall: the seconds until `save` returns, and the same over the time of one copy of as many bytes to page-locked memory.
+- stall: the seconds until `save` returns, and their ratio to the time of one copy of the state to page-locked memory.
 - durable: the seconds until the step is on the disk.
-- step: the time of a training step while the save runs in the background, over that without a save.
-- load: the seconds to fill the same tensors again from the page cache, and the same over the copy from page-locked memory.
+- step: the ratio of the time of a training step while the save runs in the background to that without a save.
+- load: the seconds to fill the same tensors again from the page cache, and their ratio to a copy from page-locked memory.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ SAVERS = {"ckpt": Checkpointed, "dcp": Dcp, "torch": TorchSave}
 
 
 def make_state(gib: float, leaves: int) -> dict[str, Any]:
-    """Return weights and two moments for each, as fp32 tensors; with `leaves`, as many small ones as that."""
+    """Return fp32 tensors of `gib` GiB in all, on the device: `leaves` tensors of equal size, or 48 if `leaves` is 0."""
     count = int(gib * 2**30) // 4
     sizes = [count // leaves] * leaves if leaves else [count // 48] * 48
     return {f"layer{i}": torch.randn(size, device="cuda") for i, size in enumerate(sizes)}
 
 
 def copy_seconds(state: dict[str, Any], buffer: Any, to_host: bool) -> float:
-    """Return the seconds of one copy of as many bytes between the device and page-locked memory."""
+    """Return the seconds in which all bytes of the state are copied once between the device and page-locked memory."""
     nbytes = sum(tensor.nbytes for tensor in state.values())
     device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()

@@ -31,8 +31,8 @@ class FixedChoice:
     """A way to save or load that does not change while it is measured."""
 
     kind: Literal["page cache", "requests", "appends", "parts"]
-    """What is fixed: threads that read through the page cache, requests past it or over a network, appends that run at a time,
-    or parts of each upload of a bucket."""
+    """What is fixed: the number of threads that read through the page cache, of requests at a time that bypass it or go over a
+    network, of appends at a time, or of parts at a time of an upload to a bucket."""
     count: int
     nbytes: int = 0
     """The length of a request or part."""
@@ -74,7 +74,7 @@ class Work:
     url: str
     mib: int
     is_cold: bool = False
-    """Whether the files are dropped from the page cache before, or read into it."""
+    """Whether the files are dropped from the page cache before the work; otherwise they are read into it."""
     choice: FixedChoice | None = None
     """None: ckpt chooses."""
     groups: list[str] = field(default_factory=list)

@@ -78,7 +78,7 @@ class LimitedDisk:
 
 @contextmanager
 def limited_disk(folder: Path, speed: DiskSpeed) -> Iterator[LimitedDisk]:
-    """Yield a group whose processes have a limited disk of a folder; raise CannotLimit where that is not possible."""
+    """Yield a control group that limits the disk of a folder for its processes. Raises CannotLimit if that is not possible."""
     disk = LimitedDisk(device_of(folder))
     try:
         try:

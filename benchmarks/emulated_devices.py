@@ -29,7 +29,7 @@ BURST, BASELINE = DiskSpeed(400_000_000, 400_000_000), DiskSpeed(100_000_000, 10
 BURST_SECONDS, BASELINE_SECONDS = 0.4, 0.6
 MOUNT_DELAY_MS = 2.0
 WAY_DELAY_MS, WAY_MB_PER_SECOND = 10.0, 50.0
-"""Of each direction and connection between this host and a server."""
+"""The delay and the speed of each direction of a connection between this host and a server."""
 
 
 class Missing(Exception):
@@ -185,7 +185,7 @@ def slow_mount(folder: Path, mib: int) -> Iterator[Device]:
 
 @contextmanager
 def far_bucket(folder: Path, mib: int) -> Iterator[Device]:
-    """A bucket of moto's S3 server behind a slow way."""
+    """A bucket of moto's S3 server behind a slow connection."""
     try:
         import boto3
         import moto.server  # noqa: F401
@@ -208,7 +208,7 @@ def far_bucket(folder: Path, mib: int) -> Iterator[Device]:
 
 @contextmanager
 def far_node(folder: Path, mib: int) -> Iterator[Device]:
-    """A storage node over memory behind a slow way; it passes no descriptors."""
+    """A storage node over memory behind a slow connection; it passes no descriptors."""
     with memory_disk(folder, mib) as memory:
         command = [sys.executable, "-m", "ckpt.tools.node", "--data", memory.url, "--listen", "127.0.0.1:0", "--no-near"]
         with _server(command, stderr=subprocess.PIPE) as server:
@@ -224,7 +224,7 @@ def far_node(folder: Path, mib: int) -> Iterator[Device]:
 
 @contextmanager
 def _far(port: int) -> Iterator[int]:
-    """Yield a port that leads to another one by a slow way."""
+    """Yield a port that forwards to another one over a slow connection."""
     command = [sys.executable, str(HERE / "slow_proxy.py"), f"127.0.0.1:{port}", f"--delay-ms={WAY_DELAY_MS}"]
     with _server([*command, f"--mb-per-second={WAY_MB_PER_SECOND}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as proxy:
         assert proxy.stdout is not None
@@ -236,7 +236,7 @@ def _far(port: int) -> Iterator[int]:
 
 @contextmanager
 def _server(command: list[str], **streams: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a program. It is in a session of its own, so that Ctrl-C ends it only when nothing uses it any more."""
+    """Run a program in a session of its own, so that Ctrl-C does not end it before the code that uses it."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **streams}
     with subprocess.Popen(command, text=True, start_new_session=True, **streams) as server:  # type: ignore[call-overload]
         try:

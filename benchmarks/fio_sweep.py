@@ -1,4 +1,4 @@
-"""What fio moves on a device: {buffered, O_DIRECT} x {1, 4, 16} threads, 1 MiB at a time."""
+"""Measures fio on a device: {buffered, O_DIRECT} x {1, 4, 16} threads, 1 MiB at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FioRun:
 
 
 def sweep(direction: Literal["read", "write"], modes: tuple[bool, ...] = (False, True)) -> list[FioRun]:
-    """Return all runs of a direction. modes: whether with O_DIRECT."""
+    """Return all runs of a direction. modes: the values of `is_direct`."""
     return [FioRun(direction, is_direct, threads) for is_direct in modes for threads in THREADS]
 
 
@@ -35,7 +35,7 @@ def why_missing() -> str | None:
 
 
 def measure(run: FioRun, file: Path, mib: int, groups: list[str]) -> float:
-    """Return the seconds of a run. A write ends with fsync; a read leaves the page cache as it is before.
+    """Return the seconds of a run. A write ends with fsync; the page cache is not dropped before a read.
 
     mib: a multiple of 16. groups: files of control groups, which limit fio.
     """

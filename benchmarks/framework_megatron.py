@@ -22,7 +22,7 @@ def train(way: Way, folder: Path, mib: int, begin: Begin) -> None:
 
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: None  # the queue calls them
+    torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: None  # the queue of its saves calls them
     model = torch_model(mib)
     optimizer = torch.optim.Adam(model.parameters())
 

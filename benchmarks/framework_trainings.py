@@ -32,7 +32,7 @@ Training = Callable[[Way, Path, int, Begin], None]
 
 
 def layer_count(mib: int) -> int:
-    """Return the number of square layers whose float32 weights take so many MiB."""
+    """Return the number of square layers whose float32 weights take `mib` MiB."""
     return max(1, mib * 2**20 // (4 * WIDTH * WIDTH))
 
 

@@ -61,7 +61,7 @@ def make(gib: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def train(seconds: float) -> None:
-    """Run training steps for this long, as a forward and backward."""
+    """Run training steps for this long, in place of a forward and a backward pass."""
     step = training_step()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:

@@ -68,7 +68,7 @@ def writer_of(way: str, folder: str) -> Callable[[dict[str, object], int], objec
 
 
 def load(way: str, folder: Path, mib: str) -> str:
-    """Load what is there, and return what it was."""
+    """Load what was saved, and return which save it was, or how the load failed."""
     target = state(float(mib), 0.0)
     try:
         if way == "ckpt.save":

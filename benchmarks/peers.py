@@ -174,7 +174,7 @@ class DcpProcess(DcpAsync):
 
         super().__init__()
         self._kind = AsyncCheckpointerType.PROCESS
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # where the process that saves makes a group of its own
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # at which the process that saves makes a group of its own
 
     def save(self, state: State, folder: Path) -> None:
         planner = self._dcp.DefaultSavePlanner(enable_plan_caching=True)

@@ -5,8 +5,8 @@
     python benchmarks/recovery.py --run-options=--warm         more options for ckpt-run
 
 All processes share the cores of this machine. Four torch ranks on two cores take longer to start than one, so the import of
-torch by as many processes is measured in the same run. Times are from the fault until every rank has done a step again.
-"noticed" is the time until the first of the other ranks has been ended because of the fault.
+torch by the same number of processes is measured in the same run. Times are from the fault until every rank has done a step
+again. "noticed" is the time until the first of the other ranks has been ended because of the fault.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ def import_seconds(count: int) -> float:
 def overhead(args: argparse.Namespace, results: Results) -> None:
     """Measure steps of 10 ms without saves, alternately with and without ckpt-run."""
     cost = results.row("Checkpointer.step when nothing is due, after 10 ms of sleep", "µs", "≤ 20 µs")
-    share = results.row("that, of a step of 10 ms", "%", "≤ 0.1 %")
+    share = results.row("the same as a share of a step of 10 ms", "%", "≤ 0.1 %")
     computed = results.row("Checkpointer.step when nothing is due, after 10 ms of computing", "µs", "≤ 20 µs")
-    share_computed = results.row("that, of a step of 10 ms that computes", "%", "≤ 0.1 %")
+    share_computed = results.row("the same as a share of a step of 10 ms that computes", "%", "≤ 0.1 %")
     whole = results.row("a step under ckpt-run with ck.step / alone", "x")
     cpu = results.row("ckpt-run itself, of one core", "%")
     alone = argparse.Namespace(**vars(args) | {"ranks": 1})

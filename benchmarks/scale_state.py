@@ -1,4 +1,4 @@
-"""The states of scale.py: the manifest rows of all ranks of a GPT in a 4-D layout."""
+"""The states of scale.py: the manifest rows of all ranks of a GPT under tensor, pipeline and data parallelism."""
 
 from __future__ import annotations
 

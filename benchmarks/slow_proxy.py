@@ -1,4 +1,4 @@
-"""A TCP proxy that delays all bytes, as a long way does, and limits the speed of each connection.
+"""A TCP proxy that delays all bytes, as a long distance does, and limits the speed of each connection.
 
     python benchmarks/slow_proxy.py HOST:PORT --delay-ms 10 --mb-per-second 100
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 
 CHUNK_BYTES = 256 << 10
 MAX_CHUNKS = 64
-"""Chunks of one direction that are under way at most: a limit of memory, as the window of TCP is."""
+"""The most chunks of one direction that are under way: a limit of memory, like the window of TCP."""
 
 
 async def forward(

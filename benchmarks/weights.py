@@ -5,8 +5,8 @@
 It needs torch, safetensors and runai-model-streamer. Each reader copies every tensor into a parameter that exists, as a server
 does. "raw" is the limit: four threads read the file of safetensors into memory that exists, and verify nothing. The readers
 take turns, in a new process for each time. Cold: the files are first dropped from the page cache. The script prints medians,
-the smallest and largest time, and the median of the ratios of the speeds of ckpt and the other in each round. Seconds of
-processors depend less on what else the machine does.
+the smallest and largest time, and the median of the ratios of the speeds of ckpt and the other in each round. Processor
+seconds depend less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def read_raw(path: Path, memory: memoryview) -> None:
 
 
 def measure(reader: str, folder: Path) -> None:
-    """Print the seconds, and those of processors, from the first call to the last copy.
+    """Print the seconds and the processor seconds from the first call to the last copy.
 
     The imports and the allocation of the parameters are not included.
     """

@@ -61,7 +61,7 @@ def _zero_folder(source: Path) -> Path:
     if latest.is_file():
         source = source / Path(read_pointer(latest).strip()).name
     if not (source / "zero").is_dir():
-        raise CkptError(f"{source} has no folder zero, so that it is no universal checkpoint: name the folder that has it")
+        raise CkptError(f"{source} has no folder zero, so it is no universal checkpoint: name the folder that has it")
     return source / "zero"
 
 
@@ -73,7 +73,7 @@ def _read_parameter(path: Path) -> Any:
         return torch.tensor(float(value)) if isinstance(value, (int, float)) else value
     if not isinstance(value, dict) or not isinstance(value.get("param"), FileLeaf):
         raise CkptError(
-            f"{path} has no shaped parameter, and zero_pp_rank_*_model_states.pt with the shapes of ZeRO stage 3 is not there: "
+            f"{path} has no shaped parameter, and zero_pp_rank_*_model_states.pt with the shapes of ZeRO stage 3 is missing: "
             "import the folder that ds_to_universal has converted"
         )
     return value["param"]

@@ -17,7 +17,7 @@ from typing import IO, Any
 from ckpt.storage.base.errors import CkptError
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a record in a zip archive: the lengths of its name and of the extra field come last."""
+"""The header of a record in a zip archive. Its last fields are the lengths of the name and of the extra field."""
 
 
 def reports_places(torch: ModuleType) -> bool:

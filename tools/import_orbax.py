@@ -99,7 +99,7 @@ class _Arrays:
 
     def __init__(self, folder: Path, use_zarr3: bool) -> None:
         self._folder = folder.absolute()
-        self._use_ocdbt = (folder / "manifest.ocdbt").exists()  # older versions do not say it in the metadata
+        self._use_ocdbt = (folder / "manifest.ocdbt").exists()  # older versions do not record it in the metadata
         self._driver = "zarr3" if use_zarr3 else "zarr"
         self._tensorstore = import_optional("tensorstore", "a checkpoint of Orbax", "orbax")
         self._context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})

@@ -205,7 +205,7 @@ def _nested(flat: dict[str, FileLeaf], paths: dict[str, tuple[str, ...]], where:
         for key in keys:
             node = node.setdefault(key, {})
         if not isinstance(node, dict) or last in node:
-            raise CkptError(f"{where}: {name} is in one place with another tensor, so the metadata is damaged: copy it again")
+            raise CkptError(f"{where}: {name} has the keys of another tensor, so the metadata is damaged: copy it again")
         node[last] = leaf
     return root
 

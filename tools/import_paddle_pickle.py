@@ -160,7 +160,7 @@ def _require_bytes(file: IO[bytes], count: int) -> None:
 
 
 class _File:
-    """A file of which no more is read than it has: a damaged length would otherwise allocate as much memory."""
+    """A file that is never read beyond its end: otherwise a damaged length would allocate as much memory as it names."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.readline = file, file.readline
@@ -171,7 +171,7 @@ class _File:
 
 
 _PythonUnpickler: Any = pickle._Unpickler
-"""The one in C reads the bytes of all arrays into memory."""
+"""The unpickler in Python: the one in C reads the bytes of all arrays into memory."""
 
 
 class _Reader(_PythonUnpickler):  # type: ignore[misc]

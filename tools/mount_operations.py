@@ -137,7 +137,7 @@ class MountOperations:
     def create(self, path: str, mode: int, info: object = None) -> int:
         full = self._full_path(path)
         created = self._namespace.put(full, b"", new=True)
-        self._discard_writes(full)  # of a file that another client deleted during a write here
+        self._discard_writes(full)  # those to a file that another client deleted during a write here
         return self._add_write_handle(full, MountFile(self._namespace, full, created))
 
     def truncate(self, path: str, length: int, handle: int | None = None) -> None:

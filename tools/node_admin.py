@@ -251,7 +251,7 @@ def _print_findings(namespace: Namespace, found: ScrubReport) -> None:
     for health in found.damaged_files:
         emit(
             f"{health.path}: {health.state}, {_consequence(health)}"
-            + "".join(f"; {m} is rotten" for m, _ in health.damaged_objects)
+            + "".join(f"; its object on {m} is damaged" for m, _ in health.damaged_objects)
         )
     for member, names in found.orphans.items():
         emit(f"{member}: {format_count(len(names), 'object')} that no record names")

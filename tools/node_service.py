@@ -116,7 +116,7 @@ def serve_node(spec: ServiceSpec) -> int:
         device.path, host, server.port, metrics, format_size(used), format_size(free), server.identity[:8],
     )  # fmt: skip
     repair_leader = spec.repair.start(server.identity) if spec.repair else None
-    end_signals.wait()  # the server runs since it was created; `serve` would only wait, and handle the signals
+    end_signals.wait()  # the server has run since it was created; `serve` would only wait, and handle the signals
     _end_node(_RunningNode(device, server, metrics_server, announced, repair_leader), spec.drain_seconds)
     return 0
 

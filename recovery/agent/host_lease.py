@@ -166,7 +166,7 @@ class HostLease:
             self._reachable_machines |= {address.machine for address in new - find_unreachable(new, PROBE_SECONDS)}
 
     def _probe(self, contact: Contact) -> float:
-        """Probe the run log's servers, and the other hosts if the last probe did not reach a server. Return the seconds."""
+        """Probe the run log's servers, and the other hosts too if the last probe reached no server. Return its seconds."""
         began, endpoints, hosts = time.monotonic(), self._endpoints, dict[str, Address]()
         if contact.is_state_unreachable(began):
             hosts = {name: address for name, address in self._hosts.items() if address.machine in self._reachable_machines}

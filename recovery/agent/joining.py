@@ -105,15 +105,15 @@ class Joining:
                 else "give the same command and options as on the other hosts"
             )  # fmt: skip
             raise CkptError(
-                f"another run is under way there ({_describe_spec(run_state.spec)}); {advice}, or another --run-dir or --state"
+                f"another run uses this run log ({_describe_spec(run_state.spec)}); {advice}, or another --run-dir or --state"
             )
 
     def _refuse_lost_log(self, run_state: RunState) -> None:
         folder = self._request.nodes_folder
         if run_state.last is None and folder is not None and (nodes := nodes_with_objects(folder)):
             raise CkptError(
-                f"the log of the run is empty, but {nodes[0]} has steps of a run: the log was lost, or this is another "
-                f"--state; give that --state, or another --run-dir; if nobody needs these steps, remove {folder}"
+                f"the log of the run is empty, but {nodes[0]} has steps of a run: the log was lost, or --state is "
+                f"another one; give the --state of that run, or another --run-dir; if nobody needs these steps, remove {folder}"
             )
 
     def _begin(self, reports: Mapping[str, Mapping[str, object]], living: Mapping[str, AgentReport]) -> Joined | None:
@@ -133,7 +133,8 @@ class Joining:
         if run_state.spec is not None and run_state.spec.command != spec.command:
             before = " ".join(run_state.spec.command)
             self._print(
-                f"another job was run there ({before}), and its log and ledger are continued; give each job its own --run-dir"
+                f"another job has used this run log ({before}), and its log and ledger are continued; "
+                "give each job its own --run-dir"
             )
         failpoint("agent.begun")
         for other in reports.keys() - living.keys() - {name}:

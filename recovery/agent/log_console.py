@@ -66,7 +66,7 @@ class LogConsole:
 
 
 class _ReaderGone(Exception):
-    """Raised if the standard output takes nothing any more."""
+    """Raised if nothing more can be written to the standard output."""
 
 
 def _write_all(data: bytes) -> None:

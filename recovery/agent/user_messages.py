@@ -52,7 +52,7 @@ class UserMessages:
         pending: a text about what has to wait for it; "" nothing.
         """
         if not self._state_error:
-            self.print(f"{error}. The ranks continue; their failures are handled when it answers again")
+            self.print(f"{error}. The ranks continue; their failures are handled when the run log answers")
         self._state_error = str(error)
         before, self._pending_text = self._pending_text, pending
         if pending and pending != before:

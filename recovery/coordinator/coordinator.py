@@ -34,7 +34,7 @@ class Coordinator:
         self._reports_read_at = 0.0
         self._living: dict[str, AgentReport] = {}
         self._entry: tuple[str, int] | None = None
-        """Kind and attempt of the last entry that was read, first at `_entry_at`."""
+        """Kind and attempt of the last entry that was read; `_entry_at` is when it was first read."""
         self._entry_at = time.monotonic()
         self._began_at = time.monotonic()
         """When the last entry of the kind "start" was first read."""

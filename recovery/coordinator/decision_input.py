@@ -17,7 +17,7 @@ class DecisionInput:
     living: Mapping[str, AgentReport]
     """The reports of living agents, by name."""
     maybe_living: Mapping[str, AgentReport]
-    """These, and the reports of agents that were not observed for long enough to know."""
+    """These, and the reports of agents that were observed too briefly to know whether they are alive."""
     waited_seconds: float
     """The time since the last entry was read."""
     ran_seconds: float = 0.0

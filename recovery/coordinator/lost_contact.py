@@ -40,7 +40,7 @@ class Contact:
     min_hosts: int = 1
     """How many hosts are enough to continue (--min)."""
     probes: tuple[Probe, ...] = ()
-    """The last two probes since then."""
+    """The last two probes since that report."""
 
     def after_acknowledgement(self, at: float) -> Contact:
         """Return the contact after the run log has acknowledged a report that was sent at this time."""

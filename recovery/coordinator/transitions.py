@@ -39,7 +39,7 @@ from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.plural import format_count
 
 _ARRIVAL_SECONDS = 2.0
-"""Hosts that are started together have all arrived by then."""
+"""Within this time, hosts that are started together have all arrived."""
 
 _CAUSE_ORDER: Sequence[Cause] = (
     "diverged",

@@ -106,7 +106,7 @@ class GoodputLedger:
             self._write_spans()
 
     def relabel(self, name: TimeCategory, seconds: float) -> None:
-        """Give the last seconds of this attempt another category. Earlier than the current span, this reaches about 10 s."""
+        """Give the last seconds of this attempt another category. Spans that ended more than about 10 s ago keep theirs."""
         moment = self._until - max(0.0, seconds)
         while self._began > moment and self._recent_spans and self._recent_spans[-1].attempt == self._attempt:
             span = self._recent_spans.pop()

@@ -1,6 +1,6 @@
 """The categories of time in the goodput ledger, and the category of a rank by its heartbeat. Pure.
 
-While ranks run, the heartbeat of the first rank decides. `agent/time_accounting.py` has the times in which no rank runs.
+While ranks run, the heartbeat of the first rank decides. `agent/time_accounting.py` accounts for times in which no rank runs.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ _ACCELERATOR_PREFIXES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/
 _FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
 """Threads that their libraries restart after a fork: that of pyarrow's allocator."""
 _NEVER_IMPORTED = {"mpi4py", "paddle"}
-"""Importing mpi4py starts MPI. Paddle turns its dynamic mode on for the thread that imports it, which no rank has."""
+"""Importing mpi4py starts MPI. Paddle turns its dynamic mode on for the thread that imports it, and no rank has this thread."""
 _MAX_LEFT_OUT = 8
 """With more packages than this to leave out, there is no warm start."""
 _SET_PDEATHSIG = 1

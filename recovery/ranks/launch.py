@@ -40,7 +40,7 @@ def start(
     fork_servers: ForkServers | None = None,
     through_mpi: bool = False,
 ) -> list[RankProcess]:
-    """Start the ranks of this host. Raises CkptError if the command can't be started, and Unavailable if not now.
+    """Start the ranks of this host. Raises CkptError if the command can't be started, and Unavailable if it can be later.
 
     pages: the folder of the heartbeat pages.
     logs: the folder of the logs of this attempt.

@@ -1,4 +1,4 @@
-"""What /proc tells about processes of this host: their state, those of a session or with a mark, out-of-memory kills."""
+"""Reads what /proc has about processes of this host: their state, those of a session or with a mark, out-of-memory kills."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def oom_kill_count() -> int:
 
 
 def _oom_count_files() -> Iterator[str]:
-    """Yield the files in which the kernel counts them: of the control group itself, and of a container's root."""
+    """Yield the files in which the kernel counts out-of-memory kills: of the control group, and of a container's root."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         groups = [line.rstrip("\n").split(":", 2) for line in file]
         for _, controllers, group in groups:

@@ -25,7 +25,7 @@ _SIGTERM_SECONDS = 1.0
 """If SIGTERM was sent to all processes of a job, it reaches `ckpt-run` within this time, too."""
 
 _PACE_SECONDS = 10.0
-"""The duration of a step is measured over this last time."""
+"""The duration of a step is measured over this many recent seconds."""
 
 _OOM_DETAIL = "was killed by the kernel, as there was no memory left (SIGKILL)"
 

@@ -25,8 +25,8 @@ REPORT_SECONDS = 0.5
 """The longest time between two reports of an agent."""
 
 UNOBSERVED_SECONDS = 1.0
-"""The most of a gap between two observations that counts as silence of agents or ranks: in a longer gap, the observer was
-stopped."""
+"""The longest part of a gap between two observations that counts as silence of agents or ranks. In a longer gap, the observer
+was stopped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class SqliteRunLog(RunLog):
             if not has_entries:
                 raise CkptError(f"the run in {self.path.parent} has not begun: check --run-dir")
         except BaseException:
-            db.close()  # as long as it is open, the agent that closes last can't remove the write-ahead log
+            db.close()  # otherwise the agent that closes last can't remove the write-ahead log
             raise
         return db
 

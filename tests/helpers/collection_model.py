@@ -253,11 +253,11 @@ class CollectionModel(Model[World]):
         return self._retry(state, at, client, client.ballot)
 
     def _found_nothing(self, state: World, at: int, client: Client) -> World:
-        """There is no record, and the client proposed none: it was never published, or it was deleted and collected."""
+        """Continue a client that found no record and proposed none: it was never published, or was deleted and collected."""
         if not client.is_absent:
             return _with_client(state, at, client._replace(phase="done", answers=()))
         if state.log.may_have(PATH, client.unsettled):
-            return _with_client(state, at, client._replace(phase="failed", answers=()))  # it can't be known
+            return _with_client(state, at, client._replace(phase="failed", answers=()))  # its outcome can't be known
         return self._begin(state, at, client._replace(checked=client.fence, tries=client.tries + 1))
 
     def _retry(self, state: World, at: int, client: Client, above: Ballot) -> World:

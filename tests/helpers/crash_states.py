@@ -2,7 +2,7 @@
 
 `recording_mount.py` records. A change is *durable* after an fsync of its file (for bytes and lengths) or of its folder (for
 names). Each other change before the power loss may be on the disk or not: POSIX promises no order. A write of several pages may
-be there in part. A rename is there as a whole or not at all.
+be on the disk in part. A rename is on the disk as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CrashState:
 
 
 def leave_out(name: str, *modules: Any) -> None:
-    """Let a function that makes something durable do nothing in each of these modules; one that makes a folder still does.
+    """Replace a function that makes something durable, in each of these modules, by one that only makes the folder, if any.
 
     name: "FUNCTION in THREAD" leaves it out in the threads of this name only. "synchronous=…" lets all connections of SQLite in
         this process have this setting instead of theirs.

@@ -29,7 +29,10 @@ class EtcdProcess:
         self.options: tuple[str, ...] = ()
 
     def start(self, wait: bool = True) -> None:
-        """Start the server. wait: until it answers. Another test may have its port while it does not run, and give it back."""
+        """Start the server. wait: return only once it answers.
+
+        Another test may use its port for a while, so that it ends at once. Then it is started again.
+        """
         self._launch()
         if wait:
             until(self._answers_or_starts_again, f"{self.endpoint} answers")

@@ -1,7 +1,7 @@
 """Ranks of torch that start in milliseconds: processes that a server forks which has imported torch.
 
-torchrun imports torch in itself and in each rank, which takes 2 to 4 s of processor time each. It stays where a test is about
-the launch, or about an example as users start it. Ranks of the server share one seed of hashes.
+torchrun imports torch in itself and in each rank, which takes 2 to 4 s of processor time each. Tests of the launch itself,
+and of examples as users start them, still use torchrun. Ranks of the server share one seed of hashes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _servers: list[subprocess.Popen[str]] = []
 def run_ranks(size: int, program: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a program as ranks that meet as under torchrun, with `more` in their environment; return how they ended.
 
-    The exit status is 1 if a rank failed; then stderr ends with the status or the signal of each such rank. Before them stand
-    the errors of the rank that failed by itself, because tests show the end of stderr. None of the ranks outlives the call.
+    The exit status is 1 if a rank failed; then stderr ends with the status or the signal of each such rank. The errors
+    of the rank that failed by itself precede these lines, because tests show the end of stderr. No rank outlives the call.
     """
     ended = outcomes_of_ranks(size, program, *arguments, end_others=True, **more)
     failures = "".join(_failure(rank, one.returncode) for rank, one in enumerate(ended) if one.returncode)

@@ -1,4 +1,4 @@
-"""Actors that take turns: a scheduler decides before each step which one runs next, who stands still, and who is killed.
+"""Actors that take turns: a scheduler decides before each step which one runs next, which ones wait, and which are killed.
 
 An actor is a function in a thread. It calls `Interleaving.step` before each thing that another actor could see. Only one actor
 runs at a time, so equal decisions repeat a run exactly. An actor that is never woken is one whose process was killed.
@@ -16,7 +16,7 @@ _current = threading.local()
 
 
 def current_actor_name() -> str:
-    """Return the name of the actor that calls; "" in a thread of none, and in the check of a run."""
+    """Return the name of the actor that calls; "" in a thread of no actor, and in the check of a run."""
     actor: Actor | None = getattr(_current, "actor", None)
     return "" if actor is None else actor.name
 
@@ -98,7 +98,7 @@ class Scheduler(ABC):
 
 
 class RandomScheduler(Scheduler):
-    """Decides by a seed.
+    """Decides by a random generator.
 
     sleeps: the share of steps after which the actor stands still, for up to 200 steps or until no other one can run. kills: the
     share of steps after which it is killed. late: how often a late call is chosen, as a share of how often another actor is.
@@ -155,7 +155,7 @@ class Interleaving(Steps):
         self.step("waits")
 
     def call_later(self, what: str, call: Callable[[], object]) -> None:
-        """Let a call take effect at a later step, which the scheduler decides. Its result is ignored, and its error."""
+        """Let a call take effect at a later step, which the scheduler decides. Its result and its error are ignored."""
         caller: Actor = _current.actor
 
         def run() -> None:
@@ -165,7 +165,7 @@ class Interleaving(Steps):
         self.start(f"{caller.name}, late", run, is_late_call=True)
 
     def run(self) -> dict[str, BaseException | None]:
-        """Let the actors take turns until each has ended or was killed. Return the error of each but of late calls."""
+        """Let the actors take turns until each has ended or was killed. Return the error of each, without late calls."""
         for actor in self._actors:
             actor.thread.start()
         try:
@@ -185,7 +185,7 @@ class Interleaving(Steps):
     def switch(self, actor: Actor | None) -> None:
         """Check what the last step did, and give the turn to the next actor. Return when it is this one's turn again."""
         try:
-            _current.actor = None  # the check calls the same stores, whose calls are no steps then
+            _current.actor = None  # the check calls the same stores, and its calls are not steps
             if actor is not None:
                 self._check()
             living = [a for a in self._actors if not a.has_ended and not a.is_killed]

@@ -52,7 +52,7 @@ class Events(Steps):
         self._is_running = False
 
     def before(self, operation: str, event: Callable[[], object], *, each_time: bool = False) -> None:
-        """Call `event` before the next operation whose name begins so. each_time: before each one."""
+        """Call `event` before the next operation whose name begins with `operation`. each_time: before each such one."""
         self._events.append((operation, event, each_time))
 
     def step(self, what: str, *, can_fail: bool = False) -> Fate:

@@ -118,7 +118,7 @@ class Hosts:
 
 
 def remove(count: int) -> None:
-    """Remove the interfaces of so many hosts explicitly: the kernel removes them late if only the namespace goes."""
+    """Remove the interfaces of this number of hosts, too: if only the namespace is removed, the kernel removes them late."""
     for i in range(count):
         ip("link", "del", f"{BRIDGE}v{i}", check=False)
         ip("netns", "del", f"{BRIDGE}-{i}", check=False)

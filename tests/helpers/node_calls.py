@@ -100,7 +100,7 @@ QUARANTINE_CALL = 15
 
 
 def objects_after(count: int) -> dict[str, bytes]:
-    """Return the objects after so many calls."""
+    """Return the objects after the first `count` calls."""
     objects: dict[str, bytes] = {}
     for each in NODE_CALLS[:count]:
         for name, data in each.objects.items():
@@ -112,5 +112,5 @@ def objects_after(count: int) -> dict[str, bytes]:
 
 
 def register_calls_after(count: int) -> int:
-    """Return the number of calls to registers among so many calls."""
+    """Return the number of calls to registers among the first `count` calls."""
     return sum(each.registers for each in NODE_CALLS[:count])

@@ -12,7 +12,7 @@ from helpers.host_runs import job as job
 
 
 def pace(rank: int, seconds: float = 0.1) -> RankPace:
-    """Return the pace of a rank whose steps take so long."""
+    """Return the pace of a rank whose steps take this long."""
     return RankPace(rank, seconds, seconds, seconds, False)
 
 

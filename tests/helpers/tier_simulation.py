@@ -57,7 +57,7 @@ from helpers.stepped_stores import is_read
 _publish_commit = commit_publication.publish_commit
 
 EVERY = 2
-"""Every so many steps, one is due in the repository of record."""
+"""Step N is due in the repository of record if N + 1 is a multiple of this."""
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,8 @@ class Takeover:
     def _is_deleted_by(self, generation: int) -> bool:
         """Return whether a writer of at least this generation made the last step.
 
-        So may an older writer that was replaced right after the check of its lease, or whose request was late: no store has a
-        conditional delete.
+        Also true for an older writer that was replaced right after the check of its lease, or whose request was late: no store
+        has a conditional delete.
         """
         writer = self.interleaving.steps[-1].partition(":")[0]
         if writer not in self._generations:

@@ -231,7 +231,7 @@ def refuse_engines() -> None:
 
 
 def experts() -> Any:
-    """Return an engine that says that it has experts; to run them takes operators that have to be compiled."""
+    """Return an engine that reports experts but has none, because running them requires compiled operators."""
     engine = make_engine(1)
     engine.has_moe_layers = True
     return engine

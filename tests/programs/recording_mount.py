@@ -1,7 +1,7 @@
 """`python recording_mount.py FOLDER MOUNT LOG`: a FUSE mount that shows FOLDER, and writes each change to LOG in its order.
 
 A file or folder has a number in LOG, which is never used again. LOG has a line of JSON for each change; `helpers.crash_states`
-reads it. A lookup of `.ack-NAME` in the root writes NAME to LOG: so a program says what it considers durable.
+reads it. A lookup of `.ack-NAME` in the root writes NAME to LOG: in this way a program records what it considers durable.
 """
 
 from __future__ import annotations

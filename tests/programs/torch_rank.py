@@ -254,7 +254,7 @@ def dcp_of_ours() -> None:
         kinds = {type(failure) for failure, _ in error.failures.values()}
         assert kinds == {ckpt.IntegrityError}, kinds
     else:
-        raise AssertionError("a turned byte was not seen")
+        raise AssertionError("a changed byte was not noticed")
 
 
 def dcp_refused() -> None:
@@ -276,7 +276,7 @@ def dcp_refused() -> None:
         assert isinstance(error.failures[1][0], OSError)
         assert isinstance(error.failures[0][0], ckpt.StepRefused)
     else:
-        raise AssertionError("a failing rank was not seen")
+        raise AssertionError("the failure of a rank was not noticed")
     assert ckpt.open(url).steps() == [0]
     dcp.save(rows, storage_writer=Writer(url))
     assert ckpt.open(url).steps() == [0, 1]

@@ -109,7 +109,7 @@ def test_a_host_with_another_command_is_refused(job: Callable[..., Job]) -> None
     run.until(lambda log: bool(log), "begun")
     run.start("b", program=("sleep", "1"))
     assert run.ends("b") == {"b": 1}
-    assert "another run is under way there (3 hosts with 2 ranks each" in run.messages("b")
+    assert "another run uses this run log (3 hosts with 2 ranks each" in run.messages("b")
 
 
 @ETCD
@@ -121,7 +121,7 @@ def test_hosts_without_nnodes_are_refused(job: Callable[..., Job]) -> None:
     run.start("b", program=("sleep", "60"))
     assert run.ends("b") == {"b": 1}
     message = (
-        "another run is under way there (1 host with 2 ranks: sleep 60); for one job on several hosts give --nnodes on each"
+        "another run uses this run log (1 host with 2 ranks: sleep 60); for one job on several hosts give --nnodes on each"
     )
     assert message in run.messages("b")
 

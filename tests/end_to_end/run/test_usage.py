@@ -209,7 +209,7 @@ def test_a_job_in_the_folder_of_another_one_warns_of_it(tmp_path: Path) -> None:
         stderr.append(done.stderr)
     assert stderr[:2] == ["", ""]
     (line,) = stderr[2].splitlines()
-    assert "another job was run there (true)" in line
+    assert "another job has used this run log (true)" in line
 
 
 @pytest.mark.parametrize(("launcher", "command", "better"), [
