@@ -52,8 +52,8 @@ def stored_bytes(folder: Path) -> int:
 class PeakMemory:
     """Samples the resident memory of this process in a `with` block; `nbytes` is the peak above the start.
 
-    It samples only this process, because no peer starts another. Looking for children would take 1 ms with the interpreter
-    lock, 50 times a second, and slow the timed saves.
+    It samples only this process, and so not the second one of the peer `DcpProcess`. Looking for children would take 1 ms with
+    the interpreter lock, 50 times a second, and slow the timed saves.
     """
 
     def __init__(self) -> None:

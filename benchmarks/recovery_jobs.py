@@ -181,7 +181,7 @@ def newest(job: Job) -> int:
 
 
 def series(args: argparse.Namespace, launcher: str, fault: str, *program: str) -> list[Comeback]:
-    """Inject the same fault again and again in one job, until the job does not recover; return all recoveries."""
+    """Inject the same fault `--repeat` times in one job, or until the job does not recover; return all recoveries."""
     found: list[Comeback] = []
     with job(args, launcher, *program) as running:
         moment = 0.0

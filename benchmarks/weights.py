@@ -29,7 +29,7 @@ READERS = ("raw", "ckpt", "runai", "safetensors")
 
 
 def model(mib: int) -> dict[str, torch.Tensor]:
-    """Return parameters in bfloat16 with the names and shapes of a Llama, with as many layers as fit."""
+    """Return parameters in bfloat16 with the names and shapes of a Llama, with the fewest layers that take `mib` MiB."""
     width, inner, heads, words = 2048, 5632, 256, 32000
     found = {"model.embed_tokens.weight": (words, width), "lm_head.weight": (words, width), "model.norm.weight": (width,)}
     layer = {

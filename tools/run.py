@@ -43,8 +43,8 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
       ckpt-run simulate              what failures cost, and how often to save
 
     Ranks get the environment variables of torchrun (RANK, WORLD_SIZE, MASTER_ADDR …). If a rank uses ckpt.Checkpointer,
-    ckpt-run also notices when it hangs, and lets it save before the job ends. Exit status: 0 all ranks succeeded, 1 the job was
-    given up, 128 + n signal n ended it.
+    ckpt-run also notices when it hangs, and lets it save before the job ends. Exit status: 0 all ranks
+    succeeded, or `ckpt-run drain` ended the job, 1 it was given up, 128 + n signal n ended it.
     """
     from ckpt.recovery.agent.agent import Agent
     from ckpt.recovery.agent.host_options import HostOptions

@@ -92,8 +92,8 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--first-hang",
         type=common.Number(1, never=True),
-        help="Seconds without a heartbeat that are always a hang, in any phase; the limit until enough steps are measured.  "
-        "[default: 900 in a step]",
+        help="Seconds without a heartbeat that are always a hang, in any phase but `end`; the limit until enough steps are "
+        "measured.  [default: 900 in a step]",
     ),
     click.option(
         "--spike",

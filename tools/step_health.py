@@ -24,8 +24,8 @@ StepState = Literal["ok", "incomplete", "damaged", "unreadable", "unfinished"]
 class StepReport:
     """The state of one step.
 
-    `incomplete`: files are missing. `damaged`: its record is bad. `unreadable`: its record can't be read now, or not by this
-    version. `unfinished`: it was never committed.
+    `incomplete`: files are missing or have another length. `damaged`: its record or data differ from what was written.
+    `unreadable`: its files can't be read now, or not by this version. `unfinished`: it has no commit record.
     """
 
     step: int

@@ -63,7 +63,7 @@ class Agent:
     def run(self) -> int:
         """Run until the end of the job and return the exit status.
 
-        0: the job has ended with success. 1: it was given up. 128 + n: it was requested to end by signal n.
+        0: the job has ended with success, or `ckpt-run drain` has ended it. 1: it was given up. 128 + n: signal n has ended it.
         """
         process_kill.adopt_orphans()
         with contextlib.closing(selectors.DefaultSelector()) as select, self._signals.installed(select):

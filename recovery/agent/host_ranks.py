@@ -146,7 +146,7 @@ class HostRanks:
             self._monitor.request_stop(request.step, request.agreed)
 
     def save_stacks(self) -> None:
-        """Make the ranks write the stacks of all their threads into their logs."""
+        """Write the stacks of all threads of the ranks next to their logs."""
         if self._monitor is not None:
             self._monitor.save_stacks()
 

@@ -134,7 +134,8 @@ def _spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> s
 def free_port(address: str) -> int:
     """Return a port at an address of this host on which nothing listens now.
 
-    It is below the ephemeral ports, because the kernel may give one of those to a connection before rank 0 listens.
+    It is below the ephemeral ports if a port there is free: the kernel may give an ephemeral port to a connection before rank 0
+    listens.
     """
     end = _first_ephemeral_port()
     ports = random.SystemRandom().sample(range(max(1024, end - _PORT_RANGE), max(1024 + _PORT_TRIES, end)), _PORT_TRIES)

@@ -64,7 +64,7 @@ class OrphanGuard:
         self._send_line(f"-{session}")
 
     def send_heartbeat(self) -> None:
-        """Tell the guard that the agent is alive."""
+        """Report to the guard that the agent is alive."""
         self._send_line(".")
 
     def _send_line(self, line: str) -> None:

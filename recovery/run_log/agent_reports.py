@@ -192,7 +192,7 @@ class AgentLiveness:
         return {name: report for name, report in self.maybe_living().items() if self._observed[name].has_changed}
 
     def maybe_living(self) -> dict[str, AgentReport]:
-        """Return the reports of living agents, and of those that were not observed for long enough to know."""
+        """Return the reports of living agents, and of those that were observed too briefly to know."""
         return {name: seen.report for name, seen in self._observed.items() if self._now - seen.observed_at <= self.lost_seconds}
 
     def silent(self) -> dict[str, AgentReport]:

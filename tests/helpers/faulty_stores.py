@@ -67,11 +67,11 @@ class Faults:
         return any(fault.begin <= len(self._interleaving.steps) and fault.end > step for fault in self._faults)
 
     def is_damaged_since(self, kind: str, name: str, step: int) -> bool:
-        """Return whether reads of a file have returned a changed byte since a step of the run, and do so now."""
+        """Return whether reads of a file have met a changed byte or a bad sector since a step of the run, and do so now."""
         return any(fault.is_damage and fault.begin <= step for fault in self._active(kind, name))
 
     def was_damaged(self, kind: str, name: str) -> bool:
-        """Return whether reads of a file have returned a changed byte or the error of a bad sector at any step so far."""
+        """Return whether reads of a file have met a changed byte or a bad sector at any step so far."""
         now = len(self._interleaving.steps)
         return any(f.kind == kind and f.is_damage and f.begin <= now and f.names in name for f in self._faults)
 

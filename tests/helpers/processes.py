@@ -79,8 +79,8 @@ class Killer:
 
 
 def until(true: Callable[[], object], what: str = "") -> None:
-    """Wait at most 120 s for a condition that other processes or threads make true. what: names it in the error."""
+    """Wait at most 600 s for a condition that other processes or threads make true. what: names it in the error."""
     deadline = time.monotonic() + 600
     while not true():
-        assert time.monotonic() < deadline, f"within 120 s this did not happen: {what or true}"
+        assert time.monotonic() < deadline, f"within 600 s this did not happen: {what or true}"
         time.sleep(0.01)

@@ -29,7 +29,7 @@ STEPS = 40
 """How many steps the job makes."""
 STEP_SECONDS = 0.5
 COPIED_STEPS = 20
-"""Each such step is copied to the repository."""
+"""Each step whose number is a multiple of this is copied to the repository."""
 PROMISED_WAIT_SECONDS = 10.0
 """A host that is silent for less than this is not taken for lost, if it may have the newest step alone."""
 RETURN_SECONDS = 1.0
