@@ -115,7 +115,7 @@ def command(job: SimulatedJob, runs: SimulatedRuns, as_json: bool, png: Path | N
 
 
 def _point_to_json(point: IntervalOutcome) -> dict[str, object]:
-    """Return the result of one interval as JSON. Seconds and counts are means over its runs."""
+    """Return the result of one interval as JSON. Seconds and counts are means over its runs; `halted` is a number of runs."""
     from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
 
     outcomes = point.outcomes

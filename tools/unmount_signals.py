@@ -20,7 +20,7 @@ from ckpt.recovery.ranks.signals import END_SIGNALS
 log = logging.getLogger("ckpt.mount")
 
 _SECONDS_TO_END = 5.0
-"""A process whose mount is gone everywhere ends within milliseconds; after these seconds it says why it does not."""
+"""A process whose mount is gone everywhere ends within milliseconds; after these seconds it logs why it does not."""
 
 
 def unmount_on_signals(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Chooses and checks a part of the stored blocks, the next one each time, for `ckpt-inspect --verify --subset`.
 
 Blocks are read in the order of their positions in the packs. A block is read once, even if many steps refer to it. The last
-block is stored in a file of the user, because the repository may be read-only. Without that file, the part begins at a random
+block is noted in a file of the user, because the repository may be read-only. Without that file, the part begins at a random
 block. So a host that loses its files also reads all blocks in the long run.
 """
 

@@ -112,8 +112,8 @@ class Joining:
         folder = self._request.nodes_folder
         if run_state.last is None and folder is not None and (nodes := nodes_with_objects(folder)):
             raise CkptError(
-                f"the log of the run is empty, but {nodes[0]} has steps of a run: the log was lost, or --state names "
-                f"another one; give the --state of that run, or another --run-dir; if nobody needs these steps, remove {folder}"
+                f"the log of the run is empty, but {nodes[0]} has steps of a run: the log was lost, or --state names another "
+                f"one; give the right --state, or another --run-dir; if nobody needs these steps, remove {folder}"
             )
 
     def _begin(self, reports: Mapping[str, Mapping[str, object]], living: Mapping[str, AgentReport]) -> Joined | None:
