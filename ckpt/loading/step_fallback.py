@@ -116,7 +116,8 @@ def _finish_fallback(
             log.error("%s", error)
         if not others:
             raise newest
-        raise type(newest)(f"{steps_text(sorted(damage))} of {repo.url} are all damaged; the newest: {newest}") from newest
+        damaged = steps_text(sorted(damage))
+        raise type(newest)(f"every step of {repo.url} is damaged ({damaged}); the newest: {newest}") from newest
     for number, skipped in damage.items():
         assert found is not None
         if before is None or found[0] < before:

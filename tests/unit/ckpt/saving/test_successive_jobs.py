@@ -155,8 +155,8 @@ def test_all_ranks_fall_back_to_the_same_older_step(tmp_path: Path) -> None:
     next((tmp_path / "steps/0/pack").glob("0-*.pack")).unlink()
     for error in on_ranks(2, lambda g: ckpt.load(tmp_path, state(g.rank, False), group=g)):
         assert isinstance(error, ckpt.IntegrityError)
-        assert "steps 0, 1 of " in str(error)
-        assert " are all damaged; the newest: leaf w of step 1" in str(error)
+        assert "every step of " in str(error)
+        assert " is damaged (steps 0, 1); the newest: leaf w of step 1" in str(error)
 
 
 EXIT = """
