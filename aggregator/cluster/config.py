@@ -7,7 +7,7 @@ The file is `$CKPT_CONFIG`, else `ckpt/config.toml` in the user's configuration 
 this host or a bucket. Every key but `members` has a default:
 
     [namespaces.NAME]
-    redundancy = "2x"               # of files that are written without an own redundancy
+    redundancy = "2x"               # of files that are written without a redundancy of their own
     near = "rack1/host1"            # the failure domains of this host: the first copy of a file is stored there
     token_file = "/etc/ckpt/token"  # default: $CKPT_TOKEN, or the file that $CKPT_TOKEN_FILE names
     ca_file = "/etc/ckpt/ca.pem"    # use TLS; add cert_file and key_file where nodes require client certificates
@@ -232,7 +232,7 @@ def config_from_table(name: str, table: Mapping[str, Any], source: str) -> Names
         if isinstance(members_value, str):
             etcd_url, etcd_credentials = members_value, _parse_etcd_credentials(source, table.get("etcd", {}))
             members = _announced_members(source, members_value, etcd_credentials)
-            default_redundancy = parse_redundancy("2x")  # also while only one node has started
+            default_redundancy = parse_redundancy("2x")  # not 1x, even while only one node has started
         else:
             members = tuple(_parse_member(source, m if isinstance(m, dict) else {"url": m}) for m in members_value)
             default_redundancy = _default_redundancy(len(members))
@@ -316,9 +316,9 @@ def _is_text(value: object) -> bool:
 
 
 def _announced_members(source: str, url: str, credentials: EtcdCredentials) -> tuple[Member, ...]:
-    """Return the members that etcd lists; while it does not answer, those that it listed last in this process.
+    """Return the members that etcd lists; while it does not answer or lists none, those that it listed last in this process.
 
-    Raises Unavailable where etcd does not answer and never did, or lists none.
+    Raises Unavailable where it has not listed any in this process.
     """
     from ckpt.aggregator.cluster import etcd
 
@@ -327,7 +327,7 @@ def _announced_members(source: str, url: str, credentials: EtcdCredentials) -> t
         found = etcd.list_members(endpoints, cluster, access=credentials)
         if not found:
             raise Unavailable(
-                f"{source}: no node has announced itself in {url}; start them with --etcd and --cluster {cluster}"
+                f"{source}: no node has announced itself in {url}; start nodes with --etcd and --cluster {cluster}"
             )
     except Unavailable as error:
         if url not in _last_announced:
@@ -390,7 +390,7 @@ def _read_token(path: object, name: str) -> str:
 
 
 def _read_file(path: object, name: str) -> bytes:
-    """Return the content of a file; raise InvalidArgument if it can't be read. name: what names the file, for the message."""
+    """Return the content of a file; raise InvalidArgument if it can't be read. name: the setting with its path."""
     if not isinstance(path, str):
         raise InvalidArgument(f"{name} {path!r} can't be read: write the path of a file as a string")
     try:

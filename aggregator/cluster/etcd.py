@@ -6,7 +6,7 @@
 The values of both keys are the same JSON: address, domain (a path), weight, device. A node that ends deletes its first key; a
 node that dies loses it when its lease expires. The second key stays, because the record ring names the members that keep
 records: one of them that is down counts as a member that does not answer. Which nodes are up according to etcd is only a hint;
-calls to the nodes find it out.
+only a call to a node shows whether it is up.
 
 A process that can write to etcd decides where clients look for data and where they send their token: see etcd_access.py and
 SECURITY.md.
@@ -135,7 +135,7 @@ class Announcement:
 
     def _log_recovery(self) -> None:
         if self._last_error:
-            log.info("announced %s now", self._description)
+            log.info("announced %s", self._description)
         self._last_error = ""
 
     def _revoke_lease(self) -> None:
@@ -143,7 +143,12 @@ class Announcement:
             if self.lease is not None:
                 self._etcd.revoke_lease(self.lease)
         except CkptError as error:
-            log.warning("%s stays announced for %g seconds: %s", self._description, self._lease_seconds, error)
+            log.warning(
+                "can't withdraw the announcement of %s, which expires in %g seconds: %s",
+                self._description,
+                self._lease_seconds,
+                error,
+            )
 
     def close(self) -> None:
         """Withdraw the announcement. It waits for at most the time of a lease."""
@@ -190,7 +195,7 @@ def _parse_announcement(item: EtcdItem) -> AnnouncedNode | None:
             raise Malformed(f"{node.weight} is not a weight")
         return node
     except ValueError as error:  # Malformed and InvalidArgument are subclasses
-        log.warning("%s in etcd can't be read, and is skipped (%s); delete it, the node writes it again", item.key, error)
+        log.warning("%s in etcd can't be read, and is skipped (%s); delete it, and the node writes it again", item.key, error)
         return None
 
 

@@ -63,7 +63,7 @@ class EtcdClient:
         self._deadline_seconds = deadline_seconds
         self._last_answering = 0
         self._token = ""
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirect()]  # no proxy: etcd is local
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirect()]  # not by a proxy
         if any(endpoint.startswith("https://") for endpoint in self._endpoints):
             handlers.append(urllib.request.HTTPSHandler(context=credentials.tls_context()))
         elif credentials.cert_file or credentials.key_file:

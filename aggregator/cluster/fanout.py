@@ -237,7 +237,7 @@ def run_in_order(call: Callable[[T], object], items: Iterable[T], max_threads: i
 
 
 def commit_or_abort(writer: Writer) -> Callable[[], int]:
-    """Return a call that commits a writer, and aborts it if the commit fails: else a file stays open, and its bytes on disk."""
+    """Return a call that commits a writer. If the commit fails, it aborts the writer, which frees its file and disk space."""
 
     def commit() -> int:
         try:

@@ -75,8 +75,7 @@ class MemberIO:
             self._under_replication_warned_at = now
         log.log(
             level,
-            "%s of %s is on %s where %s needs %d, as the others do not accept writes now; run `ckpt-node admin repair` "
-            "when they do",
+            "%s of %s is on %s, but %s needs %d: the other members accept no writes; run `ckpt-node admin repair` when they do",
             path,
             self.url,
             format_count(member_count, "member"),

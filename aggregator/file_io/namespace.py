@@ -31,7 +31,7 @@ from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, Regist
 log = logging.getLogger("ckpt")
 
 MAX_TOMBSTONES = 500
-"""A listing that finds more tombstones than this, and more than files, starts their collection."""
+"""A listing that finds more tombstones than this, and more than files and folders, starts their collection."""
 _APPEND_BYTES = 8 << 20
 
 
@@ -143,7 +143,7 @@ class Namespace(NamespaceRecords):
             file = self._set_rename_token(old, file.head.version, "", token)
             if file is None:
                 raise StoreError(f"{old} in {self.url} was changed while it was renamed; try again")
-        is_own_token = file.rename_token == token  # else an earlier rename was not completed, and a scrub must find out
+        is_own_token = file.rename_token == token  # else an earlier rename was interrupted: a scrub must find what is needed
         failpoint("namespace.rename")
         before = file
 

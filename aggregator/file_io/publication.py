@@ -134,7 +134,7 @@ class _Work:
         self._proposed = publication.file
         self._fence_number = records.ring.fence_number if publication.fence_number is None else publication.fence_number
         self._unsettled_number = publication.unsettled_number
-        self._checked_number: int | None = None  # under this number the path is known not to have had this version before
+        self._checked_number: int | None = None  # under this fence number, an absent record is known to mean "never published"
         self._is_proposed = self._is_absent = False
         self.file = publication.file
         """The record as it was proposed last."""
@@ -188,7 +188,7 @@ class _Work:
         current = None if value is None else file_record.decode_record(self._path, value)
         self._is_absent = self._unsettled_number is not None and current is None and self._checked_number != self._fence_number
         if self._is_absent or file_record.has_version(current, proposed.head.version):
-            return None  # a quorum must confirm that no record exists; or an earlier try, which seemed to fail, has done it
+            return None  # a quorum must confirm that no record exists; or an earlier try, which seemed to fail, did publish it
         self.old = old = current if current is not None and current.exists else None
         if old is not None and (condition.new or old.head.kind != proposed.head.kind):
             return None

@@ -25,7 +25,7 @@ from ckpt.storage.base.store import ALIGNMENT, Reader, Writer
 log = logging.getLogger("ckpt")
 
 ByteProgress = Callable[[int], None]
-"""Called with the number of bytes just done, from many threads."""
+"""Called with the number of bytes just processed, from many threads."""
 
 _MAX_TRIES = 4
 _THREADS = 4  # stripes at once: one waits for a disk while another is on the network
@@ -290,7 +290,7 @@ class _SourceObjects:
             if reader is None:
                 reader = self._readers[member_object] = open_member.store.open(member_object.name)
         if reader.read_into(fragment.position, data.data) < len(data):
-            raise IntegrityError(f"{member_object.name} is cut")
+            raise IntegrityError(f"{member_object.name} is truncated")
         if find_bad_cells(data.data, fragment.cell_checksums):
             raise IntegrityError(f"{member_object.name} is damaged")
 

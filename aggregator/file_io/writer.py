@@ -72,8 +72,8 @@ class FileWriter(Writer):
         self._length = 0
         self._inline_data: bytes | None = b""  # the whole content while the file is small
         self._objects: list[MemberObject] = []
-        self._writers: list[Writer | None] = []  # of each of these objects; None for those of the file to append to
-        self._object_by_member: dict[str, int] = {}  # the index of the object that this writer has made there
+        self._writers: list[Writer | None] = []  # one for each object; None for objects of the file to append to
+        self._object_by_member: dict[str, int] = {}  # the index of the object that this writer has created on it
         self._opening_locks: dict[str, threading.Lock] = {}  # by member, so that its object is created once
         self._failed_members: dict[str, StoreError] = {}  # they get no more fragments of this file
         self._is_finished = False

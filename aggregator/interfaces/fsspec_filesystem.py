@@ -186,7 +186,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return await self._entry_type(path) == "directory"
 
     async def _entry_type(self, path: str) -> str | None:
-        """Return the type of a path, None where nothing exists. Other errors are raised: they do not show that."""
+        """Return the type of a path, None where nothing exists. Other errors do not show that, and are raised."""
         try:
             return (await self._info(path))["type"]
         except FileNotFoundError:
@@ -197,7 +197,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         below: _OnError | None = None, **options: Any,
     ) -> AsyncIterator[tuple[str, Any, Any]]:  # fmt: skip
         """Walk as fsspec does, but raise where a folder can't be listed, unless `on_error` is given: a copy or a removal would
-        take the folder for empty. below: `on_error` for the folders below, to which fsspec does not pass it."""
+        treat the folder as empty. below: `on_error` for the folders below, to which fsspec does not pass it."""
         on_error = on_error or below or raise_unless_missing
         async for found in super()._walk(path, maxdepth, topdown, on_error, below=on_error, **options):
             yield found

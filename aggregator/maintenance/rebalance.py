@@ -62,8 +62,9 @@ def remove_member(
 ) -> RepairReport:
     """Remove a member from the namespace permanently: its fragments and the records that it keeps move to other members.
 
-    is_destroyed: its device never comes back. Required where, of two members, only the other is left to agree. progress: called
-    with the number of bytes just written, from many threads. Raises InvalidArgument where too few members are left.
+    is_destroyed: whether its device never comes back. Required in a namespace of two members, where the other can't decide
+    alone. progress: called with the number of bytes just written, from many threads. Raises InvalidArgument where too few
+    members are left.
     """
     config = namespace.config
     require_exists(namespace)
@@ -80,7 +81,7 @@ def remove_member(
             f"{redundancy.total_fragments}; start the others, or add a member to the URL, or use less redundancy"
         )
     change_ring(namespace, remaining, member, is_destroyed)  # from now on no writer uses this member
-    done, empty_rounds = RepairReport(), 0  # of all rounds
+    done, empty_rounds = RepairReport(), 0  # `done` is the report of all rounds
     while member in answers and not is_destroyed and empty_rounds < 2:  # files that were being written may still appear
         moved = _move_off(namespace, member, progress)
         done = replace(done, files=done.files + moved.files, nbytes=done.nbytes + moved.nbytes)

@@ -24,7 +24,7 @@ class RepairLeader:
     """A thread that scrubs and repairs a namespace while this process is the leader, until `close`.
 
     process_id: the name of this process in the election. interval_seconds: the pause between two rounds. bytes_per_second: the
-    limit for rebuilt bytes. rounds_per_scrub: one round of so many reads and verifies all data.
+    limit for rebuilt bytes. rounds_per_scrub: one in this many rounds reads and verifies all data.
     """
 
     def __init__(

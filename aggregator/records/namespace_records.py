@@ -99,8 +99,8 @@ class NamespaceRecords(Membership):
                 if not is_complete
             ]
             raise Unavailable(
-                f"{self.url} can't be listed without {format_count(len(reasons), 'member')} ({'; '.join(reasons)}); start what "
-                "is missing"
+                f"{self.url} can't be listed without {format_count(len(reasons), 'member')} ({'; '.join(reasons)}); start the "
+                "missing members, or run `ckpt-node admin repair`"
             )
         return {name: records for name, (records, _) in answers.items()}, errors
 

@@ -81,8 +81,8 @@ def choose_values(
         newest = replicas.newest(promising).value
         new = update.decide(path, newest)
         if new is None:
-            new = newest  # nobody may learn it before a quorum has it
-        if new is None:  # the outcome can't be that nothing was proposed: others may find and complete the proposal
+            new = newest  # propose it again: no caller may learn it before a quorum has it
+        if new is None:  # a member may have accepted an earlier proposal, which others can complete
             new = update.possibly_changed.get(path)
         if new is None:
             update.found[path] = None

@@ -70,7 +70,7 @@ def not_accepted_error(paths: Sequence[str], seconds: float, errors: Mapping[str
     """Return the error for values that no quorum has accepted within some seconds. errors: of the last attempt, by member."""
     what = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     reasons = "; ".join(f"{member}: {error}" for member, error in errors.items())
-    return Unavailable(f"{what} can't be changed for {seconds:g} s: {reasons or 'other clients change it, too'}; try again")
+    return Unavailable(f"{what} was not changed within {seconds:g} s: {reasons or 'other clients change it, too'}; try again")
 
 
 def is_unanimous(got: Mapping[str, RegisterAnswer], is_quorum: Callable[[Collection[str]], bool]) -> bool:

@@ -92,8 +92,8 @@ class AttachedAccelerator:
             step = self._next_step
         if not accelerator.sync_gradients:
             log.warning(
-                "step %d is saved between two updates of the optimizer, and the gradients of its batches are not: call "
-                "save_state where accelerator.sync_gradients is True",
+                "step %d is saved between two updates of the optimizer, without the gradients of its batches: call save_state "
+                "where accelerator.sync_gradients is True",
                 step,
             )
         files = call_save_hooks(accelerator, _folder_name(output_dir, step))

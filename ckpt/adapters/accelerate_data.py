@@ -76,12 +76,12 @@ class LoaderPosition:
         return count * times
 
     def watch_rest(self, loader: Any, count: int) -> None:
-        """Watch a loader that skips `count` batches; it continues the saved epoch if the save was after this many."""
+        """Watch a loader that skips `count` batches; it continues the saved epoch if the save was after this many batches."""
         self._is_resuming = self._resume_at == count and count > 0
         if hasattr(self._loader, "iteration"):
             loader.iteration = self._loader.iteration  # accelerate 1.12 begins at 0, the order of the first epoch
             if hasattr(loader, "_fetch_batches") and isinstance(self._loader.batch_sampler, WatchedBatchSampler):
-                self._loader.batch_sampler.set_epoch(loader.iteration)  # accelerate does not, below skipped batches
+                self._loader.batch_sampler.set_epoch(loader.iteration)  # accelerate does not set it below skipped batches
         self._watch_fetches(loader, count)
 
     # --- the fetches -------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class LoaderPosition:
     def _is_exhausted(self) -> None:
         running = self._running
         if running.loader is not self._loader and hasattr(self._loader, "iteration"):
-            # the loader of the rest counts the epoch, this one does not
+            # accelerate counts the epoch only in the loader that skips batches
             self._loader.iteration = running.iteration + (0 if self._has_ended else 1)
         if self._is_resuming and running.before + running.fetched <= (self._resume_at or 0):  # nothing is left of the epoch
             self._continue_from_save()

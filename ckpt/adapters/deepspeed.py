@@ -99,7 +99,7 @@ class AttachedEngine:
         step = engine.global_steps
         if engine.micro_steps % engine.gradient_accumulation_steps():
             log.warning(
-                "step %d is saved between two updates of the optimizer, and the gradients of its batches are not: call "
+                "step %d is saved between two updates of the optimizer, without the gradients of its batches: call "
                 "save_checkpoint where engine.micro_steps is a multiple of gradient_accumulation_steps", step,
             )  # fmt: skip
         state = EngineState(
@@ -116,7 +116,7 @@ class AttachedEngine:
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Load a step into the engine, by default the newest, and return its name and the client_state."""
         if custom_load_fn is not None:
-            raise InvalidArgument("custom_load_fn gets a file of DeepSpeed, which ckpt does not have: take it out")
+            raise InvalidArgument("custom_load_fn gets a file of DeepSpeed, which ckpt does not have: remove it")
         if self.last_save is not None:
             self.last_save.require_staged()  # it may still read what the load writes
         if _is_deepspeed_folder(load_dir, tag):

@@ -36,8 +36,8 @@ _HOST_GENERATORS = ("python", "numpy", "torch")
 def other_draws(start: dict[str, Any], end: dict[str, Any], saved: dict[str, Any]) -> str:
     """Return the names of the global generators that gave the discarded batches of a resumed epoch other numbers than before.
 
-    A stream of samples is read again from its begin, and the training between two fetches is not repeated. A stream that draws
-    in each fetch from a generator from which the training draws, too, gets other numbers.
+    A stream of samples is read again from its beginning, and the training between two fetches is not repeated. A stream that
+    draws in each fetch from a generator from which the training draws, too, gets other numbers.
 
     start, end: the states of the generators before and after the discarded batches are fetched again.
     saved: their states after the same batches in the saved run.
@@ -142,7 +142,7 @@ class EpochRandom:
             self._generator.set_state(self._order_at_start)
 
     def before_replay(self, number: int, saved: int | None) -> None:
-        """Set the generators for a batch of a stream that is resumed, and so is read again from its begin.
+        """Set the generators for a batch of a stream that is resumed, and so is read again from its beginning.
 
         number: how many batches of the epoch are before it.
         saved: after how many batches the epoch continues.
@@ -156,7 +156,7 @@ class EpochRandom:
             self.before_ahead.apply()
 
     def continue_from_save(self) -> None:
-        """Set the generators to where the save was; the next batch is fetched from there."""
+        """Set the generators to their states at the save; the next batch is fetched from there."""
         self.now.apply()
         self.before_ahead.copy_from(self.now)
 

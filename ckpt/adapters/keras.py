@@ -125,7 +125,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         )
         self._first_epoch = int(fit["initial_epoch"])
         self._saves_at_epoch_begin, self._is_first_epoch, self._expected_batch = False, True, None
-        if self._checkpointer is not None:  # the fit before was interrupted by an error
+        if self._checkpointer is not None:  # an error has interrupted the previous fit
             self._has_restored = False
         else:
             self._checkpointer = Checkpointer(self._url, **self._options)
@@ -142,7 +142,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._position.epoch, self._position.batch = epoch, 0
 
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
-        """Save the end of the epoch before, if a save is due."""
+        """Save the end of the previous epoch, if a save is due."""
         if self._expected_batch not in (None, batch):
             raise CkptError(
                 f"fit continues with batch {batch} instead of batch {self._expected_batch} of the saved step: "
@@ -187,7 +187,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._has_ended_fit = True
         checkpointer, self._checkpointer = self._checkpointer, None
         checkpointer.close()
-        if self._random_at_end is not None:  # what comes after a fit that is not repeated draws the numbers that it drew then
+        if self._random_at_end is not None:  # the code after a skipped fit draws the same random numbers as in the first run
             self._random_at_end.set()
             self._random_at_end = None
 

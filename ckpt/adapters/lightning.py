@@ -95,7 +95,7 @@ class Checkpoints:
     # --- hooks of the Trainer ----------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Open the repository; all ranks have met before this hook."""
+        """Open the repository. Lightning has connected all ranks before it calls this hook."""
         if stage != "fit" or trainer.fast_dev_run:
             return
         if self._is_from_environment and not _may_use_environment(self, trainer):

@@ -81,7 +81,7 @@ class FetcherPosition:
     def go_to(self, fetcher: Any, saved: dict[str, Any]) -> None:
         """Make the iterators of `fetcher` again, and continue after the saved number of batches.
 
-        Raises CkptError if the samplers give other samples than in the saved run.
+        Raises CkptError if the epoch has fewer batches, or the samplers give other samples, than in the saved run.
         """
         loader = fetcher.combined_loader
         if "batches" in saved:

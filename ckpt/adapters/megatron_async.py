@@ -81,7 +81,7 @@ def handle_of(request: Any) -> SaveHandle | None:
 
 
 class _CommitCaller(async_utils.AsyncCaller):  # type: ignore[misc]
-    """Knows whether a save has ended on all ranks, where a caller of Megatron-Core looks at a process."""
+    """Reports whether a save has ended on all ranks; the other callers of Megatron-Core watch a process for that."""
 
     def __init__(self, handle: SaveHandle) -> None:
         self._handle = handle

@@ -37,7 +37,7 @@ class DelayedTrackers:
         self._cleanups: list[Callable[[int], object]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(shutil, name)  # this stands for the module
+        return getattr(shutil, name)  # the Bridge uses this object as the module shutil
 
     def copy(self, source: str, target: str) -> str:
         """Copy a file, as shutil does."""

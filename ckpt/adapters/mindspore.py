@@ -46,7 +46,7 @@ class _Position:
     step: int = 0
     """The steps of this training run that are done."""
     steps_before: int = 0
-    """The steps of the training runs before."""
+    """The steps of the earlier training runs."""
     batches: int = 0
     """The batches of each epoch."""
     epochs: int = 0
@@ -133,7 +133,7 @@ class Checkpoints(Callback):  # type: ignore[misc]
             if self._restored.get("batches"):
                 data.set(self._restored["batches"])
                 if self._restored["is_next_epoch"]:
-                    next(self._batches, None)  # the end of the epoch before
+                    next(self._batches, None)  # the end of the previous epoch
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"Checkpoints: the training dataset cannot be resumed: {error}") from error
         if self._restored:
@@ -230,7 +230,7 @@ class Checkpoints(Callback):  # type: ignore[misc]
         if not next_step:
             self._has_restored = True
             return initial_epoch
-        if found["position"]["training"] > self._position.training:  # a later one was saved, which restores all
+        if found["position"]["training"] > self._position.training:  # a later training run was saved; it restores everything
             self._steps_restored = self._position.step = found["position"]["steps_before"] - self._position.steps_before
             return self._position.epochs
         self._has_restored = True

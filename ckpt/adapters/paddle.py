@@ -34,7 +34,7 @@ class ModelState:
 
     layer: a layer, or what `fleet.distributed_model` returns for it.
     optimizer: an optimizer of paddle.optimizer, or what `fleet.distributed_optimizer` returns for it.
-    hcg: the hybrid communicate group, which says how the ranks divide the model; None where all ranks have the same one.
+    hcg: the hybrid communicate group, which defines how the ranks divide the model; None where all ranks have the same one.
 
     It knows tensor parallelism (`is_distributed` and `split_axis` of parameters), pipeline stages (PipelineLayer, shared layers
     too), data parallelism, the sharding of the optimizer (stage 1, with and without `split_param`), and what

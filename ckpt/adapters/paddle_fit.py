@@ -104,7 +104,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         if not paddle.in_dynamic_mode():
             raise InvalidArgument("Checkpoints needs the dynamic mode of Paddle: remove paddle.enable_static()")
         fit = _locals_of_fit(self.model)
-        if self._checkpointer is not None:  # an error of another callback has ended the fit before
+        if self._checkpointer is not None:  # an error of another callback has ended the previous fit
             self._close(None)
         self._callbacks, loader = fit["cbks"], fit["train_loader"]
         self._checkpointer = Checkpointer(self._url, **self._options)
@@ -161,7 +161,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
             checkpointer.save(position.step - 1, self._fit_state)
         _urls_of_ended_fits.add(checkpointer.repository.url)
         self._close(None)
-        if self._random_at_end is not None:  # what follows a fit that is not repeated draws the numbers that it drew then
+        if self._random_at_end is not None:  # the code after a skipped fit draws the same random numbers as in the first run
             self._random_at_end.apply()
 
     # --- the methods that are wrapped during a fit -------------------------------------------------------------
@@ -224,7 +224,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
     # --- saving ------------------------------------------------------------------------------------------------
 
     def _begin_epoch(self) -> None:
-        """Save the end of the epoch before, if a save is due; set the order of the epoch if it is resumed."""
+        """Save the end of the previous epoch, if a save is due; set the order of the epoch if it is resumed."""
         if not self._has_begun:
             self._has_begun = True
             self._others.note_begin()

@@ -49,7 +49,7 @@ def parse_peer_address(text: str) -> PeerAddress:
     except ValueError:
         usable = False
     if not usable:
-        raise InvalidArgument(f"{text.rpartition('@')[2]!r} is not an address of a PeerMemory: give what its `address` is")
+        raise InvalidArgument(f"{text.rpartition('@')[2]!r} is not an address of a PeerMemory: give the text of its `address`")
     token, _, host_port = parts.netloc.rpartition("@")
     return PeerAddress(host_port, token or None, parts.scheme == "peer+tls", parts.path.removeprefix("/"))
 
@@ -86,7 +86,7 @@ def open_peer(address: str, timeout_seconds: float = _CALL_SECONDS) -> Store:
             )
         if peer.token is None:
             raise InvalidArgument(
-                f"the address {peer.host_port} of a PeerMemory lacks its token: give all of the text that its `address` is"
+                f"the address {peer.host_port} of a PeerMemory lacks its token: give the whole text of its `address`"
             )
         return NodeStore(peer.host_port, NodeCredentials(peer.token, deadline_seconds=deadline_seconds, insecure=True))
     return NodeStore(peer.host_port, _tls_credentials(peer, deadline_seconds))

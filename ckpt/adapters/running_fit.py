@@ -11,7 +11,7 @@ class FitState:
     """The state of a fit, which is collected only if a step is saved.
 
     collect: returns the state.
-    loadable: a dict with some of its entries, as the message shows it to who tries to load this object.
+    loadable: a dict with some of its entries, for the message to a caller that tries to load this object.
     """
 
     def __init__(self, collect: Callable[[], dict[str, Any]], loadable: str) -> None:
@@ -23,8 +23,8 @@ class FitState:
         return self._collect()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise TypeError: a fit is restored at its begin, from the entries of its state."""
-        raise TypeError(f"load a dict with some of its entries, such as {self._loadable}")
+        """Raise TypeError: a fit is restored at its start, from the entries of its state."""
+        raise TypeError(f"the state of a fit is loaded by entries: give a dict of some of them, such as {self._loadable}")
 
 
 def caller_locals(function: str, is_searched: Callable[[Mapping[str, object]], bool]) -> dict[str, Any] | None:

@@ -45,7 +45,7 @@ class ServedStep:
         return cls(**options)
 
     def with_number(self, group: Any) -> Self:
-        """Return it with the number of its step: that of the newest if none was named, as the first rank of `group` finds it.
+        """Return these options with the number of a step: the named one, or the newest that the first rank of `group` finds.
 
         group: a group of ranks of vLLM or SGLang, all of which call this; None for a process alone.
 

@@ -20,7 +20,7 @@ from ckpt.errors import LeafNotFound
 from ckpt.storage.base.errors import InvalidArgument
 
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Weights of which SGLang makes one, in models that have no list of them."""
+"""Weights that SGLang merges into one, for models that have no list of them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
         self._options.names()
 
     def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
-        """Load a model. All ranks load the same step, also if another one is saved meanwhile."""
+        """Load a model. All ranks load the same step, also if another step is saved meanwhile."""
         if getattr(model_config, "modelopt_quant", None):
             raise InvalidArgument("the load format ckpt can't load a model for ModelOpt quantization: export the step first")
         self._start = self._find(self._options)
@@ -114,7 +114,7 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
 
 
 def _missing_parts(model: torch.nn.Module, names: Set[str]) -> list[str]:
-    """Return the names that are missing in groups of weights of which SGLang makes one, if others of the group are there."""
+    """Return the missing names of groups of weights that SGLang merges into one, where other names of the group exist."""
     packed = {**_PACKED, **getattr(model, "packed_modules_mapping", {})}
     found = []
     for name, _ in model.named_parameters():

@@ -60,7 +60,7 @@ class Progress:
         for name, value in current.items():
             if stored.get(name) != value:
                 raise ValueError(
-                    f"the position in the data is one with {name} {stored.get(name)}, and this run has {value}: set the "
+                    f"the saved position in the data has {name} {stored.get(name)}, and this run has {value}: set the "
                     "configuration to the saved value, or train into a new repository (checkpointer.ckpt)"
                 )
         return self.state_dict()
@@ -69,7 +69,7 @@ class Progress:
         """Continue at a saved position."""
         if state["seed"] != self._recipe.seed:
             log.warning(
-                "the seed is %s, that of the saved training: the configuration has %s", state["seed"], self._recipe.seed
+                "the seed is %s as in the saved training, and not %s as in the configuration", state["seed"], self._recipe.seed
             )
         self._recipe.seed = state["seed"]
         self._recipe.epochs_run, self._recipe.global_step = state["epoch"], state["global_step"]
@@ -118,11 +118,11 @@ class Batches:
         }
 
     def resume(self, epoch: int, done: int) -> None:
-        """Begin that epoch after the batches that are done. The random generators must have the saved state before this."""
+        """Continue with this epoch, after its first `done` batches."""
         self.epoch, self.done, self._resumed = epoch, done, done
 
     def note_random(self) -> None:
-        """Remember the state of the random generators, which the first epoch has after its data loader has begun."""
+        """Remember the saved state of the random generators: the next batch of the resumed epoch begins with it."""
         self._random = RandomState().state_dict()
 
     def last(self) -> int:
@@ -140,7 +140,7 @@ class Batches:
         resumed, self._resumed = self._resumed, None
         # In a resumed epoch, the recipe counts only the batches after the restart, so that it would pass its limit.
         limit = math.inf if resumed is None else self._limit()
-        if resumed is not None and resumed >= limit:  # a sampler that began there, and gave nothing, would begin there later
+        if resumed is not None and resumed >= limit:  # a sampler that resumes there yields nothing, and keeps the position
             self.done = resumed
             return
         batches = iter(self._loader) if resumed is None else self._continued(resumed)

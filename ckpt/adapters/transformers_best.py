@@ -18,7 +18,7 @@ from ckpt.storage.base.errors import IntegrityError, InvalidArgument
 from ckpt.support.user_warning import warn_user
 
 _COPIES = 2
-"""A kill may leave the copy of a best model whose step is not complete. The step before it needs the copy before."""
+"""A kill may leave the copy of a best model whose step is not complete. The previous step then needs the previous copy."""
 
 
 class BestModel:

@@ -26,7 +26,7 @@ class DataPosition:
         self._iterator: Iterator[object] | None = None
         self._fetched = 0
         self._fetches_of_batch = 1
-        self._is_stream = False  # a stream of samples, of which a resumed epoch reads all from the start
+        self._is_stream = False  # whether a resumed epoch must read its samples again from the start
         self._resume_at: int | None = None  # the number of batches to skip, while a resumed epoch has not begun
         self._marks_passed = 0
 
@@ -47,7 +47,7 @@ class DataPosition:
         return self._taken
 
     def continue_random(self) -> None:
-        """Set the generators to where the save was, unless the fetches of the resumed epoch have done so.
+        """Set the generators to their states at the save, unless the fetches of the resumed epoch have done so.
 
         The Trainer calls it before an epoch that begins, or after it has fetched the batches of the first resumed update.
         """

@@ -53,7 +53,7 @@ def require_supported(trainer: Any, trial: object) -> None:
         raise InvalidArgument("CkptTrainer does not save FSDP1: set fsdp_version to 2 in fsdp_config")
     if trainer.is_deepspeed_enabled and _moving_reference(trainer) is not None:
         raise InvalidArgument(
-            "CkptTrainer does not save the reference model of sync_ref_model below DeepSpeed: use DDP or FSDP2"
+            "CkptTrainer does not save the reference model of sync_ref_model with DeepSpeed: use DDP or FSDP2"
         )
     if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end":
         raise InvalidArgument(

@@ -28,7 +28,7 @@ class GeneratedSamples:
         return hasattr(trainer, "_buffered_inputs") and isinstance(getattr(trainer, "_step", None), int)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the samples of this rank. Without those that can't be stored, with a warning."""
+        """Return the samples of this rank; if they can't be stored, leave them out with a warning."""
         trainer = self._trainer
         found = {"step": trainer._step, "ranks": trainer.args.world_size}
         try:

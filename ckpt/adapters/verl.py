@@ -3,7 +3,7 @@
     actor_rollout_ref.rollout.checkpoint_engine.backend=ckpt
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=ckpt.adapters.verl
 
-The weights are saved in buckets, each as one step in shared memory. The rollout workers read a bucket as soon as it is there:
+The weights are saved in buckets, each as one step in shared memory. The rollout workers read a bucket as soon as it is saved:
 on the host of the trainer as open files, on other hosts over the network. Every byte is verified.
 """
 

@@ -34,7 +34,7 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     def __init__(self, load_config: Any) -> None:
-        if not hasattr(DefaultModelLoader, "track_weights_loading"):  # then nothing would look for missing weights
+        if not hasattr(DefaultModelLoader, "track_weights_loading"):  # an older vLLM calls no check for missing weights
             raise InvalidArgument(f"the load format ckpt needs a newer vLLM than {vllm.__version__}: pip install -U vllm")
         self._options = self._step = ServedStep.from_options(load_config.model_loader_extra_config or {})
         super().__init__(dataclasses.replace(load_config, model_loader_extra_config={}))
@@ -46,7 +46,7 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the names and tensors of the step; each process reads all, and its layers take their part of each.
 
-        All ranks load the step that the first one finds, also if another one is saved meanwhile.
+        All ranks load the step that the first one finds, also if another step is saved meanwhile.
         """
         self._step = self._options.with_number(get_world_group() if torch.distributed.is_initialized() else None)
         return self._step.tensors()
@@ -60,7 +60,7 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
 
 
 def _missing_parts(names: set[str], packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the names that are missing in groups of weights of which vLLM makes one, such as query, key and value."""
+    """Return the missing names of groups of weights that vLLM merges into one, such as query, key and value."""
     found = []
     for name in names:
         module, _, last = name.rpartition(".")

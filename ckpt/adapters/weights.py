@@ -166,7 +166,7 @@ class _Memory:
         """nbytes: how much memory is kept for reuse. A tensor for which it has no room gets new memory."""
         self._memory = np.frombuffer(map_huge_pages(round_up(nbytes), wiped_on_fork=False), np.uint8)
         self._free = [(0, len(self._memory))]
-        self._returned: SimpleQueue[tuple[int, int]] = SimpleQueue()  # finalizers put, in any thread
+        self._returned: SimpleQueue[tuple[int, int]] = SimpleQueue()  # finalizers put into it, from any thread
 
     def take(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return `nbytes` bytes with any content. Only one thread may call it."""

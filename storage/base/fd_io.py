@@ -17,8 +17,8 @@ from ckpt.storage.base.store import ALIGNMENT, Reader
 _ADVICE_BY_ERRNO = {
     errno.ENOSPC: "the disk is full: free space or keep fewer steps",
     errno.EDQUOT: "the disk quota is used up: free space or keep fewer steps",
-    errno.EACCES: "check the owner and mode of it and of its folder",
-    errno.EPERM: "check the owner and mode of it and of its folder",
+    errno.EACCES: "check its owner and mode, and those of its folder",
+    errno.EPERM: "check its owner and mode, and those of its folder",
     errno.EROFS: "mount the file system writable, or name another folder",
     errno.EIO: "the device reported an I/O error: check the disk",
     errno.ENOTDIR: "a part of this path is a file: name a folder",
@@ -82,7 +82,7 @@ _MIN_DIRECT_BYTES = 256 << 10
 """Shorter reads go through the page cache, which gains from read-ahead."""
 
 _UNCACHED_SPAN_BYTES = 8 << 20
-"""If a byte is not in the page cache, so many bytes from it on count as uncached too: each check costs a read-ahead."""
+"""If a byte is not in the page cache, this many bytes from it on count as uncached too: each check costs a read-ahead."""
 
 
 class DescriptorReader(Reader):

@@ -29,7 +29,7 @@ class HttpPages:
     """
 
     def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], HttpPage]], thread_name: str) -> None:
-        # Imported here, because it takes long and few commands serve pages.
+        # Imported here, because the import takes long and few commands serve pages.
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
         not_found = HttpPage(f"there are {' and '.join(sorted(pages))}\n".encode(), status=404)

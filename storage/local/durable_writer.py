@@ -122,7 +122,7 @@ class LocalWriter(Writer):
             length = self._file.length
         elif (written_bytes := os.fstat(self._file.fd).st_size) <= length - ALIGNMENT:  # an empty append may add less than that
             raise StoreError(f"{self._path} has {written_bytes} bytes instead of {length}; write it again")
-        with convert_os_errors("cutting to length", self._path):
+        with convert_os_errors("setting the length of", self._path):
             os.ftruncate(self._file.fd, length)
         sync_file(self._file.fd, self._path)
         self._file.close()

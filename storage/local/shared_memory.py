@@ -31,7 +31,7 @@ class MemoryStore(LocalStore):
         return self._create_file(path, lambda: LocalWriter(path, size_hint, direct=False, reuse=reuse), LocalWriter.abort)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects. Packs become spare files, which replace earlier spare files: so no more than one call's are kept."""
+        """Delete objects. Packs become spare files and replace earlier ones, so only those of one call are kept."""
         names = list(names)
         before = self._list_spares() if any(name.endswith(REUSED_SUFFIX) for name in names) else []
         super().delete(names)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpt.storage.node.client import NodeStore
 
 _RESERVE_AHEAD_BYTES = 64 << 20
-"""The most bytes that are reserved ahead of the written ones; at most as many as are written already."""
+"""The most bytes that are reserved ahead of the written ones; never more than the written ones themselves."""
 
 
 class FdPassingClient:

@@ -38,10 +38,10 @@ _CODE_BYTES = 32
 _NONCE_BYTES = 16
 _PACKET_BYTES = 16 << 10
 _MAX_DESCRIPTORS = 4
-"""No answer has more."""
+"""The most descriptors of one answer."""
 _THREADS = 4
 _MAX_SILENT_PEERS = 256
-"""The most connections without a request; beyond that, they are closed."""
+"""If more connections than this wait without a request, all of them are closed."""
 _BACKLOG = 256
 _REQUEST_SECONDS = 1.0
 """How long a client may take to send its request."""

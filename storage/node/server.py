@@ -130,7 +130,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             try:
                 self._expire_leases()
             except Exception as error:  # also a lack of memory: without this thread, no upload of a lost client ends
-                log.warning("uploads of lost clients can't be ended, and are looked at again: %s", error)
+                log.warning("can't end the uploads of lost clients, and try again: %s", error)
 
     def _expire_leases(self) -> None:
         for name in self.uploads.expire():

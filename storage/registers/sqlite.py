@@ -136,7 +136,7 @@ class SqliteRegisters(Registers):
                         os.replace(self._path + end, old_path + end)
                     except FileNotFoundError:
                         continue
-                # After each rename: with its file and without its log, the registers would forget promises.
+                # Sync after each rename: if a crash brought back the file without its log, the registers would forget promises.
                 sync_folder(os.path.dirname(os.path.abspath(self._path)))
 
     def mark_complete(self) -> None:

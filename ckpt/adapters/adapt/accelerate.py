@@ -166,8 +166,8 @@ def _newest(folders: list[str]) -> str | None:
 def _delete_abandoned(parent: str, name: str) -> None:
     """Delete the incomplete folders of the folder `name`, and those of other names whose process is known to be dead.
 
-    The lease in a folder identifies the process that would have given it its name. Of a process on another host, nobody knows
-    whether it is dead.
+    The lease in a folder identifies the process that would have given it its name. Whether a process on another host is dead
+    can't be determined.
     """
     found = os.listdir(parent) if is_folder(parent) else []
     for folder, match in ((os.path.join(parent, each), _INCOMPLETE.fullmatch(each)) for each in found):

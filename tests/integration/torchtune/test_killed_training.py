@@ -158,7 +158,7 @@ def test_another_batch_size_is_refused(tmp_path: Path, files: Path) -> None:
     tuning = Tuning(tmp_path, files, FULL)
     tuning.run("cut", "metric_logger.kill_at=15", status=-signal.SIGKILL)
     printed = tuning.run("cut", "batch_size=3", status=1)
-    assert "the position in the data is one with batch_size 2, and this run has 3: set the" in printed
+    assert "the saved position in the data has batch_size 2, and this run has 3: set the" in printed
     tuning.run("cut", "resume_from_checkpoint=False", "metric_logger.path=anew.losses")
     whole = tuning.losses("anew")
     assert len(whole) == 30

@@ -159,7 +159,7 @@ def test_members_that_accept_no_value_are_named(tmp_path: Path) -> None:
     inner = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)}
     for registers in inner.values():
         registers.accept = registers.change = refuse  # type: ignore[method-assign]
-    with pytest.raises(Unavailable, match="a can't be changed for 0.5 s: m.: the disk is full"):
+    with pytest.raises(Unavailable, match="a was not changed within 0.5 s: m.: the disk is full"):
         replicated_registers(inner, 0.5).update(["a"], lambda _, __: RegisterValue(b"new"))
 
 

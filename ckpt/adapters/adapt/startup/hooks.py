@@ -99,7 +99,7 @@ _REFUSED_AT_IMPORT = {
     "deepspeed",
     "mindspore",
     "tf_keras",
-}  # the others are also imported by frameworks that are adapted
+}  # adapted frameworks import the others too, so their import shows nothing
 _OWN_USES = {"ckpt.api", "ckpt.checkpointer"}
 
 
@@ -282,7 +282,7 @@ def _act_after_import(spec: ModuleSpec, actions: dict[str, Callable[[ModuleType]
         return
 
     def exec_module(module: ModuleType) -> None:
-        if module.__name__ != spec.name:  # a module of the same zip file, whose modules share a loader
+        if module.__name__ != spec.name:  # another module of one zip file: its modules share a loader
             execute(module)
             return
         if vars(loader).get("exec_module") is exec_module:
@@ -319,7 +319,7 @@ def _wrap(hook: Hook, module: ModuleType) -> None:
                 function = getattr(importlib.import_module(where), name)
         except Exception as error:  # ckpt is not installed for this Python, or the framework is too old
             if isinstance(error, MemoryError | RecursionError) or getattr(error, "errno", None) is not None:
-                raise  # no files or no memory now: the framework itself would start from the beginning, and load nothing
+                raise  # lack of files or memory: without ckpt, the training would silently start from the beginning
             print_refused(hook.name, f"{type(error).__name__}: {error}")
             return original(*args, **kwargs)
         return function(original, *args, **kwargs)
