@@ -279,7 +279,7 @@ def _parse_member(source: str, table: Mapping[str, Any]) -> Member:
     url = str(table["url"])
     weight = float(table.get("weight", 1.0))
     if not 0 <= weight < 1e9:
-        raise InvalidArgument(f"{source}: the weight of {url} is {weight}; it must not be negative")
+        raise InvalidArgument(f"{source}: the weight of {url} is {weight}; it must be from 0 to below 1e9")
     name, domain = str(table.get("name", url)), _parse_domain(table.get("domain", ""))
     address = url.removeprefix("node://")
     if ADDRESS_PATTERN.fullmatch(address):

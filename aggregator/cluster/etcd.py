@@ -195,7 +195,7 @@ def _parse_announcement(item: EtcdItem) -> AnnouncedNode | None:
             raise Malformed(f"{node.weight} is not a weight")
         return node
     except ValueError as error:  # Malformed and InvalidArgument are subclasses
-        log.warning("%s in etcd can't be read, and is skipped (%s); delete it, and the node writes it again", item.key, error)
+        log.warning("%s in etcd can't be read, and is skipped (%s); delete it, and restart the node", item.key, error)
         return None
 
 

@@ -60,9 +60,9 @@ def attach(
     the step. A model that a load hook removes from its list keeps what the hook has loaded.
 
     Raises:
-        InvalidArgument: The Accelerator uses Megatron-LM or FSDP1; a Trainer of transformers trains with it, which does not
-            call its `save_state`; at a save or load, it has a DeepSpeed engine that `ckpt.adapters.deepspeed` refuses, or a
-            save hook has changed the weights in its list.
+        InvalidArgument: The Accelerator uses Megatron-LM, XLA or FSDP1; a Trainer of transformers trains with it, which does
+            not call its `save_state`; at a save or load, it has a DeepSpeed engine that `ckpt.adapters.deepspeed` refuses, or
+            a save hook has changed the weights in its list.
         CkptError: As for `ckpt.Checkpointer`.
     """
     return AttachedAccelerator(accelerator, url, keep=keep, tiers=tiers, **options)
@@ -103,7 +103,9 @@ class AttachedAccelerator:
         return handle
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> int | None:
-        """Load a step into the objects of the Accelerator, and return its number; None where nothing is saved.
+        """Load a step into the objects of the Accelerator, and return its number; None where there is none.
+
+        A folder that accelerate has saved is loaded by accelerate, and has no number.
 
         Raises:
             InvalidArgument: There is no such folder, and the name does not end with the number of a step.

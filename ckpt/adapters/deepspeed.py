@@ -64,8 +64,8 @@ def attach(
     where nothing is saved. A folder that DeepSpeed has saved is loaded by DeepSpeed.
 
     Raises:
-        InvalidArgument: The engine has pipeline, tensor or expert parallelism, or partitions on NVMe; or an argument of
-            `save_checkpoint` or `load_checkpoint` is not supported.
+        InvalidArgument: The engine has pipeline, tensor or expert parallelism, partitions on NVMe, or another feature whose
+            state ckpt does not save; or an argument of `save_checkpoint` or `load_checkpoint` is not supported.
         LeafMismatch: At a load, the step has other parameters than the engine. Nothing has changed then.
         CkptError: As for `ckpt.Checkpointer`.
     """

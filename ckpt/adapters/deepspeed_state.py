@@ -43,7 +43,8 @@ class EngineState:
     saved with the precision of its master weights. Each rank saves and loads only its partition.
 
     Raises:
-        InvalidArgument: The engine has pipeline, tensor or expert parallelism, or partitions on NVMe.
+        InvalidArgument: `parts` has another name; or the engine has pipeline, tensor or expert parallelism, partitions on
+            NVMe, or another feature whose state ckpt does not save.
         LeafMismatch: At a load, if the step does not fit the engine. Nothing has changed then.
     """
 

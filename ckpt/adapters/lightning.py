@@ -223,7 +223,7 @@ def callbacks_from_environment() -> list[object]:
 
     Once a CkptIO was made, there is another one, which refuses strategies that would ignore it.
 
-    CKPT_LIGHTNING=0 turns it off. CKPT_ADAPT_EVERY is the number of steps between two saves.
+    CKPT_LIGHTNING=0 turns the saves off. CKPT_ADAPT_EVERY is the number of steps between two saves.
     """
     if not os.environ.get(DIRECTORY_VARIABLE) or os.environ.get(_SWITCH) == "0":
         return plugin_checks()

@@ -74,7 +74,8 @@ class Checkpoints(Callback):  # type: ignore[misc]
     not repeated; with more epochs it continues. Several training runs with one callback are resumed in their order.
 
     Raises, from `train` and `fit`:
-        InvalidArgument: dataset_sink_mode is True on an accelerator, where MindSpore calls no callback between the batches.
+        InvalidArgument: dataset_sink_mode is True on an accelerator, where MindSpore calls no callback between the batches;
+            or the position of the dataset can't be restored.
         CkptError: The dataset has another number of batches than that of the saved step.
         LeafMismatch: The network or the optimizer has other parameters than the saved one.
         SaveFailed: A save failed in the background.

@@ -68,7 +68,7 @@ class BorrowedBuffer:
 
 
 class BufferPool:
-    """Buffers of up to `capacity` bytes in total. Further borrowers wait, which is the back-pressure on senders."""
+    """Buffers of up to `capacity` bytes in total, or a single longer one. Further borrowers wait: back-pressure on senders."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity_bytes = capacity

@@ -1,7 +1,7 @@
 """The class NodeServer, a node: it serves one device over Arrow Flight.
 
 It checks the token of a call before it reads anything else of it. It checks lengths and digests before it acknowledges data. It
-reserves no space that it does not have. Every handler ends: each wait has a limit, and unfinished uploads and reads expire.
+reserves no space that it does not have. Its own waits have limits, and unfinished uploads and reads expire.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         return self.uploads.reserve(key, needed_bytes, requested_bytes)
 
     def _verb_commit(self, key: str, length: int | None = None) -> int:
-        """length: the length in bytes if the client wrote through descriptors; None otherwise."""
+        """Commit an upload. length: its length in bytes if the client wrote through descriptors; None otherwise."""
         failpoint("node.commit")
         committed = self.uploads.commit(key, length)
         if length is not None:

@@ -85,7 +85,9 @@ class UploadLeases:
             self._release(upload)
 
     def reserve(self, key: str, needed_bytes: int, requested_bytes: int) -> int:
-        """Reserve space for an upload and return its total reserved bytes, between `needed_bytes` and `requested_bytes`.
+        """Return the total bytes that are reserved for an upload. If they are fewer than `needed_bytes`, reserve more first.
+
+        More is up to `requested_bytes` in total, as far as there is space.
 
         Raises NoSpace if `needed_bytes` in total do not fit.
         """

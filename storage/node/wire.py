@@ -27,7 +27,7 @@ PROTOCOL_VERSION = 1
 SAME_VERSION_ADVICE = "install the same version of ckpt-store on both"
 
 PUT_BYTES = 1 << 20
-"""Objects up to this size are put in one action, larger ones as an upload."""
+"""Objects up to this size are put in one action, larger ones as an upload; `put_new` uses one action for any size."""
 
 MESSAGE_BYTES = 64 << 20
 """The longest append, and the longest arguments of an action. Anything longer is refused before it is read."""

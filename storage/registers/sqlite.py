@@ -391,7 +391,7 @@ def _error_advice(error: Exception) -> str:
     if "malformed" in text or "not a database" in text:
         return "the file is damaged: run `ckpt-node admin repair`, which takes the records from the other members"
     if "locked" in text or "locking" in text or "log" in text:
-        return "it must lie on a local file system; put a ckpt-node in front of a mounted one"
+        return "end a process that keeps it locked, or if its file system is not local put a ckpt-node in front of it"
     return "check the disk and the permissions of the folder"
 
 

@@ -52,12 +52,12 @@ class FsspecStore(Store):
         self.url = url if url.endswith("://") else url.rstrip("/")
         self._fs, root = _open_file_system(url)
         self._root = root.rstrip("/")
-        # A class without its own rename copies and deletes; there a direct write is as atomic, and cheaper.
         find = type(self._fs)._find if isinstance(self._fs, AsyncFileSystem) else type(self._fs).find
         self._has_native_find = find not in (
             AsyncFileSystem._find,
             AbstractFileSystem.find,
         )  # fsspec's default find walks the folders and ignores errors
+        # A class without its own rename copies and deletes; there a direct write is as atomic, and cheaper.
         self._has_native_rename = type(self._fs).mv is not AbstractFileSystem.mv
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self.is_remote = bool(self._fs.async_impl)
