@@ -171,8 +171,8 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
 class CkptTrainer(CheckpointedTrainer, Trainer):  # type: ignore[misc]
     """Trainer of transformers that saves to and resumes from a ckpt repository; see `CheckpointedTrainer`.
 
-        trainer = CkptTrainer(model, args, train_dataset=dataset, ckpt="/data/run")
-        trainer.train(resume_from_checkpoint=True)
+    trainer = CkptTrainer(model, args, train_dataset=dataset, ckpt="/data/run")
+    trainer.train(resume_from_checkpoint=True)
     """
 
 
