@@ -226,7 +226,7 @@ def test_each_call_without_permission_is_reported(open_folder: Path) -> None:
                 except NotFound:
                     pass
                 except StoreError as error:
-                    reported += "Permission denied; check the owner" in str(error)
+                    reported += "Permission denied; check its owner" in str(error)
         finally:
             os._exit(reported)
     reported = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

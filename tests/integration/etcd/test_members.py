@@ -85,7 +85,7 @@ def test_members_are_announced_again_after_etcd_is_restarted(
             shutil.rmtree(server.folder)
         server.start()
         until(lambda: server.up() == {FACTS.address: True})
-        until(lambda: "announced 127.0.0.1:7070 in cluster lab now" in caplog.text)
+        until(lambda: "announced 127.0.0.1:7070 in cluster lab" in caplog.text)
         time.sleep(5)
         assert server.up() == {FACTS.address: True}
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1, "the warning is not logged exactly once"
