@@ -46,20 +46,23 @@ class MemberHealth:
         self._max_pause_seconds = max_pause_seconds
         self._probe = probe
         self._lock = threading.Lock()
-        """Guards `_next_warnings_at`. Guards changes of `_backoffs`."""
+        """Guards `_next_warnings_at` and `_warned`. Guards changes of `_backoffs`."""
         self._backoffs: dict[str, tuple[float, int]] = {}  # when the pause of each ends, and its failures in a row
         self._next_warnings_at: dict[str, float] = {}
+        self._warned: set[str] = set()
+        """The members that are down and that a warning has named."""
 
     def record_failure(self, name: str, reason: object) -> None:
         """Note that a member did not answer, or answered with an error."""
         now = time.monotonic()
         with self._lock:
-            until, failures = self._backoffs.get(name, (0.0, 0))
+            until, _ = self._backoffs.get(name, (0.0, 0))
             if now < until:  # this call began before the first failure was noted
                 return
             self._back_off(name)
-            should_warn = not failures and now >= self._next_warnings_at.get(name, now)
+            should_warn = name not in self._warned and now >= self._next_warnings_at.get(name, now)
             if should_warn:
+                self._warned.add(name)
                 self._next_warnings_at[name] = now + WARNING_INTERVAL_SECONDS
         if should_warn:
             log.warning(
@@ -78,6 +81,7 @@ class MemberHealth:
         if self._backoffs:
             with self._lock:
                 self._backoffs.pop(name, None)
+                self._warned.discard(name)
 
     def is_down(self, name: str) -> bool:
         """Return whether a member is down. Starts a probe where its pause is over."""

@@ -273,6 +273,7 @@ class LocalStore(Store):
         path = self._path(name)
         return DescriptorReader(_open_to_read(path), path)
 
+    @interruptible
     def open_once(self, name: str) -> Reader:
         path = self._path(name)
         fd = _open_to_read(path)

@@ -190,11 +190,14 @@ class NodeStore(Store):
 
     def call(self, verb: str, *arguments: object, deadline: float | None = None) -> Any:
         """Call a verb of the node and return its only answer. deadline: seconds; None for that of the credentials."""
-        return next(iter(self.call_parts(verb, *arguments, deadline=deadline)))
+        answers = self.call_parts(verb, *arguments, deadline=deadline)
+        if not answers:
+            raise Unavailable(f"{self.url} does not answer {verb} by this protocol; check that it is a node")
+        return answers[0]
 
     def call_parts(self, verb: str, *arguments: object, deadline: float | None = None) -> Sequence[Any]:
         """Call a verb of the node and return its answers."""
-        with self.convert_flight_errors(verb):
+        with self.convert_flight_errors(verb, deadline):
             action = flight.Action(verb, wire.pack(list(arguments)))
             client = self.next_connection()
             return [wire.unpack(r.body) for r in client.do_action(action, self.call_options(deadline))]
@@ -260,10 +263,10 @@ class NodeStore(Store):
         return flight.FlightCallOptions(timeout=seconds or self._credentials.deadline_seconds, headers=headers)
 
     @contextmanager
-    def convert_flight_errors(self, action: str) -> Iterator[None]:
+    def convert_flight_errors(self, action: str, deadline: float | None = None) -> Iterator[None]:
         """A context that converts errors of Flight into Unavailable, Refused, Untrusted, the error of the node, or StoreError.
 
-        action: names the call in messages.
+        action: names the call in messages. deadline: of the call, in seconds; None for that of the credentials.
         """
         try:
             yield
@@ -277,9 +280,8 @@ class NodeStore(Store):
             if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
                 raise Refused(f"{self.url} refused {action}: {text}") from error
             if isinstance(error, flight.FlightTimedOutError):
-                raise Unavailable(
-                    f"{self.url} did not answer {action} within {self._credentials.deadline_seconds:g} s; check that it runs"
-                ) from error
+                seconds = deadline or self._credentials.deadline_seconds
+                raise Unavailable(f"{self.url} did not answer {action} within {seconds:g} s; check that it runs") from error
             if "Ssl handshake failed" in text or "is not in peer certificate" in text:
                 reason = text.rpartition("SSL routines::")[2].rpartition(f"{self.address}: ")[2]
                 raise Untrusted(

@@ -42,9 +42,11 @@ class UploadLeases:
         self._unpromised_bytes = unpromised_bytes
         self._lease_seconds = lease_seconds
         self._changed = threading.Condition()
-        """Guards changes of `_uploads`, `_is_closed`, and of the calls and times of each upload. Notified when a call of an
-        upload ends."""
+        """Guards changes of `_uploads`, `_creating_bytes`, `_is_closed`, and of the calls and times of each upload. Notified
+        when a call of an upload ends."""
         self._uploads: dict[str, LeasedUpload] = {}
+        self._creating_bytes: dict[str, int] = {}
+        """The bytes of each upload whose file is being created."""
         self._is_closed = False
 
     def create(self, name: str, size_hint: int) -> str:
@@ -58,14 +60,20 @@ class UploadLeases:
             free = self._free_bytes()
             if size_hint > free:
                 raise NoSpace(f"{name} of {size_hint} bytes does not fit: {free} bytes are free on this node; {FULL_ADVICE}")
-        upload = LeasedUpload(name, self._store.create(name, size_hint), size_hint)
-        key = secrets.token_hex(16)
-        with self._changed:
-            if self._is_closed:
-                upload.writer.abort()
-                raise Unavailable(SHUTTING_DOWN)
-            self._uploads[key] = upload
-        return key
+            key = secrets.token_hex(16)
+            self._creating_bytes[key] = size_hint
+        try:
+            upload = LeasedUpload(name, self._store.create(name, size_hint), size_hint)
+            with self._changed:
+                if not self._is_closed:
+                    self._uploads[key] = upload
+                    del self._creating_bytes[key]
+                    return key
+        finally:
+            with self._changed:
+                self._creating_bytes.pop(key, None)
+        upload.writer.abort()
+        raise Unavailable(SHUTTING_DOWN)
 
     def append(self, key: str, data: memoryview) -> int:
         """Append to an upload, and return the position of the data in the object."""
@@ -123,7 +131,8 @@ class UploadLeases:
 
     def _free_bytes(self) -> int:
         """Return the bytes that may still be reserved. Needs `_changed`."""
-        return max(0, self._unpromised_bytes(sum(u.reserved_bytes for u in self._uploads.values())))
+        promised = sum(u.reserved_bytes for u in self._uploads.values()) + sum(self._creating_bytes.values())
+        return max(0, self._unpromised_bytes(promised))
 
     def commit(self, key: str, length: int | None = None) -> int:
         """Make the object durable and visible, and return its length.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.store import ALIGNMENT, Writer
-from ckpt.storage.base.threads import WorkerThread
+from ckpt.storage.base.threads import WorkerThread, start_or_raise
 
 PART_BYTES = 8 * 1024 * 1024
 CONCURRENCY = 8
@@ -58,6 +58,8 @@ class MultipartWriter(Writer):
             self._pieces.finish()
             self._thread.join()
             self._raise_upload_error()
+            if not self._pieces.is_uploaded:
+                raise self._aborted_error()
             return self._length
 
     def abort(self) -> None:
@@ -76,11 +78,14 @@ class MultipartWriter(Writer):
             thread = WorkerThread(
                 target=_run_upload, args=(self._put, self._pieces, self._part_bytes), name="ckpt-upload", daemon=True
             )
-            thread.start()
+            start_or_raise(thread, f"the upload of {self._url}")
             self._thread = thread  # set after the start, since commit and abort join it
         if not self._pieces.put(piece):
             self._raise_upload_error()
-            raise StoreError(f"uploading {self._url}: the writer was aborted; create a new one")
+            raise self._aborted_error()
+
+    def _aborted_error(self) -> StoreError:
+        return StoreError(f"uploading {self._url}: the writer was aborted; create a new one")
 
     def _require_open(self) -> None:
         self._raise_upload_error()
@@ -90,7 +95,7 @@ class MultipartWriter(Writer):
     def _raise_upload_error(self) -> None:
         error = self._pieces.error
         if isinstance(error, StoreError):
-            raise StoreError(str(error)) from error
+            raise type(error)(str(error)) from error
         if error is not None:
             raise StoreError(
                 f"uploading {self._url} failed: {error!r}; check the server of the store, and save again"
@@ -103,6 +108,7 @@ class MultipartWriter(Writer):
 def _run_upload(put: Callable[[bytes | Iterator[bytes], int], None], pieces: _PieceQueue, part_bytes: int) -> None:
     try:
         put(pieces.drain(), part_bytes)
+        pieces.is_uploaded = True
     except _Cancelled:
         pass
     except BaseException as error:
@@ -129,6 +135,8 @@ class _PieceQueue:
         self._is_cancelled = False
         self.error: BaseException | None = None
         """The error of the upload if it failed."""
+        self.is_uploaded = False
+        """Whether the bucket has the whole object."""
 
     def put(self, piece: bytes) -> bool:
         """Wait for room and queue a piece; return False if the queue was cancelled."""

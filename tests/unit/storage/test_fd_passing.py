@@ -25,6 +25,7 @@ from ckpt.storage.base.errors import NoSpace, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.base.fd_io import AppendFile
 from ckpt.storage.local.directory import LocalStore
+from ckpt.storage.local.durable_writer import LocalWriter
 from ckpt.storage.node import wire
 from ckpt.storage.node.client import NodeStore
 from ckpt.storage.node.server import NodeOptions
@@ -119,6 +120,35 @@ def test_growing_uploads_share_the_free_space_exactly(tmp_path: Path) -> None:
     assert uploads.create("c", 6 << 20)
     with pytest.raises(NotFound, match="write the object again"):
         uploads.reserve(a, 1, 1)
+
+
+def test_uploads_that_begin_together_share_the_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of the second one is created while that of the first one is."""
+    store = LocalStore(tmp_path)
+    uploads = UploadLeases(store, lambda promised: 100 - promised, 60.0)
+    create, errors = store.create, list[NoSpace]()
+
+    def create_both(name: str, size_hint: int) -> LocalWriter:
+        if name == "a":
+            with pytest.raises(NoSpace, match="20 bytes are free") as raised:
+                uploads.create("b", 80)
+            errors.append(raised.value)
+        return create(name, size_hint)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "create", create_both)
+        key = uploads.create("a", 80)
+    assert len(errors) == 1
+    uploads.abort(key)
+    assert uploads.create("b", 80)
+
+
+def test_an_upload_whose_file_is_not_created_reserves_nothing(tmp_path: Path) -> None:
+    uploads = UploadLeases(LocalStore(tmp_path), lambda promised: 100 - promised, 60.0)
+    (tmp_path / "f").write_text("a file where the upload needs a folder")
+    with pytest.raises(StoreError):
+        uploads.create("f/a", 80)
+    assert uploads.create("b", 80)
 
 
 VERBS = st.sampled_from(["create", "reserve", "reserve", "abort", "commit"])

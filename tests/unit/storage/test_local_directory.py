@@ -16,6 +16,7 @@ from helpers.local_stores import files_below
 from helpers.local_stores import store as store
 from helpers.page_cache import bypasses_cache, drop_cache, is_cached
 
+from ckpt.storage.base import call_timeout
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.local.directory import LocalStore
@@ -201,3 +202,26 @@ def test_reads_bypass_the_page_cache_beside_a_cached_page(tmp_path: Path) -> Non
             assert np.array_equal(buffer, data[position : position + chunk])
     # A query for a page makes Linux read it. Where that read is slower than the query, one chunk goes through the page cache.
     assert len([p for p in range(chunk, len(data), chunk) if is_cached(file, p + chunk // 2)]) <= 2
+
+
+READS = ("get", "open", "open_once", "descriptor", "exists")
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_main_thread_makes_no_call_to_a_folder_that_may_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Another thread makes it, so that Ctrl-C and the timeout work on a hung network mount."""
+    store = LocalStore(tmp_path)
+    store.put("a", b"1")
+    threads: list[threading.Thread] = []
+    path = store._path
+    monkeypatch.setattr(call_timeout, "can_block_on", lambda root: threading.current_thread() is not threading.main_thread())
+    monkeypatch.setattr(store, "_path", lambda name: (threads.append(threading.current_thread()), path(name))[1])
+    found = getattr(store, name)("a")
+    assert threads
+    assert threading.main_thread() not in threads
+    if name == "descriptor":
+        os.close(found)
+    elif name.startswith("open"):
+        found.close()
