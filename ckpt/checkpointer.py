@@ -111,7 +111,7 @@ class Checkpointer:
         key: KeyOption = None,
         scrub: int | None = BYTES_PER_SECOND,
     ) -> None:
-        every, tiers = checked_every(every), checked_tiers(tiers)
+        every, tiers, scrub = checked_every(every), checked_tiers(tiers), checked_bytes("scrub", scrub)
         self._creator_process = CreatorProcess()
         in_flight = checked_positive("in_flight", in_flight, "a positive number of saves")
         if in_flight > 1 and tiers:
@@ -148,7 +148,7 @@ class Checkpointer:
         self._session: Session | None = (
             self._tiers.nearest if self._tiers else session_registry.enter(open_repository(url, keys), ranks)
         )
-        self._scrubber = self._make_scrubber(checked_bytes("scrub", scrub))
+        self._scrubber = self._make_scrubber(scrub)
 
     def _make_scrubber(self, bytes_per_second: int | None) -> Scrubber:
         session = self._require_open()

@@ -87,7 +87,8 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         type=common.Number(1, never=True),
         default=10.0,
         show_default=True,
-        help="Seconds without a heartbeat in a step that are never a hang; in other phases, such as a save, 30 times as many.",
+        help="Seconds without a heartbeat in a step that are never a hang; in other phases, such as a save, 30 times as many, "
+        "but at most --first-hang.",
     ),
     click.option(
         "--first-hang",
@@ -214,11 +215,15 @@ class HostRunOptions:
     show: str
 
     def hang_limits(self) -> HangLimits:
-        """Return how long a rank may send no heartbeat."""
-        from ckpt.recovery.policy.hang_limits import INITIAL_LIMIT_SECONDS, HangLimits, uniform_initial_limits
+        """Return how long a rank may send no heartbeat. Raises UsageError if --hang is more than --first-hang."""
+        from ckpt.recovery.policy.hang_limits import HangLimits, default_initial_limits, uniform_initial_limits
 
-        first = INITIAL_LIMIT_SECONDS if self.first_hang is None else uniform_initial_limits(self.first_hang)
-        return HangLimits(least_seconds=self.hang, initial_limit_seconds=first)
+        if self.first_hang is None:
+            return HangLimits(least_seconds=self.hang, initial_limit_seconds=default_initial_limits(self.hang))
+        if self.hang > self.first_hang:
+            hang, first = f"{self.hang:g}", f"{self.first_hang:g}"
+            raise click.UsageError(f"--hang {hang} is more than --first-hang {first}: lower --hang, or raise --first-hang")
+        return HangLimits(least_seconds=self.hang, initial_limit_seconds=uniform_initial_limits(self.first_hang))
 
 
 @dataclass(frozen=True, slots=True)

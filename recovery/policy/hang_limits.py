@@ -18,10 +18,25 @@ INITIAL_LIMIT_SECONDS: Mapping[str, float] = {
 """Limits before enough durations are known. `start` includes building the model, and a first step may compile. `end` has no
 limit: after the last save a program may do anything."""
 
+USUAL_FACTOR = 30.0
+"""The limit as a multiple of the median duration."""
+
 _LEARNED_PHASES = ("step", "save", "load", "eval", "compile")
 
 _ENOUGH_SAMPLES = 8
 _KEPT_SAMPLES = 256
+
+
+def default_initial_limits(least_seconds: float) -> Mapping[str, float]:
+    """Return the initial limits where the user gives none: no limit is below the shortest one of its phase.
+
+    least_seconds: the shortest limit of a step.
+    """
+    return {phase: max(seconds, _least_seconds(phase, least_seconds)) for phase, seconds in INITIAL_LIMIT_SECONDS.items()}
+
+
+def _least_seconds(phase: str, of_step: float, factor: float = USUAL_FACTOR) -> float:
+    return of_step if phase in ("start", "step") else factor * of_step
 
 
 def uniform_initial_limits(seconds: float) -> Mapping[str, float]:
@@ -37,7 +52,7 @@ def _no_samples() -> Mapping[str, deque[float]]:
 class HangLimits:
     """Seconds without a heartbeat after which a rank counts as hung."""
 
-    factor: float = 30.0
+    factor: float = USUAL_FACTOR
     """The limit as a multiple of the median duration. The limit is also at least three times the longest duration."""
     least_seconds: float = 10.0
     """The shortest limit of a step. That of the other phases is `factor` times as long."""
@@ -72,5 +87,5 @@ class HangLimits:
         initial, samples = self.initial_limit_seconds[phase], self._samples.get(phase, ())
         if len(samples) < _ENOUGH_SAMPLES:
             return initial
-        least = self.least_seconds if phase == "step" else self.factor * self.least_seconds
+        least = _least_seconds(phase, self.least_seconds, self.factor)
         return max(self.least_seconds, min(initial, max(least, self.factor * median(samples), 3 * max(samples))))

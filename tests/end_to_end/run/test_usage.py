@@ -67,6 +67,8 @@ def test_the_report_accounts_for_the_time_of_a_run(start: Callable[..., Run]) ->
         (["--spares", "1", "--", "true"], 2, "--spares 1 needs --nnodes 2 or more"),
         (["--min", "2", "--", "true"], 2, "--min 2 is more than the 1 host of --nnodes"),
         (["--straggler", "1", "--", "true"], 2, "is not in the range"),
+        (["--hang", "20", "--first-hang", "10", "--", "true"], 2, "--hang 20 is more than --first-hang 10: lower --hang"),
+        (["--hang", "inf", "--first-hang", "10", "--", "true"], 2, "--hang inf is more than --first-hang 10: lower --hang"),
         (["--dir", "nowhere://x", "--", "true"], 1, '(pip install "ckpt-store[s3]"), or another scheme of fsspec\n'),
         (["--dir", "/proc/none", "--", "true"], 1, "--dir can't be used: "),
         (["--dir", str(Path(__file__).parent), "--", "true"], 1, "is not a checkpoint repository; name an empty or a new"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.forked_child import in_forked_child
 from helpers.refusal import refused
 from helpers.refusal import root as root
 from helpers.repositories import snapshot
@@ -114,15 +115,17 @@ def test_a_wrong_option_of_a_checkpointer_is_refused(root: Path) -> None:
         {"every": 0}, {"every": -5}, {"every": "10m"}, {"every": 2.5}, {"every": True}, {"every": -timedelta(1)},
         {"in_flight": 0}, {"in_flight": "2"}, {"keep": "3"}, {"memory": "1G"}, {"timeout": "x"}, {"timeout": None},
         {"tiers": ["memory"]}, {"tiers": "memory"}, {"tiers": ckpt.Tier("memory")}, {"tiers": 3},
+        {"scrub": -1}, {"scrub": "fast"}, {"nan": "no"}, {"full_every": 0}, {"verify_replicas": 1},
     ):  # fmt: skip
         with refused(ckpt.InvalidArgument, next(iter(options)), root=root):
             ckpt.Checkpointer(root, **options)
     with refused(ckpt.InvalidArgument, "codec", "pattern", root=root):
         ckpt.Checkpointer(root, codec={1: "none"})
-    for options in ({"codec": "zstd"}, {"digest": "md5"}):
+    for options in ({"codec": "zstd"}, {"digest": "md5"}, {"scrub": -1, "tiers": [ckpt.Tier(root.parent / "near")]}):
         with refused(ckpt.InvalidArgument, root=root):
             ckpt.Checkpointer(root, **options)
-    ckpt.save(state_of(5), root, 5)  # no refused Checkpointer keeps the writer lease
+    saved = in_forked_child(lambda: ckpt.save(state_of(5), root, 5).step)  # no refused Checkpointer keeps the writer lease
+    assert saved == 5
 
 
 def test_numpy_numbers_are_accepted_as_options(root: Path) -> None:

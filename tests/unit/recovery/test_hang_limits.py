@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.recovery.policy.hang_limits import INITIAL_LIMIT_SECONDS, HangLimits, uniform_initial_limits
+from ckpt.recovery.policy.hang_limits import (
+    INITIAL_LIMIT_SECONDS,
+    HangLimits,
+    default_initial_limits,
+    uniform_initial_limits,
+)
 from ckpt.training.heartbeat_page import PHASES
 
 
@@ -50,6 +57,18 @@ def test_one_initial_limit_applies_to_all_phases_at_first() -> None:
     limits = HangLimits(least_seconds=1, initial_limit_seconds=uniform_initial_limits(3))
     assert {limits.limit_seconds(phase) for phase in PHASES if phase != "end"} == {3}
     assert limits.limit_seconds("end") == float("inf")
+
+
+@pytest.mark.parametrize("hang", [10.0, 100.0, 2000.0, inf])
+def test_no_limit_is_below_the_minimum_of_its_phase(hang: float) -> None:
+    limits = HangLimits(least_seconds=hang, initial_limit_seconds=default_initial_limits(hang))
+    for phase in ("step", "load", "save", "eval", "compile"):
+        least = hang if phase == "step" else 30 * hang
+        assert limits.limit_seconds(phase) >= max(least, INITIAL_LIMIT_SECONDS[phase])
+        for _ in range(20):
+            limits.learn(phase, 0.1)
+        assert limits.limit_seconds(phase) == least
+    assert limits.limit_seconds("start") >= INITIAL_LIMIT_SECONDS["start"]
 
 
 @settings(max_examples=100)
