@@ -292,8 +292,7 @@ class LocalStore(Store):
                 fd = os.open(self._path(name), os.O_RDONLY)
                 try:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead beyond the ranges below
-                    end = start + nbytes
-                    for position in range(start, end, _MAX_ADVICE_BYTES):
+                    for position in range(start, end := start + nbytes, _MAX_ADVICE_BYTES):
                         if not in_page_cache(fd, position):  # for cached bytes the kernel would look up every page
                             os.posix_fadvise(fd, position, min(_MAX_ADVICE_BYTES, end - position), os.POSIX_FADV_WILLNEED)
                 finally:

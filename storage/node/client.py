@@ -189,7 +189,10 @@ class NodeStore(Store):
     # --- the wire ----------------------------------------------------------------------------------------------
 
     def call(self, verb: str, *arguments: object, deadline: float | None = None) -> Any:
-        """Call a verb of the node and return its only answer. deadline: seconds; None for that of the credentials."""
+        """Call a verb of the node and return its only answer. Raises Unavailable if it does not answer, or with no message.
+
+        deadline: seconds; None for that of the credentials.
+        """
         answers = self.call_parts(verb, *arguments, deadline=deadline)
         if not answers:
             raise Unavailable(f"{self.url} does not answer {verb} by this protocol; check that it is a node")
