@@ -24,6 +24,14 @@ def checked_positive(name: str, value: object, what: str) -> int:
     return number
 
 
+def checked_not_negative(name: str, value: object, what: str) -> int:
+    """Return a whole number of at least 0 as int, also one of numpy. what: the allowed values. Raises InvalidArgument."""
+    number = as_integer(value)
+    if number is None or number < 0:
+        raise InvalidArgument(f"{name}={value!r}: use {what}")
+    return number
+
+
 def checked_every(value: object) -> int | timedelta | Literal["auto"] | None:
     """Return the option `every`, the interval between saves, if it is valid."""
     if value is None:
@@ -83,6 +91,18 @@ def check_progress(value: object) -> None:
     """Raise InvalidArgument unless `progress` is None or a function."""
     if value is not None and not callable(value):
         raise InvalidArgument(f"progress={value!r}: use a function of one number, the bytes just read, or None")
+
+
+def check_function(name: str, value: object, what: str) -> None:
+    """Raise InvalidArgument unless the value is a function. what: its arguments and what it returns."""
+    if not callable(value):
+        raise InvalidArgument(f"{name}={value!r:.80}: use a function of {what}")
+
+
+def check_choice(name: str, value: object, *choices: str) -> None:
+    """Raise InvalidArgument unless the value is one of the choices."""
+    if not (isinstance(value, str) and value in choices):
+        raise InvalidArgument(f"{name}={value!r}: use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
 
 
 def check_switch(name: str, value: object) -> None:

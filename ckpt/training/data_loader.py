@@ -25,6 +25,7 @@ import numpy as np
 from ckpt.groups import as_group
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.plural import format_count
+from ckpt.support.validation import check_choice, check_function, check_switch, checked_not_negative, checked_positive
 from ckpt.training import heartbeat_page
 from ckpt.training.batch_order import (
     Cursor,
@@ -49,7 +50,10 @@ class _ResumableBatches:
         if rank is None or world_size is None:
             group = as_group("auto")
             rank, world_size = group.rank, group.size
-        if not 0 <= rank < world_size:
+        global_batch = checked_positive("global_batch", global_batch, "the number of samples of all ranks, at least 1")
+        world_size = checked_positive("world_size", world_size, "the number of ranks, at least 1")
+        rank = checked_not_negative("rank", rank, f"a rank from 0 to {world_size - 1}")
+        if rank >= world_size:
             raise InvalidArgument(f"rank={rank}: with world_size={world_size}, give a rank from 0 to {world_size - 1}")
         if global_batch < world_size:
             raise InvalidArgument(
@@ -96,7 +100,9 @@ class _ResumableBatches:
             before = self._cursor
             yield from self
             if before == self._cursor:
-                raise CkptError(f"epoch {before.epoch} has no batch: give more samples, or a smaller global_batch")
+                raise CkptError(
+                    f"epoch {before.epoch} has no batch: give more samples, or with last='drop' a smaller global_batch"
+                )
 
     def state_dict(self) -> dict[str, int]:
         """Return the position after the last batch that the loop took. It is small, and the same on all ranks."""
@@ -104,8 +110,15 @@ class _ResumableBatches:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from a saved position; existing iterators continue from there, too."""
-        self._cursor = Cursor(int(state["epoch"]), int(state["sample"]), int(state["batch"]))
+        self._continue_from(_saved_cursor(state))
+
+    def _continue_from(self, at: Cursor) -> None:
+        self._cursor = at
         self._load_count += 1
+
+
+def _saved_cursor(state: Mapping[str, int]) -> Cursor:
+    return Cursor(int(state["epoch"]), int(state["sample"]), int(state["batch"]))
 
 
 class Loader(_ResumableBatches):
@@ -162,24 +175,31 @@ class Loader(_ResumableBatches):
         super().__init__(global_batch, rank, world_size)
         if ours := _RESERVED_OPTIONS & options.keys():
             raise InvalidArgument(f"{', '.join(sorted(ours))}: leave this out, because Loader sets order and size of batches")
-        if last not in ("short", "drop", "pad"):
-            raise InvalidArgument(f"last={last!r}: use 'short', 'drop' or 'pad'")
-        if not hasattr(dataset, "__len__"):
-            raise InvalidArgument(f"{type(dataset).__name__} has no length; use ckpt.data.Stream for data without an index")
-        self._seed, self._shuffle = seed, shuffle
-        self._plan = EpochPlan(len(dataset), global_batch, last, self._skipped_batches)
-        if self._plan.size < (global_batch if last == "drop" else 1):
-            raise InvalidArgument(f"{self._plan.size} samples make no batch of {global_batch}: give a smaller global_batch")
+        check_choice("last", last, "short", "drop", "pad")
+        check_switch("shuffle", shuffle)
+        if collate_fn is not None:
+            check_function("collate_fn", collate_fn, "the list of the samples of this rank that returns a batch")
+        self._seed = checked_not_negative("seed", seed, "a whole number of at least 0")
+        self._shuffle = bool(shuffle)
+        self._plan = EpochPlan(_sample_count(dataset), self._global_batch, last, self._skipped_batches)
+        if last == "drop" and self._plan.size < self._global_batch:
+            few = format_count(self._plan.size, "sample")
+            raise InvalidArgument(f"{few} make no batch of {self._global_batch}: give a smaller global_batch")
         self._generator = Generator()
-        self._loader = DataLoader(
-            _ShareDataset(dataset, collate_fn or default_collate),
-            batch_size=None,
-            sampler=_ShareSampler(self),
-            collate_fn=_return_unchanged,
-            generator=self._generator,
-            **options,
-        )
-        self._set_cursor(Cursor())
+        try:
+            self._loader = DataLoader(
+                _ShareDataset(dataset, collate_fn or default_collate),
+                batch_size=None,
+                sampler=_ShareSampler(self),
+                collate_fn=_return_unchanged,
+                generator=self._generator,
+                **options,
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"correct {', '.join(sorted(options))}, which DataLoader of torch refuses: {error}"
+            ) from error
+        self._cursor = self._first_batch(Cursor())
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch."""
@@ -220,17 +240,32 @@ class Loader(_ResumableBatches):
                 f"the dataset has {self._plan.size} samples, and had {state['size']} when its position was saved; use that "
                 "dataset, or leave the loader out of the state to start from the first sample"
             )
-        super().load_state_dict(state)
+        at = self._first_batch(_saved_cursor(state))
         self._seed, self._shuffle = int(state["seed"]), bool(state["shuffle"])
-        self._set_cursor(self._cursor)
+        self._continue_from(at)
 
-    def _set_cursor(self, at: Cursor) -> None:
+    def _first_batch(self, at: Cursor) -> Cursor:
+        """Return the position of the first batch at `at` or later. Raises InvalidArgument if a rank would get no sample."""
         for done in (0, at.sample):
             left = (self._plan.size - done) % self._global_batch
             if self._plan.last == "short" and 0 < left < self._world_size:
                 few = f"{format_count(left, 'sample')} for {format_count(self._world_size, 'rank')}"
                 raise InvalidArgument(f"the last batch of an epoch has {few}; use last='drop' or 'pad'")
-        self._cursor = self._plan.skip_ahead(at)
+        return self._plan.skip_ahead(at)
+
+
+def _sample_count(dataset: Any) -> int:
+    """Return the number of samples. Raises InvalidArgument for an empty dataset, and for one without a length or an index."""
+    kind = type(dataset).__name__
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise InvalidArgument(f"{kind} has no length; use ckpt.data.Stream for data without an index") from error
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
+        raise InvalidArgument(f"{kind} has no __getitem__; use ckpt.data.Stream for data without an index")
+    if not size:
+        raise InvalidArgument("the dataset has no samples: look whether its path and its filters are right")
+    return size
 
 
 _RESERVED_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"})
@@ -274,13 +309,11 @@ class Stream(_ResumableBatches):
         world_size: int | None = None,
     ) -> None:
         super().__init__(global_batch, rank, world_size)
-        for name, function, words in (("make", make, "the number of an epoch"), ("seek", seek or make, "an epoch and an item")):
-            if not callable(function):
-                raise InvalidArgument(
-                    f"{name}={function!r:.200}: use a function of {words} that returns the items, such as lambda epoch: names"
-                )
-        if last not in ("short", "drop"):
-            raise InvalidArgument(f"last={last!r}: use 'short' or 'drop'")
+        check_function("make", make, "the number of an epoch that returns the items, such as lambda epoch: names")
+        if seek is not None:
+            check_function("seek", seek, "an epoch and an item that returns the items, such as lambda epoch, n: names[n:]")
+        check_function("collate", collate, "the list of the items of this rank that returns a batch")
+        check_choice("last", last, "short", "drop")
         self._make, self._seek, self._collate, self._last = make, seek, collate, last
 
     def __iter__(self) -> Iterator[Any]:

@@ -225,6 +225,12 @@ def test_batches_in_the_variable_are_skipped(monkeypatch: pytest.MonkeyPatch) ->
         ({"last": "drop", "size": 3}, "3 samples make no batch of 4"),
         ({"last": "some"}, "use 'short', 'drop' or 'pad'"),
         ({"dataset": iter([1])}, "use ckpt.data.Stream"),
+        ({"dataset": Numbers}, "type has no length"),
+        ({"dataset": {1, 2}}, "set has no __getitem__"),
+        ({"size": 0}, "the dataset has no samples"),
+        ({"size": 0, "last": "drop"}, "the dataset has no samples"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"num_worker": 1}, "num_worker"),
     ],
 )
 def test_impossible_options_of_a_loader_are_refused(options: dict[str, Any], message: str) -> None:
@@ -232,10 +238,73 @@ def test_impossible_options_of_a_loader_are_refused(options: dict[str, Any], mes
         loader(**options)
 
 
+_NO_COUNTS = (True, False, "4", 4.0, None, 0, -1, np.float64(4), [4])
+_NO_FUNCTIONS = (0, 4.0, "4", True, [4])
+
+
+@pytest.mark.parametrize("kind", ["loader", "stream"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("global_batch", value) for value in _NO_COUNTS),
+        *(("world_size", value) for value in _NO_COUNTS),
+        *(("rank", value) for value in (True, "0", 0.0, None, -1, [0])),
+        *(("last", value) for value in (None, 0, True, ["short"], np.array(["short", "drop"]))),
+    ],
+)
+def test_arguments_of_a_wrong_type_or_sign_are_refused(kind: str, name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=name):
+        loader(**{name: value}) if kind == "loader" else stream(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("seed", value) for value in (-1, True, "3", 3.0, None, [3])),
+        *(("shuffle", value) for value in ("false", 0, 1.0, None)),
+        *(("collate_fn", value) for value in _NO_FUNCTIONS),
+    ],
+)
+def test_arguments_that_only_a_loader_has_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name}="):
+        loader(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("seek", value) for value in _NO_FUNCTIONS), *(("collate", value) for value in (None, *_NO_FUNCTIONS))],
+)
+def test_functions_that_only_a_stream_has_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name}="):
+        stream(**{name: value})
+
+
+def test_whole_numbers_of_numpy_are_taken() -> None:
+    made = loader(global_batch=np.int64(4), seed=np.uint8(3), shuffle=np.True_, rank=np.int32(0), world_size=np.int64(1))
+    assert list(made) == uninterrupted(20, 4, 3, 1)
+    assert {type(value) for value in made.state_dict().values()} == {int}
+
+
 def test_a_position_of_another_dataset_is_refused() -> None:
     state = loader(20).state_dict()
     with pytest.raises(InvalidArgument, match="has 24 samples, and had 20"):
         loader(24).load_state_dict(state)
+
+
+def test_a_refused_position_leaves_a_loader_as_it_was() -> None:
+    """With four ranks, the last batch of an epoch from sample 12 has one sample, which is refused."""
+    made = loader(20, rank=1, world_size=4, seed=5, global_batch=4)
+    batches = made.forever()
+    next(batches)
+    before = made.state_dict()
+    refused = loader(20).state_dict() | {"epoch": 7, "sample": 3, "batch": 9, "seed": 99, "shuffle": 0}
+    incomplete = [{key: value for key, value in refused.items() if key != left_out} for left_out in refused]
+    for state in (refused, *incomplete):
+        with pytest.raises((InvalidArgument, KeyError)):
+            made.load_state_dict(state)
+        assert made.state_dict() == before
+    other = loader(20, rank=1, world_size=4, seed=5, global_batch=4).forever()
+    assert [next(batches) for _ in range(7)] == list(itertools.islice(other, 1, 8))
 
 
 @pytest.mark.slow
@@ -258,7 +327,7 @@ def stream(size: int = 10, rank: int = 0, world_size: int = 1, **options: Any) -
     def items(epoch: int) -> Iterator[int]:
         yield from range(1000 * epoch, 1000 * epoch + size)
 
-    return data.Stream(items, global_batch=4, rank=rank, world_size=world_size, **options)
+    return data.Stream(items, **{"global_batch": 4, "rank": rank, "world_size": world_size} | options)
 
 
 @pytest.mark.parametrize("last", ["short", "drop"])
