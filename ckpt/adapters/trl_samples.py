@@ -50,8 +50,8 @@ class GeneratedSamples:
                 trainer.args.world_size,
             )
             return
-        trainer._step = int(state["step"])
-        trainer._buffered_inputs = _on_device(state["samples"], trainer.accelerator.device)
+        samples = _on_device(state["samples"], trainer.accelerator.device)
+        trainer._step, trainer._buffered_inputs = int(state["step"]), samples
 
 
 def _on_device(value: Any, device: Any) -> Any:
