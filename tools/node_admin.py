@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import click
@@ -249,9 +250,10 @@ def _consequence(health: FileHealth) -> str:
 
 def _print_findings(namespace: Namespace, found: ScrubReport) -> None:
     for health in found.damaged_files:
+        damaged = Counter(member for member, _ in health.damaged_objects)
         emit(
             f"{health.path}: {health.state}, {_consequence(health)}"
-            + "".join(f"; its object on {m} is damaged" for m, _ in health.damaged_objects)
+            + "".join(f"; {format_count(count, 'damaged object')} on {member}" for member, count in damaged.items())
         )
     for member, names in found.orphans.items():
         emit(f"{member}: {format_count(len(names), 'object')} that no record names")

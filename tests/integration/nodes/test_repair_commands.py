@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from helpers.nodes import NodeProcess
+from helpers.nodes import LocalNode, NodeProcess
 from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import open_namespace
@@ -59,6 +59,36 @@ def test_status_and_repair_commands_show_the_health_of_a_namespace(tmp_path: Pat
         done = admin("status", "ckpt://nowhere/")
         assert done.returncode == 1
         assert len(done.stderr.strip().splitlines()) == 1
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def test_a_scrub_names_each_member_with_damaged_objects_of_a_file_once(tmp_path: Path) -> None:
+    """Each append to a file adds an object on each of the two members."""
+    nodes = [LocalNode(tmp_path / f"n{i}") for i in range(2)]
+    try:
+        url = f"ckpt://{','.join(node.address for node in nodes)}"
+        namespace, _ = open_namespace(url)
+        file = namespace.put("f", random_bytes(100_000, 0))
+        for i in (1, 2):
+            with namespace.create("f", aligned=False, base=file) as writer:
+                writer.append(memoryview(random_bytes(100_000, i)))
+                file = writer.publish()
+        objects = {node.address: [p for p in (node.folder / "objects").rglob("*") if p.is_file()] for node in nodes}
+        for number, node in enumerate(nodes):
+            assert len(objects[node.address]) == 3, "each append adds an object"
+            for path in objects[node.address][number:2]:  # two objects on the first member, and one on the second
+                raw = bytearray(path.read_bytes())
+                raw[len(raw) // 2] ^= 1
+                path.write_bytes(raw)
+        done = admin("scrub", url)
+        namespace.close()
+        assert done.returncode == 1, done
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("f: ")]
+        for clause in (f"; 2 damaged objects on {nodes[0].address}", f"; 1 damaged object on {nodes[1].address}"):
+            assert line.count(clause) == 1, line
+        assert line.count(";") == 2, line
     finally:
         for node in nodes:
             node.close()
