@@ -228,7 +228,7 @@ def _draft_straggler_entries(view: DecisionInput, reports: Sequence[AgentReport]
     leave_out = bool(found and spec.straggler and spares)
     advice = (
         "" if leave_out
-        else "no other host waits" if spec.straggler and spec.hosts > 1
+        else "no host waits that could replace it" if spec.straggler and spec.hosts > 1
         else "look for what slows it there, or use another host" if spec.hosts == 1
         else "--straggler 2 starts the job again without it, where a spare waits"
     )  # fmt: skip
