@@ -153,7 +153,7 @@ class AgentLoop:
             return False
         for entry in parts.log.read():
             if entry.kind == "run" and facts_of(entry, RunFacts).run != parts.run_id:
-                raise CkptError("another run has begun in the same log; give each run its own --run-dir or --state")
+                raise CkptError(f"another run has begun in the same log; give each run {parts.log.run_log.own_options}")
             parts.messages.print_entry(entry)
             if entry.kind == "end":
                 self.status = facts_of(entry, EndFacts).status

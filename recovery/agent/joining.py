@@ -105,7 +105,8 @@ class Joining:
                 else "give the same command and options as on the other hosts"
             )  # fmt: skip
             raise CkptError(
-                f"another run uses this run log ({_describe_spec(run_state.spec)}); {advice}, or another --run-dir or --state"
+                f"another run uses this run log ({_describe_spec(run_state.spec)}); {advice}, or give each job "
+                f"{self._log.run_log.own_options}"
             )
 
     def _refuse_lost_log(self, run_state: RunState) -> None:
@@ -132,9 +133,10 @@ class Joining:
             return None
         if run_state.spec is not None and run_state.spec.command != spec.command:
             before = " ".join(run_state.spec.command)
+            continued = "log is" if self._log.run_log.is_remote else "log and ledger are"
             self._print(
-                f"another job has used this run log ({before}), and its log and ledger are continued; "
-                "give each job its own --run-dir"
+                f"another job has used this run log ({before}), and its {continued} continued; give each job "
+                f"{self._log.run_log.own_options}"
             )
         failpoint("agent.begun")
         for other in reports.keys() - living.keys() - {name}:

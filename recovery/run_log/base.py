@@ -58,6 +58,8 @@ class RunLog(ABC):
 
     is_remote = False
     """Whether other hosts can reach it. If so, a lock file in the folder of the run does not exclude them."""
+    own_options = "its own --run-dir"
+    """What a message advises to give to each of two jobs, so that they share no log and no ledger."""
 
     @abstractmethod
     def entries(self, after: int = 0) -> list[LogEntry]:

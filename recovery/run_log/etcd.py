@@ -36,6 +36,7 @@ class EtcdRunLog(RunLog):
     """
 
     is_remote = True
+    own_options = "its own --state and --run-dir"
 
     def __init__(self, url: str, token: str | None = None, read_only: bool = False) -> None:
         require_state_url(url)

@@ -12,13 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
 import click
 import pytest
+from helpers.etcd_server import EtcdProcess, needs_etcd
+from helpers.processes import until
 from helpers.runs import Run, assert_no_memory_is_left
 from helpers.runs import start as start
 
@@ -29,8 +31,9 @@ from ckpt.recovery.goodput.ledger import total_seconds_by_category
 from ckpt.recovery.ranks.host_identity import launcher_hint
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import AgentReport
-from ckpt.recovery.run_log.base import Draft, LogEntry
+from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog, open_run_log
 from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
+from ckpt.recovery.run_log.run_state import RunState
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools import run_queries
@@ -202,16 +205,82 @@ def test_a_plain_command_runs_on_each_rank(tmp_path: Path) -> None:
     assert_no_memory_is_left(tmp_path / "run")
 
 
-def test_a_job_in_the_folder_of_another_one_warns_of_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--"]
+@pytest.fixture(params=["folder", pytest.param("etcd", marks=needs_etcd)], name="log_place")
+def place_of_the_run_log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str | None, str]]:
+    """Yield the --state of a run, None if its log is in the folder `tmp_path / "run"`, and the advice to separate two jobs."""
+    if request.param == "folder":
+        yield None, "its own --run-dir"
+        return
+    server = EtcdProcess(tmp_path / "etcd")
+    try:
+        server.start()
+        yield f"etcd://{server.endpoint.removeprefix('http://')}/lab", "its own --state and --run-dir"
+    finally:
+        server.kill()
+
+
+def command_of_run(folder: Path, state: str | None, *words: str) -> list[str]:
+    command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(folder / "run")]
+    return [*command, *(() if state is None else ("--state", state)), *words]
+
+
+def test_a_job_in_the_log_of_another_one_warns_of_it(tmp_path: Path, log_place: tuple[str | None, str]) -> None:
+    state, advice = log_place
     stderr = []
     for program in (["true"], ["true"], ["sh", "-c", "true"]):
-        done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=600, check=False)
+        command = command_of_run(tmp_path, state, "--", *program)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0
         stderr.append(done.stderr)
     assert stderr[:2] == ["", ""]
     (line,) = stderr[2].splitlines()
     assert "another job has used this run log (true)" in line
+    assert line.endswith(f"give each job {advice}")
+
+
+def test_an_agent_ends_if_another_run_begins_in_its_log(tmp_path: Path, log_place: tuple[str | None, str]) -> None:
+    state, advice = log_place
+    begun = tmp_path / "begun"
+    command = command_of_run(tmp_path, state, "--", "sh", "-c", f"touch {begun}; sleep 600")
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        until(begun.exists)
+        with contextlib.closing(open_run_log(tmp_path / "run", state)) as run_log:
+            until(lambda: append_other_run(run_log))
+        _, stderr = running.communicate(timeout=600)
+    finally:
+        running.kill()
+        running.wait()
+    assert running.returncode == 1
+    assert f"another run has begun in the same log; give each run {advice}" in stderr
+
+
+def append_other_run(run_log: RunLog) -> bool:
+    """Append the entry that begins another run, and return whether nobody has appended an entry at the same time."""
+    entries = run_log.entries()
+    spec = RunState().apply_entries(entries).spec
+    assert spec is not None
+    return run_log.append(entries[-1].number, [entry_drafts.draft_run(1, "other", spec)])
+
+
+@needs_etcd
+def test_a_job_beside_a_running_one_gets_advice_for_the_place_of_the_log(tmp_path: Path) -> None:
+    server = EtcdProcess(tmp_path / "etcd")
+    server.start()
+    state = f"etcd://{server.endpoint.removeprefix('http://')}/lab"
+    begun = tmp_path / "begun"
+    running = subprocess.Popen(command_of_run(tmp_path, state, "--name", "a", "--", "sh", "-c", f"touch {begun}; sleep 600"))
+    try:
+        until(begun.exists)
+        command = command_of_run(tmp_path / "other", state, "--name", "b", "--", "true")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 1
+        assert "another run uses this run log (1 host with 1 rank: sh -c touch" in done.stderr
+        assert "give --nnodes on each, or give each job its own --state and --run-dir" in done.stderr
+    finally:
+        running.terminate()
+        running.wait(600)
+        server.kill()
 
 
 @pytest.mark.parametrize(("launcher", "command", "better"), [
