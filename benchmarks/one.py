@@ -32,7 +32,7 @@ def measure_peer(peer: Peer, state: states.State, folder: Path, repeat: int) -> 
         target = folder / f"{number}"
         copy = states.copy_seconds(state, states.blank(state)) if peer.background else 0.0
         os.sync()
-        with PeakMemory() as memory:
+        with PeakMemory(peer.helper_pids) as memory:
             began = time.perf_counter()
             peer.save(state, target)
             stall = time.perf_counter() - began
@@ -45,7 +45,7 @@ def measure_peer(peer: Peer, state: states.State, folder: Path, repeat: int) -> 
         like = states.blank(state)
         drop_cache(target)
         if warm_up:  # not in the timed rounds, because the sampling slows the load
-            with PeakMemory() as memory:
+            with PeakMemory(peer.helper_pids) as memory:
                 peer.load(target, like)
             found.load_memory_bytes = memory.nbytes
             drop_cache(target)

@@ -7,6 +7,7 @@ first save does not include imports.
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import threading
 from pathlib import Path
@@ -43,6 +44,10 @@ class Peer:
     def done(self) -> bool:
         """Return whether the save in the background has ended."""
         return True
+
+    def helper_pids(self) -> list[int]:
+        """Return the ids of the processes that this one has started to save."""
+        return []
 
     def load(self, folder: Path, like: State) -> State:
         """Fill the arrays of `like` and return it. A peer that can't fill arrays returns new ones."""
@@ -179,6 +184,9 @@ class DcpProcess(DcpAsync):
     def save(self, state: State, folder: Path) -> None:
         planner = self._dcp.DefaultSavePlanner(enable_plan_caching=True)
         self._future = self._dcp.async_save(state, checkpoint_id=folder, planner=planner, async_checkpointer_type=self._kind)
+
+    def helper_pids(self) -> list[int]:
+        return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
 
 
 class Orbax(Peer):

@@ -28,7 +28,7 @@ class PeerResult:
     """The time of a load from the page cache."""
     stored_bytes: int
     save_memory_bytes: int
-    """The peak of memory above the state, over all saves including the warm-up."""
+    """The peak of memory above the state, over all saves including the warm-up, and with a process that saves."""
     load_memory_bytes: int
     step_ratios: Samples
     """The time of a training step during a save over that of a quiet one; empty for a peer without background saves."""

@@ -173,7 +173,7 @@ def test_a_straggler_is_reported_once_an_attempt() -> None:
 
 
 def test_a_spare_replaces_a_straggler_once() -> None:
-    """All ranks save and continue without it. If the spare is slow, too, only the first slow host waits: no host is left out."""
+    """All ranks save and continue without it. If the spare is slow, too, only the first slow host waits, and it stays."""
     run = world(agents=4, straggler=2.0)
     run.advance()
     slow_down(run, "b")
