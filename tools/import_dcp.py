@@ -19,13 +19,14 @@ import click
 from ckpt.state.boxes import Box
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import FileLeaf
+from ckpt.tools.import_files import DAMAGE, FileLeaf, insert, raise_if_unreadable, refuse_damage
 from ckpt.tools.import_torch import read_slice
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 METADATA = ".metadata"
+_COPY_ADVICE = "copy the folder again"
 _METADATA_CLASSES = (
     "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex",
     "StorageMeta", "_MEM_FORMAT_ENCODING",
@@ -72,7 +73,8 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> An
         click.echo(
             f"{source} has {', '.join(others)} too, which is not imported: import it to another URL if you need it", err=True
         )
-    return _nested(flat, metadata.planner_data)
+    with refuse_damage(source / METADATA, _COPY_ADVICE):
+        return _nested(flat, metadata.planner_data)
 
 
 def read_entries(source: Path, unpickler: type[MetadataUnpickler]) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
@@ -82,11 +84,12 @@ def read_entries(source: Path, unpickler: type[MetadataUnpickler]) -> Iterator[t
 
 def _entries(source: Path, metadata: Any) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
     regions: dict[str, dict[tuple[int, ...], Any]] = {}
-    for index, info in metadata.storage_data.items():
-        if getattr(info, "transform_descriptors", None):
-            how = ", ".join(info.transform_descriptors)
-            raise CkptError(f"{source}: {index.fqn} is compressed ({how}): load it with DCP, and use ckpt.save")
-        regions.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+    with refuse_damage(source / METADATA, _COPY_ADVICE):
+        for index, info in metadata.storage_data.items():
+            if getattr(info, "transform_descriptors", None):
+                how = ", ".join(info.transform_descriptors)
+                raise CkptError(f"{source}: {index.fqn} is compressed ({how}): load it with DCP, and use ckpt.save")
+            regions.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
     files = _Files(source)
     try:
         for name, entry in metadata.state_dict_metadata.items():
@@ -101,18 +104,12 @@ def _read_metadata(path: Path, unpickler: type[MetadataUnpickler] = MetadataUnpi
             metadata = unpickler(file).load()
         if not isinstance(metadata.storage_data, dict) or not isinstance(metadata.state_dict_metadata, dict):
             raise ValueError("it has no table of the stored parts")
+        if not all(isinstance(name, str) for name in metadata.state_dict_metadata):
+            raise ValueError("it has a name that is not text")
     except FileNotFoundError as error:
         raise CkptError(f"{path} is missing, so the folder is not a complete checkpoint of DCP: import another one") from error
-    except (
-        pickle.UnpicklingError,
-        ValueError,
-        EOFError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        KeyError,
-        ImportError,
-    ) as error:
+    except (*DAMAGE, ImportError) as error:
+        raise_if_unreadable(error, str(path))
         raise CkptError(f"{path} can't be read ({first_line(error)}): load it with DCP, and use ckpt.save") from error
     return metadata
 
@@ -132,6 +129,10 @@ class _Files:
     def read_entry(self, name: str, entry: Any, parts: dict[tuple[int, ...], Any]) -> Any:
         """Return the leaf of a tensor, or another value."""
         where = f"{self._folder}: {name}"
+        with refuse_damage(where, _COPY_ADVICE):
+            return self._read_entry(where, entry, parts)
+
+    def _read_entry(self, where: str, entry: Any, parts: dict[tuple[int, ...], Any]) -> Any:
         if not hasattr(entry, "chunks"):
             if len(parts) != 1:
                 raise CkptError(f"{where} has {len(parts)} stored parts in {METADATA}, not one: copy the folder again")
@@ -165,7 +166,7 @@ class _Files:
         if name not in self._open:
             try:
                 self._open[name] = open(path, "rb")
-            except FileNotFoundError as error:
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
                 raise CkptError(f"{where} is in {path}, which is missing: copy the folder again") from error
         part = io.BufferedReader(_Slice(self._open[name], info.offset, info.length))
         return read_slice(part, str(path), info.offset, where)
@@ -200,24 +201,15 @@ class _Slice(io.RawIOBase):
 
 
 def _nested(flat: dict[str, Any], paths: object) -> Any:
-    """Return the values in the dicts and lists that DCP has flattened; `paths` has the keys of each name."""
+    """Return the values in the dicts and lists that DCP has flattened; `paths` has the keys of each name.
+
+    Raises ValueError where the keys of one lead to no place, or to that of another.
+    """
     if not isinstance(paths, dict) or not set(flat) <= paths.keys():
         return flat
     root: dict[Any, Any] = {}
     for name, value in flat.items():
-        keys = paths[name]
-        node: Any = root
-        for key, following in zip(keys, keys[1:], strict=False):
-            node = _enter(node, key, [] if isinstance(following, int) else {})
-        _enter(node, keys[-1], value)
+        if not isinstance(paths[name], (tuple, list)) or not paths[name]:
+            raise ValueError(f"the path of {name} is {paths[name]!r:.60}")
+        insert(root, paths[name], value, len(paths))
     return root
-
-
-def _enter(node: Any, key: Any, value: Any) -> Any:
-    """Set an entry of a dict or list if it is missing, and return it."""
-    if isinstance(node, list):
-        node.extend([None] * (key + 1 - len(node)))
-        if node[key] is None:
-            node[key] = value
-        return node[key]
-    return node.setdefault(key, value)

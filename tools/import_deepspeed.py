@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import FileLeaf, read_pointer
+from ckpt.tools.import_files import DAMAGE, FileLeaf, raise_if_unreadable, read_pointer
 from ckpt.tools.import_torch import read_state as read_torch_file
 from ckpt.tools.import_zero import (
     Part,
@@ -99,7 +99,8 @@ def _read_stage_3(zero: Path) -> dict[str, Any]:
         return whole_state(folder, model, groups, models[0], optimizer)
     except FileNotFoundError as error:
         raise CkptError(f"{error.filename} does not exist: the universal checkpoint is incomplete; convert it again") from error
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+    except DAMAGE as error:
+        raise_if_unreadable(error, str(folder))
         raise CkptError(
             f"the files of {folder} do not have the layout of DeepSpeed ({type(error).__name__}: {error}): import the folder "
             "that ds_to_universal has converted"

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Hashable, Mapping, Sequence
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,24 @@ from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.storage.base.errors import CkptError, StoreError, first_line, transient_cause
 
+DAMAGE = (
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError,
+    AssertionError, struct.error, zlib.error, zipfile.BadZipFile, pickle.UnpicklingError,
+)  # fmt: skip
+"""What reading damaged or forged contents raises: parts are missing, or have other types or values. torch asserts some."""
+
+
+@contextmanager
+def refuse_damage(where: object, advice: str) -> Iterator[None]:
+    """Raise CkptError with the place and the advice where the body raises one of `DAMAGE`."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except DAMAGE as error:
+        raise_if_unreadable(error, str(where))
+        raise CkptError(f"{where} is damaged ({type(error).__name__}: {first_line(error)[:100]}): {advice}") from error
+
 
 def read_pointer(path: Path) -> str:
     """Return the text of a small file that names the newest checkpoint. Raises CkptError where it is not text."""
@@ -29,8 +52,40 @@ def read_pointer(path: Path) -> str:
         raise CkptError(f"{path} can't be read as text ({error}): copy it again, or name the checkpoint itself") from error
 
 
+_MAX_UNNAMED_ITEMS = 1 << 16
+"""By how many items a list may be longer than the names of its state: empty containers and items that --only leaves out."""
+
+
+def insert(root: dict[Any, Any] | list[Any], keys: Sequence[Any], value: object, names: int) -> None:
+    """Put a value into nested dicts and lists, and make those that are missing; an int is the index of a list.
+
+    names: how many values the state has, which limits the length of its lists.
+
+    Raises ValueError where another value has these keys, or the first of them.
+    """
+    node: Any = root
+    for i, key in enumerate(keys):
+        is_last = i + 1 == len(keys)
+        if isinstance(node, list):
+            if type(key) is not int or not 0 <= key < names + _MAX_UNNAMED_ITEMS:
+                raise ValueError(f"{key!r:.60} is not an index of a list of the state")
+            node.extend([None] * (key + 1 - len(node)))
+            is_free = node[key] is None
+        elif isinstance(node, dict):
+            is_free = key not in node
+        else:
+            raise ValueError("its keys lead through another value")
+        if not is_free and is_last:
+            raise ValueError("it has the keys of another value")
+        if is_free:
+            node[key] = value if is_last else [] if isinstance(keys[i + 1], int) else {}
+        node = node[key]
+
+
 def raise_if_unreadable(error: Exception, where: str) -> None:
     """Raise StoreError if the error of a read says nothing about the bytes: the disk fails, or the process lacks memory."""
+    if isinstance(error, RecursionError):  # contents that are nested too deeply
+        return
     if (cause := transient_cause(error)) is not None:
         advice = "check the disk and the free memory, and try again"
         raise StoreError(f"reading {where} failed: {first_line(cause)}; {advice}") from error
@@ -69,11 +124,16 @@ class FileRegion:
             self.read(row, out[i * step : (i + 1) * step])
 
     def _read_strided(self, box: Box, out: Bytes) -> None:
-        with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-            elements = np.dtype((np.void, self.itemsize))
-            array: Any = np.ndarray(self.shape, elements, memory, self.offset, self.strides)
-            np.copyto(out.view(elements).reshape(box.shape), array[(*box.slices(), ...)])
-            del array  # otherwise the file can't be closed
+        try:
+            with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+                elements = np.dtype((np.void, self.itemsize))
+                array: Any = np.ndarray(self.shape, elements, memory, self.offset, self.strides)
+                np.copyto(out.view(elements).reshape(box.shape), array[(*box.slices(), ...)])
+                del array  # otherwise the file can't be closed
+        except (ValueError, TypeError, OverflowError) as error:
+            raise CkptError(
+                f"{self.path} ends before the array of shape {list(self.shape)} at byte {self.offset}: copy the file again"
+            ) from error
 
 
 def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -115,6 +175,10 @@ class FileLeaf(ArrayLeaf):
         self.kind = kind
         self.dtype = dtype
         self.shape = tuple(shape)
+        if not all(isinstance(length, int) and 0 <= length < 1 << 63 for length in self.shape):
+            raise CkptError(
+                f"its shape is {str(list(self.shape))[:60]}, which no array has: copy all files of the checkpoint again"
+            )
         self.itemsize = numpy_dtype(dtype).itemsize
         size = int(np.prod(self.shape, dtype=object))
         self.nbytes = size * self.itemsize
@@ -162,6 +226,8 @@ class FileLeaf(ArrayLeaf):
 
 def _is_tiled(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     """Return whether boxes cover an array, each element once."""
+    if any(len(numbers) != len(shape) for box in boxes for numbers in box):
+        return False
     if len(boxes) < 2 and all(box == Box((0,) * len(shape), shape) for box in boxes):
         return True
     edges = [(*column, n) for box in boxes for *column, n in zip(*box, shape, strict=True)]
@@ -175,4 +241,7 @@ def whole_file_leaf(
     region: FileRegion, dtype: str, kind: str = "torch", attributes: Mapping[str, str | bool] | None = None
 ) -> FileLeaf:
     """Return the leaf of an array that lies in one region."""
-    return FileLeaf(dtype, region.shape, [(Box((0,) * len(region.shape), region.shape), region)], kind, attributes)
+    try:
+        return FileLeaf(dtype, region.shape, [(Box((0,) * len(region.shape), region.shape), region)], kind, attributes)
+    except CkptError as error:
+        raise CkptError(f"{region.path}, the array at byte {region.offset}: {error}") from error

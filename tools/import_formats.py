@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from ckpt.state.name_patterns import matcher
 from ckpt.state.tree import join_path
+from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.import_megatron import is_megatron
 
@@ -51,7 +51,11 @@ def read_source(source: Path, requested: str | None, only: tuple[str, ...] = ())
     if not only:
         return read(source)
     matches = matcher(only)
-    state = _keep(read(source, matches) if found in _SELECTIVE else read(source), matches, "")
+    whole = read(source, matches) if found in _SELECTIVE else read(source)
+    try:
+        state = _keep(whole, matches, "")
+    except RecursionError as error:
+        raise CkptError(f"{source} is nested too deeply for --only, so it may be damaged: copy it again") from error
     if state is _NOTHING:
         raise CkptError(f"nothing in {source} matches --only {' '.join(only)}; give the names that a load of it shows")
     return state
@@ -122,6 +126,6 @@ def _has_safetensors_header(path: Path) -> bool:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            return 2 <= length <= 100_000_000 and isinstance(json.loads(file.read(length)), dict)
+            return 2 <= length <= 100_000_000 and isinstance(parse_json(file.read(length)), dict)
         except ValueError:
             return False

@@ -7,8 +7,8 @@ pickles, only plain values, tensors, arrays of numpy and namespaces are read; wh
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -16,11 +16,12 @@ from typing import IO, Any
 import click
 
 from ckpt.state.tree import join_path
+from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import CkptError, NotFound, StoreError, first_line
 from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_dcp import MetadataUnpickler, read_entries
-from ckpt.tools.import_files import raise_if_unreadable
+from ckpt.tools.import_files import raise_if_unreadable, refuse_damage
 
 COMMON = "common.pt"
 _CLASSES = {
@@ -37,7 +38,7 @@ def is_megatron(folder: Path) -> bool:
     path = folder / "metadata.json"
     try:
         with convert_os_errors("reading", str(path)):
-            found = json.loads(path.read_bytes())
+            found = parse_json(path.read_bytes())
     except (NotFound, ValueError):
         return False
     return isinstance(found, dict) and found.get("sharded_backend") == "torch_dist"
@@ -61,7 +62,8 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> An
                 raise
             left_out.append(path)
     if (source / COMMON).is_file() and (matches is None or matches("common")):
-        state["common"] = _plain(_read_common(source / COMMON), "common", left_out)
+        with refuse_damage(source / COMMON, "copy it again, or leave it out with --only"):
+            state["common"] = _plain(_read_common(source / COMMON), "common", left_out)
     if left_out:
         shown = ", ".join(left_out[:8]) + (f" and {len(left_out) - 8} more" if len(left_out) > 8 else "")
         click.echo(f"{source}: these are not plain values, and are not imported: {shown}", err=True)
@@ -152,7 +154,8 @@ def _plain(value: Any, path: str, left_out: list[str]) -> Any:
         for key in [key for key, each in value.items() if _is_unknown(each) or _is_unknown(key)]:
             left_out.append(join_path(path, str(key)))
             del value[key]
-        return type(value)((key, _plain(each, join_path(path, key), left_out)) for key, each in value.items())
+        kind = dict if isinstance(value, defaultdict) else type(value)  # the function that makes its values is not read
+        return kind((key, _plain(each, join_path(path, key), left_out)) for key, each in value.items())
     if type(value) in (list, tuple):
         if any(map(_is_unknown, value)):
             left_out.append(path)

@@ -20,7 +20,7 @@ def renamed(state: Any, names: ExportNames, source: Path) -> Any:
         return state
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    for name, value in _entries(state, ""):
+    for name, value in _all_entries(state, source):
         if not names.selects(name):
             continue
         new = names(name)
@@ -30,6 +30,13 @@ def renamed(state: Any, names: ExportNames, source: Path) -> Any:
     if not found:
         raise CkptError(f"no name in {source} begins with --strip {names.strip}; give the names that a load of it shows")
     return found
+
+
+def _all_entries(state: Any, source: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        yield from _entries(state, "")
+    except RecursionError as error:
+        raise CkptError(f"{source} is nested too deeply for --rename, so it may be damaged: copy it again") from error
 
 
 def _entries(value: Any, path: str) -> Iterator[tuple[str, Any]]:

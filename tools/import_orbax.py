@@ -5,7 +5,6 @@ TensorStore reads the arrays. Orbax and jax are not imported.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ import numpy as np
 from ckpt.state.boxes import Box
 from ckpt.state.dtype_names import dtype_name
 from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import FileLeaf
+from ckpt.tools.import_files import DAMAGE, FileLeaf, insert, refuse_damage
 
 _METADATA = "_METADATA"
 _MAX_CACHE_BYTES = 1 << 30
@@ -59,24 +59,32 @@ def read_state(source: Path) -> Any:
     """Return the state of a step of Orbax, or of the newest step of a folder of a CheckpointManager."""
     folder = _folder_of_arrays(source)
     try:
-        metadata = json.loads((folder / _METADATA).read_bytes())
+        metadata = parse_json((folder / _METADATA).read_bytes())
         entries = [
-            ([_key(key) for key in entry["key_metadata"]], entry["value_metadata"]["value_type"])
+            ([_key(key) for key in entry["key_metadata"]], str(entry["value_metadata"]["value_type"]))
             for entry in metadata["tree_metadata"].values()
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGE as error:
         raise CkptError(f"{folder / _METADATA} is damaged ({first_line(error)}): copy the folder again") from error
     arrays = _Arrays(folder, bool(metadata.get("use_zarr3", False)))
-    arrays.open([_name(keys) for keys, value_type in entries if value_type in _KINDS])
+    with refuse_damage(folder, "copy the folder again"):
+        arrays.open([_name(keys) for keys, value_type in entries if value_type in _KINDS])
+        return _nested(entries, arrays)
+
+
+def _nested(entries: list[tuple[list[str | int], str]], arrays: _Arrays) -> Any:
+    """Return the values in dicts and lists; raise ValueError where the keys of one lead to no place, or to that of another."""
     root: Any = [] if entries and entries[0][0] and isinstance(entries[0][0][0], int) else {}
     for keys, value_type in entries:
-        _insert(root, keys, arrays.read(keys, value_type))
+        if not keys:
+            raise ValueError("an entry has no keys")
+        insert(root, keys, arrays.read(keys, value_type), len(entries))
     return root
 
 
 def _folder_of_arrays(source: Path) -> Path:
     """Return the folder with the arrays: the source, an item of it, or an item of its newest step."""
-    steps = sorted((int(path.name) for path in source.iterdir() if path.name.isdigit()), reverse=True)
+    steps = sorted((int(path.name) for path in source.iterdir() if path.name.isdecimal()), reverse=True)
     for step in [source, *(source / str(number) for number in steps)]:
         found = sorted(path.parent for path in [step / _METADATA, *step.glob(f"*/{_METADATA}")] if path.is_file())
         if len(found) > 1:
@@ -151,17 +159,3 @@ def _bytes_to_cache(array: Any) -> int:
     chunk = array.chunk_layout.read_chunk.shape or ()  # None for an array without axes
     others = (-(-length // part) * part for length, part in zip(array.shape[1:], chunk[1:], strict=True))
     return int(math.prod((*chunk[:1], *others)) * array.dtype.numpy_dtype.itemsize)
-
-
-def _insert(root: dict[Any, Any] | list[Any], keys: list[str | int], value: object) -> None:
-    """Put a value into the nested dicts and lists of a state, and make those that are missing."""
-    node: Any = root
-    for key, following in zip(keys, [*keys[1:], None], strict=True):
-        made = value if following is None else [] if isinstance(following, int) else {}
-        if isinstance(node, list):
-            node.extend([None] * (int(key) + 1 - len(node)))
-            if node[int(key)] is None:
-                node[int(key)] = made
-        else:
-            node.setdefault(key, made)
-        node = node[key]

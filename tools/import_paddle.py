@@ -14,10 +14,11 @@ from ckpt.state.boxes import Box, flat_boxes
 from ckpt.state.dtype_names import dtype_name
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides
+from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, refuse_damage
 from ckpt.tools.import_paddle_names import NAMES, join_states
 from ckpt.tools.import_paddle_pickle import read_pickle
 
+_COPY_ADVICE = "copy it again, or read it with paddle.load, and use ckpt.save"
 _SPLIT_ARRAYS = "UnpackBigParamInfor@@"
 """The key with the arrays of more than 1 GiB, which protocols 2 and 3 save in parts."""
 
@@ -25,7 +26,7 @@ _SPLIT_ARRAYS = "UnpackBigParamInfor@@"
 def read_state(source: Path) -> Any:
     """Return the state of a file; of a folder, the layer and the optimizer of ckpt.adapters.paddle.ModelState."""
     if not source.is_dir():
-        return _as_loaded(read_pickle(source))
+        return _read_file(source)
     found = {ending: sorted(source.glob(f"*.{ending}")) for ending in ("pdparams", "pdopt")}
     for ending, paths in found.items():
         if len(paths) > 1:
@@ -37,10 +38,22 @@ def read_state(source: Path) -> Any:
     model = read_pickle(found["pdparams"][0])
     names = model.get(NAMES) if isinstance(model, dict) else None
     if not found["pdopt"]:
-        return {"model": _as_loaded(model)}
+        return {"model": _converted(model, found["pdparams"][0])}
     if not isinstance(names, dict):
         raise CkptError(f"{found['pdparams'][0]} is not a state_dict() of a layer: import each file to a step of its own")
-    return join_states(_as_loaded(model), names, _as_loaded(read_pickle(found["pdopt"][0])), str(found["pdopt"][0]))
+    optimizer = found["pdopt"][0]
+    with refuse_damage(optimizer, _COPY_ADVICE):
+        return join_states(_converted(model, found["pdparams"][0]), names, _read_file(optimizer), str(optimizer))
+
+
+def _read_file(path: Path) -> Any:
+    return _converted(read_pickle(path), path)
+
+
+def _converted(state: Any, path: Path) -> Any:
+    """Return the state of a file as paddle.load returns it; raise CkptError where its parts do not fit each other."""
+    with refuse_damage(path, _COPY_ADVICE):
+        return _as_loaded(state)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from ckpt.state.boxes import Box, flat_boxes
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.storage.base.errors import CkptError, first_line
-from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides
+from ckpt.tools.import_files import DAMAGE, FileLeaf, FileRegion, contiguous_strides, insert
 from ckpt.tools.import_paddle_names import NAMES, join_states
 from ckpt.tools.import_paddle_pickle import PickledObject, read_pickle
 from ckpt.tools.import_safetensors import read_safetensors_file
@@ -86,7 +86,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, list[_Part]], dict[_PartKey, s
             if not index.fields.get("replica_id"):  # further copies of a part that is stored already
                 files[(index.fields["tensor_key"], _numbers(index.fields["global_offset"]), _flat_range(index))] = file
         paths = {str(name): tuple(map(str, keys)) for name, keys in (tables.get("flat_mapping") or {}).items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except DAMAGE as error:
         raise CkptError(
             f"{path} is not the metadata of paddle.distributed.save_state_dict, or is damaged "
             f"({first_line(error)[:80]}): copy it again"
@@ -146,7 +146,8 @@ class _Files:
         if not isinstance(arrays, dict):
             raise CkptError(f"{path} is not a file of paddle.distributed.save_state_dict: copy it again")
         names = arrays.pop(NAMES, None)
-        self.names |= names if isinstance(names, dict) else {}
+        if isinstance(names, dict):
+            self.names |= {key: given for key, given in names.items() if isinstance(key, str) and isinstance(given, str)}
         return arrays
 
 
@@ -200,13 +201,12 @@ def _nested(flat: dict[str, FileLeaf], paths: dict[str, tuple[str, ...]], where:
     """Return the tensors in the dicts of the saved state."""
     root: dict[str, Any] = {}
     for name, leaf in flat.items():
-        *keys, last = paths.get(name) or (name,)
-        node = root
-        for key in keys:
-            node = node.setdefault(key, {})
-        if not isinstance(node, dict) or last in node:
-            raise CkptError(f"{where}: {name} has the keys of another tensor, so the metadata is damaged: copy it again")
-        node[last] = leaf
+        try:
+            insert(root, paths.get(name) or (name,), leaf, len(flat))
+        except ValueError as error:
+            raise CkptError(
+                f"{where}: {name} has the keys of another tensor, so the metadata is damaged: copy it again"
+            ) from error
     return root
 
 
@@ -216,7 +216,7 @@ def _named_as_whole_model(
     """Return the state of a ModelState where the optimizer's tensors are named after those of the model."""
     if state.keys() != {"model", "optimizer"} or not all(isinstance(part, dict) for part in state.values()):
         return state
-    of_model = {".".join(paths[name][1:]): given for name, given in names.items() if paths.get(name, ("",))[0] == "model"}
+    of_model = {".".join(paths[name][1:]): given for name, given in names.items() if paths.get(name, ())[:1] == ("model",)}
     try:
         return join_states(state["model"], of_model, state["optimizer"], str(where))
     except CkptError:  # names of another program

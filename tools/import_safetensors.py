@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.state.dtype_names import numpy_dtype
+from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.export_safetensors import HEADER_LIMIT, TYPE_CODES
 from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, whole_file_leaf
@@ -33,16 +33,15 @@ def read_state(source: Path) -> dict[str, FileLeaf]:
     found = _join([source.parent / name for name in sorted(set(file_of.values()))])
     missing = sorted(file_of.keys() - found.keys())
     if missing:
-        raise CkptError(
-            f"{source} names {missing[0]} and {len(missing) - 1} more that its files lack: download the files again"
-        )
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CkptError(f"{source} names {missing[0]}{more}, which its files lack: download the files again")
     return {name: found[name] for name in file_of}
 
 
 def read_index(source: Path) -> dict[str, str]:
     """Return the file of each array of an index; raise CkptError for one that is damaged, or names files elsewhere."""
     try:
-        file_of = json.loads(source.read_bytes())["weight_map"]
+        file_of = parse_json(source.read_bytes())["weight_map"]
         names = set(file_of.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CkptError(f"{source} is not an index of a model ({error!r}): download it again") from error
@@ -69,13 +68,17 @@ def _join(paths: list[Path]) -> dict[str, FileLeaf]:
 def read_safetensors_file(path: Path) -> dict[str, FileLeaf]:
     """Return the arrays of one file by name; raise CkptError if its header is damaged."""
     header, start = _read_header(path)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
+        raise CkptError(f"{path}: the header entry __metadata__ is not a JSON object, so it is damaged: copy the file again")
     kind = "torch" if metadata.get("format", "pt") == "pt" else "numpy"
     room = path.stat().st_size - start
     found = {}
     for name, entry in header.items():
         try:
-            dtype, shape, (first, end) = _DTYPES.get(entry["dtype"]), tuple(map(int, entry["shape"])), entry["data_offsets"]
+            dtype, shape, (first, end) = _DTYPES.get(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+            if any(type(number) is not int for number in (*shape, first, end)) or min(shape, default=0) < 0:
+                raise ValueError("a length or an offset is not a whole number")
         except (KeyError, TypeError, ValueError) as error:
             raise CkptError(f"{path}: the header entry of {name} is damaged ({error!r}); copy the file again") from error
         if dtype is None:
@@ -91,7 +94,7 @@ def read_safetensors_file(path: Path) -> dict[str, FileLeaf]:
 def _tied_names(metadata: dict[str, Any], found: dict[str, FileLeaf]) -> dict[str, FileLeaf]:
     """Return the further names of arrays, which `ckpt-restore` writes."""
     try:
-        tied = json.loads(metadata.get("tied", "{}"))
+        tied = parse_json(metadata.get("tied", "{}"))
         return {name: found[first] for name, first in tied.items() if first in found}
     except (ValueError, TypeError, AttributeError):  # another program's metadata of the same name
         return {}
@@ -106,7 +109,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         if len(text) != length:
             raise ValueError("it is shorter than its header")
-        header = json.loads(text)
+        header = parse_json(text)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
     except ValueError as error:

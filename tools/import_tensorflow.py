@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
-from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, read_pointer, whole_file_leaf
+from ckpt.tools.import_files import DAMAGE, FileLeaf, FileRegion, contiguous_strides, read_pointer, whole_file_leaf
 from ckpt.tools.import_leveldb import parse_fields, read_leveldb, read_varint
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -54,13 +53,13 @@ def read_state(source: Path, matches: Callable[[str], bool] | None = None) -> di
         table = read_leveldb(index)
         header = parse_fields(table.pop(b"", b""))
         entries = {key.decode(): _entry(value) for key, value in table.items() if not key.startswith(b"\0")}
-    except (ValueError, struct.error, LookupError, UnicodeDecodeError) as error:
+        shards = int(header.get(1, [1])[0])
+    except DAMAGE as error:
         raise CkptError(
             f"{index} is not an index of TensorFlow, or is damaged ({first_line(error)[:100]}): copy it again"
         ) from error
     if header.get(2, [0])[0] != 0:
         raise CkptError(f"{index} was written by a big-endian machine: restore it with TensorFlow, and use ckpt.save")
-    shards = int(header.get(1, [1])[0])
     state: dict[str, Any] = {}
     for key, entry in entries.items():
         names = _names(key)

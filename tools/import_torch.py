@@ -17,7 +17,7 @@ from typing import IO, Any
 from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import FileLeaf, FileRegion, raise_if_unreadable, whole_file_leaf
+from ckpt.tools.import_files import DAMAGE, FileLeaf, FileRegion, raise_if_unreadable, refuse_damage, whole_file_leaf
 from ckpt.tools.import_old_torch import allowed_classes, load_to_meta, reports_places
 
 _CHECKED_BYTES = 4 << 20
@@ -48,7 +48,8 @@ def read_slice(file: IO[bytes], path: str, start: int, where: str) -> Any:
     _require_intact(file, where)
     file.seek(0)
     state = _load(torch, file, where, "meta")
-    return replace_tensors(torch, state, lambda tensor, name: _leaf(torch, tensor, f"{where}: {name}", path, start))
+    with refuse_damage(where, "copy it again"):
+        return replace_tensors(torch, state, lambda tensor, name: _leaf(torch, tensor, f"{where}: {name}", path, start))
 
 
 def _require_byte_order(file: IO[bytes], where: str) -> None:
@@ -59,7 +60,7 @@ def _require_byte_order(file: IO[bytes], where: str) -> None:
                 if not record.CRC:  # written without checksums; zipfile checks none where the attribute is missing
                     del record.CRC
             order = archive.read(found[0]).decode() if found else sys.byteorder
-    except (zipfile.BadZipFile, OSError, UnicodeDecodeError) as error:
+    except (*DAMAGE, OSError) as error:
         raise_if_unreadable(error, where)
         raise CkptError(f"{where} is not a file of torch.save, or is damaged ({error}): copy it again") from error
     if order != sys.byteorder:
@@ -75,7 +76,7 @@ def _require_intact(file: IO[bytes], where: str) -> None:
                     with archive.open(record) as opened:
                         while opened.read(_CHECKED_BYTES):
                             pass
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+    except (*DAMAGE, OSError) as error:
         raise_if_unreadable(error, where)
         raise CkptError(f"{where} is damaged ({first_line(error)}): copy it again") from error
 
@@ -90,7 +91,7 @@ def _load(torch: ModuleType, file: IO[bytes], where: str, device: str) -> Any:
             f"{where} has objects that weights_only refuses ({_refused(error)}): load it with torch.load(weights_only=False) "
             "if you trust it, and give its tensors to ckpt.save; in a folder of DCP, --only can leave it out"
         ) from error
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (*DAMAGE, OSError) as error:
         raise_if_unreadable(error, where)
         raise CkptError(f"{where} is not a file of torch.save, or is damaged ({first_line(error)}): copy it again") from error
 

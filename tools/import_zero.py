@@ -18,7 +18,7 @@ from ckpt.adapters.deepspeed_names import COUNTERS, SCALER_FIELDS
 from ckpt.state.boxes import flat_boxes
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, read_pointer
+from ckpt.tools.import_files import DAMAGE, FileLeaf, FileRegion, contiguous_strides, raise_if_unreadable, read_pointer
 from ckpt.tools.import_torch import read_state as read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -56,7 +56,8 @@ def read_state(source: Path) -> dict[str, Any]:
     folder = _tag_folder(source)
     try:
         return _read_folder(folder)
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+    except DAMAGE as error:
+        raise_if_unreadable(error, str(folder))
         raise CkptError(
             f"the files of {folder} do not have the layout of DeepSpeed ({type(error).__name__}: {error}): convert the "
             "checkpoint with ds_to_universal, and import that"
@@ -132,9 +133,11 @@ def _optimizer_files(folder: Path) -> list[Path]:
 
 def rank_files(folder: Path, ranks: int) -> list[Path]:
     """Return the model file of each rank, which stage 3 has; raise CkptError if one is missing."""
-    files = [folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
-    if missing := [path for path in files if not path.is_file()]:
-        raise CkptError(f"{missing[0]} does not exist: the checkpoint is incomplete; copy it again")
+    files = []
+    for rank in range(ranks):  # a damaged number of ranks may be huge
+        files.append(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        if not files[-1].is_file():
+            raise CkptError(f"{files[-1]} does not exist: the checkpoint is incomplete; copy it again")
     return files
 
 
@@ -297,6 +300,8 @@ def _optimizer(groups: Sequence[PartitionGroup]) -> dict[str, Any]:
     labels: dict[int, str] = {}
     found: dict[str, Any] = {"state": {}, "group_of": {}, "groups": {}}
     for group in groups:
+        if not group.weights:
+            raise ValueError("a group has no parameters")
         label = labels.setdefault(group.number, next(iter(group.weights)))
         found["groups"][label] = group.options
         found["group_of"] |= dict.fromkeys(group.weights, label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,10 +17,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore
+from helpers.forged_values import STRANGE_JSON, forgeries
 from helpers.imports import assert_killed_import_leaves_no_step, growth_of_memory, load_imported
 
 import ckpt
 from ckpt.storage.base.errors import CkptError
+from ckpt.tools.import_formats import read_source
 
 
 def make_state() -> dict[str, Any]:
@@ -85,6 +88,42 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="damaged"):
         load_imported(tmp_path / "orbax")
     assert not (tmp_path / "imported").exists()
+
+
+def test_a_part_of_the_metadata_is_forged(tmp_path: Path) -> None:
+    """Each forged folder gives an error with advice, or a state."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        state = {"a": jnp.ones(5), "l": [np.ones(2), 3], "empty": {}}
+        checkpointer.save(tmp_path / "orbax", args=ocp.args.PyTreeSave(state))
+    assert set(read_source(tmp_path / "orbax", None)) == {"a", "l", "empty"}
+    found: dict[str, Any] = {}
+    for file in (tmp_path / "orbax" / "_METADATA", tmp_path / "orbax" / "a" / ".zarray"):
+        whole = file.read_bytes()
+        for forged in forgeries(json.loads(whole), STRANGE_JSON):
+            file.write_text(json.dumps(forged))
+            try:
+                read_source(tmp_path / "orbax", None)
+            except CkptError as error:
+                assert "folder" in str(error) or "restore it with Orbax" in str(error)
+            except Exception as error:
+                found[f"{type(error).__name__}: {error}"] = forged
+        file.write_bytes(whole)
+    assert not list(found)
+
+
+@pytest.mark.parametrize("keys", [("a", "inner"), ("a",), ("l", 1 << 40), ("l", "x"), ()])
+def test_the_keys_of_an_array_lead_to_the_place_of_another(keys: tuple[str | int, ...], tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "orbax", args=ocp.args.PyTreeSave({"a": 1, "l": [2], "z": {}}))
+    file = tmp_path / "orbax" / "_METADATA"
+    metadata = json.loads(file.read_bytes())
+    (name,) = (name for name in metadata["tree_metadata"] if "z" in name)
+    metadata["tree_metadata"][name]["key_metadata"] = [
+        {"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in keys
+    ]
+    file.write_text(json.dumps(metadata))
+    with pytest.raises(CkptError, match="is damaged .*: copy the folder again"):
+        load_imported(tmp_path / "orbax")
 
 
 def test_a_killed_import_leaves_no_step(tmp_path: Path) -> None:

@@ -76,3 +76,17 @@ def test_large_tensors_of_dcp(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     loaded = load_imported(tmp_path / "dcp")
     assert_same_tensors({name: loaded[name] for name in state}, state)
+
+
+@pytest.mark.parametrize("path", [("w", "inner"), ("w",), ("list", 1 << 40), (), 5, [[]]])
+def test_a_path_of_dcp_that_leads_nowhere_is_refused(path: Any, tmp_path: Path) -> None:
+    """The metadata has the keys of each value: here they go through a tensor, or are no keys at all."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.ones(2), "x": torch.ones(2), "list": [torch.ones(1)]}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data["x"] = path
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CkptError, match=r"\.metadata is damaged .*: copy the folder again"):
+        load_imported(tmp_path / "dcp")

@@ -82,7 +82,8 @@ def _copies(tmp_path: Path, data: bytes) -> Path:
     [
         ({"a": "one.safetensors", "b": "two.safetensors"}, "two.safetensors, which is missing"),
         ({"a": "../one.safetensors"}, "not in its folder"),
-        ({"a": "one.safetensors", "z": "one.safetensors"}, "names z"),
+        ({"a": "one.safetensors", "z": "one.safetensors"}, "names z, which its files lack"),
+        ({"y": "one.safetensors", "z": "one.safetensors"}, "names y and 1 more, which its files lack"),
         ([1], "is not an index"),
     ],
 )
