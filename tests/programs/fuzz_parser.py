@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +38,11 @@ with atheris.instrument_imports(include=["ckpt"]):
     from ckpt.storage.node import wire
     from ckpt.storage.registers.base import Ballot, Record, RegisterValue, decode_ballot, encode_ballot
     from ckpt.storage.remote.object_store import ObjectStore
+    from ckpt.tools.import_paddle import read_state as read_paddle_file
+    from ckpt.tools.import_safetensors import read_safetensors_file
+    from ckpt.tools.import_tensorflow import read_state as read_tensorflow_index
+
+from helpers.tensorflow_indexes import encode_index
 
 COMMIT = CommitRecord(
     7, 2, "2026-01-01T00:00:00Z", 2, (FileRecord("steps/7/manifest/0-2-1.parquet", 10, "00" * 16),),
@@ -131,8 +138,6 @@ def _parse_manifest(data: bytes) -> object:
 
 
 def _manifests() -> list[bytes]:
-    import tempfile
-
     import numpy as np
 
     import ckpt
@@ -153,6 +158,29 @@ def _parse_toml(data: bytes) -> object:
     if isinstance(table, dict) and isinstance(table.get("members"), str):  # the URL of an etcd, which would be asked
         return None
     return config_from_table("x", table, "a file")
+
+
+def _in_a_file(read: Callable[[Path], object], name: str) -> Callable[[bytes], object]:
+    def parse(data: bytes) -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, name)
+            path.write_bytes(data)
+            return read(path)
+
+    return parse
+
+
+def _safetensors() -> list[bytes]:
+    header = {"__metadata__": {"tied": '{"b": "a"}'}, "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+    text = json.dumps(header).encode()
+    return [len(text).to_bytes(8, "little") + text + bytes(24)]
+
+
+def _paddle_files() -> list[bytes]:
+    import numpy as np
+
+    state = {"w": np.ones(2, np.float32), "StructuredToParameterName@@": {"w": "w_0"}, "n": (1, [2.5, None])}
+    return [pickle.dumps(state, protocol) for protocol in (2, 4)]
 
 
 _change_ring = _change_message(record_ring.encode_ring(RING).head)
@@ -210,6 +238,11 @@ PARSERS: dict[str, Parser] = {
     ),
     "etcd-url": Parser(_text(parse_etcd_url), (CkptError,), lambda: [b"etcd://a:1,b:2/cluster"]),
     "redundancy": Parser(_text(parse_redundancy), (CkptError,), lambda: [b"2x", b"4+2", str(Redundancy(4, 2)).encode()]),
+    "safetensors": Parser(_in_a_file(read_safetensors_file, "x.safetensors"), (CkptError,), _safetensors),
+    "paddle-pickle": Parser(_in_a_file(read_paddle_file, "x.pdparams"), (CkptError,), _paddle_files),
+    "tensorflow-index": Parser(
+        _in_a_file(read_tensorflow_index, "x.index"), (CkptError,), lambda: [encode_index({"": {1: 1}})]
+    ),
     "configuration": Parser(
         _parse_toml, (CkptError,),
         lambda: [b'[namespaces.x]\nmembers = [{url = "a:1"}, {url = "/d", weight = 2.0}]\nredundancy = "2x"\n'],
