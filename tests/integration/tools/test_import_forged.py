@@ -290,7 +290,7 @@ def test_a_tensor_of_paddle_in_the_place_of_another_is_refused(keys: tuple[str, 
     (metadata, write, source), _ = distributed_paddle(tmp_path)
     metadata.flat_mapping["o"] = keys
     write(metadata)
-    with pytest.raises(CkptError, match="o is in one place with another tensor, so the metadata is damaged: copy it again"):
+    with pytest.raises(CkptError, match="o has the keys of another tensor, so the metadata is damaged: copy it again"):
         read_all(source)
 
 
