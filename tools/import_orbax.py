@@ -139,6 +139,10 @@ class _Arrays:
         return FileLeaf(dtype, shape, [(Box((0,) * len(shape), shape), stored)], _KINDS[value_type])
 
     def _open_without_cache(self, name: str) -> Any:
+        if ".." in Path(name).parts:
+            raise CkptError(
+                f"{self._folder}: {name!r} is outside of the folder, where no array is read: move it into the folder"
+            )
         store: dict[str, str] = {"driver": "file", "path": f"{self._folder}/{name}/"}
         if self._use_ocdbt:
             store = {"driver": "ocdbt", "base": f"file://{self._folder}/", "path": f"{name}/"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ def encoded(value: Any, path: str) -> Any:
         items = [(key, encoded(each, f"{path}.{key}")) for key, each in value.items()]
         if any(_has_dtype(key) for key in value):  # as the buffers of a distributed optimizer, which are listed by dtypes
             return {_ITEMS: [[encoded(key, path), each] for key, each in items]}
-        return type(value)(items)
+        return _dict_like(value, items)
     if type(value) in (list, tuple):
         return type(value)(encoded(each, f"{path}.{i}") for i, each in enumerate(value))
     if isinstance(value, io.BytesIO):
@@ -57,8 +59,13 @@ def decoded(value: Any) -> Any:
             return getattr(torch, value[_DTYPE])
         if value.keys() == {_NAMESPACE}:
             return argparse.Namespace(**decoded(value[_NAMESPACE]))
-        return type(value)((key, decoded(each)) for key, each in value.items())
+        return _dict_like(value, ((key, decoded(each)) for key, each in value.items()))
     return type(value)(map(decoded, value)) if type(value) in (list, tuple) else value
+
+
+def _dict_like(value: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return a dict of these items; an OrderedDict if `value` is one. A defaultdict has a function, which is not stored."""
+    return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
 
 
 def _has_dtype(key: object) -> bool:

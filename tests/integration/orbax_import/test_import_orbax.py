@@ -126,6 +126,20 @@ def test_the_keys_of_an_array_lead_to_the_place_of_another(keys: tuple[str | int
         load_imported(tmp_path / "orbax")
 
 
+@pytest.mark.parametrize("key", ["../outside/a", ".", "a/.."])
+def test_no_array_outside_of_the_folder_is_read(key: str, tmp_path: Path) -> None:
+    for name in ("orbax", "outside"):
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+            checkpointer.save(tmp_path / name, args=ocp.args.PyTreeSave({"a": np.ones(5)}))
+    file = tmp_path / "orbax" / "_METADATA"
+    metadata = json.loads(file.read_bytes())
+    (entry,) = metadata["tree_metadata"].values()
+    entry["key_metadata"] = [{"key": key, "key_type": 2}]
+    file.write_text(json.dumps(metadata))
+    with pytest.raises(CkptError, match="is outside of the folder|can't be opened"):
+        load_imported(tmp_path / "orbax")
+
+
 def test_a_killed_import_leaves_no_step(tmp_path: Path) -> None:
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "orbax", args=ocp.args.StandardSave({"a": jnp.ones(50)}))
