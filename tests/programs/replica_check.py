@@ -75,7 +75,7 @@ def batch_norm() -> None:
     message = refused({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, url)
     assert "running_mean holds other bytes" in message, message
     assert "running_var holds other bytes" in message, message
-    assert "put the module itself" in message, message
+    assert "save the module itself" in message, message
     assert "weight holds" not in message, message
     ckpt.save({"model": model, "optimizer": optimizer.state_dict()}, url, 2)
     mean = [torch.zeros(WIDTH) for _ in range(dist.get_world_size())]

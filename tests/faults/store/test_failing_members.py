@@ -41,7 +41,10 @@ def test_files_are_written_with_fewer_members_while_a_loss_is_tolerated(
         namespace.put("c", contents["c"])
         assert fragment_counts(namespace, "a") == {full}
         assert fragment_counts(namespace, "c") == {full - 1}
-        assert f"of {namespace.url} is on {format_count(full - 1, 'member')} where {redundancy} needs {full}" in caplog.text
+        assert (
+            f"of {namespace.url} is on {format_count(full - 1, 'member')}, but {redundancy} needs {full}: the other"
+            in caplog.text
+        )
         for node in nodes[1 : full - code.min_write_fragments + 1]:
             node.signal(number)
         with pytest.raises(Unavailable) as refused:
