@@ -13,7 +13,7 @@ from ckpt.saving import commit_wait
 from ckpt.saving.nan_check import NanOption
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.support.validation import check_switch, checked_bytes, checked_positive, checked_seconds
+from ckpt.support.validation import check_choice, check_switch, checked_bytes, checked_positive, checked_seconds
 
 DifferenceOption: TypeAlias = int | Literal["auto"] | None
 """Values of the argument full_every=."""
@@ -60,8 +60,7 @@ class Options:
         check_switch("overwrite", self.overwrite)
         if self.verify_replicas is not None:
             check_switch("verify_replicas", self.verify_replicas)
-        if self.nan not in get_args(NanOption):
-            raise InvalidArgument(f"nan={self.nan!r}: use 'warn', 'refuse' or 'allow'")
+        check_choice("nan", self.nan, *get_args(NanOption))
         if self.full_every not in (None, "auto"):
             checked_positive("full_every", self.full_every, "a positive number of steps, 'auto', or None for no differences")
             if self.copies > 1:

@@ -18,16 +18,17 @@ from ckpt.storage.base.errors import InvalidArgument
 
 def checked_positive(name: str, value: object, what: str) -> int:
     """Return a whole number of at least 1 as int, also one of numpy. what: the allowed values. Raises InvalidArgument."""
-    number = as_integer(value)
-    if number is None or number < 1:
-        raise InvalidArgument(f"{name}={value!r}: use {what}")
-    return number
+    return _checked_integer(name, value, 1, what)
 
 
 def checked_not_negative(name: str, value: object, what: str) -> int:
     """Return a whole number of at least 0 as int, also one of numpy. what: the allowed values. Raises InvalidArgument."""
+    return _checked_integer(name, value, 0, what)
+
+
+def _checked_integer(name: str, value: object, least: int, what: str) -> int:
     number = as_integer(value)
-    if number is None or number < 0:
+    if number is None or number < least:
         raise InvalidArgument(f"{name}={value!r}: use {what}")
     return number
 

@@ -263,9 +263,8 @@ class LocalStore(Store):
     @interruptible
     def _get(self, name: str, limit: int | None) -> bytes:
         path = self._path(name)
-        fd = _open_to_read(path)
-        with os.fdopen(fd, "rb") as file, convert_os_errors("reading", path):
-            require_length(f"{self.url}/{name}", os.fstat(fd).st_size, limit)
+        with os.fdopen(_open_to_read(path), "rb") as file, convert_os_errors("reading", path):
+            require_length(f"{self.url}/{name}", os.fstat(file.fileno()).st_size, limit)
             return file.read()
 
     @interruptible
@@ -292,7 +291,8 @@ class LocalStore(Store):
                 fd = os.open(self._path(name), os.O_RDONLY)
                 try:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead beyond the ranges below
-                    for position in range(start, end := start + nbytes, _MAX_ADVICE_BYTES):
+                    end = start + nbytes
+                    for position in range(start, end, _MAX_ADVICE_BYTES):
                         if not in_page_cache(fd, position):  # for cached bytes the kernel would look up every page
                             os.posix_fadvise(fd, position, min(_MAX_ADVICE_BYTES, end - position), os.POSIX_FADV_WILLNEED)
                 finally:
