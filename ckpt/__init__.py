@@ -1,13 +1,11 @@
 """Checkpoints of large training jobs, saved at the speed of the disk and verified on every read.
 
-Usage:
-
     import ckpt
     ckpt.save(state, url, step=10)
     state = ckpt.load(url)
 
-A committed step is complete, and a save that fails leaves the earlier steps as they are. Training programs, `recovery` and
-`tools` use it. Start with `api`, whose functions `save` and `load` name each stage of their work.
+Guarantees: a committed step is complete, and a save that fails leaves the earlier steps as they are. Used by training programs,
+`adapters` and `tools`. Start with `api`. Its functions `save` and `load` name each stage of their work.
 """
 
 from ckpt.support import interrupts as interrupts  # first: Ctrl-C during the other imports must end a command cleanly

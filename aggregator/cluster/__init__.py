@@ -1,4 +1,5 @@
 """The members of a namespace: their configuration, the connection to each, and what they report.
 
-It imports `placement`. Start with `config`; `fanout` calls many members at once.
+Guarantees: a member that does not answer is reported as such, and never as one without the data. Used by `records` and the
+packages above it; it imports `placement`. Start with `config`; `fanout` calls many members at once.
 """

@@ -1,5 +1,5 @@
 """Files of a namespace, written as stripes to several members and read back from those that answer.
 
-Every cell that is read is verified. It imports `records` and the packages below. Start with `namespace`, then `writer` and
-`reader`.
+Guarantees: every cell that is read is verified. Used by `maintenance`, `interfaces` and `tools`; it imports `records` and the
+packages below it. Start with `namespace`, then `writer` and `reader`.
 """

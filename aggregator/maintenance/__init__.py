@@ -1,5 +1,5 @@
 """The maintenance of a namespace: scrub, repair and rebalance, on demand or in the background.
 
-A record or a member that it can't read never makes it delete anything. It imports `file_io` and the packages below. Start with
-`scrub`, then `repair` and `rebalance`.
+Guarantees: a record or a member that cannot be read never causes a deletion. Used by `tools`; it imports `file_io` and the
+packages below it. Start with `scrub`, then `repair` and `rebalance`.
 """

@@ -1,8 +1,9 @@
 """Adapters for other frameworks: one file for each, with its parts in files whose names begin with the same word.
 
-Import the one that you need, as in `from ckpt.adapters.torch import ModelState`. Each imports its framework. Adapters use the
-public API and the packages below it; nothing in ckpt imports them. What several of them use is named after what it does, such
-as `epoch_random`, `peer_memory` and `weights`.
+Import the one that you need, as in `from ckpt.adapters.torch import ModelState`. What several of them use is named after what
+it does, such as `epoch_random`, `peer_memory` and `weights`. docs/design/adding-a-framework.md describes what another adapter
+needs, and `testing` has its tests.
 
-Start with `torch`. docs/design/adding-a-framework.md describes what another adapter needs, and `testing` has its tests.
+Guarantees: a framework is imported only with an adapter that needs it, and no other package of ckpt imports an adapter. Used by
+training programs and `tools`. Start with `torch`.
 """

@@ -1,5 +1,5 @@
 """Plan, read and verify blocks of a load, and the staging memory through which a save passes.
 
-An error is raised for each block that does not match its digest, before the load returns. The package imports `format`, `state`
-and `support`. Start with `read_plan`, then `block_reader`.
+Guarantees: a block that does not match its digest raises an error before the load returns. Used by `repository` and the
+packages above it; it imports `format` and the packages below it. Start with `read_plan`, then `block_reader`.
 """

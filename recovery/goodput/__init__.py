@@ -1,4 +1,5 @@
 """The goodput ledger of a run, which accounts for every second, and a simulator of runs with failures.
 
-This package imports `policy`. Start with `ledger`.
+Guarantees: each second of a run has one category, so their sum is the wall time. Used by `run_log` and the packages above it;
+it imports `policy`. Start with `ledger`.
 """

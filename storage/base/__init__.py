@@ -1,8 +1,8 @@
 """The interface of a store, and what all stores share: errors, checksums, buffers, direct I/O, fail points.
 
-A store is a flat space of named objects, each written once or replaced as a whole. Third parties implement `Store`, `Reader`
-and `Writer` and test them with `ckpt.storage.testing.StoreContract`. This package imports nothing else of the project. Start
-with `store`.
+Guarantees: a store is a flat space of named objects, each written once or replaced as a whole. Used by all packages, and by
+third parties, which implement `Store`, `Reader` and `Writer` and test them with `ckpt.storage.testing.StoreContract`. It
+imports nothing else of the project. Start with `store`.
 """
 
 from ckpt.storage.base.store import ALIGNMENT as ALIGNMENT

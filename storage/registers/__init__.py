@@ -1,4 +1,5 @@
 """Registers: the small records of a member, each one an acceptor of a consensus among members.
 
-A register makes an accepted value durable before it answers. This package imports `storage.base`. Start with `base`.
+Guarantees: a register makes an accepted value durable before it answers. Used by `member` and the packages above it; it imports
+`base`. Start with `base`.
 """

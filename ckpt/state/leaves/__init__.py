@@ -1,8 +1,8 @@
 """Arrays and objects of the frameworks as named bytes; the names of all files of a framework begin with its name.
 
-A load returns the same dtype, shape and bytes; an array that cannot be stored is refused by name. A save uses only frameworks
-that the process has imported and imports none itself. Of `ckpt.state`, the package imports only modules
-that know nothing of the state tree, such as `boxes`, `dtype_names` and `stateful`.
+Guarantees: a load returns the same dtype, shape and bytes; an array that cannot be stored is refused by name; a save uses only
+frameworks that the process has imported and imports none itself. Used by `ckpt.state` and the packages above it. Of
+`ckpt.state`, it imports only modules that know nothing of the state tree, such as `boxes`, `dtype_names` and `stateful`.
 
 Start with `base.ArrayLeaf`, then `numpy`. `ckpt.state.frameworks` lists the functions that each file has.
 """

@@ -1,0 +1,75 @@
+"""The docstring of each package describes its purpose, its guarantees, its users and the file to read first."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / ".ci"))
+import map as code_map  # noqa: E402
+import rooms  # noqa: E402
+
+PACKAGES = {
+    str(file.parent.relative_to(ROOT)): ast.get_docstring(ast.parse(file.read_text())) or ""
+    for folder in rooms.FOLDERS
+    for file in sorted((ROOT / folder).rglob("__init__.py"))
+}
+
+
+def joined(package: str) -> str:
+    """Return the docstring of a package as one line."""
+    return " ".join(PACKAGES[package].split())
+
+
+def users(package: str) -> str:
+    """Return what its docstring says about the users of a package."""
+    found = re.search(r"Used (?:by|through) (.*?)(?:[.;] |$)", joined(package))
+    assert found is not None, f"{package}: write who uses it"
+    return found[1]
+
+
+def importers(package: str) -> list[set[str]]:
+    """Return the packages that import a package, each as the names of its layer and of itself."""
+    name = package.replace("/", ".") if package.startswith("ckpt") else f"ckpt.{package.replace('/', '.')}"
+    found = (room for room, imported in code_map.room_edges().items() if name in imported)
+    return [set(room.split(".")) - {"ckpt"} for room in found]
+
+
+def test_the_packages_are_found() -> None:
+    assert len(PACKAGES) > 35
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_describes_itself_in_three_to_ten_lines(package: str) -> None:
+    assert 3 <= len(PACKAGES[package].splitlines()) <= 10
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_names_its_guarantees_its_users_and_where_to_start(package: str) -> None:
+    text = joined(package)
+    assert "Guarantees: " in text
+    assert users(package)
+    assert re.search(r"Start with (the file|`)", text)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_file_to_start_with_exists(package: str) -> None:
+    for name in re.findall(r"`([^`]+)`", re.split(r"Start with ", joined(package))[-1].split(".", 1)[0]):
+        parts = name.split(".")
+        paths = (ROOT / package / "/".join(parts[:count]) for count in range(1, len(parts) + 1))
+        assert any(path.with_suffix(".py").exists() or path.is_dir() for path in paths), name
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if importers(package)])
+def test_a_package_names_the_packages_that_import_it(package: str) -> None:
+    text = users(package)
+    named = {name.rpartition(".")[2] for name in re.findall(r"`([^`]+)`", text)} - {package.partition("/")[0]}
+    if not re.search(r"\b(above|all)\b", text):
+        assert [names for names in importers(package) if not names & named] == [], "it does not name these users"
+    rooms_named = named & {room.rpartition(".")[2] for room in code_map.room_edges()}
+    assert rooms_named <= set().union(*importers(package)), "a named user does not import it"
