@@ -104,9 +104,6 @@ class SaveFailed(CkptError):
 class GroupError(CkptError):
     """The ranks of a group could not communicate, or do not agree."""
 
-    noted: bool = False
-    """Whether this error repeats another rank's note; this rank then leaves no note of its own."""
-
 
 class StepRefused(CkptError):
     """The parts of the ranks do not form a complete step: a gap, an overlap, or a contradiction between ranks."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ckpt.errors import GroupError
 from ckpt.groups.base import GROUP_TIMEOUT_SECONDS, Group
 from ckpt.groups.launchers import EnvRank, rank_from_env
-from ckpt.groups.rendezvous_notes import RendezvousNotes
+from ckpt.groups.rendezvous_notes import OtherRankFailed, RendezvousNotes
 from ckpt.groups.store_rendezvous import StoreRendezvous
 from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.store import Store
@@ -62,8 +62,10 @@ class EnvGroup(Group):
         notes.withdraw()
         try:
             yield
+        except OtherRankFailed:
+            raise
         except GroupError as error:
-            if isinstance(error.__cause__, StoreError) and not error.noted:
+            if isinstance(error.__cause__, StoreError):
                 notes.leave(error.__cause__)
             raise
 

@@ -20,6 +20,10 @@ _raised_tokens: set[str] = set()
 """Tokens of the notes that this process has raised. Each is raised once, since the ranks may try another rendezvous later."""
 
 
+class OtherRankFailed(GroupError):
+    """Another rank has left a note that it cannot reach the rendezvous store. This rank leaves no note of its own."""
+
+
 class RendezvousNotes:
     """The note of a job's ranks about one rendezvous store. There is one note for all ranks; a later one replaces it."""
 
@@ -42,7 +46,7 @@ class RendezvousNotes:
                 host_notes.remove(self._key)
 
     def raise_failure(self) -> None:
-        """Raise GroupError if another rank has left a note since this process started; an older note is of an earlier job.
+        """Raise OtherRankFailed if another rank has left a note since this process started; an older note is of an earlier job.
 
         The cause has the class of the other rank's error, by which ckpt-run decides whether a restart can help.
         """
@@ -55,9 +59,7 @@ class RendezvousNotes:
             return
         _raised_tokens.add(token)
         where = "" if self._url in str(cause) else f" at {self._url}"
-        error = GroupError(f"{self._group!r}: rank {rank} cannot join the other ranks{where}: {cause}")
-        error.noted = True
-        raise error from cause
+        raise OtherRankFailed(f"{self._group!r}: rank {rank} cannot join the other ranks{where}: {cause}") from cause
 
     def _read(self) -> tuple[int, StoreError, float, str] | None:
         data = self._group.note(self._key)
