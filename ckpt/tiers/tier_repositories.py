@@ -33,7 +33,7 @@ def require_shared_memory(tiers: Sequence[Tier], group: Group) -> None:
     """Raise InvalidArgument where a tier is the memory of one host, and the ranks are on several."""
     if group.size > 1 and any(map(is_host_memory, tiers)) and not group.one_host():
         raise InvalidArgument(
-            'Tier("memory"): the ranks are on several hosts, which share no memory; start them with ckpt-run, '
+            'Tier("memory"): the ranks are on several hosts; start them with ckpt-run and the options that it asks for, '
             "or give the nodes of the hosts: "
             'Tier("ckpt://host1:7070,host2:7070/run?redundancy=2x")'
         )
