@@ -33,7 +33,8 @@ HEAD = """# Fault campaigns
 
 `make soak` runs these tests with their full counts, and writes this page. Each line states what must hold. A case is a kill,
 a damaged file, a state after a power loss, a schedule, a seed, a state of a model, or an input of a parser. Where a test does
-not count its cases, each of its parameters is one. A failed case prints a seed or a schedule that repeats it.
+not count its cases, each of its parameters is one. A failed case prints a seed or a schedule that repeats it. A test that is
+"not run" has not been run with its full counts yet; `make test` runs it with fewer.
 
 `make soak CAMPAIGNS=tests/faults/kill` runs a part of them. Then the other lines keep their last result.
 

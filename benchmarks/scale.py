@@ -175,7 +175,7 @@ def show(results: list[Figures]) -> None:
     """Print the table."""
     table = Table(box=SIMPLE_HEAD, title="The manifest of one step", title_justify="left")
     for column in (
-        "model", "ranks", "rows", "leaves", "manifest\nMB", "read parts\ns", "merge\ns", "encode\ns", "peak\nMiB",
+        "model", "ranks", "rows", "leaves", "manifest\nMB", "decode parts\ns", "merge\ns", "encode\ns", "peak\nMiB",
         "open\ns", "find\ns", "rows\nfound", "peak\nMiB", "plan\nms", "again\nms",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
