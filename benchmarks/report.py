@@ -76,7 +76,7 @@ def peer_cells(peer: PeerResult) -> list[str]:
 
 def ratio_section(results: Results) -> Section:
     """Return the table of the promised ratios."""
-    section = Section("What is promised", ["figure", "reached", "target", "", WHAT_RUN])
+    section = Section("Targets", ["figure", "reached", "target", "", WHAT_RUN])
     for ratio in ratios(results):
         mark = {True: "✓", False: "✗", None: "-"}[ratio.met]
         bound = "≥" if ratio.at_least else "≤"
