@@ -50,6 +50,7 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
     from ckpt.recovery.agent.host_options import HostOptions
     from ckpt.recovery.run_log.base import open_run_log
 
+    _require_linux()
     _check_name(host.name)
     _set_rank_environment(job, security)
     hosts = job.host_count(host.launcher, os.environ)
@@ -82,6 +83,15 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
     finally:
         opened.close()
         os.close(lock)
+
+
+def _require_linux() -> None:
+    """Raise CkptError on a system without the calls by which an agent watches its ranks."""
+    if not hasattr(os, "pidfd_open"):
+        raise CkptError(
+            "ckpt-run needs Linux, because it watches ranks by pidfd_open and /proc; start the program without it: "
+            "ckpt.Checkpointer also saves and resumes by itself"
+        )
 
 
 def _check_name(name: str | None) -> None:
