@@ -111,6 +111,8 @@ def _last_attempt(entries: Sequence[LogEntry]) -> int:
 
 
 def _ledger_families(seconds: Mapping[str, float]) -> list[_Family]:
+    if not any(seconds.values()):  # a host that never led the run has no ledger, and a goodput of 0 would be wrong
+        return []
     spent: dict[str, float] = {name: seconds.get(name, 0.0) for name in TIME_CATEGORIES}
     return [
         _Family("ckpt_run_seconds_total", "counter", "Wall time, by category.", _labelled_samples("name", spent)),

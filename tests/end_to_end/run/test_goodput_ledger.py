@@ -176,7 +176,14 @@ def test_metrics_of_a_running_job_count_only_reporting_ranks() -> None:
     assert samples["ckpt_run_committed_step",] == 4
     assert samples["ckpt_run_loss",] == 0.25
     assert samples["ckpt_run_rank_silent_seconds", "0"] == 10
-    assert "ckpt_run_up 0\n" in metrics.render_metrics([], {}, False)
+
+
+def test_a_host_without_a_ledger_exports_no_goodput() -> None:
+    for seconds in ({}, {"useful": 0.0, "redo": 0.0}):
+        text = metrics.render_metrics([], seconds, False)
+        assert "ckpt_run_up 0\n" in text
+        assert "goodput" not in text
+        assert "ckpt_run_seconds_total" not in text
 
 
 def test_metrics_are_served_on_a_port_or_skipped_if_it_is_taken(tmp_path: Path) -> None:
