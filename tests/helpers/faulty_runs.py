@@ -75,8 +75,16 @@ class Faulty(Run):
             run_log.close()
 
     def until_step(self, step: int, attempt: int = 0) -> None:
-        """Wait until all ranks have done this step."""
-        until(lambda: all(self.step(rank, attempt) >= step for rank in range(RANKS)), f"step {step}")
+        """Wait until all ranks have done this step. Fail at once if the attempt has ended before this was seen."""
+
+        def is_done() -> bool:
+            is_over = self.process.poll() is not None or any(e.kind == "start" and e.attempt > attempt for e in self.log())
+            if all(self.step(rank, attempt) >= step for rank in range(RANKS)):
+                return True
+            assert not is_over, f"attempt {attempt} ended before step {step} was seen: {[e.text for e in self.log()]}"
+            return False
+
+        until(is_done, f"step {step}")
 
     def step(self, rank: int, attempt: int) -> int:
         beat = self.beat(rank, attempt)

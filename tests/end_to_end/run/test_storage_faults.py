@@ -109,6 +109,14 @@ def test_a_failed_background_save_restarts_the_job(start: Starter, point: str) -
     assert ckpt.open(run.folder / "repo").steps()[-1] == 39
 
 
+def test_a_wait_for_a_step_fails_at_once_if_the_job_has_ended(start: Starter) -> None:
+    """Otherwise a test whose job was faster than it would wait for ten minutes, and not show why."""
+    run = start(seconds=0.0, steps=5)
+    assert run.process.wait(300) == 0
+    with pytest.raises(AssertionError, match="attempt 0 ended before step 12 was seen"):
+        run.until_step(12)
+
+
 def test_a_job_survives_a_disk_that_is_full_for_a_while(start: Starter, tmp_path: Path) -> None:
     """The disk is really full; then another process frees space."""
     small = tmp_path / "small"
