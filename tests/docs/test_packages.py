@@ -1,4 +1,4 @@
-"""The docstring of each package has its guarantees, its users and the file to read first. test_layering checks its length."""
+"""The docstring of each package describes its purpose, its guarantees, its users, and where to start reading."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import map as code_map  # noqa: E402
 import rooms  # noqa: E402
 
 PACKAGES = {
-    str(file.parent.relative_to(ROOT)): ast.get_docstring(ast.parse(file.read_text())) or ""
-    for folder in rooms.FOLDERS
-    for file in sorted((ROOT / folder).rglob("__init__.py"))
+    name: ast.get_docstring(ast.parse(path.read_text())) or ""
+    for name, path in rooms.modules().items()
+    if path.name == "__init__.py"
 }
 
 
@@ -35,13 +35,17 @@ def users(package: str) -> str:
 
 def importers(package: str) -> list[set[str]]:
     """Return the packages that import a package, each as the names of its layer and of itself."""
-    name = package.replace("/", ".") if package.startswith("ckpt") else f"ckpt.{package.replace('/', '.')}"
-    found = (room for room, imported in code_map.room_edges().items() if name in imported)
+    found = (room for room, imported in code_map.room_edges().items() if package in imported)
     return [set(room.split(".")) - {"ckpt"} for room in found]
 
 
 def test_the_packages_are_found() -> None:
     assert len(PACKAGES) > 35
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_has_a_docstring_of_three_to_ten_lines(package: str) -> None:
+    assert 3 <= len(PACKAGES[package].splitlines()) <= 10
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -54,7 +58,7 @@ def test_a_package_names_its_guarantees_its_users_and_where_to_start(package: st
 @pytest.mark.parametrize("package", [package for package in PACKAGES if importers(package)])
 def test_a_package_names_the_packages_that_import_it(package: str) -> None:
     text = users(package)
-    named = {name.rpartition(".")[2] for name in re.findall(r"`([^`]+)`", text)} - {package.partition("/")[0]}
+    named = {name.rpartition(".")[2] for name in re.findall(r"`([^`]+)`", text)} - set(package.split("."))
     if not re.search(r"\b(above|all)\b", text):
         assert [names for names in importers(package) if not names & named] == [], "it does not name these users"
     rooms_named = named & {room.rpartition(".")[2] for room in code_map.room_edges()}

@@ -74,22 +74,6 @@ class Faulty(Run):
         finally:
             run_log.close()
 
-    def until_step(self, step: int, attempt: int = 0) -> None:
-        """Wait until all ranks have done this step. Fail at once if the attempt has ended before this was seen."""
-
-        def is_done() -> bool:
-            is_over = self.process.poll() is not None or any(e.kind == "start" and e.attempt > attempt for e in self.log())
-            if all(self.step(rank, attempt) >= step for rank in range(RANKS)):
-                return True
-            assert not is_over, f"attempt {attempt} ended before step {step} was seen: {[e.text for e in self.log()]}"
-            return False
-
-        until(is_done, f"step {step}")
-
-    def step(self, rank: int, attempt: int) -> int:
-        beat = self.beat(rank, attempt)
-        return -1 if beat is None else beat.step
-
     def beat(self, rank: int, attempt: int) -> RankHeartbeat | None:
         found = [entry.facts["pages"] for entry in self.log() if (entry.kind, entry.attempt) == ("start", attempt)]
         try:

@@ -50,17 +50,19 @@ class Run:
         return int((self.folder / f"pid-{rank}").read_text())
 
     def until_step(self, step: int, attempt: int = 0) -> None:
-        """Wait until all ranks have done this step."""
+        """Wait until all ranks have done this step. Fail at once if the attempt has ended before this was seen."""
         deadline = time.monotonic() + 600
-        pages: list[Path] = []
         while time.monotonic() < deadline:
-            if not pages:
-                pages = [Path(e["facts"]["pages"]) for e in self.record() if e["kind"] == "start" and e["attempt"] == attempt]
+            has_ended = self.process.poll() is not None
+            starts = [entry for entry in self.record() if entry["kind"] == "start"]
+            pages = [Path(entry["facts"]["pages"]) for entry in starts if entry["attempt"] == attempt]
             try:
                 if pages and all(HeartbeatPage(pages[0] / f"{attempt}-{i}").read().step >= step for i in range(RANKS)):
                     return
             except FileNotFoundError:
                 pass
+            is_over = has_ended or any(entry["attempt"] > attempt for entry in starts)
+            assert not is_over, f"attempt {attempt} ended before step {step} was seen: {[e['text'] for e in self.record()]}"
             time.sleep(0.01)
         raise AssertionError(f"step {step} was not reached")
 
