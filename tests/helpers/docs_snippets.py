@@ -73,7 +73,7 @@ class Runner:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("CKPT_", "PYTEST", "COLUMNS"))}
-        self._environ = environ | {"PATH": path, "HOME": str(self.folder), "PYTHONUNBUFFERED": "1"} | self.environment
+        self._environ = environ | {"PATH": path, "HOME": str(self.folder)} | self.environment
         self._ports: dict[str, str] = {}
         self._background = ""
         self._stack = ExitStack()

@@ -42,7 +42,7 @@ def _start(command: list[str], failpoints: str = "") -> subprocess.Popen[str]:
 
 
 class Faulty(Run):
-    """A job of three ranks whose storage and faults a test chooses."""
+    """A job of three ranks whose storage and faults a test chooses. Its last step waits for `end`, as in `Run`."""
 
     def __init__(
         self, folder: Path, *options: str, url: str = "", tiers: tuple[str, ...] = (), fault: str = "", steps: int = 40,
@@ -50,6 +50,7 @@ class Faulty(Run):
     ) -> None:  # fmt: skip
         self.folder = folder
         folder.mkdir(exist_ok=True)
+        self.hold()
         self.files = folder / "run"
         command = [*RUN, "-n", str(RANKS), "--run-dir", str(self.files), *options, "--"]
         if quiet_ranks:  # the fail points apply to ckpt-run alone

@@ -29,11 +29,12 @@ STEP_SECONDS = 0.05
 
 
 class Job:
-    """Some agents of one run, with two ranks each."""
+    """Some agents of one run, with two ranks each. The job does not begin its last step before the test calls `ends`."""
 
     def __init__(self, folder: Path, state: str | None, *options: str, hosts: int = 3, steps: int = 100) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
+        (folder / "hold").touch()
         self.state = ["--state", state] if state else []
         self.options = ["--nnodes", str(hosts), "-n", "2", "--patience", "0", "--cold", "--no-memory", *options]
         self.steps = steps
@@ -72,18 +73,25 @@ class Job:
 
     def until(self, true: Callable[[list[LogEntry]], bool], what: str) -> None:
         """Wait until a condition holds for the entries."""
-        deadline = time.monotonic() + 600
-        while not true(self.log()):
-            assert time.monotonic() < deadline, f"not {what}: {[(e.kind, e.text) for e in self.log()]}"
-            time.sleep(0.1)
+        self._wait(lambda: true(self.log()), what, pause=0.1)
 
     def until_step(self, step: int, attempt: int = 0) -> None:
         """Wait until every rank has done this step."""
         self.until(lambda log: any(e.kind == "start" and e.attempt == attempt for e in log), f"attempt {attempt}")
-        deadline, world = time.monotonic() + 600, self._world(attempt)
-        while min(self._steps(attempt, world), default=-1) < step:
-            assert time.monotonic() < deadline, f"step {step} is not reached in attempt {attempt}"
-            time.sleep(0.02)
+        world = self._world(attempt)
+        self._wait(
+            lambda: min(self._steps(attempt, world), default=-1) >= step, f"step {step} in attempt {attempt}", pause=0.02
+        )
+
+    def _wait(self, true: Callable[[], bool], what: str, pause: float) -> None:
+        """Wait until a condition holds. Fail at once if all agents have ended before, as nothing changes then."""
+        deadline = time.monotonic() + 600
+        while True:
+            is_over = all(agent.poll() is not None for agent in self.agents.values()) or time.monotonic() > deadline
+            if true():
+                return
+            assert not is_over, f"not {what}: {[(e.kind, e.text) for e in self.log()]}"
+            time.sleep(pause)
 
     def steps_done(self, attempt: int) -> list[int]:
         return self._steps(attempt, self._world(attempt))
@@ -104,7 +112,13 @@ class Job:
     def pid(self, rank: int) -> int:
         return int((self.folder / f"pid-{rank}").read_text())
 
+    def release(self) -> None:
+        """Let the job do its last step."""
+        (self.folder / "hold").unlink(missing_ok=True)
+
     def ends(self, *names: str) -> dict[str, int]:
+        """Let the job end, wait for these agents, and return their exit statuses."""
+        self.release()
         for name in names:
             self.agents[name].wait(timeout=600)
         return {name: self.agents[name].returncode for name in names}

@@ -28,21 +28,31 @@ RANKS = 3
 
 
 class Run:
-    """A job of three ranks under ckpt-run, as a user starts it."""
+    """A job of three ranks under ckpt-run, as a user starts it. It does not begin its last step before the test calls `end`."""
 
     def __init__(
         self, folder: Path, *options: str, steps: int = 40, seconds: float = 0.02, fault: tuple[object, ...] = ()
     ) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
+        self.hold()
         self.files = folder / "run"
         command = [sys.executable, "-m", "ckpt.tools.run", "-n", str(RANKS), "--run-dir", str(self.files), "--cold"]
         command += [*options, "--"]
         program = [sys.executable, PROGRAM, str(folder), str(steps), str(seconds), *map(str, fault)]
         self.process = subprocess.Popen([*command, *program], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
+    def hold(self) -> None:
+        """Keep the job from its last step, so that it can't end before the test has seen it."""
+        (self.folder / "hold").touch()
+
+    def release(self) -> None:
+        """Let the job do its last step."""
+        (self.folder / "hold").unlink(missing_ok=True)
+
     def end(self, timeout: float = 600) -> int:
-        """Wait for the end, keep the output in `messages`, and return the exit status."""
+        """Let the job end, wait for this, keep the output in `messages`, and return the exit status."""
+        self.release()
         _, self.messages = self.process.communicate(timeout=timeout)
         return self.process.returncode
 

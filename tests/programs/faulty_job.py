@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from last_step import wait_before_last_step
 
 import ckpt
 from ckpt.storage.base.failpoints import set_failpoints
@@ -34,6 +35,7 @@ def main() -> None:
         with (folder / "begun").open("a") as file:
             file.write(f"{start}\n")
         for step in range(start, steps):
+            wait_before_last_step(folder, step, steps)
             time.sleep(seconds)
             state["w"].local[...] += np.sin(step * 1.7 + rank)
             if is_faulty and fault == "memory" and step == int(argument):

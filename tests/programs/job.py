@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from last_step import wait_before_last_step
 
 import ckpt
 
@@ -36,6 +37,7 @@ def main() -> None:
         with (folder / "begun").open("a") as file:
             file.write(f"{start}\n")
         for step in range(start, steps):
+            wait_before_last_step(folder, step, steps)
             if fault.startswith("hung-"):
                 with ckpt.pulse.phase(fault[5:]):
                     time.sleep(seconds if (step, rank, attempt) != (at, faulty_rank, 0) else 1e6)

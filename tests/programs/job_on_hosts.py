@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from last_step import wait_before_last_step
 
 import ckpt
 
@@ -36,6 +37,7 @@ def main() -> None:
         state, start = ck.restore(state)
         (folder / f"from-{attempt}-{rank}").write_text(str(start))
         for step in range(start, steps):
+            wait_before_last_step(folder, step, steps)
             time.sleep(seconds * slow)
             state["w"].local[...] += np.sin(step * 1.7 + rows[:, None])
             (folder / f"at-{attempt}-{rank}").write_text(str(step))

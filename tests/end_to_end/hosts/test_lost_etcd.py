@@ -56,6 +56,7 @@ def test_hosts_without_etcd_report_it_and_end_when_asked(tmp_path: Path) -> None
             run.start(name)
         run.until_step(5)
         server.kill()
+        run.release()
         ended = "all ranks of this host have ended with success; the run ends when the run log answers, or by another signal"
         until(lambda: all((run.folder / f"end-{rank}.npy").exists() for rank in range(4)))
         time.sleep(4)  # the ranks end first, and then their agents detect it

@@ -112,9 +112,23 @@ def test_a_failed_background_save_restarts_the_job(start: Starter, point: str) -
 def test_a_wait_for_a_step_fails_at_once_if_the_job_has_ended(start: Starter) -> None:
     """Otherwise a test whose job was faster than it would wait for ten minutes, and not show why."""
     run = start(seconds=0.0, steps=5)
+    run.release()
     assert run.process.wait(300) == 0
     with pytest.raises(AssertionError, match="attempt 0 ended before step 12 was seen"):
         run.until_step(12)
+
+
+def test_a_short_job_is_seen_by_a_test_that_comes_late(start: Starter) -> None:
+    """Otherwise a busy machine decides what a test of a fault tests."""
+    run = start(seconds=0.0, steps=5)
+    until(
+        lambda: (beat := run.beat(0, 0)) is not None and beat.step == 3 and beat.phase == "eval",
+        "it waits before its last step",
+    )
+    run.until_step(3)
+    run.kill_ranks()
+    assert_ends_well(run, 5)
+    assert [cause for cause, _ in run.failures()] == ["signal"]
 
 
 def test_a_job_survives_a_disk_that_is_full_for_a_while(start: Starter, tmp_path: Path) -> None:
