@@ -6,6 +6,7 @@ import functools
 import logging
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 from ckpt.block_io.block_reader import Progress
@@ -22,6 +23,7 @@ from ckpt.loading.group_load import (
     run_on_all_ranks,
 )
 from ckpt.loading.own_values import read_own_values
+from ckpt.loading.read_ahead import reading_ahead
 from ckpt.loading.shared_read import BlockSource, ShareReads, read_shared
 from ckpt.loading.step_fallback import load_newest_on_all_ranks
 from ckpt.loading.target_matching import TargetMatcher
@@ -233,7 +235,11 @@ def load_checkpoint(find: Callable[[], Checkpoint], request: LoadRequest) -> Any
     checkpoint = find()
     # Multi-rank steps are almost always loaded to resume, so bypass the page cache.
     bypass_cache = request.bypass_cache or checkpoint.commit.world_size > 1
-    read_plan, finish = run_on_all_ranks(group, refusing_deep_trees(checkpoint.where)(lambda: _plan_load(checkpoint, request)))
+    # Where this process reads the whole step through the page cache, the disk need not wait for the plan.
+    reads_all = request.only is None and group.size == 1 and not bypass_cache
+    with reading_ahead(checkpoint) if reads_all else nullcontext():
+        plan = refusing_deep_trees(checkpoint.where)(lambda: _plan_load(checkpoint, request))
+        read_plan, finish = run_on_all_ranks(group, plan)
     source = BlockSource(checkpoint.store, checkpoint.manifest().digest_algorithm, checkpoint.where, request.progress)
     packs = [file.name for file in checkpoint.commit.packs]
     run_on_all_ranks(

@@ -1,0 +1,51 @@
+"""Reads a step into the page cache while its load is planned, so that the disk works while its manifest is decoded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from ckpt.format.json_records import FileRecord
+from ckpt.format.pack import step_of_file
+from ckpt.repository.checkpoint import Checkpoint
+from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.store import Store
+from ckpt.storage.base.threads import try_start
+
+_MIN_BYTES = 64 << 20
+"""Smaller steps are planned before a thread has read much."""
+_CALL_BYTES = 16 << 20
+"""The bytes of one read. After each one the thread waits for the interpreter lock, up to 5 ms while Python code runs."""
+
+
+@contextmanager
+def reading_ahead(checkpoint: Checkpoint) -> Iterator[None]:
+    """Read the packs of the step from their first byte on while the body runs, if their store reads through the page cache.
+
+    A pack whose first page is cached is not read, nor are packs of earlier steps, of which this step may need little.
+
+    This is a hint: its errors are ignored, and the load reports them when it reads the same bytes. The thread is not waited
+    for, so its last read may end after the body.
+    """
+    packs = [file for file in checkpoint.commit.packs if step_of_file(file.name) == checkpoint.step]
+    stopped = threading.Event()
+    if checkpoint.store.past_cache and sum(file.nbytes for file in packs) >= _MIN_BYTES:
+        read = (checkpoint.store, packs, stopped)
+        try_start(threading.Thread(target=_read, args=read, name="ckpt-read-ahead", daemon=True))
+    try:
+        yield
+    finally:
+        stopped.set()
+
+
+def _read(store: Store, packs: Sequence[FileRecord], stopped: threading.Event) -> None:
+    buffer = memoryview(bytearray(_CALL_BYTES))
+    for file in packs:
+        with suppress(CkptError), store.open(file.name) as reader:
+            if reader.is_cached(0):
+                continue
+            for position in range(0, file.nbytes, _CALL_BYTES):
+                if stopped.is_set():
+                    return
+                reader.read_into(position, buffer)
