@@ -189,7 +189,7 @@ def load(
         LeafNotFound: `like` has a leaf that the step does not have, or no leaf matches `only`.
         LeafMismatch: A leaf of `like` has another shape, dtype or kind than the saved one.
         IntegrityError: Stored bytes are damaged; SignatureError where the step is not signed with `key`.
-        FormatError: There is no repository at the URL, or a newer version wrote it.
+        FormatError: Something other than a repository is at the URL, or a newer version wrote it.
         StoreError: The store failed.
         GroupError: The ranks could not meet, or asked for different steps.
     """

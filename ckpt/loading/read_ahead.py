@@ -40,12 +40,13 @@ def reading_ahead(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _read(store: Store, packs: Sequence[FileRecord], stopped: threading.Event) -> None:
-    buffer = memoryview(bytearray(_CALL_BYTES))
-    for file in packs:
-        with suppress(CkptError), store.open(file.name) as reader:
-            if reader.is_cached(0):
-                continue
-            for position in range(0, file.nbytes, _CALL_BYTES):
-                if stopped.is_set():
-                    return
-                reader.read_into(position, buffer)
+    with suppress(CkptError, MemoryError):
+        buffer = memoryview(bytearray(_CALL_BYTES))
+        for file in packs:
+            with store.open(file.name) as reader:
+                if reader.is_cached(0):
+                    continue
+                for position in range(0, file.nbytes, _CALL_BYTES):
+                    if stopped.is_set():
+                        return
+                    reader.read_into(position, buffer)

@@ -11,7 +11,7 @@ from ckpt.support.user_warning import warn_user
 _FILE_OF_THE_OTHER = os.path.join("ckpt", "decorator.py")
 """A file that the other package has, and this one never has."""
 _REPAIR = (
-    "run pip uninstall ckpt, and then pip install --force-reinstall --no-deps ckpt-store (in a checkout: . for ckpt-store)"
+    "run pip uninstall ckpt, and then, in a clone of the repository of ckpt-store, pip install --force-reinstall --no-deps ."
 )
 
 
