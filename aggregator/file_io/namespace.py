@@ -51,16 +51,21 @@ class Namespace(NamespaceRecords):
     def list(self, folder: str = "") -> dict[str, RecordHead]:
         """Return the heads of all files and folders below a folder, at any depth, by path, in order.
 
-        Raises Unavailable where so many members are missing that a file could be overlooked.
+        Raises Unavailable where so many members are missing, or so many records of a path are damaged, that a file could be
+        overlooked; IntegrityError where a record can't be decoded.
         """
         prefix = f"/{check_path(folder)}/" if folder else "/"
         if not self.exists():
             return {}
         answers, _ = self.scan(prefix, wait_for_all=False)
         newest: dict[str, tuple[Ballot, bytes, int]] = {}  # ballot, head and number of members of the newest record
+        damaged: set[str] = set()
         for records in answers.values():
             for name, record in records:
-                if isinstance(record, DamagedRecord) or record.value is None:
+                if isinstance(record, DamagedRecord):
+                    damaged.add(name)
+                    continue
+                if record.value is None:
                     continue
                 ballot, _, count = newest.get(name, (NO_BALLOT, b"", 0))
                 if ballot < record.accepted:
@@ -70,9 +75,11 @@ class Namespace(NamespaceRecords):
         found = {name[1:]: file_record.decode_record_head(name[1:], head) for name, (_, head, _) in newest.items()}
         self._start_collection_if_needed(found)
         # A record that too few members have is half-done or outdated. `stat_all` settles it, so that the listing shows the
-        # record with which the file is opened later.
+        # record with which the file is opened later. It raises where all records of a path that answer are damaged: a caller
+        # may delete what a file needs that is not listed.
         needed = self.ring.quorum.write
-        for path, file in self.stat_all([name[1:] for name, (_, _, count) in newest.items() if count < needed]).items():
+        unsettled = [name[1:] for name, (_, _, count) in newest.items() if count < needed]
+        for path, file in self.stat_all([*unsettled, *(name[1:] for name in sorted(damaged - newest.keys()))]).items():
             found.pop(path, None)
             if file is not None:
                 found[path] = file.head

@@ -12,8 +12,8 @@ from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import PathRecord
 from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.replica_set import ballots_by_name, is_lagging
-from ckpt.storage.base.errors import CkptError, StoreError
-from ckpt.storage.registers.base import DamagedRecord
+from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
+from ckpt.storage.registers.base import DamagedRecord, RegisterValue
 
 log = logging.getLogger("ckpt")
 
@@ -70,7 +70,9 @@ def read_all_records(namespace: Namespace) -> AllRecords:
                         named.update(o.name for o in layout.objects)
     for start in range(0, len(paths), BATCH_PATHS):
         batch = paths[start : start + BATCH_PATHS]
-        for name, value in namespace.read_records(batch).items():
+        values, missing = _read_records(namespace, batch)
+        unreadable += [name[1:] for name in missing]
+        for name, value in values.items():
             if name not in damaged and is_lagging(namespace.ring.replica_set(name), ballots[name], answers):
                 differing.append(name)
             if value is None:
@@ -87,6 +89,26 @@ def read_all_records(namespace: Namespace) -> AllRecords:
                 files[name[1:]] = file
     lagging = sorted(name[1:] for name in damaged.union(_still_differing(namespace, differing)))
     return AllRecords(files, named, is_complete, lagging, unreadable, errors)
+
+
+def _read_records(namespace: Namespace, names: Sequence[str]) -> tuple[Mapping[str, RegisterValue | None], Sequence[str]]:
+    """Return the values of registers, and the names of those that no quorum of undamaged records has.
+
+    One such register makes the read of a whole batch fail, so the others are then read one by one.
+    """
+    try:
+        return namespace.read_records(names), []
+    except Unavailable:
+        if len(names) == 1:
+            log.exception("%s: the record can't be read; the scrub goes on with the others", names[0][1:])
+            return {}, names
+    found: dict[str, RegisterValue | None] = {}
+    missing: list[str] = []
+    for name in names:
+        values, without = _read_records(namespace, [name])
+        found.update(values)
+        missing += without
+    return found, missing
 
 
 def _still_differing(namespace: Namespace, names: Sequence[str]) -> Sequence[str]:

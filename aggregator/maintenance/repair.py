@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.file_record import FileLayout, MemberObject, drop_unused_objects, min_fragments
 from ckpt.aggregator.records.ring_change import complete_ring_change, ensure_record_redundancy
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
-from ckpt.storage.base.errors import CkptError, StoreError
+from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord
 
 log = logging.getLogger("ckpt")
@@ -75,17 +75,33 @@ def repair_namespace(
             else:
                 count.add_file()
 
-    if found.lagging_paths:
-        namespace.settle([f"/{path}" for path in found.lagging_paths])
+    settled = _settle(namespace, found.lagging_paths, count)
     run_in_order(repair, found.damaged_files, FILES_AT_ONCE, "ckpt-repair")
-    orphans = _delete_orphans(namespace, found.grace_seconds) if found.orphans or found.lagging_paths else 0
+    orphans = _delete_orphans(namespace, found.grace_seconds) if found.orphans or settled else 0
     collected = 0
     if not found.missing_members:
         _admit_restored_members(namespace)
         collected = collect_tombstones(namespace)
     for open_member in namespace.open_members.values():
         open_member.sweep(found.grace_seconds)
-    return count.report(records=len(found.lagging_paths), orphans=orphans, collected=collected)
+    return count.report(records=settled, orphans=orphans, collected=collected)
+
+
+def _settle(namespace: Namespace, paths: Sequence[str], count: RepairCount) -> int:
+    """Write the records of these paths to all members that keep them, and return how many were written.
+
+    A record that no quorum of members has undamaged counts as a failure, and the others are still written.
+    """
+    if not paths:
+        return 0
+    try:
+        namespace.settle([f"/{path}" for path in paths])
+    except Unavailable as error:
+        if len(paths) > 1:
+            return sum(_settle(namespace, [path], count) for path in paths)
+        count.add_failure(paths[0], str(error))
+        return 0
+    return len(paths)
 
 
 def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:

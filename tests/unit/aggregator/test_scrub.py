@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from ckpt.aggregator.cluster import fanout
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import all_records, repair, scrub
 from ckpt.aggregator.records.file_record import fragment_bytes
+from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.registers.base import DamagedRecord, Record
 from ckpt.storage.testing import random_bytes
 
@@ -272,4 +274,46 @@ def test_a_file_that_changes_after_the_scrub_keeps_its_new_content(tmp_path: Pat
     assert namespace.get("d/f4") == random_bytes(100_000, 9)
     monkeypatch.setattr(scrub, "GRACE_SECONDS", -10.0)
     require_whole(namespace, verify=True)  # and no other object is left
+    namespace.close()
+
+
+def damage_record(folder: Path, path: str) -> None:
+    """Damage the record of a path on the member of this folder."""
+    with closing(sqlite3.connect(folder / "registers.sqlite")) as db, db:
+        assert db.execute("UPDATE registers SET head = x'00ff' WHERE name = ?", (f"/{path}",)).rowcount == 1
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_listing_never_leaves_out_a_file_whose_records_are_damaged(tmp_path: Path, count: int) -> None:
+    """A caller that deletes what it does not find in a listing would lose the file."""
+    namespace = filled_namespace(tmp_path, "2x" if count > 1 else "1x", count)
+    for i, member in enumerate(sorted(namespace.open_members)):
+        if i < count // 2:
+            damage_record(tmp_path / member, "d/f1")
+    assert sorted(namespace.list()) == [*sorted(content())], "a quorum of the records is whole"
+    for i, member in enumerate(sorted(namespace.open_members)):
+        if i >= count // 2:
+            damage_record(tmp_path / member, "d/f1")
+    with pytest.raises(Unavailable, match="d/f1"):
+        namespace.list()
+    with pytest.raises(Unavailable, match="d/f1"):
+        namespace.list("d")
+    namespace.close()
+
+
+def test_one_record_without_a_quorum_stops_no_scrub_and_no_repair(tmp_path: Path) -> None:
+    """The other files are checked and repaired, and no object is deleted meanwhile."""
+    namespace = filled_namespace(tmp_path, "2x", 3)
+    file = large_file(namespace)
+    assert file.layout is not None
+    lost = file.layout.objects[0]
+    (tmp_path / lost.member / "objects" / lost.name).unlink()
+    for member in namespace.open_members:
+        damage_record(tmp_path / member, "d/f1")
+    found = scrub.scrub_namespace(namespace)
+    assert list(found.unreadable_paths) == ["d/f1"]
+    assert [health.path for health in found.damaged_files] == ["d/f4"]
+    assert not found.orphans
+    repair.repair_namespace(namespace, found)
+    assert [health.path for health in scrub.scrub_namespace(namespace).damaged_files] == []
     namespace.close()
