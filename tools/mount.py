@@ -150,7 +150,7 @@ def _mount_in_background(url: str, folder: Path, options: list[str], log: Path |
     options: for the started command.
     log: the file to which its messages are appended; None discards those that come after the folder is mounted.
     """
-    again = [sys.executable, "-m", "ckpt.tools.mount", *options, "--", url, str(folder)]
+    again = [sys.executable, "-P", "-m", "ckpt.tools.mount", *options, "--", url, str(folder)]
     before = os.stat(folder).st_dev
     with ExitStack() as files:
         if log is None:

@@ -43,8 +43,9 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
     save_total_limit, the best model is also saved to a repository of its own, with the suffix "-best". Of a peft model, only
     the adapters are saved.
 
-    `train(resume_from_checkpoint=True)` continues from the newest complete step. If there is none, it continues from the newest
-    folder that Trainer itself has saved in `output_dir`, or else from the beginning. A number or "checkpoint-500" names a step. A folder that Trainer itself has saved is loaded as Trainer does it.
+    `train(resume_from_checkpoint=True)` continues from the newest complete step. If there is none, it continues from the
+    newest folder that Trainer itself has saved in `output_dir`, or else from the beginning. A number or "checkpoint-500"
+    names a step. A folder that Trainer itself has saved is loaded as Trainer does it.
 
     The continuation equals an uninterrupted training run bit for bit if the training itself is deterministic. Two kinds of
     randomness are not repeated: what workers of the data loader draw (`dataloader_num_workers` above 0), and what an

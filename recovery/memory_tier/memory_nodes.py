@@ -118,7 +118,7 @@ class MemoryNodes:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "ckpt.recovery.memory_tier.memory_nodes"]
+        command = [sys.executable, "-P", "-m", "ckpt.recovery.memory_tier.memory_nodes"]
         try:
             self._process = subprocess.Popen(
                 command,

@@ -1,88 +1,124 @@
 """The orphan guard: a process that ends the ranks of an agent that was killed or has stopped.
 
-It reads the sessions of the ranks from a pipe ("+123", "-123"). When the agent ends, the pipe closes. Then the guard ends the
-remaining ranks, removes their heartbeat pages from memory, and ends itself. So no rank outlives `ckpt-run`, even if that is
-killed. With several hosts, the guard also ends the ranks if their agent was stopped for so long that the other hosts continue
-without it.
+It reads the sessions of the ranks ("+123", "-123") and heartbeats of the agent (".") from a pipe. When the agent ends, the
+pipe closes. Then the guard ends the remaining ranks, removes their heartbeat pages from memory, and ends itself. So no rank
+outlives `ckpt-run`, even if that is killed. With several hosts, the guard also ends the ranks if their agent was stopped for
+so long that the other hosts continue without it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 from ckpt.recovery.ranks import process_kill
 
+log = logging.getLogger("ckpt")
+
 _POLL_SECONDS = 0.5
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 60.0
+_END_SECONDS = 30.0
+"""How long `OrphanGuard.close` waits for the end of the process, which first ends all ranks."""
+_LOST_TEXT = "ckpt-run: this agent was stopped for {seconds:g} s: its ranks are ended, because the other hosts continue without this host"
 
 
 class OrphanGuard:
-    """The agent's side of an orphan guard.
+    """The agent's side of an orphan guard. Several threads may use it.
 
     mark: the environment variable (NAME=value) of the ranks and of all processes that they start.
     pages: the folder of the heartbeat pages, which is removed with the ranks.
-    lost_seconds: the ranks are also ended after this time without `send_heartbeat`; 0 never.
+    lost_seconds: the ranks are also ended after this time without a line from the agent; 0 never.
     """
 
     def __init__(self, mark: str, pages: Path, lost_seconds: float = 0.0) -> None:
-        self._command = [sys.executable, "-m", "ckpt.recovery.ranks.orphan_guard", mark, str(pages), str(lost_seconds)]
+        # -P: a file of the working directory that has the name of a module would otherwise be imported in its place.
+        self._command = [sys.executable, "-P", "-m", "ckpt.recovery.ranks.orphan_guard", mark, str(pages), str(lost_seconds)]
+        self._lock = threading.Lock()
+        """Guards the process with its pipe, and the sessions."""
         self._sessions: set[int] = set()
-        self._ended_processes: list[subprocess.Popen[bytes]] = []
+        self._pause_seconds, self._next_start_at = _FIRST_PAUSE_SECONDS, 0.0
         self._process = self._start_process()
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, start_new_session=True)
         process_kill.register_child(process.pid)
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
         return process
 
     def ensure_running(self) -> None:
-        """Start another guard process if the current one was killed. The agent calls this several times a second."""
-        if self._process.poll() is None:
-            return
-        with contextlib.suppress(OSError):  # there may be no memory for it now; the next call tries again
-            process = self._start_process()
-            self._ended_processes.append(self._process)  # keep its pipe open, as another thread may write to it
-            self._process = process
-        for session in self._sessions:
-            self._send_line(f"+{session}")
+        """Start another guard process if the current one has ended. The agent calls this twice a second while ranks run.
+
+        After each start, the next one waits twice as long, up to a minute, in case that the guard can't run here.
+        """
+        with self._lock:
+            status, now = self._process.poll(), time.monotonic()
+            if status is None or now < self._next_start_at:
+                return
+            log.warning("the guard that ends the ranks of a killed ckpt-run has ended (status %d); it is started again", status)
+            self._next_start_at = now + self._pause_seconds
+            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+            with contextlib.suppress(OSError):  # there may be no memory for it now; a later call tries again
+                process = self._start_process()
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+                self._process = process
+                for session in self._sessions:
+                    self._send_line(f"+{session}")
 
     def add(self, session: int) -> None:
         """Guard the session of a rank."""
-        self._sessions.add(session)
-        self._send_line(f"+{session}")
+        with self._lock:
+            self._sessions.add(session)
+            self._send_line(f"+{session}")
 
     def remove(self, session: int) -> None:
         """Guard the session of a rank no longer, because it has ended."""
-        self._sessions.discard(session)
-        self._send_line(f"-{session}")
+        with self._lock:
+            self._sessions.discard(session)
+            self._send_line(f"-{session}")
 
     def send_heartbeat(self) -> None:
         """Report to the guard that the agent is alive."""
-        self._send_line(".")
+        with self._lock:
+            self._send_line(".")
 
     def _send_line(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # the guard was killed; until `ensure_running`, only the agent ends the ranks
+        try:
             os.write(self._process.stdin.fileno(), f"{line}\n".encode())
+        except BlockingIOError:  # it was stopped for hours, so that its pipe is full: `ensure_running` starts another one
+            self._process.kill()
+        except OSError:
+            pass  # it has ended; until `ensure_running`, only the agent ends the ranks
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        """End the guard process, which first ends the ranks that are left and removes their pages."""
+        with self._lock:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:  # it is stopped
+                self._process.kill()
+                self._process.wait()
 
 
 def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
-    """Run the guard process until its input closes."""
+    """Run the guard process. When its input closes, end the ranks that are left, remove their pages, and exit."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()
+    is_reported = False
     last_input_at = polled_at = time.monotonic()
     data = b""
     while True:
@@ -103,6 +139,10 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
         elif gap > 2 * _POLL_SECONDS:
             last_input_at = now  # the whole host was suspended, not only the agent
         elif lost_seconds and now - last_input_at > lost_seconds:
+            if sessions and not is_reported:
+                is_reported = True
+                with contextlib.suppress(OSError):
+                    print(_LOST_TEXT.format(seconds=lost_seconds), file=sys.stderr, flush=True)
             process_kill.kill_sessions(sessions, mark)  # the other hosts take this one for lost and continue without it
     process_kill.kill_sessions(sessions, mark)
     shutil.rmtree(pages, ignore_errors=True)

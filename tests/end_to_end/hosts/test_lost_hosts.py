@@ -95,6 +95,7 @@ def test_a_stopped_agent_that_continues_becomes_a_spare(job: Callable[..., Job],
     os.kill(run.agents[victim].pid, signal.SIGSTOP)
     run.until(lambda log: len(starts(log)) >= 2, "gone on")
     assert have_ended(ranks)
+    assert "its ranks are ended: the other hosts continue without this host" in run.messages(victim)
     os.kill(run.agents[victim].pid, signal.SIGCONT)
     assert set(run.ends(*"abc").values()) == {0}
     assert_result(run, 4)
