@@ -17,8 +17,8 @@ T = TypeVar("T")
 class LoaderPosition:
     """The position in an epoch of a loader that `prepare` has returned: an entry of a state.
 
-    accelerate fetches one batch ahead, so the loop has taken one batch less than were fetched, up to the last one. A dispatcher
-    fetches the batches of all ranks on rank 0.
+    accelerate fetches one batch ahead, so the loop has taken one batch less than were fetched. After the last batch both numbers
+    are equal. A dispatcher fetches the batches of all ranks on rank 0.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -36,7 +36,7 @@ class LoaderPosition:
         self._watch_fetches(loader, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        taken, has_ended, iteration = self._running.place(self._loader)
+        taken, has_ended, iteration = self._running.progress(self._loader)
         state = self._random.state_dict() | {"batches": taken, "has_ended": has_ended, "iteration": iteration}
         if self._stateful:
             state["loader"] = self._loader.state_dict()
@@ -107,7 +107,7 @@ class LoaderPosition:
         if self._is_resuming:
             self._random.start_resumed()
         else:
-            self._resume_at = None
+            self._resume_at, self._has_ended = None, False
             self._random.start_new()
         batches = iter(make())
         return batches if hasattr(loader, "_fetch_batches") else self._fetches(batches)
@@ -118,7 +118,7 @@ class LoaderPosition:
             try:
                 batch = next(batches)
             except StopIteration:
-                self._is_exhausted()
+                self._note_end_of_batches()
                 return
             self._running.fetched += 1
             yield batch
@@ -129,16 +129,17 @@ class LoaderPosition:
             batch, description = fetch(batches)
             self._running.fetched += description[0] is not None
             if loader._stop_iteration:
-                self._is_exhausted()
+                self._note_end_of_batches()
             return batch, description
 
         return fetch_for_all
 
-    def _is_exhausted(self) -> None:
+    def _note_end_of_batches(self) -> None:
         running = self._running
         if running.loader is not self._loader and hasattr(self._loader, "iteration"):
             # accelerate counts the epoch only in the loader that skips batches
             self._loader.iteration = running.iteration + (0 if self._has_ended else 1)
+        self._has_ended = False  # it holds for the resumed epoch alone
         if self._is_resuming and running.before + running.fetched <= (self._resume_at or 0):  # nothing is left of the epoch
             self._continue_from_save()
 
@@ -175,22 +176,22 @@ class _Pass:
     def __post_init__(self) -> None:
         self._iteration_of_loader = getattr(self.loader, "iteration", 0)
 
-    def place(self, whole: object) -> tuple[int, bool, int]:
+    def progress(self, prepared_loader: object) -> tuple[int, bool, int]:
         """Return how many batches the loop has taken, whether these are all of the epoch, and the number of the epoch.
 
         After the last batch, the number is that of the next epoch.
 
-        whole: the loader that `prepare` has returned.
+        prepared_loader: the loader that `prepare` has returned.
         """
         if not self.fetched or getattr(self.loader, "iteration", 0) != self._iteration_of_loader:
-            return 0, False, int(getattr(whole, "iteration", 0))
+            return 0, False, int(getattr(prepared_loader, "iteration", 0))
         if self.loader.end_of_dataloader:
             return self.before + self.fetched, True, self.iteration + 1
         return self.before + self.fetched - 1, False, self.iteration
 
 
 def _batches_of_fetch(loader: Any) -> int:
-    """Return how many batches of the sampler are one of each rank: a dispatcher fetches those of all ranks."""
+    """Return how many batches the sampler gives for one step of all ranks: a dispatcher fetches those of all ranks."""
     if not hasattr(loader, "_fetch_batches") or loader.split_batches or getattr(loader, "submesh_tp", None):
         return 1
     return int(loader.state.num_processes)

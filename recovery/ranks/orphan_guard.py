@@ -28,7 +28,9 @@ _POLL_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 60.0
 _END_SECONDS = 30.0
 """How long `OrphanGuard.close` waits for the end of the process, which first ends all ranks."""
-_LOST_TEXT = "ckpt-run: this agent was stopped for {seconds:g} s: its ranks are ended, because the other hosts continue without this host"
+_LOST_TEXT = (
+    "ckpt-run: this agent was stopped for {seconds:g} s, so its ranks are ended: the other hosts continue without this host"
+)
 
 
 class OrphanGuard:
