@@ -19,8 +19,8 @@ from ckpt.aggregator.file_io.rebuild import ByteProgress
 from ckpt.aggregator.maintenance.all_records import read_all_records
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import PathRecord, fragment_bytes
-from ckpt.storage.base.errors import CkptError, NotFound, StoreError
+from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
+from ckpt.storage.base.errors import CkptError, NotFound, StoreError, Unavailable
 
 log = logging.getLogger("ckpt")
 
@@ -31,6 +31,8 @@ _VERIFY_BYTES = 64 << 20
 """About how many bytes a member verifies in one call."""
 _VERIFY_SECONDS = float(1 << 30)
 """Practically no limit for all calls of a scrub: a member reads its whole disk. Each call has a limit of its own."""
+_MAX_UNANSWERED_CALLS = 3
+"""After this many calls in a row without an answer, a member is asked no more: it may hang, and each call would wait."""
 
 HealthState = Literal["whole", "endangered", "lost"]
 
@@ -122,8 +124,8 @@ def scrub_namespace(
     verified = _verify_objects(namespace, read.files, objects, progress) if verify else _Verification()
     laid_out = {path: file for path, file in read.files.items() if file.layout is not None}
     damaged = _damaged_files(laid_out, objects, verified)
-    if any(health.lost.objects for health in damaged):
-        # An object may also be missing in the lists because it was written after they were read: read them again.
+    if damaged:
+        # An object may also be missing or short in the lists because it was written after they were read: read them again.
         later, _ = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
         for member, names in later.items():
             objects[member] = objects.get(member, {}) | {name: nbytes for name, (nbytes, _) in names.items()}
@@ -178,16 +180,34 @@ def _file_health(
     layout = file.layout
     assert layout is not None
     missing = {o.name for o in layout.objects if o.name not in objects.get(o.member, {})}
-    damaged_fragments = {(name, position) for name, positions in damaged_positions.items() for position in positions}
+    truncated = _truncated_fragments(layout, objects)
+    damaged_fragments = {
+        (name, position) for name, positions in damaged_positions.items() for position in positions
+    } | truncated
     lost = LostFragments(frozenset(missing), frozenset(damaged_fragments))
     remaining = lost.removed_from(layout)
     spare = file_record.min_fragments(remaining) - layout.redundancy.data_fragments
-    damaged = tuple((o.member, o.name) for o in layout.objects if o.name in damaged_positions)
+    damaged_names = {name for name, _ in damaged_fragments}
+    damaged = tuple((o.member, o.name) for o in layout.objects if o.name in damaged_names)
     if not any(None in s.fragments for s in remaining.stripes):
         lost = LostFragments()
     elif not lost:  # the layout lacks fragments that were lost earlier and not rebuilt
         lost = LostFragments(is_incomplete=True)
     return FileHealth(path, file, lost, spare, damaged)
+
+
+def _truncated_fragments(layout: FileLayout, objects: ObjectsByMember) -> set[tuple[str, int]]:
+    """Return the fragments beyond the end of their objects, as the name of the object and the position."""
+    found = set()
+    for stripe in layout.stripes:
+        nbytes = fragment_bytes(stripe.nbytes, layout.redundancy)
+        for fragment in stripe.fragments:
+            if fragment is not None:
+                holder = layout.objects[fragment.object_index]
+                end = objects.get(holder.member, {}).get(holder.name)
+                if end is not None and fragment.position + nbytes > end:
+                    found.add((holder.name, fragment.position))
+    return found
 
 
 _CheckedRange = tuple[int, int, bytes]
@@ -270,12 +290,17 @@ def _verify_member(
 ) -> _MemberFindings:
     """Let one member verify its objects, and return what it found."""
     damaged_positions: dict[tuple[str, str], set[int]] = defaultdict(set)
-    unchecked_bytes = 0
+    unchecked_bytes = unanswered_calls = 0
     for check in checks:
         for batch in _split_by_bytes(check.ranges):
+            if unanswered_calls >= _MAX_UNANSWERED_CALLS:
+                unchecked_bytes += _total_bytes(batch)
+                continue
             try:
                 damaged = namespace.open_members[member].verify(check.name, batch)
+                unanswered_calls = 0
             except StoreError as error:
+                unanswered_calls += isinstance(error, Unavailable)
                 if isinstance(error, NotFound) and not _may_be_referenced(namespace, check.path, check.name):
                     break  # the file was replaced or moved meanwhile
                 log.warning("the object %s on %s could not be verified: %s", check.name, member, error)

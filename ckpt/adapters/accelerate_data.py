@@ -17,8 +17,8 @@ T = TypeVar("T")
 class LoaderPosition:
     """The position in an epoch of a loader that `prepare` has returned: an entry of a state.
 
-    accelerate fetches one batch ahead, so the loop has taken one batch less than were fetched. After the last batch both numbers
-    are equal. A dispatcher fetches the batches of all ranks on rank 0.
+    accelerate fetches one batch ahead, so the loop has taken one batch less than were fetched. After the last batch both
+    numbers are equal. A dispatcher fetches the batches of all ranks on rank 0.
     """
 
     def __init__(self, loader: Any) -> None:

@@ -191,7 +191,11 @@ class PackReader:
 
     def _read_cached(self, row: Row, position: int, buffer: memoryview) -> bool:
         """Fill `buffer` from the page cache with bytes of an open file; return whether the cache had all of them."""
-        return self._reader_of(row, True).read_cached(position, buffer) == len(buffer)
+        try:
+            return self._reader_of(row, True).read_cached(position, buffer) == len(buffer)
+        except StoreError as error:
+            self._raise_damage(row, position, error)
+            raise
 
     def _raise_damage(self, row: Row, position: int, error: StoreError) -> None:
         """Raise IntegrityError if an error means that the file is missing or that the device cannot read it."""

@@ -139,7 +139,8 @@ class DescriptorReader(Reader):
     def read_cached(self, position: int, buffer: memoryview) -> int:
         pinned = PickleBuffer(buffer)  # see read_into
         try:
-            return read_cached(self._fd, position, buffer)
+            with convert_os_errors("reading", self._where):
+                return read_cached(self._fd, position, buffer)
         finally:
             pinned.release()
 

@@ -128,6 +128,9 @@ class Reader(ABC):
         """Copy bytes from `position` on out of the page cache without waiting for the device; return how many it had.
 
         Call it where `is_cached` is true: for other bytes, Linux begins to load the whole range.
+
+        Raises:
+            StoreError: The read failed.
         """
         return 0
 

@@ -317,3 +317,40 @@ def test_one_record_without_a_quorum_stops_no_scrub_and_no_repair(tmp_path: Path
     repair.repair_namespace(namespace, found)
     assert [health.path for health in scrub.scrub_namespace(namespace).damaged_files] == []
     namespace.close()
+
+
+def test_a_truncated_object_is_found_without_reading_it(tmp_path: Path) -> None:
+    """A file system may lose the end of a file in a crash. The members list the length of each object."""
+    namespace = filled_namespace(tmp_path, "2x", 4)
+    file = large_file(namespace)
+    assert file.layout is not None
+    holder = file.layout.objects[0]
+    with open(tmp_path / holder.member / "objects" / holder.name, "r+b") as opened:
+        opened.truncate(1000)
+    found = scrub.scrub_namespace(namespace)
+    assert [(f.path, f.state, f.damaged_objects) for f in found.damaged_files] == [
+        ("d/f4", "endangered", ((holder.member, holder.name),))
+    ]
+    assert not repair.repair_namespace(namespace, found).failed
+    assert_whole(namespace, "2x")
+    namespace.close()
+
+
+def test_a_member_that_answers_no_call_is_asked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call to a node that hangs would wait for minutes."""
+    namespace = Namespace(directories(tmp_path, 2))
+    for i in range(20):
+        namespace.put(f"f{i}", random_bytes(50_000, i))
+    member = sorted(namespace.open_members)[0]
+    calls: list[str] = []
+
+    def hang(name: str, ranges: object) -> None:
+        calls.append(name)
+        raise Unavailable(f"{member} does not answer")
+
+    monkeypatch.setattr(namespace.open_members[member], "verify", hang)
+    found = scrub.scrub_namespace(namespace, verify=True)
+    assert len(calls) == 3
+    assert found.unchecked_bytes == 20 * 50_000, "all bytes of this member"
+    assert not found.is_whole
+    namespace.close()

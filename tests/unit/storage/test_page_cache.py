@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from ckpt.storage.base import page_cache
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.fd_io import DescriptorReader
 from ckpt.storage.base.page_cache import in_page_cache, read_cached
 from ckpt.storage.testing import random_bytes
 
@@ -45,3 +50,18 @@ def test_a_range_is_cached_only_with_its_last_page(memory_file: int) -> None:
 
 def test_nothing_is_cached_behind_the_end(memory_file: int) -> None:
     assert read_cached(memory_file, 2 * MIB, memoryview(bytearray(10))) == 0
+
+
+def test_a_failed_copy_from_the_page_cache_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS and FUSE know no reads that do not wait, so a plain read follows. It may fail, and a load then tries another copy."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8192))
+
+    def preadv(fd: int, buffers: object, position: int, flags: int = 0) -> int:
+        raise OSError(errno.EOPNOTSUPP if flags else errno.EIO, "as from a network file system")
+
+    monkeypatch.setattr(page_cache, "_are_pages_cached", lambda *_: True)
+    with DescriptorReader(os.open(path, os.O_RDONLY), str(path)) as reader:
+        monkeypatch.setattr(os, "preadv", preadv)
+        with pytest.raises(StoreError, match=f"reading {path}"):
+            reader.read_cached(0, memoryview(bytearray(4096)))
