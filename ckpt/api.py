@@ -235,7 +235,7 @@ def load_checkpoint(find: Callable[[], Checkpoint], request: LoadRequest) -> Any
     checkpoint = find()
     # Multi-rank steps are almost always loaded to resume, so bypass the page cache.
     bypass_cache = request.bypass_cache or checkpoint.commit.world_size > 1
-    # Where this process reads the whole step through the page cache, the disk need not wait for the plan.
+    # Where this process reads the step through the page cache, and mostly all of it, the disk need not wait for the plan.
     reads_all = request.only is None and group.size == 1 and not bypass_cache
     with reading_ahead(checkpoint) if reads_all else nullcontext():
         plan = refusing_deep_trees(checkpoint.where)(lambda: _plan_load(checkpoint, request))

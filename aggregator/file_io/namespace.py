@@ -124,7 +124,7 @@ class Namespace(NamespaceRecords):
     def delete(self, paths: Iterable[str]) -> Sequence[str]:
         """Delete files and folder marks, and return the paths that existed. It is no error if a path does not exist."""
         every = [check_path(path) for path in paths]
-        if not every:
+        if not every or not self.exists():  # only a write creates the namespace
             return []
         deletion = Deletion(lambda file: file.exists)
         names = [f"/{path}" for path in every]

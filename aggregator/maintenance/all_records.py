@@ -88,7 +88,7 @@ def read_all_records(namespace: Namespace) -> AllRecords:
             if file.exists and file.head.kind == "file":
                 files[name[1:]] = file
     lagging = sorted(name[1:] for name in damaged.union(_still_differing(namespace, differing)))
-    return AllRecords(files, named, is_complete, lagging, unreadable, errors)
+    return AllRecords(files, named, is_complete, lagging, sorted(set(unreadable)), errors)
 
 
 def _read_records(namespace: Namespace, names: Sequence[str]) -> tuple[Mapping[str, RegisterValue | None], Sequence[str]]:

@@ -14,16 +14,17 @@ from ckpt.storage.base.store import Store
 from ckpt.storage.base.threads import try_start
 
 _MIN_BYTES = 64 << 20
-"""Smaller steps are planned before a thread has read much."""
+"""Below this, the plan is ready before a read-ahead helps."""
 _CALL_BYTES = 16 << 20
 """The bytes of one read. After each one the thread waits for the interpreter lock, up to 5 ms while Python code runs."""
 
 
 @contextmanager
 def reading_ahead(checkpoint: Checkpoint) -> Iterator[None]:
-    """Read the packs of the step from their first byte on while the body runs, if their store reads through the page cache.
+    """Read the packs of the step from their first byte on while the body runs, if they are on a local disk (`past_cache`).
 
-    A pack whose first page is cached is not read, nor are packs of earlier steps, of which this step may need little.
+    A pack is not read if its first page is known to be cached. Packs of earlier steps are not read, as this step may need little
+    of them. A load whose `like` has only a part of the step reads some bytes in vain.
 
     This is a hint: its errors are ignored, and the load reports them when it reads the same bytes. The thread is not waited
     for, so its last read may end after the body.
@@ -31,8 +32,8 @@ def reading_ahead(checkpoint: Checkpoint) -> Iterator[None]:
     packs = [file for file in checkpoint.commit.packs if step_of_file(file.name) == checkpoint.step]
     stopped = threading.Event()
     if checkpoint.store.past_cache and sum(file.nbytes for file in packs) >= _MIN_BYTES:
-        read = (checkpoint.store, packs, stopped)
-        try_start(threading.Thread(target=_read, args=read, name="ckpt-read-ahead", daemon=True))
+        arguments = (checkpoint.store, packs, stopped)
+        try_start(threading.Thread(target=_read, args=arguments, name="ckpt-read-ahead", daemon=True))
     try:
         yield
     finally:

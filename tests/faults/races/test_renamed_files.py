@@ -113,7 +113,7 @@ def test_a_scrub_deletes_no_objects_while_it_cannot_read_a_record(
     newer = RegisterValue(msgpack.packb([*msgpack.unpackb(value.head), "a new field"]), value.body)
     one.update_record("n", lambda _, current: newer if current == value else None)
     found = scrub.scrub_namespace(one)
-    assert found.unreadable_paths == ["n", "n", "n", "n"] or set(found.unreadable_paths) == {"n"}
+    assert found.unreadable_paths == ["n"]
     assert not found.orphans
     assert not found.is_whole
 

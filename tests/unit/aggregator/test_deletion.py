@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from helpers.nodes import directories
+
 from ckpt.aggregator.file_io.deletion import Deletion
+from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.records.file_record import PathRecord, RecordHead, decode_record, encode_record, next_head
 
 
@@ -42,3 +47,11 @@ def test_a_path_without_a_file_is_not_deleted() -> None:
     deletion.on_outdated(True, 2)
     assert deletion.deleted_files({"/x": older}) == {}
     assert deletion.possibly_deleted({"/x": None}) == set()
+
+
+def test_a_deletion_creates_no_namespace(tmp_path: Path) -> None:
+    """Only a write does: a mistyped URL leaves nothing behind."""
+    namespace = Namespace(directories(tmp_path, 3))
+    assert namespace.delete(["x"]) == []
+    assert not namespace.exists()
+    namespace.close()
