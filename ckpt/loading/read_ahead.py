@@ -23,8 +23,8 @@ _CALL_BYTES = 16 << 20
 def reading_ahead(checkpoint: Checkpoint) -> Iterator[None]:
     """Read the packs of the step from their first byte on while the body runs, if they are on a local disk (`past_cache`).
 
-    A pack is not read if its first page is known to be cached. Packs of earlier steps are not read, as this step may need little
-    of them. A load whose `like` has only a part of the step reads some bytes in vain.
+    A pack is not read if its first page is known to be cached. Packs of earlier steps are not read, as this step may need
+    little of them. A load whose `like` has only a part of the step reads some bytes in vain.
 
     This is a hint: its errors are ignored, and the load reports them when it reads the same bytes. The thread is not waited
     for, so its last read may end after the body.

@@ -56,7 +56,11 @@ from helpers.docs_pages import (
     matches,
 )
 
-INSTALLED = {"PIP_NO_DEPS": "1", "PYTHONPATH": sysconfig.get_path("purelib"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""For pages with killed programs, which must have printed what they print at a terminal. Lines of several programs may mix."""
+INSTALLED = {
+    "PIP_NO_DEPS": "1", "PYTHONPATH": sysconfig.get_path("purelib"), "PIP_DISABLE_PIP_VERSION_CHECK": "1", **UNBUFFERED,
+}  # fmt: skip
 """Variables for pages that install ckpt: its new environment uses the packages of the environment that runs this."""
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from helpers.docs_pages import DOCS, ROOT, blocks
-from helpers.docs_snippets import Runner, differences
+from helpers.docs_snippets import UNBUFFERED, Runner, differences
 
 FRAMEWORK = os.environ.get("CKPT_TEST_FRAMEWORK")
 NEEDS = [(page, block) for page in sorted(DOCS.rglob("*.md")) for block in blocks(page) if block.framework is not None]
 
 QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TQDM_DISABLE": "1",
+    "TQDM_DISABLE": "1", **UNBUFFERED,
 }  # fmt: skip
 """Without these, frameworks print messages that differ from version to version."""
 PAGES = sorted({page for page, block in NEEDS if block.framework == FRAMEWORK})
