@@ -100,7 +100,7 @@ def _read_records(namespace: Namespace, names: Sequence[str]) -> tuple[Mapping[s
         return namespace.read_records(names), []
     except Unavailable:
         if len(names) == 1:
-            log.exception("%s: the record can't be read; the scrub goes on with the others", names[0][1:])
+            log.exception("%s: the record can't be read; the scrub continues with the others", names[0][1:])
             return {}, names
     found: dict[str, RegisterValue | None] = {}
     missing: list[str] = []
