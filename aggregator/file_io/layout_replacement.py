@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Collection
 from dataclasses import replace
@@ -18,57 +19,76 @@ from ckpt.storage.registers.base import RegisterValue
 log = logging.getLogger("ckpt")
 
 
+class Replacement(enum.Enum):
+    """The outcome of the replacement of a layout. Only REPLACED is true."""
+
+    REPLACED = enum.auto()
+    """The record has the new layout, and no record needs the old objects."""
+    OLD_NEEDED = enum.auto()
+    """The record has the new layout, but a rename or the record itself may still need old objects."""
+    CHANGED = enum.auto()
+    """The record was changed meanwhile, and names no new object."""
+
+    def __bool__(self) -> bool:
+        return self is Replacement.REPLACED
+
+
 def current_record(records: NamespaceRecords, path: str, expected: PathRecord) -> PathRecord | None:
     """Return the current record of a path; `expected` itself where it is unchanged or can't be read now."""
     try:
         now = records.stat_all([path])[path]
     except CkptError:
         return expected
-    return (
-        expected if now is not None and file_record.encode_record(now).body == file_record.encode_record(expected).body else now
-    )
+    return expected if now is not None and file_record.encode_record(now) == file_record.encode_record(expected) else now
 
 
 def replace_layout(
     records: NamespaceRecords, member_io: MemberIO, path: str, old: PathRecord, layout: FileLayout, fence_number: int,
     kept_objects: Collection[str] = (),
-) -> bool:  # fmt: skip
-    """Make the record of a file name the objects of `layout`, if it still is `old`; else delete the new objects.
+) -> Replacement:  # fmt: skip
+    """Give the record of a file another layout if the record still is `old`, and return the outcome.
 
-    Return whether no record needs the old objects any more; they are deleted then. fence_number: the number that was read
-    before the new objects were written. kept_objects: old objects that are not deleted.
+    Old objects that the record does not name are deleted, except `kept_objects`; all stay if a rename may need them, or if
+    the file was replaced or appended to meanwhile. New objects that the record does not name are deleted. fence_number: the
+    number that was read before the new objects were written.
 
-    Raises StoreError if another repair has deleted the new objects.
+    Raises StoreError if some of the new objects can't be used any more, and Unavailable if the record can't be changed now.
+    In both cases the new objects may stay, as the record may name them.
     """
     assert old.layout is not None
-    before = {o.name for o in old.layout.objects}
+    old_names = {o.name for o in old.layout.objects}
     proposed_layouts = [drop_unused_objects(layout)]  # the last is proposed; the others have the same objects by other names
-    expected_body = file_record.encode_record(old).body
+    # The head too: a file may get another length or version without any change of its stripes.
+    expected_value = file_record.encode_record(old)
 
     def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:
-        if value is None or value.body != expected_body:
+        if value != expected_value:
             return None
         return file_record.encode_record(replace(old, layout=proposed_layouts[-1]))
 
     def on_outdated(_: bool, __: int) -> None:
-        new_names = {o.name for o in proposed_layouts[-1].objects} - before
-        relinked, unlinked = relink_objects(member_io, proposed_layouts[-1], new_names)
+        own_names = {o.name for o in proposed_layouts[-1].objects} - old_names
+        relinked, unlinked = relink_objects(member_io, proposed_layouts[-1], own_names)
         if unlinked:
             raise StoreError(
-                f"{path}: another repair has deleted the new fragments while this one was stopped, and the file is unchanged; "
-                "repair it again"
+                f"{path}: another repair has deleted the new fragments while this client was stopped, or their member does not "
+                "answer; try again"
             )
         proposed_layouts.append(relinked)
 
     failpoint("repair.record")
     after = records.update_record_fenced(fence_number, path, decide, on_outdated)
     current = None if after is None else file_record.decode_record(path, after)
-    named = {o.name for o in current.layout.objects} if current is not None and current.layout is not None else set()
-    new = {o.name for each in proposed_layouts for o in each.objects}
-    done = bool(named & (new - before)) and not old.rename_token
-    if current is not None and current.head.version == old.head.version and not (old.rename_token or current.rename_token):
-        member_io.discard_layouts([old.layout], {*named, *kept_objects, *new})
-    if not named & (new - before):
-        log.info("%s was changed while it was repaired; it is left to the next repair", path)
-    member_io.discard_layouts(proposed_layouts, named | before)  # new objects that the record does not name
-    return done and current is not None and not current.rename_token and not named & set(kept_objects)
+    current_names = {o.name for o in current.layout.objects} if current is not None and current.layout is not None else set()
+    new_names = {o.name for each in proposed_layouts for o in each.objects}
+    is_replaced = bool(current_names & (new_names - old_names))
+    if current is not None and current.layout in proposed_layouts:  # it may have fewer fragments, and no new objects
+        is_replaced = True
+    has_rename_token = bool(old.rename_token or (current is not None and current.rename_token))
+    if current is not None and current.head.version == old.head.version and not has_rename_token:
+        member_io.discard_layouts([old.layout], {*current_names, *kept_objects, *new_names})
+    member_io.discard_layouts(proposed_layouts, current_names | old_names)  # new objects that the record does not name
+    if not is_replaced:
+        log.info("%s was changed while its fragments were moved; the new fragments are not used", path)
+        return Replacement.CHANGED
+    return Replacement.OLD_NEEDED if has_rename_token or current_names & set(kept_objects) else Replacement.REPLACED

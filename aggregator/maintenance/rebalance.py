@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckpt.aggregator.cluster import etcd
 from ckpt.aggregator.cluster.fanout import run_in_order
-from ckpt.aggregator.file_io.layout_replacement import current_record, replace_layout
+from ckpt.aggregator.file_io.layout_replacement import Replacement, current_record, replace_layout
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
@@ -27,6 +27,7 @@ from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.plural import format_count
 
 _RECHECK_SECONDS = 1.0
+_MAX_TRIES = 5  # for a file that changes while its fragments are moved
 
 
 def drain_member(namespace: Namespace, member: str, progress: ByteProgress = lambda _: None) -> RepairReport:
@@ -149,24 +150,30 @@ def _move_fragments(
         remaining = fragments_to_move(file, layout).removed_from(layout)
         return sum(fragment_bytes(s.nbytes, layout.redundancy) * s.fragments.count(None) for s in remaining.stripes)
 
-    def move(path: str, file: PathRecord) -> None:
-        if (layout := file.layout) is not None and (moving := fragments_to_move(file, layout)):
-            number = namespace.ring.fence_number
-            rebuilt = rebuild_fragments(namespace.member_io, path, file.head.version, layout, moving, count.add_bytes, excluded)
-            replace_layout(namespace, namespace.member_io, path, file, rebuilt, number)
-            count.add_file()
+    def move(path: str, file: PathRecord, layout: FileLayout, moving: LostFragments) -> Replacement:
+        number = namespace.ring.fence_number
+        rebuilt = rebuild_fragments(namespace.member_io, path, file.head.version, layout, moving, count.add_bytes, excluded)
+        return replace_layout(namespace, namespace.member_io, path, file, rebuilt, number)
 
     def move_current(item: tuple[str, PathRecord | None]) -> None:
         path, file = item
-        while file is not None:
+        for _ in range(_MAX_TRIES):
+            if file is None or (layout := file.layout) is None or not (moving := fragments_to_move(file, layout)):
+                return
             try:
-                return move(path, file)
+                if move(path, file, layout, moving) is not Replacement.CHANGED:
+                    count.add_file()
+                    return
+                file = current_record(namespace, path, file)
             except CkptError as error:
                 if (current := current_record(namespace, path, file)) is file:
                     count.add_failure(path, str(error))
-                    return None
+                    return
                 file = current  # the file was replaced meanwhile, and its old objects deleted
-        return None
+        if file is not None and file.layout is not None and fragments_to_move(file, file.layout):
+            count.add_failure(
+                path, f"it was changed during each of {_MAX_TRIES} tries to move it; move it when nobody writes to it"
+            )
 
     paths = [path for path, head in namespace.list().items() if head.kind == "file"]
     for start in range(0, len(paths), BATCH_PATHS):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt.aggregator.cluster.fanout import run_in_order
-from ckpt.aggregator.file_io.layout_replacement import current_record, replace_layout
+from ckpt.aggregator.file_io.layout_replacement import Replacement, current_record, replace_layout
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
 from ckpt.aggregator.maintenance.repair_report import RepairCount, RepairReport
@@ -65,8 +65,10 @@ def repair_namespace(
             if current_record(namespace, health.path, health.file) is health.file:
                 count.add_failure(health.path, str(error))
                 log.warning("%s could not be repaired, and is tried again by the next repair: %s", health.path, error)
-            else:
-                log.info("%s was changed while it was repaired; it is left to the next repair", health.path)
+                return
+            rebuilt = None
+        if rebuilt is None:
+            log.info("%s was changed while it was repaired; it is left to the next repair", health.path)
         else:
             present_count, redundancy = min_fragments(rebuilt), rebuilt.redundancy
             if present_count < redundancy.total_fragments:
@@ -151,8 +153,11 @@ def select_fragments(layout: FileLayout, is_selected: Callable[[int, MemberObjec
     )
 
 
-def _rebuild_file(namespace: Namespace, health: FileHealth, advance: ByteProgress) -> FileLayout:
-    """Rebuild the lost fragments of a file, and return its current layout, which is incomplete if there are too few members."""
+def _rebuild_file(namespace: Namespace, health: FileHealth, advance: ByteProgress) -> FileLayout | None:
+    """Rebuild the lost fragments of a file, and return its layout after that; None where the file was changed meanwhile.
+
+    The layout is incomplete if there are too few members.
+    """
     layout = health.file.layout
     assert layout is not None
     # A damaged object is not trusted: all of its fragments are rebuilt elsewhere, and it is quarantined.
@@ -164,9 +169,12 @@ def _rebuild_file(namespace: Namespace, health: FileHealth, advance: ByteProgres
         namespace.member_io, health.path, health.file.head.version, layout, lost, advance, allow_partial=True
     )
     current_layout = lost.removed_from(rebuilt)
-    if rebuilt == drop_unused_objects(layout) or not replace_layout(
-        namespace, namespace.member_io, health.path, health.file, rebuilt, number, damaged_names
-    ):
+    if rebuilt == drop_unused_objects(layout):
+        return current_layout
+    outcome = replace_layout(namespace, namespace.member_io, health.path, health.file, rebuilt, number, damaged_names)
+    if outcome is Replacement.CHANGED:
+        return None
+    if outcome is Replacement.OLD_NEEDED:
         return current_layout
     for member, name in health.damaged_objects:
         try:

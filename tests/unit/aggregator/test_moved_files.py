@@ -1,0 +1,139 @@
+"""Files that clients change while their fragments move: no change is lost, and nothing stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from helpers.damaged_namespaces import large_file
+from helpers.nodes import directories
+
+from ckpt.aggregator.file_io import layout_replacement
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import rebalance, repair, scrub
+from ckpt.aggregator.records.file_record import MemberObject
+from ckpt.storage.testing import random_bytes
+
+CONTENT = random_bytes(300_000, 1)
+ADDED = random_bytes(50_000, 2)
+
+
+def open_namespace(folder: Path, redundancy: str) -> Namespace:
+    """Return a new client of a namespace on seven disks."""
+    return Namespace(directories(folder, 7, redundancy=redundancy))
+
+
+def objects(namespace: Namespace) -> Sequence[MemberObject]:
+    """Return the objects of the file."""
+    layout = large_file(namespace, "a").layout
+    assert layout is not None
+    return layout.objects
+
+
+def holders(namespace: Namespace) -> list[str]:
+    """Return the members that store fragments of the file."""
+    return [member_object.member for member_object in objects(namespace)]
+
+
+def lose_object(namespace: Namespace) -> None:
+    """Delete one object of the file from its member."""
+    lost = objects(namespace)[0]
+    namespace.open_members[lost.member].store.delete([lost.name])
+
+
+def run_before_replacement(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None], times: int = 1) -> list[str]:
+    """Run `change` before the first replacements of a layout, after their new fragments were written. Return the calls."""
+    calls: list[str] = []
+
+    def stop(name: str) -> None:
+        if name == "repair.record" and len(calls) < times:
+            calls.append(name)
+            change()
+
+    monkeypatch.setattr(layout_replacement, "failpoint", stop)
+    return calls
+
+
+def append(namespace: Namespace, data: bytes) -> None:
+    """Append to the file as another client does."""
+    with namespace.create("a", aligned=False, base=namespace.stat("a")) as writer:
+        writer.append(memoryview(data))
+        writer.commit()
+
+
+def extend(namespace: Namespace, nbytes: int) -> None:
+    """Make the file longer, with zeros at its end. Its stripes stay the same."""
+    file = large_file(namespace, "a")
+    with namespace.create("a", aligned=False, base=file) as writer:
+        writer.truncate(file.head.nbytes + nbytes)
+        writer.commit()
+
+
+@pytest.mark.parametrize(
+    ("work", "redundancy"), [("drain", "1x"), ("drain", "2x"), ("drain", "4+2"), ("repair", "2x"), ("repair", "4+2")]
+)
+def test_a_new_length_outlasts_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, redundancy: str) -> None:
+    """A client makes a file longer while its fragments move: only the head of the record differs, which has the length."""
+    with (
+        closing(open_namespace(tmp_path, redundancy)) as namespace,
+        closing(open_namespace(tmp_path, redundancy)) as other,
+    ):
+        namespace.put("a", CONTENT)
+        namespace.settle(["/a"])
+        holder = holders(namespace)[0]
+        if work == "repair":
+            lose_object(namespace)
+        calls = run_before_replacement(monkeypatch, lambda: extend(other, 1000))
+        if work == "drain":
+            assert not rebalance.drain_member(namespace, holder).failed
+        else:
+            repair.repair_namespace(namespace, scrub.scrub_namespace(namespace))
+        assert calls
+        assert large_file(namespace, "a").head.nbytes == len(CONTENT) + 1000
+        assert namespace.get("a") == CONTENT + bytes(1000)
+
+
+@pytest.mark.parametrize("redundancy", ["1x", "2x", "4+2"])
+def test_a_drain_moves_files_that_change_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redundancy: str) -> None:
+    """Two appends in a row are published while the fragments move; then the disk may be removed."""
+    with (
+        closing(open_namespace(tmp_path, redundancy)) as namespace,
+        closing(open_namespace(tmp_path, redundancy)) as other,
+    ):
+        namespace.put("a", CONTENT)
+        holder = holders(namespace)[0]
+        calls = run_before_replacement(monkeypatch, lambda: append(other, ADDED), times=2)
+        done = rebalance.drain_member(namespace, holder)
+        assert len(calls) == 2
+        assert not done.failed
+        assert done.files == 1
+        assert holder not in holders(namespace)
+        assert not namespace.open_members[holder].inventory()
+        assert namespace.get("a") == CONTENT + ADDED + ADDED
+
+
+def test_a_drain_reports_a_file_that_always_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fragments are still on the member, so the drain must not count it as moved."""
+    with closing(open_namespace(tmp_path, "1x")) as namespace, closing(open_namespace(tmp_path, "1x")) as other:
+        namespace.put("a", CONTENT)
+        holder = holders(namespace)[0]
+        run_before_replacement(monkeypatch, lambda: append(other, ADDED), times=100)
+        done = rebalance.drain_member(namespace, holder)
+        assert list(done.failed) == ["a"]
+        assert "it was changed during each of" in done.failed["a"]
+        assert not done.files
+        assert holder in holders(namespace)
+
+
+def test_a_repair_counts_no_file_that_was_changed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next repair rebuilds it."""
+    with closing(open_namespace(tmp_path, "2x")) as namespace, closing(open_namespace(tmp_path, "2x")) as other:
+        namespace.put("a", CONTENT)
+        namespace.settle(["/a"])
+        lose_object(namespace)
+        run_before_replacement(monkeypatch, lambda: append(other, ADDED))
+        assert not repair.repair_namespace(namespace, scrub.scrub_namespace(namespace)).files
+        assert repair.repair_namespace(namespace, scrub.scrub_namespace(namespace)).files == 1
+        assert namespace.get("a") == CONTENT + ADDED
