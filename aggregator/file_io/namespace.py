@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ckpt.aggregator.cluster.config import NamespaceConfig, parse_namespace_url
 from ckpt.aggregator.file_io.deletion import Deletion, unneeded_layouts
@@ -239,22 +240,23 @@ class Namespace(NamespaceRecords):
         return FileWriter(self.member_io, self._publisher, path, redundancy, condition, size_hint=size_hint, aligned=aligned)
 
     def open(self, path: str) -> FileReader:
-        """Return a reader of a file. Raises NotFound."""
+        """Return a reader of a file. Raises NotFound where no file exists, and Unavailable where its record can't be read."""
         file = self.stat(path)
         if self.host_domain:  # the reader prefers copies near this host
             self.update_domains(0)
         if file is None or file.head.kind != "file":
             raise NotFound(f"{path} in {self.url}: {'no such file' if file is None else 'a folder, not a file'}")
-        return FileReader(self.member_io, path, file)
+        return FileReader(self.member_io, path, file, partial(self.stat, path))
 
     def get(self, path: str) -> bytes:
-        """Return the content of a file; the new content if it is replaced meanwhile. Raises NotFound."""
+        """Return the content of a file, as `get_versioned` does without a limit."""
         return self.get_versioned(path)[0]
 
     def get_versioned(self, path: str, limit: int | None = None) -> tuple[bytes, str]:
-        """Return the content of a file and its version, for `put(replaces=…)`.
+        """Return the content of a file and its version, for `put(replaces=…)`; the new content if it is replaced meanwhile.
 
-        Raises NotFound, and IntegrityError where the file is longer than `limit` bytes.
+        Raises NotFound where no file exists, Unavailable where its record or too many fragments can't be read, and
+        IntegrityError where the file is longer than `limit` bytes, or damaged on too many members.
         """
         while True:
             with self.open(path) as reader:
@@ -264,8 +266,7 @@ class Namespace(NamespaceRecords):
                     reader.read_into(0, memoryview(data))
                     return bytes(data), reader.file.head.version
                 except StoreError:
-                    current = self.stat(path)
-                    if current is not None and current.head.version == reader.file.head.version:
+                    if self.stat(path) == reader.file:
                         raise
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,12 +13,69 @@ from ckpt.aggregator.file_io.fragment_reader import FragmentReader
 from ckpt.aggregator.file_io.hedged_read import read_any_copy
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.records.file_record import PathRecord, Stripe, fragment_bytes
+from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import Reader
 
 
 class FileReader(Reader):
-    """A file, opened for reading. It reads the version that was opened; once that is replaced, reads may fail."""
+    """A file, opened for reading. It reads the version that was opened; once that is replaced, reads may fail.
+
+    A repair or a drain moves fragments of a version: a read that fails continues with the moved ones. current_record: returns
+    the current record of the path.
+    """
+
+    def __init__(
+        self, member_io: MemberIO, path: str, file: PathRecord, current_record: Callable[[], PathRecord | None]
+    ) -> None:
+        self._member_io = member_io
+        self._path = path
+        self._current_record = current_record
+        self._opened = _OpenedFile(member_io, path, file)
+        self._lock = threading.Lock()
+        """Guards changes of `_opened` and `_outdated`."""
+        self._outdated: list[_OpenedFile] = []  # other threads may still read with them, so `close` closes them
+
+    @property
+    def file(self) -> PathRecord:
+        """The record of the file: that with which it was opened, or the one after its fragments were moved."""
+        return self._opened.file
+
+    def read_into(self, position: int, buffer: memoryview) -> int:
+        buffer = buffer.cast("B")
+        opened = self._opened
+        while True:
+            try:
+                return opened.read_into(position, buffer)
+            except StoreError:
+                moved = self._reopen_if_moved(opened)
+                if moved is None:
+                    raise
+                opened = moved
+
+    def _reopen_if_moved(self, opened: _OpenedFile) -> _OpenedFile | None:
+        """Return the file with its current fragments; None if they are those of `opened`, or the file was replaced."""
+        try:
+            current = self._current_record()
+        except CkptError:  # the error of the read says more
+            return None
+        if current is None or current.head.version != opened.file.head.version or current == opened.file:
+            return None
+        with self._lock:
+            if self._opened.file != current:
+                self._outdated.append(self._opened)
+                self._opened = _OpenedFile(self._member_io, self._path, current)
+            return self._opened
+
+    def close(self) -> None:
+        with self._lock:
+            every = [self._opened, *self._outdated]
+        for opened in every:
+            opened.close()
+
+
+class _OpenedFile:
+    """A file with the fragments that one record names. Several threads may use it at once."""
 
     def __init__(self, member_io: MemberIO, path: str, file: PathRecord) -> None:
         self.file = file
@@ -30,7 +88,7 @@ class FileReader(Reader):
             self._starts = [stripe.start for stripe in self._stripes]
 
     def read_into(self, position: int, buffer: memoryview) -> int:
-        buffer = buffer.cast("B")
+        """Fill the buffer, as `Reader.read_into` does."""
         size = self.file.head.nbytes
         count = max(0, min(len(buffer), size - position))
         if self.file.inline_data is not None:
@@ -54,6 +112,7 @@ class FileReader(Reader):
         return count
 
     def close(self) -> None:
+        """Close the objects that were opened."""
         if self._fragments is not None:
             self._fragments.close()
 

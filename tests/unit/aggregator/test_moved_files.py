@@ -1,4 +1,4 @@
-"""Files that clients change while their fragments move: no change is lost, and nothing stays behind."""
+"""Files that clients change or read while their fragments move: no change is lost, and a healthy file stays readable."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ckpt.aggregator.file_io import layout_replacement
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance, repair, scrub
 from ckpt.aggregator.records.file_record import MemberObject
+from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.testing import random_bytes
 
 CONTENT = random_bytes(300_000, 1)
@@ -137,3 +138,63 @@ def test_a_repair_counts_no_file_that_was_changed_meanwhile(tmp_path: Path, monk
         assert not repair.repair_namespace(namespace, scrub.scrub_namespace(namespace)).files
         assert repair.repair_namespace(namespace, scrub.scrub_namespace(namespace)).files == 1
         assert namespace.get("a") == CONTENT + ADDED
+
+
+def drain_all_holders(namespace: Namespace) -> None:
+    """Move all fragments of the file to other members."""
+    for member in holders(namespace):
+        assert not rebalance.drain_member(namespace, member).failed
+
+
+@pytest.mark.parametrize("redundancy", ["1x", "2x", "4+1"])
+def test_an_open_file_is_read_after_its_fragments_moved(tmp_path: Path, redundancy: str) -> None:
+    """A reader that was opened before the move finds the fragments at their new members, also at a second move."""
+    with (
+        closing(open_namespace(tmp_path, redundancy)) as namespace,
+        closing(open_namespace(tmp_path, redundancy)) as other,
+    ):
+        namespace.put("a", CONTENT)
+        with other.open("a") as reader:
+            for _ in range(2):
+                drain_all_holders(namespace)
+                data = bytearray(len(CONTENT) + 10)
+                assert reader.read_into(0, memoryview(data)) == len(CONTENT)
+                assert data[:-10] == CONTENT
+
+
+def test_an_open_file_is_not_read_after_it_was_replaced(tmp_path: Path) -> None:
+    """A reader never mixes two contents."""
+    with closing(open_namespace(tmp_path, "2x")) as namespace, closing(open_namespace(tmp_path, "2x")) as other:
+        namespace.put("a", CONTENT)
+        with other.open("a") as reader:
+            namespace.put("a", random_bytes(300_000, 3))
+            with pytest.raises(Unavailable, match="can't be read"):
+                reader.read_into(0, memoryview(bytearray(100)))
+
+
+@pytest.mark.parametrize("redundancy", ["1x", "2x", "4+1"])
+def test_a_file_is_got_while_its_fragments_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redundancy: str) -> None:
+    """The move happens after `get` has read the record, and before it reads the first fragment."""
+    with (
+        closing(open_namespace(tmp_path, redundancy)) as namespace,
+        closing(open_namespace(tmp_path, redundancy)) as other,
+    ):
+        namespace.put("a", CONTENT)
+        moves: list[str] = []
+
+        def move(name: str) -> None:
+            if not moves:
+                moves.append(name)
+                drain_all_holders(namespace)
+
+        monkeypatch.setattr("ckpt.aggregator.file_io.reader.failpoint", move)
+        assert other.get("a") == CONTENT
+        assert moves
+
+
+def test_a_file_of_a_lost_member_is_not_read_for_ever(tmp_path: Path) -> None:
+    with closing(open_namespace(tmp_path, "1x")) as namespace:
+        namespace.put("a", CONTENT)
+        lose_object(namespace)
+        with pytest.raises(Unavailable, match="can't be read"):
+            namespace.get("a")
