@@ -8,6 +8,7 @@ its own clock, takes over.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ REPAIR_LEADER_REGISTER = "caretaker"
 
 
 class Election:
-    """The part of one process in an election. Used by one thread.
+    """The part of one process in an election. Safe to use from many threads.
 
     process_id: the name of this process in the register. term_seconds: a term that was not renewed for this time is over.
     register: the name of the register; each register is an election of its own.
@@ -37,14 +38,20 @@ class Election:
         self._register = register
         self._process_id = process_id
         self._term_seconds = term_seconds
+        self._lock = threading.Lock()
+        """Held during an attempt to lead. Guards `_last_value` and `_last_change_at`."""
         self._last_value = b""
         self._last_change_at = 0.0
 
     def try_lead(self) -> bool:
         """Begin or renew the term of this process if possible, and return whether it is the leader now.
 
-        A leader must call it again within the term.
+        A leader must call it again within the term. Raises Unavailable if the register can't be changed now.
         """
+        with self._lock:
+            return self._try_lead()
+
+    def _try_lead(self) -> bool:
         expired_value = self._last_value if time.monotonic() - self._last_change_at >= self._term_seconds else None
 
         def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from helpers.nodes import directories
+from helpers.processes import until
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance, scrub
@@ -86,3 +88,39 @@ def test_a_rebalance_reports_the_bytes_to_move_in_advance(namespace: Namespace, 
     assert not done.failed
     assert sum(expected) == sum(moved) == done.nbytes > 0
     grown.close()
+
+
+def test_one_process_repairs_while_a_round_takes_several_terms(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that reads all data takes hours, and a term half an hour: the leader stays leader meanwhile."""
+    interval_seconds = 0.5
+    repairing: list[RepairLeader] = []
+    ended = threading.Event()
+
+    def repair_slowly(leader: RepairLeader, verify: bool) -> None:
+        repairing.append(leader)
+        ended.wait(60)
+
+    monkeypatch.setattr(RepairLeader, "repair_once", repair_slowly)
+    leaders = [RepairLeader(namespace, name, interval_seconds) for name in ("first", "second")]
+    try:
+        until(lambda: bool(repairing))
+        time.sleep(8 * interval_seconds)
+        assert len(repairing) == 1
+    finally:
+        ended.set()
+        for leader in leaders:
+            leader.close(60)
+
+
+def test_the_next_process_repairs_once_the_leader_is_gone(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that ended renews its term no more."""
+    monkeypatch.setattr(RepairLeader, "repair_once", lambda leader, verify: rounds.append(leader))
+    rounds: list[RepairLeader] = []
+    first = RepairLeader(namespace, "first", 0.1)
+    until(lambda: bool(rounds))
+    second = RepairLeader(namespace, "second", 0.1)
+    first.close(60)
+    try:
+        until(lambda: second in rounds)
+    finally:
+        second.close(60)
