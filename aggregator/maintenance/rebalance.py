@@ -164,12 +164,12 @@ def _move_fragments(
                 if move(path, file, layout, moving) is not Replacement.CHANGED:
                     count.add_file()
                     return
-                file = current_record(namespace, path, file)
+                current = current_record(namespace, path, file)
             except CkptError as error:
                 if (current := current_record(namespace, path, file)) is file:
                     count.add_failure(path, str(error))
                     return
-                file = current  # the file was replaced meanwhile, and its old objects deleted
+            file = current  # it was changed meanwhile, and its old objects may be deleted
         if file is not None and file.layout is not None and fragments_to_move(file, file.layout):
             count.add_failure(
                 path, f"it was changed during each of {_MAX_TRIES} tries to move it; move it when nobody writes to it"
