@@ -39,7 +39,7 @@ class Election:
         self._process_id = process_id
         self._term_seconds = term_seconds
         self._lock = threading.Lock()
-        """Held during an attempt to lead. Guards `_last_value` and `_last_change_at`."""
+        """Guards `_last_value` and `_last_change_at`. Held during a whole try to lead, so that tries take turns."""
         self._last_value = b""
         self._last_change_at = 0.0
 
@@ -52,6 +52,7 @@ class Election:
             return self._try_lead()
 
     def _try_lead(self) -> bool:
+        """Try to lead, as `try_lead` does. Needs `_lock`."""
         expired_value = self._last_value if time.monotonic() - self._last_change_at >= self._term_seconds else None
 
         def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:

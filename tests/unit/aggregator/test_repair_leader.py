@@ -98,7 +98,7 @@ def test_one_process_repairs_while_a_round_takes_several_terms(namespace: Namesp
 
     def repair_slowly(leader: RepairLeader, verify: bool) -> None:
         repairing.append(leader)
-        ended.wait(60)
+        ended.wait(300)
 
     monkeypatch.setattr(RepairLeader, "repair_once", repair_slowly)
     leaders = [RepairLeader(namespace, name, interval_seconds) for name in ("first", "second")]
