@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from ckpt.aggregator.file_io.layout_replacement import current_record, replace_layout
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
@@ -23,7 +23,8 @@ repair has deleted too many of them. Raises where the file may not be published 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What must be at a path when a record is published there. Without any field set, anything may be."""
+    """What must be at a path when a record is published there. Without any field set, nothing or a file or folder of the
+    published kind may be there."""
 
     new: bool = False
     """No file or folder may exist there."""
@@ -44,6 +45,8 @@ class Publication:
     """The number that the client read before it wrote the objects of the file, or read their names; None: the current one."""
     unsettled_number: int | None = None
     """The fence number with which a member may have accepted this version in an earlier try."""
+    replaced: Mapping[str, PathRecord] = field(default_factory=dict)
+    """The records that proposals of an earlier try would have replaced, by version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +82,12 @@ class Publisher:
         return self._records.ring.fence_number
 
     def publish(self, publication: Publication, relink: Relink = lambda file: file) -> PathRecord | MembersRemoved:
-        """Publish a record. Return the record of the path after that, or the removed members for which it was not published.
+        """Publish a record, and return it as it is at the path then, or as it was proposed where others have changed the path.
 
-        Raises AlreadyExists or Changed where the condition does not hold: then nothing was published. After Unavailable it may
-        have been published.
+        Returns the removed members for which it was not published, if there are any. Raises AlreadyExists or Changed where the
+        condition does not hold: then nothing was published. After any other error it may have been published: Unavailable,
+        IntegrityError where the current record can't be read, and StoreError where a repair has deleted its objects, or where
+        its fragments can't be moved off removed members.
         """
         work = _Work(self._records, publication, relink)
         try:
@@ -95,7 +100,7 @@ class Publisher:
         # A half-done change from before the removal of a member may have been settled.
         if current is not None and (removed := _removed_members_of(self._records, current)):
             self._move_off_members(publication.path, current, removed)
-        old, file = work.old, work.file
+        old, file = work.replaced_record(current), work.file
         if old is not None and old.layout is not None and not old.rename_token:
             named = {o.name for each in (file, current) if each and each.layout for o in each.layout.objects}
             self._member_io.discard_layouts([old.layout], named)
@@ -134,62 +139,84 @@ class _Work:
         self._proposed = publication.file
         self._fence_number = records.ring.fence_number if publication.fence_number is None else publication.fence_number
         self._unsettled_number = publication.unsettled_number
-        self._checked_number: int | None = None  # under this fence number, an absent record is known to mean "never published"
-        self._is_proposed = self._is_absent = False
+        self._checked_number: int | None = None  # under this fence number, no tombstone of the path was collected
+        self._may_be_taken = publication.unsettled_number is not None or bool(publication.replaced)
+        self._is_proposed = self._may_be_taken
+        self._is_hidden = self._is_stale = self._is_compared = False  # of the record that `_decide` was called with last
+        self._replaced = dict(publication.replaced)
         self.file = publication.file
         """The record as it was proposed last."""
-        self.old: PathRecord | None = None
-        """The record that it replaces."""
         self.removed: MembersRemoved | None = None
 
     def run(self) -> RegisterValue | None:
         """Change the record, and return its value after that. Raises _StopUpdate where `removed` is set."""
         value = self._update()
-        while self._is_absent and value is None and self._unsettled_number is not None:
-            if is_collected_since(self._records, self._path, self._unsettled_number):
-                raise Unavailable(
-                    f"{self._path} in {self._records.url}: it can't be known whether it was published and then deleted; write "
-                    "it again"
-                )
-            self._checked_number = self._fence_number
+        while self._is_stale or self._is_hidden:
+            if self._is_hidden:
+                self._require_not_collected()
             value = self._update()
         return value
 
+    def _require_not_collected(self) -> None:
+        """Raise Unavailable where an earlier try may have been published, and its tombstone collected."""
+        number = self._unsettled_number
+        if number is not None and is_collected_since(self._records, self._path, number):
+            raise Unavailable(
+                f"{self._path} in {self._records.url}: it can't be known whether it was published and then deleted; write "
+                "it again"
+            )
+        self._checked_number = self._fence_number
+
     def _update(self) -> RegisterValue | None:
+        self._is_stale = self._is_hidden = False
         return self._records.update_record_fenced(
-            self._fence_number, self._path, self._decide, self._on_outdated, expect_absent=self._condition.new
+            self._fence_number, self._path, self._decide, self._on_outdated, self._condition.new, self._on_refused
         )
+
+    def _on_refused(self, _: Collection[str]) -> None:
+        """Forget what was proposed, as no member has accepted it, unless a member may have accepted an earlier try."""
+        if not self._may_be_taken:
+            self._is_proposed = False
+            self._replaced.clear()
 
     def _on_outdated(self, may_be_taken: bool, fence_number: int) -> None:
         """Continue with another fence number, after the objects of the file got second names."""
+        self._may_be_taken = self._may_be_taken or may_be_taken
+        self._on_refused(())
         if may_be_taken and self._unsettled_number is None:
             self._unsettled_number = self._fence_number
         self._fence_number = fence_number
         relinked = self._relink(self._proposed)
         if relinked is not None:
             self._proposed = relinked
-        elif not self._is_published_already():
+        elif not self._is_published_already():  # this raises Unavailable where it can't be known
             raise StoreError(
                 f"{self._path}: it was not published, because a repair has deleted its objects while the writer was stopped; "
                 "write it again"
             )
 
     def _is_published_already(self) -> bool:
-        """Return whether an earlier try, whose outcome was unknown, has published it."""
+        """Return whether an earlier try, whose outcome was unknown, has published it. Raises Unavailable."""
         if self._unsettled_number is None:
             return False
         value = self._records.read_records([f"/{self._path}"])[f"/{self._path}"]
         current = None if value is None else file_record.decode_record(self._path, value)
+        if self._is_unknown(current):
+            raise self._unknown_error()
+        if self._may_be_collected(current):
+            self._require_not_collected()
         return file_record.has_version(current, self._proposed.head.version)
 
     def _decide(self, _: str, value: RegisterValue | None) -> RegisterValue | None:
         """Return the new value of the record, or None to keep it: the `Decide` of this publication."""
         condition, base, proposed = self._condition, self._condition.base, self._proposed
         current = None if value is None else file_record.decode_record(self._path, value)
-        self._is_absent = self._unsettled_number is not None and current is None and self._checked_number != self._fence_number
-        if self._is_absent or file_record.has_version(current, proposed.head.version):
-            return None  # a quorum must confirm that no record exists; or an earlier try, which seemed to fail, did publish it
-        self.old = old = current if current is not None and current.exists else None
+        self._is_hidden = self._checked_number != self._fence_number and self._may_be_collected(current)
+        self._is_stale = self._may_be_stale(current)
+        is_done = file_record.has_version(current, proposed.head.version)  # an earlier try, which seemed to fail, did it
+        if is_done or self._is_hidden or self._is_stale or self._is_unknown(current):
+            return None
+        old = current if current is not None and current.exists else None
         if old is not None and (condition.new or old.head.kind != proposed.head.kind):
             return None
         if condition.replaces is not None and (old is None or old.head.version != condition.replaces):
@@ -204,13 +231,64 @@ class _Work:
         self.file = file
         if removed_members := _removed_members_of(self._records, file):
             current_condition = replace(condition, base=base if base is None else old)
-            rest = Publication(self._path, file, current_condition, unsettled_number=self._unsettled_number)
+            rest = Publication(self._path, file, current_condition, None, self._unsettled_number, self._replaced)
             self.removed = MembersRemoved(removed_members, rest)
             raise _StopUpdate
         # A file that is appended to keeps its token: its objects may be shared.
         token = file.rename_token if base is None or current is None else current.rename_token
         self._is_proposed = True
+        self._note_replaced(current)
         return file_record.encode_record(replace(file, head=file_record.next_head(file.head, current), rename_token=token))
+
+    def _note_replaced(self, current: PathRecord | None) -> None:
+        """Note a record that a proposal replaces. A record with a rename token is kept: a member may lack the token."""
+        if current is not None:
+            known = self._replaced.get(current.head.version)
+            if known is None or not known.rename_token:
+                self._replaced[current.head.version] = current
+
+    def replaced_record(self, current: PathRecord | None) -> PathRecord | None:
+        """Return the record that the publication replaced; None where the current record does not show which one.
+
+        It may differ from the record that the last proposal replaces: an outdated member, or another proposal, was the source
+        of that one.
+        """
+        versions = () if current is None else (current.head.version, *current.head.history)
+        followed = dict(zip(versions, versions[1:], strict=False))
+        return self._replaced.get(followed.get(self.file.head.version, ""))
+
+    def _may_be_stale(self, current: PathRecord | None) -> bool:
+        """Return whether a full history, over which the first proposal would be made, lacks the version that a quorum has.
+
+        A proposal over such a record, from a member that was down, could not be told from one that others have replaced often.
+        """
+        if self._is_compared or self._is_proposed or self._condition != Condition():
+            return False
+        if current is None or not file_record.is_history_truncated(current):
+            return False
+        self._is_compared = True
+        value = self._records.read_records([f"/{self._path}"])[f"/{self._path}"]
+        newest = None if value is None else file_record.decode_record(self._path, value)
+        return newest is not None and not file_record.has_version(current, newest.head.version)
+
+    def _may_be_collected(self, current: PathRecord | None) -> bool:
+        """Return whether an earlier try may have been published and deleted, and the tombstone with its history collected."""
+        versions = {self._proposed.head.version, *self._replaced}
+        return self._unsettled_number is not None and not any(file_record.has_version(current, v) for v in versions)
+
+    def _is_unknown(self, current: PathRecord | None) -> bool:
+        """Return whether an earlier proposal may have been published and then replaced so often that its version is not listed.
+
+        Its objects may be deleted then, so it must not be proposed again.
+        """
+        return self._is_proposed and file_record.is_history_truncated(current, {self._proposed.head.version, *self._replaced})
+
+    def _unknown_error(self) -> Unavailable:
+        done = "it was published" if self._condition.base is None else "this was added"
+        return Unavailable(
+            f"{self._path} in {self._records.url}: it can't be known whether {done}, as others have changed the file too "
+            "often; check its content"
+        )
 
     def require_published(self, current: PathRecord | None) -> None:
         """Raise Unavailable, Changed or AlreadyExists where the current record is not what was proposed."""
@@ -219,11 +297,8 @@ class _Work:
             self._is_proposed and file_record.has_added_objects(current, self.file, base)
         ):
             return
-        if self._is_proposed and base is not None and file_record.is_history_truncated(current, base):
-            raise Unavailable(
-                f"{self._path} in {url}: it can't be known whether this was added, as others have changed the file too often; "
-                "check its content"
-            )
+        if self._is_unknown(current):
+            raise self._unknown_error()
         if base is not None:
             raise Changed(f"{self._path} in {url} was changed during the append; nothing was added, try again")
         if self._condition.replaces is not None:

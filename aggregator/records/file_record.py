@@ -7,7 +7,7 @@ stripe. All fragments that a member stores of one file are in one object of that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -117,9 +117,9 @@ def next_head(head: RecordHead, previous: PathRecord | None) -> RecordHead:
     return replace(head, history=history, created=previous.head.created if previous.exists else head.created)
 
 
-def is_history_truncated(file: PathRecord | None, base: PathRecord) -> bool:
-    """Return whether the history of a path may lack versions that came after `base`."""
-    return file is not None and len(file.head.history) >= _MAX_HISTORY and not has_version(file, base.head.version)
+def is_history_truncated(file: PathRecord | None, versions: Collection[str] = ()) -> bool:
+    """Return whether the history of a path is full and has none of `versions`: it may lack versions that came after them."""
+    return file is not None and len(file.head.history) >= _MAX_HISTORY and not any(has_version(file, v) for v in versions)
 
 
 def has_added_objects(current: PathRecord | None, file: PathRecord, base: PathRecord | None) -> bool:

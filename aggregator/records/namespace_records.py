@@ -12,7 +12,7 @@ from ckpt.aggregator.records.current_members import Membership
 from ckpt.aggregator.records.file_record import PathRecord
 from ckpt.aggregator.records.paths import check_path
 from ckpt.aggregator.records.paxos import ReplicatedRegisters
-from ckpt.aggregator.records.register_update import Decide, Superseded
+from ckpt.aggregator.records.register_update import Decide, OnRefused, Superseded
 from ckpt.aggregator.records.replica_set import ReplicaSet
 from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.base.plural import format_count
@@ -113,25 +113,29 @@ class NamespaceRecords(Membership):
         return self._replicated_registers.update([f"/{path}"], decide)[f"/{path}"]
 
     def update_record_fenced(
-        self, fence_number: int, path: str, decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False
-    ) -> RegisterValue | None:
+        self, fence_number: int, path: str, decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False,
+        on_refused: OnRefused | None = None,
+    ) -> RegisterValue | None:  # fmt: skip
         """Change the record of a path with this fence number, and return its value after the change.
 
         on_outdated: called where members have another number now. It makes sure that the objects of the new value exist, or
-        raises.
+        raises. expect_absent: expect no value, and read none first. on_refused: called where no member has accepted the first
+        proposal.
         """
-        return self.update_records_fenced(fence_number, [f"/{path}"], decide, on_outdated, expect_absent)[f"/{path}"]
+        names = [f"/{path}"]
+        return self.update_records_fenced(fence_number, names, decide, on_outdated, expect_absent, on_refused)[names[0]]
 
     def update_records_fenced(
-        self, fence_number: int, names: Sequence[str], decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False
-    ) -> dict[str, RegisterValue | None]:
+        self, fence_number: int, names: Sequence[str], decide: Decide, on_outdated: OnOutdated, expect_absent: bool = False,
+        on_refused: OnRefused | None = None,
+    ) -> dict[str, RegisterValue | None]:  # fmt: skip
         """Change many registers as `update_record_fenced` does, and return their values after the change by name.
 
         Raises Unavailable if the members change all the time.
         """
         until = time.monotonic() + 2 * self.commit_timeout_seconds
         while True:
-            outcome = self._replicated_registers.update_fenced(fence_number, names, decide, expect_absent)
+            outcome = self._replicated_registers.update_fenced(fence_number, names, decide, expect_absent, on_refused)
             if not isinstance(outcome, Superseded):
                 return outcome
             if time.monotonic() > until:

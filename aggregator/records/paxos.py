@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ckpt.aggregator.cluster.fanout import FanOut
-from ckpt.aggregator.records.register_update import Decide, RegisterUpdate, Superseded, choose_values, keep_value
+from ckpt.aggregator.records.register_update import Decide, OnRefused, RegisterUpdate, Superseded, choose_values, keep_value
 from ckpt.aggregator.records.replica_set import (
     ReplicaSet,
     is_decided,
@@ -189,12 +189,13 @@ class ReplicatedRegisters:
         return self._update_batch(paths, RegisterUpdate(decide, expect_absent))
 
     def update_fenced(
-        self, fence_number: int, paths: Sequence[str], decide: Decide, expect_absent: bool = False
-    ) -> dict[str, RegisterValue | None] | Superseded:
+        self, fence_number: int, paths: Sequence[str], decide: Decide, expect_absent: bool = False,
+        on_refused: OnRefused | None = None,
+    ) -> dict[str, RegisterValue | None] | Superseded:  # fmt: skip
         """Update with this fence number only; return Superseded if a member has another: new objects may have been deleted."""
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
-            update = RegisterUpdate(decide, expect_absent, fence_number)
+            update = RegisterUpdate(decide, expect_absent, fence_number, on_refused=on_refused)
             try:
                 found |= self._update_batch(batch, update)
             except Outdated as error:
@@ -239,7 +240,7 @@ class ReplicatedRegisters:
         first_answers, _ = self._call_members(
             {path: replica_sets[path].members[:1] for path in changes}, change, timeout_seconds=timeout_seconds
         )
-        update.possibly_changed.update({p: new for p, new in values.items() if False not in first_answers[p].values()})
+        update.note_first_answers(values, first_answers)
         remaining += [path for path in changes if True not in first_answers[path].values()]
         changed_on_first = {path: replica_sets[path] for path in changes if True in first_answers[path].values()}
         failpoint("register.changed")

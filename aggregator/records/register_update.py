@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from ckpt.aggregator.records.replica_set import ReplicaSet, undamaged_records
@@ -14,6 +14,9 @@ Decide = Callable[[str, RegisterValue | None], RegisterValue | None]
 
 It is called again where others compete. It must then recognise a value that it made itself.
 """
+
+OnRefused = Callable[[Collection[str]], None]
+"""Called with the paths whose direct change the first member refused: no member has accepted what was proposed for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,20 @@ class RegisterUpdate:
     """The only fence number that the change may use; None for the current one."""
     on_all_members: bool = False
     """Whether every member that answers gets the value, not only a quorum."""
+    on_refused: OnRefused | None = None
     found: dict[str, RegisterValue | None] = field(default_factory=dict)
     """The values of the paths that are done."""
     possibly_changed: dict[str, RegisterValue] = field(default_factory=dict)
     """By path, the last proposed value that a member may have accepted."""
     errors: dict[str, StoreError] = field(default_factory=dict)
     """By member, the errors of the last attempt to have a proposed value accepted."""
+
+    def note_first_answers(self, values: Mapping[str, RegisterValue], answers: Mapping[str, Mapping[str, bool]]) -> None:
+        """Note whether first members accepted direct changes. values, answers: by path, what was proposed and answered."""
+        refused = {path for path in values if False in answers[path].values()}
+        self.possibly_changed.update({path: new for path, new in values.items() if path not in refused})
+        if refused and self.on_refused is not None:
+            self.on_refused(refused)
 
 
 @dataclass(frozen=True, slots=True)
