@@ -22,7 +22,7 @@ from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paths import check_path
 from ckpt.aggregator.records.ring_change import ensure_record_redundancy
 from ckpt.aggregator.records.tombstone_collection import TombstoneCollector
-from ckpt.storage.base.errors import NotFound, StoreError
+from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 from ckpt.storage.base.store import Buffer, require_length
@@ -135,17 +135,21 @@ class Namespace(NamespaceRecords):
         return [path for path in every if path in deleted or path in possibly_deleted]
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file, and replace a file at the new name. Raises NotFound, and StoreError if the file was changed meanwhile.
+        """Rename a file, and replace a file at the new name.
 
-        Nothing is copied. A crash may leave the file under its old name or under both names; a scrub then finds out which
-        objects are still needed.
+        Raises InvalidName, NotFound, AlreadyExists if the new name is a folder, StoreError if the file was changed meanwhile,
+        and Unavailable if it can't be known whether it was renamed. Nothing is copied. A crash, or an error after the rename
+        began, may leave the file under its old name or under both names; a scrub then finds out which objects are needed.
         """
         number = self.ring.fence_number if self.exists() else 0
-        file = self.stat(check_path(old))
+        found = self.stat_all([old, new])
+        file, replaced = found[old], found[new]
         if file is None or file.head.kind != "file":
             raise NotFound(f"{old} in {self.url}: {'no such file' if file is None else 'a folder, not a file'}")
         if old == new:
             return
+        if replaced is not None and replaced.head.kind != "file":  # before the file is marked by a token
+            raise AlreadyExists(f"{new} in {self.url}: a folder of this name exists already")
         token = new_version()
         if file.layout is not None:
             file = self._set_rename_token(old, file.head.version, "", token)
@@ -155,14 +159,14 @@ class Namespace(NamespaceRecords):
         failpoint("namespace.rename")
         before = file
 
-        def require_unchanged(moved: PathRecord) -> PathRecord:
+        def take_current_layout(moved: PathRecord) -> PathRecord:
             current = self.stat(old)
             if current is None or (current.head.version, current.rename_token) != (before.head.version, before.rename_token):
                 raise StoreError(f"{old} in {self.url} was changed while it was renamed; try again")
-            return moved
+            return replace(moved, layout=current.layout)  # a repair may have moved it, and deleted its former objects
 
         moved = replace(file, head=replace(file.head, version=new_version(), history=()))
-        self.publish(Publication(new, moved, fence_number=number), require_unchanged)
+        self.publish(Publication(new, moved, fence_number=number), take_current_layout)
         failpoint("namespace.renamed")
         deletion = Deletion(
             lambda current: (current.head.version, current.rename_token) == (before.head.version, before.rename_token)

@@ -16,7 +16,7 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.aggregator.maintenance.rebalance import drain_member
 from ckpt.aggregator.placement.redundancy import parse_redundancy
-from ckpt.storage.base.errors import Changed, NotFound, StoreError, Unavailable
+from ckpt.storage.base.errors import AlreadyExists, Changed, InvalidName, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.registers.base import RegisterValue
 from ckpt.storage.testing import random_bytes
@@ -66,6 +66,58 @@ def test_a_second_rename_after_an_interrupted_one_loses_no_data(
     assert one.get("r") == FIRST
     one.delete(["r"])
     repair.repair_namespace(one, scrub.scrub_namespace(one))
+    assert not any(member.inventory() for member in one.open_members.values())
+
+
+@pytest.mark.parametrize("point", ["namespace.rename", "namespace.renamed"])
+def test_a_rename_of_a_file_that_was_drained_and_repaired_meanwhile_loses_no_data(
+    open_client: Callable[[], Namespace], collect_orphans_at_once: None, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """The repair deletes the objects that the drain has replaced. The path has the same version and token as before."""
+    one, other = open_client(), open_client()
+    one.put("x", FIRST)
+
+    def move_once(name: str) -> None:
+        if name != point:
+            return
+        file = other.stat("x")
+        assert file is not None
+        assert file.layout is not None
+        for member in {o.member for o in file.layout.objects}:
+            other.locations = tuple(each for each in other.locations if each.name != member)
+        for member in {o.member for o in file.layout.objects}:
+            drain_member(other, member)
+        repair.repair_namespace(other, scrub.scrub_namespace(other))
+        moved = other.stat("x")
+        assert moved is not None
+        assert moved.layout is not None
+        assert not set(moved.layout.objects) & set(file.layout.objects)
+
+    monkeypatch.setattr("ckpt.aggregator.file_io.namespace.failpoint", move_once)
+    one.rename("x", "y")
+    monkeypatch.undo()
+    client = open_client()
+    assert client.stat("x") is None
+    assert client.get("y") == FIRST
+    repair.repair_namespace(client, scrub.scrub_namespace(client))
+    assert client.get("y") == FIRST
+
+
+def test_a_refused_rename_does_not_mark_the_file(open_client: Callable[[], Namespace]) -> None:
+    """The objects of a marked file stay until a repair when it is replaced."""
+    one = open_client()
+    one.put("x", FIRST)
+    one.make_folder("folder")
+    with pytest.raises(AlreadyExists, match="folder in ckpt://test: a folder of this name exists already"):
+        one.rename("x", "folder")
+    with pytest.raises(InvalidName):
+        one.rename("x", "a//b")
+    with pytest.raises(InvalidName):
+        one.rename("missing", "a//b")
+    file = one.stat("x")
+    assert file is not None
+    assert not file.rename_token
+    one.put("x", b"small")
     assert not any(member.inventory() for member in one.open_members.values())
 
 

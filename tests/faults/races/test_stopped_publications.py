@@ -114,7 +114,7 @@ def test_a_member_that_missed_many_records_does_not_fail_the_next_put(open_clien
 def test_a_put_after_a_rename_that_a_member_missed_keeps_the_objects_of_the_new_name(
     open_client: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer replaces the tombstone, and is fenced before it knows. Then it reads the file from a member that missed that."""
+    """The writer replaces the tombstone, and is fenced before it knows. Then it reads the file from an outdated member."""
     one, other = open_client(), open_client()
     one.put("x", FIRST)
     first_member = one.ring.replica_set("/x").members[0]
