@@ -14,16 +14,25 @@ from ckpt.storage.registers.base import RegisterValue
 class Deletion:
     """The state of one deletion of one or more paths, for changes of their records. Used by one thread.
 
-    is_deletable: returns whether a record is to be deleted; any other record stays.
+    is_deletable: returns whether a record is to be deleted; any other record stays. waits_for_quorum: whether the first call
+    for a record with a full history only adds its path to `unsettled_paths`.
     """
 
-    def __init__(self, is_deletable: Callable[[PathRecord], bool]) -> None:
+    def __init__(self, is_deletable: Callable[[PathRecord], bool], waits_for_quorum: bool = False) -> None:
         self._is_deletable = is_deletable
+        self._waits_for_quorum = waits_for_quorum
         self._version, self._now = new_version(), time.time()
         self.seen: dict[str, PathRecord | None] = {}
         """The last record of each path that a member returned. It may be older than the one that was deleted."""
         self.replaced: dict[str, PathRecord] = {}
         """The paths for which a tombstone was proposed, each with the record that the last such tombstone replaces."""
+        self.unsettled_paths: set[str] = set()
+        """The paths that were left once, so that a quorum settles their newest record. Those not in `replaced` need another
+        update.
+
+        A tombstone over a record from a member that was down could not be told from one that others have replaced often.
+        """
+        self._versions: dict[str, set[str]] = {}  # by path, the versions that a tombstone was proposed for
         self.is_unsettled = False
         """Whether a member may have accepted a tombstone in a try that failed."""
 
@@ -34,9 +43,13 @@ class Deletion:
         if file_record.has_version(current, self._version):
             return None  # an earlier try, which seemed to fail, has done it
         self.seen[path] = current
-        if current is None or not self._is_deletable(current):
+        if current is None or not self._is_deletable(current) or self._is_unknown(path, current):
+            return None
+        if self._waits_for_quorum and path not in self.unsettled_paths and file_record.is_history_truncated(current):
+            self.unsettled_paths.add(path)
             return None
         self.replaced[path] = current
+        self._versions.setdefault(path, set()).add(current.head.version)
         head = RecordHead("deleted", 0, self._now, self._now, self._version)
         return file_record.encode_record(PathRecord(file_record.next_head(head, current)))
 
@@ -50,6 +63,16 @@ class Deletion:
         Their objects are left to a repair.
         """
         return {path for path in self.replaced if self.is_unsettled and after[f"/{path}"] is None}
+
+    def unknown_paths(self, after: Mapping[str, RegisterValue | None]) -> list[str]:
+        """Return the paths of files that may be new ones, after others have completed this deletion. They are not deleted."""
+        found = {path: file_record.decode_record(path, value) for path in self._versions if (value := after[f"/{path}"])}
+        return [path for path, file in found.items() if file.exists and self._is_unknown(path, file)]
+
+    def _is_unknown(self, path: str, current: PathRecord) -> bool:
+        """Return whether a record shows neither a tombstone of this deletion nor what it replaced, though one was proposed."""
+        versions = self._versions.get(path, set())
+        return bool(versions) and not any(file_record.has_version(current, v) for v in (self._version, *versions))
 
     def on_outdated(self, may_be_taken: bool, _: int) -> None:
         """Note that a member may have accepted a tombstone: the `OnOutdated` of this deletion."""

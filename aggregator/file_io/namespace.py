@@ -22,7 +22,7 @@ from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paths import check_path
 from ckpt.aggregator.records.ring_change import ensure_record_redundancy
 from ckpt.aggregator.records.tombstone_collection import TombstoneCollector
-from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError
+from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 from ckpt.storage.base.store import Buffer, require_length
@@ -123,15 +123,25 @@ class Namespace(NamespaceRecords):
         return outcome
 
     def delete(self, paths: Iterable[str]) -> Sequence[str]:
-        """Delete files and folder marks, and return the paths that existed. It is no error if a path does not exist."""
+        """Delete files and folder marks, and return the paths that existed. It is no error if a path does not exist.
+
+        Raises Unavailable, also where a file may have been written after others have completed this deletion: it is kept.
+        """
         every = [check_path(path) for path in paths]
         if not every or not self.exists():  # only a write creates the namespace
             return []
-        deletion = Deletion(lambda file: file.exists)
+        deletion = Deletion(lambda file: file.exists, waits_for_quorum=True)
         names = [f"/{path}" for path in every]
         after = self.update_records_fenced(self.ring.fence_number, names, deletion.decide, deletion.on_outdated)
+        if rest := [f"/{path}" for path in deletion.unsettled_paths if path not in deletion.replaced]:
+            after |= self.update_records_fenced(self.ring.fence_number, rest, deletion.decide, deletion.on_outdated)
         deleted, possibly_deleted = deletion.deleted_files(after), deletion.possibly_deleted(after)
         self.member_io.discard_layouts(unneeded_layouts(deleted.values()))
+        if unknown := deletion.unknown_paths(after):
+            raise Unavailable(
+                f"{unknown[0]} in {self.url}: it can't be known whether it was deleted and written again, as others have changed "
+                "it too often; check its content"
+            )
         return [path for path in every if path in deleted or path in possibly_deleted]
 
     def rename(self, old: str, new: str) -> None:

@@ -35,13 +35,15 @@ def run_stopped(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object], mea
         except StoreError as error:
             outcome.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     monkeypatch.setattr("ckpt.aggregator.records.paxos.failpoint", stop_once)
     thread.start()
     assert stopped.wait(600)
-    meanwhile()
-    resume.set()
-    thread.join()
+    try:
+        meanwhile()
+    finally:
+        resume.set()
+        thread.join()
     monkeypatch.undo()
     return outcome[0]
 
@@ -160,3 +162,39 @@ def test_a_stopped_put_whose_tombstone_was_collected_does_not_replace_a_later_fi
     assert open_client().get("x") == SECOND[:size]
     assert isinstance(error, Unavailable), error
     assert "it can't be known whether it was published" in str(error)
+
+
+@pytest.mark.parametrize("is_collected", [False, True])
+def test_a_stopped_delete_does_not_delete_a_later_file(
+    open_client: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch, is_collected: bool
+) -> None:
+    """Others complete the deletion, and write the path so often, or collect the tombstone, that its record does not list it."""
+    one, other = open_client(), open_client()
+    one.put("x", FIRST)
+    one.put("y", FIRST)
+
+    def write_again() -> None:
+        other.settle(["/x"])
+        assert other.stat("x") is None
+        if is_collected:
+            assert collect_tombstones(other, age_seconds=-60.0) > 0
+        other.put("x", b"", new=True)
+        for i in range(1 if is_collected else 9):
+            other.put("x", bytes([i]) * 40_000)
+
+    error = run_stopped(monkeypatch, lambda: one.delete(["x", "y"]), write_again)
+    assert open_client().get("x") == bytes([0 if is_collected else 8]) * 40_000
+    assert open_client().stat("y") is None
+    assert isinstance(error, Unavailable), error
+    assert "x in ckpt://test: it can't be known whether it was deleted" in str(error)
+
+
+def test_a_delete_removes_a_file_of_which_a_member_missed_many_records(open_client: Callable[[], Namespace]) -> None:
+    one, other = open_client(), open_client()
+    for i in range(12):
+        one.put("x", bytes([i]) * 40_000)
+    replace_registers(other, one.ring.replica_set("/x").members[0], Down())
+    for i in range(12):
+        other.put("x", bytes([i]) * 40_000)
+    assert one.delete(["x", "missing"]) == ["x"]
+    assert open_client().stat("x") is None
