@@ -48,7 +48,9 @@ class Deletion:
         if self._waits_for_quorum and path not in self.unsettled_paths and file_record.is_history_truncated(current):
             self.unsettled_paths.add(path)
             return None
-        self.replaced[path] = current
+        known = self.replaced.get(path)
+        if known is None or not known.rename_token or known.head.version != current.head.version:  # a member may lack the token
+            self.replaced[path] = current
         self._versions.setdefault(path, set()).add(current.head.version)
         head = RecordHead("deleted", 0, self._now, self._now, self._version)
         return file_record.encode_record(PathRecord(file_record.next_head(head, current)))

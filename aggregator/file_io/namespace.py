@@ -139,7 +139,7 @@ class Namespace(NamespaceRecords):
         self.member_io.discard_layouts(unneeded_layouts(deleted.values()))
         if unknown := deletion.unknown_paths(after):
             raise Unavailable(
-                f"{unknown[0]} in {self.url}: it can't be known whether it was deleted and written again, as others have changed "
+                f"{unknown[0]} in {self.url}: it can't be known whether it was deleted and written again, as others changed "
                 "it too often; check its content"
             )
         return [path for path in every if path in deleted or path in possibly_deleted]

@@ -14,6 +14,7 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.base.errors import AlreadyExists, Outdated, StoreError, Unavailable
+from ckpt.storage.base.failpoints import set_failpoints
 
 
 def run_stopped(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object], meanwhile: Callable[[], object]) -> object:
@@ -113,6 +114,24 @@ def test_a_member_that_missed_many_records_does_not_fail_the_next_put(open_clien
     assert one.get("log") == FIRST
 
 
+def fence_after_a_quorum_accepted(monkeypatch: pytest.MonkeyPatch, client: Namespace, first_member: str) -> None:
+    """Let the next change of a client reach all members but the first one, and then let it be refused as outdated once."""
+    registers = client.open_members[first_member].registers
+    is_done = False
+
+    def fence_once(name: str) -> None:
+        nonlocal is_done
+        if name == "register.change" and not is_done:
+            replace_registers(client, first_member, Down())
+        if name == "register.accepted" and not is_done:
+            is_done = True
+            replace_registers(client, first_member, registers)
+            client.fan_out.health.record_answer(first_member)
+            raise Outdated("a new era begins")
+
+    monkeypatch.setattr("ckpt.aggregator.records.paxos.failpoint", fence_once)
+
+
 def test_a_put_after_a_rename_that_a_member_missed_keeps_the_objects_of_the_new_name(
     open_client: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,23 +141,9 @@ def test_a_put_after_a_rename_that_a_member_missed_keeps_the_objects_of_the_new_
     first_member = one.ring.replica_set("/x").members[0]
     replace_registers(other, first_member, Down())
     other.rename("x", "y")
-    registers = one.open_members[first_member].registers
-    points: list[str] = []
-
-    def fence_once(name: str) -> None:
-        if name == "register.change" and "register.accepted" not in points:
-            replace_registers(one, first_member, Down())
-        if name == "register.accepted" and name not in points:
-            replace_registers(one, first_member, registers)
-            one.fan_out.health.record_answer(first_member)
-            points.append(name)
-            raise Outdated("a new era begins")
-        points.append(name)
-
-    monkeypatch.setattr("ckpt.aggregator.records.paxos.failpoint", fence_once)
+    fence_after_a_quorum_accepted(monkeypatch, one, first_member)
     one.put("x", SECOND)
     monkeypatch.undo()
-    assert "register.accepted" in points
     assert open_client().get("x") == SECOND
     assert open_client().get("y") == FIRST
 
@@ -198,3 +203,39 @@ def test_a_delete_removes_a_file_of_which_a_member_missed_many_records(open_clie
         other.put("x", bytes([i]) * 40_000)
     assert one.delete(["x", "missing"]) == ["x"]
     assert open_client().stat("x") is None
+
+
+def test_a_delete_after_a_rename_that_a_member_missed_keeps_the_objects_of_the_new_name(
+    open_client: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quorum deletes a later file of the path. Then the client reads the renamed file from an outdated member."""
+    one, other = open_client(), open_client()
+    one.put("x", FIRST)
+    first_member = one.ring.replica_set("/x").members[0]
+    replace_registers(other, first_member, Down())
+    other.rename("x", "y")
+    other.put("x", SECOND)
+    fence_after_a_quorum_accepted(monkeypatch, one, first_member)
+    assert one.delete(["x"]) == ["x"]
+    monkeypatch.undo()
+    assert open_client().stat("x") is None
+    assert open_client().get("y") == FIRST
+
+
+def test_a_delete_after_an_interrupted_rename_that_a_member_missed_keeps_the_objects_of_the_new_name(
+    open_client: Callable[[], Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outdated member has the same version without the rename token."""
+    one, other = open_client(), open_client()
+    one.put("x", FIRST)
+    first_member = one.ring.replica_set("/x").members[0]
+    replace_registers(other, first_member, Down())
+    set_failpoints("namespace.renamed=error")
+    with pytest.raises(OSError, match="injected"):
+        other.rename("x", "y")
+    set_failpoints("")
+    fence_after_a_quorum_accepted(monkeypatch, one, first_member)
+    assert one.delete(["x"]) == ["x"]
+    monkeypatch.undo()
+    assert open_client().stat("x") is None
+    assert open_client().get("y") == FIRST
