@@ -30,7 +30,7 @@ class Deletion:
         """The paths that were left once, so that a quorum settles their newest record. Those not in `replaced` need another
         update.
 
-        A tombstone over a record from a member that was down could not be distinguished from one that others have replaced often.
+        A tombstone over a record from a member that was down is easily mistaken for one that others have replaced often.
         """
         self._versions: dict[str, set[str]] = {}  # by path, the versions that a tombstone was proposed for
         self.is_unsettled = False

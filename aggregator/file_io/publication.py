@@ -260,7 +260,7 @@ class _Work:
     def _may_be_stale(self, current: PathRecord | None) -> bool:
         """Return whether a full history, over which the first proposal would be made, lacks the version that a quorum has.
 
-        A proposal over such a record, from a member that was down, could not be distinguished from one that others have replaced often.
+        A proposal over such a record, from a member that was down, is easily mistaken for one that others have replaced often.
         """
         if self._is_compared or self._is_proposed or self._condition != Condition():
             return False
