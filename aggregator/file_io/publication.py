@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from ckpt.aggregator.file_io.layout_replacement import current_record, replace_layout
+from ckpt.aggregator.file_io.layout_replacement import Replacement, current_record, replace_layout
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.file_io.rebuild import rebuild_fragments
@@ -116,13 +116,14 @@ class Publisher:
             try:
                 self._member_io.update_domains()
                 moved = rebuild_fragments(self._member_io, path, version, file.layout, lost)
-                replace_layout(self._records, self._member_io, path, file, moved, number)
+                outcome = replace_layout(self._records, self._member_io, path, file, moved, number)
+                if outcome is not Replacement.CHANGED:
+                    return
+                current = current_record(self._records, path, file)
             except CkptError:
                 current = current_record(self._records, path, file)
                 if current is file:
                     raise
-            else:
-                return
             if current is None or current.head.version != version:
                 return
             file, members = current, _removed_members_of(self._records, current)
