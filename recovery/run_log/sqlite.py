@@ -20,7 +20,7 @@ from ckpt.recovery.run_log.report_files import ReportFiles
 from ckpt.storage.base.errors import CkptError, Unavailable
 from ckpt.storage.base.file_system_kind import require_local_file_system
 from ckpt.storage.base.fsync import make_durable_root
-from ckpt.storage.registers.sqlite import BUSY_SECONDS
+from ckpt.storage.base.sqlite_file import BUSY_SECONDS, open_wal_database
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -50,7 +50,7 @@ class SqliteRunLog(RunLog):
             )
             self.path.parent.mkdir(parents=True, exist_ok=True)
             make_durable_root(os.path.abspath(folder))  # SQLite makes its files durable, but not their folder
-            self._db = self._connect()
+            self._db = open_wal_database(self.path, _SCHEMA)
         except sqlite3.Error as error:
             raise CkptError(f"{self.path} can't be used: {error}; {self._remedy(error)}, or give another --run-dir") from error
 
@@ -76,22 +76,6 @@ class SqliteRunLog(RunLog):
             db.close()  # otherwise the agent that closes last can't remove the write-ahead log
             raise
         return db
-
-    def _connect(self) -> sqlite3.Connection:
-        until = time.monotonic() + BUSY_SECONDS
-        while True:
-            db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-            try:
-                db.execute("PRAGMA journal_mode = WAL")
-                db.execute("PRAGMA synchronous = FULL")  # each entry is durable once it is appended
-                db.executescript(_SCHEMA)
-                return db
-            except sqlite3.Error as error:
-                db.close()
-                # SQLite's timeout does not cover the switch to WAL when several agents open a new file at once.
-                if "locked" not in str(error) or time.monotonic() > until:
-                    raise
-                time.sleep(0.05)
 
     def entries(self, after: int = 0) -> list[LogEntry]:
         query = "SELECT number, at, attempt, kind, text, facts FROM entries WHERE number > ? ORDER BY number"

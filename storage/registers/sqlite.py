@@ -20,6 +20,7 @@ from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.storage.base.file_system_kind import require_local_file_system
 from ckpt.storage.base.fsync import make_durable_root, sync_folder
+from ckpt.storage.base.sqlite_file import open_wal_database
 from ckpt.storage.registers.base import (
     NO_BALLOT,
     REGISTERS_INCOMPLETE,
@@ -48,9 +49,6 @@ from ckpt.storage.registers.fence_numbers import advance_fence, order_key, outda
 _MAX_BATCH_CALLS = 64
 """The most calls that share a transaction."""
 
-BUSY_SECONDS = 30.0
-"""Seconds that a call to a database waits for the transaction of another process."""
-
 T = TypeVar("T")
 
 _SCHEMA = """
@@ -58,7 +56,8 @@ CREATE TABLE IF NOT EXISTS registers (
     name TEXT PRIMARY KEY, promised BLOB NOT NULL, accepted BLOB NOT NULL, sum INTEGER NOT NULL, head_sum INTEGER NOT NULL,
     head BLOB, body BLOB
 );
-CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value)
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value);
+PRAGMA cache_size = -65536;
 """
 
 _READ_SQL = "SELECT promised, accepted, sum, head, body FROM registers WHERE name = ?"
@@ -296,18 +295,7 @@ class SqliteRegisters(Registers):
             folder = os.path.dirname(os.path.abspath(self._path))
             os.makedirs(folder, exist_ok=True)
             make_durable_root(folder)  # SQLite makes its files durable, but not their folder
-            db = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-            try:
-                (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
-                if mode != "wal":
-                    raise sqlite3.OperationalError(f"no write-ahead log is possible here (journal mode {mode})")
-                db.execute("PRAGMA synchronous = FULL")
-                db.execute("PRAGMA cache_size = -65536")
-                db.executescript(_SCHEMA)
-            except BaseException:
-                db.close()
-                raise
-            self._connection = db
+            self._connection = open_wal_database(self._path, _SCHEMA)
         return self._connection
 
 
