@@ -14,8 +14,8 @@ _RETRY_SECONDS = 0.05
 def open_wal_database(path: str | os.PathLike[str], schema: str) -> sqlite3.Connection:
     """Return a connection to a SQLite file whose transactions are durable. The file is created if it does not exist.
 
-    schema: SQL that creates the tables that do not exist. The connection begins no transaction by itself, and any thread may use
-    it.
+    schema: SQL that creates the tables that do not exist. The connection begins no transaction by itself, and any thread may
+    use it.
 
     Raises:
         sqlite3.Error: The file can't be used, or others keep it locked for `BUSY_SECONDS`.

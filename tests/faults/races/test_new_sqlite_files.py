@@ -19,6 +19,7 @@ ROUNDS, WRITERS = 100, 4
 
 def write_register(folder: Path, writer: int) -> bool:
     with closing(SqliteRegisters(str(folder / "registers.sqlite"))) as registers:
+        registers.mark_complete()
         return registers.change([DirectChange(f"x{writer}", NO_BALLOT, RegisterValue(b"1"))], "w") == [True]
 
 
