@@ -27,11 +27,14 @@ from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.plural import format_count
 
 _RECHECK_SECONDS = 1.0
-_MAX_TRIES = 5  # for a file that changes while its fragments are moved
+_MAX_TRIES = 5
+"""The most tries for a file that changes while its fragments are moved, and the most rounds of a drain."""
 
 
 def drain_member(namespace: Namespace, member: str, progress: ByteProgress = lambda _: None) -> RepairReport:
-    """Move every fragment off a member to other members. New fragments are still written to it unless its weight is 0.
+    """Move every fragment off a member to other members, in rounds until one finds nothing to move, but at most five.
+
+    New fragments are still written to the member unless its weight is 0.
 
     progress: called with the number of bytes just written, from many threads. Raises InvalidArgument where there is no such
     member, or where it is read-only: it could not delete its objects, and its records would become outdated.
@@ -46,7 +49,13 @@ def drain_member(namespace: Namespace, member: str, progress: ByteProgress = lam
             f"{member} is read-only, so it can't delete the fragments that move; start it without --read-only and with the "
             "weight 0, or run `ckpt-node admin forget`"
         )
-    return _move_off(namespace, member, progress)
+    done = RepairReport()
+    for _ in range(_MAX_TRIES):  # a file that gets another name during a round is found by the next one
+        moved = _move_off(namespace, member, progress)
+        done = replace(done, files=done.files + moved.files, nbytes=done.nbytes + moved.nbytes, failed=moved.failed)
+        if moved.failed or not moved.files:
+            break
+    return done
 
 
 def _move_off(namespace: Namespace, member: str, progress: ByteProgress) -> RepairReport:

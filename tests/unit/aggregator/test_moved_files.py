@@ -198,3 +198,29 @@ def test_a_file_of_a_lost_member_is_not_read_for_ever(tmp_path: Path) -> None:
         lose_object(namespace)
         with pytest.raises(Unavailable, match="can't be read"):
             namespace.get("a")
+
+
+@pytest.mark.parametrize("redundancy", ["1x", "2x"])
+def test_a_drain_moves_a_file_that_is_renamed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redundancy: str
+) -> None:
+    """The new name is not in the list of files that the drain has read at its start."""
+    with (
+        closing(open_namespace(tmp_path, redundancy)) as namespace,
+        closing(open_namespace(tmp_path, redundancy)) as other,
+    ):
+        namespace.put("a", CONTENT)
+        holder = holders(namespace)[0]
+        monkeypatch.setattr(rebalance, "BATCH_PATHS", 1)
+        namespace.put("z", ADDED)
+        number = 0
+        while holder not in [o.member for o in large_file(namespace, "z").layout.objects]:  # type: ignore[union-attr]
+            namespace.put("z", random_bytes(50_000, number := number + 1))
+        content = namespace.get("z")
+        calls = run_before_replacement(monkeypatch, lambda: other.rename("z", "b"))
+        assert not rebalance.drain_member(namespace, holder).failed
+        assert calls
+        layout = large_file(namespace, "b").layout
+        assert layout is not None
+        assert holder not in [o.member for o in layout.objects]
+        assert namespace.get("b") == content
