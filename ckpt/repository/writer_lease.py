@@ -120,6 +120,8 @@ class WriterLease:
         """The number of the last attempt, by step and group."""
         self._active_attempts: dict[str, frozenset[str]] = {}
         """The pinned packs of each attempt that has not ended, by its name."""
+        self._active_steps: dict[str, int] = {}
+        """The step of each of these attempts."""
         self._unsettled_attempts: set[str] = set()
         self._user_count = 0
         self._last_group_number = 0
@@ -167,7 +169,7 @@ class WriterLease:
             key = step, series.group
             number = self._attempt_counts[key] = self._attempt_counts.get(key, series.first_number - 1) + 1
             name = f"{series.rank}-{self.generation}-{series.first_serial + next(self._serials)}"
-            self._active_attempts[name] = frozenset()
+            self._active_attempts[name], self._active_steps[name] = frozenset(), step
             return Attempt(name, series.rank, self.generation, step, number)
 
     def pin_packs(self, attempt: Attempt, packs: Iterable[str]) -> None:
@@ -179,11 +181,17 @@ class WriterLease:
         """Record that the attempt was committed or abandoned."""
         with self._lock:
             self._active_attempts.pop(attempt.name, None)
+            self._active_steps.pop(attempt.name, None)
 
     def active_attempts(self) -> dict[str, frozenset[str]]:
         """Return the names of the attempts that have not ended, with the packs of earlier steps to which they may refer."""
         with self._lock:
             return dict(self._active_attempts)
+
+    def active_steps(self) -> frozenset[int]:
+        """Return the steps of the attempts that have not ended: each may get a new commit record at any time."""
+        with self._lock:
+            return frozenset(self._active_steps.values())
 
     def begin_publication(self, attempt: Attempt) -> None:
         """Record that the attempt may be committed from now on, also after an error, until `settle`."""

@@ -70,9 +70,12 @@ def enter(
         session = _sessions.get(key)
         if session is None:
             for orphan in [o for o in _orphaned_sessions if o.repo.url == repo.url]:
-                _orphaned_sessions.remove(orphan)
                 orphan.wait()
-                orphan.raise_failed()
+                try:
+                    orphan.raise_failed()
+                finally:
+                    if not orphan.has_unseen_error():  # otherwise the next save raises the next one
+                        _orphaned_sessions.remove(orphan)
             # With tiers, take a new lease: its serials are shared with the tiers and above those of a lease without tiers.
             shared = _lease_of_this_process(repo) if serials is None else None
             session = _sessions[key] = Session(repo, group, start_alone(repo, shared, serials, prepare))

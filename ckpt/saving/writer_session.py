@@ -26,7 +26,7 @@ from ckpt.saving.lineage import Lineage
 from ckpt.saving.previous_steps import CommittedFiles, PreviousSteps
 from ckpt.saving.session_start import RequestedStep, SessionStart, next_step_number
 from ckpt.saving.step_drift import DriftDetector
-from ckpt.storage.base.errors import CkptError, InvalidArgument
+from ckpt.storage.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from ckpt.saving.handle import SaveHandle
@@ -115,8 +115,9 @@ class Session:
         if not self._pending_saves:  # true for most steps, and faster than the lock
             return
         with self._lock:
-            failed = [h for h in self._pending_saves if h.done() and h.has_error_to_raise()]
-            self._pending_saves = [h for h in self._pending_saves if not h.done() or h in failed[1:]]
+            ended = [h for h in self._pending_saves if h.done()]  # once: a save may fail meanwhile
+            failed = [h for h in ended if h.has_error_to_raise()]
+            self._pending_saves = [h for h in self._pending_saves if h not in ended or h in failed[1:]]
         if failed:
             error = failed[0].take_error()
             raise SaveFailed(f"saving step {failed[0].step} to {self.repo.url} in the background failed: {error}") from error
@@ -231,5 +232,5 @@ class Session:
                 spared_steps = {saved_step, *(each.step for each in recent)}.union(*(steps() for steps in self._spared_steps))
                 damaged = damaged_steps(self.repo)
                 sweep(self.repo, self.lease.writer, keep, spared_steps, damaged, protected_packs, replaced_files)
-        except (CkptError, OSError) as error:
+        except Exception as error:  # also MemoryError: the step is committed, whatever happens here
             log.warning("deleting old files of %s failed; the next save tries again: %s", self.repo.url, error)
