@@ -108,6 +108,9 @@ class GroupError(CkptError):
 class StepRefused(CkptError):
     """The parts of the ranks do not form a complete step: a gap, an overlap, or a contradiction between ranks."""
 
+    may_be_committed: bool = False
+    """Whether rank 0 could not find out if the step is committed. Then the files of no rank are deleted."""
+
 
 class RanksMissing(StepRefused):
     """Some ranks did not publish their part of a step in time."""

@@ -79,7 +79,7 @@ def settle_attempt(repo: Repository, lease: WriterLease, attempt: Attempt) -> bo
     """
     is_certain = attempt.name not in lease.unsettled_attempts() or repo.store.revoke(commit_name(attempt.step))
     try:
-        is_committed = any(attempt.has_file(file.name) for file in repo.commit(attempt.step).manifests)
+        is_committed = any(map(attempt.has_file, repo.commit(attempt.step).files()))  # the manifests are those of rank 0
     except (StepNotFound, NotFound):
         repo.identity()
         is_committed = False

@@ -115,8 +115,8 @@ def sweep(
     """
     lease.require_newest()
     store = repo.store
-    # Read before the listing: an attempt that commits during the listing is among these, and one that begins later waits for the
-    # end of the sweep before it writes. A step that is saved again may get a new record after its old one was read here.
+    # Read before the listing: an attempt that commits during the listing is among these, and one that begins later waits for
+    # the end of the sweep before it writes. A step that is saved again may get a new record after its old one was read here.
     active, spared_steps = lease.active_attempts(), {*spared_steps, *lease.active_steps()}
     sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
     records = _read_records(repo, sizes)

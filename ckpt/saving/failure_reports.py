@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from ckpt.errors import RanksMissing, StepRefused, UnsupportedLeaf
 from ckpt.format import json_records
@@ -25,7 +26,8 @@ def publish_failure(store: Store, lease: GroupLease, group: Group, attempt: Atte
     # For another rank, the committer adds this text. Other errors of rank 0 already describe what is wrong with all ranks.
     if attempt.rank == 0 and (unreachable or isinstance(error, UnsupportedLeaf) or not isinstance(error, CkptError)):
         reason = give_up_reason(attempt, 0, reason)
-    failure = {"reason": reason, "missing": isinstance(error, RanksMissing), "rank": attempt.rank}
+    is_uncertain = attempt.name in lease.writer.unsettled_attempts()  # its record may still take effect
+    failure = {"reason": reason, "missing": isinstance(error, RanksMissing), "rank": attempt.rank, "uncertain": is_uncertain}
     data = json_records.encode("failure", failure)
     group.leave_note(_note_key(lease, attempt, attempt.rank == 0), data)
     store.put(f"{part_stem(attempt)}-failed.json", data)
@@ -37,7 +39,7 @@ def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt:
         f"rank 0 failed while it committed step {attempt.step} of {store.url}, and can't find out whether the step exists: "
         f"{error}"
     )
-    failure = {"reason": reason, "missing": False, "rank": 0}
+    failure = {"reason": reason, "missing": False, "rank": 0, "uncertain": True}
     group.leave_note(_note_key(lease, attempt, True), json_records.encode("failure", failure))
 
 
@@ -63,13 +65,14 @@ def noted_failure(lease: GroupLease, group: Group, attempt: Attempt) -> StepRefu
         return None
     try:
         failure = json_records.decode("failure", data, "a note of another rank")
-        reason, missing, rank = str(failure["reason"]), bool(failure["missing"]), int(failure["rank"])
+        reason, rank = str(failure["reason"]), int(failure["rank"])
+        refusal = _refusal(failure)
     except (CkptError, KeyError, TypeError, ValueError) as error:
         log.debug("ignoring a note of another rank: %s", error)
         return None
     if lease.rank == 0:
         return StepRefused(give_up_reason(attempt, rank, reason))
-    return _refusal(reason, missing)
+    return refusal
 
 
 def give_up_reason(attempt: Attempt, rank: int, reason: object) -> str:
@@ -81,16 +84,18 @@ def read_failure(store: Store, name: str) -> StepRefused:
     """Return the error that a rank has reported instead of its part."""
     try:
         failure = json_records.load(store, "failure", name)
-        return _refusal(str(failure["reason"]), bool(failure.get("missing")))
+        return _refusal(failure)
     except (NotFound, IntegrityError, KeyError) as error:
         return StepRefused(str(error))
 
 
-def _refusal(reason: str, missing: bool) -> StepRefused:
-    if not missing:
-        return StepRefused(reason)
-    error = RanksMissing(reason)
-    error.given_up = True
+def _refusal(failure: Mapping[str, object]) -> StepRefused:
+    """Return the error of a report. Raises KeyError if it has no reason."""
+    reason = str(failure["reason"])
+    error = RanksMissing(reason) if failure.get("missing") else StepRefused(reason)
+    if isinstance(error, RanksMissing):
+        error.given_up = True
+    error.may_be_committed = bool(failure.get("uncertain"))
     return error
 
 

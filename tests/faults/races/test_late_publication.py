@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from helpers.failing_store import Injected
+from helpers.rank_threads import all_well, on_ranks
 from helpers.states import state_of
 from helpers.two_writers import take_over
 from obstore.store import MemoryStore
 
 import ckpt
+from ckpt.groups.threads import ThreadGroup
 from ckpt.repository import commit_publication
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.storage.base.store import Buffer, Version
@@ -48,6 +52,26 @@ def test_a_record_that_arrives_late_does_not_commit_deleted_files() -> None:
         checkpointer.save(2, state_of(2), blocking=True)
     assert Repository(bucket).steps() == [0, 2]
     ckpt.load(bucket)  # type: ignore[arg-type]
+
+
+def test_a_record_that_arrives_late_over_an_older_one_commits_files_of_all_ranks() -> None:
+    """The step exists and is saved again: no store can revoke the late request, so no rank deletes its files."""
+    bucket = LateBucket("memory://late/again")
+    groups = ThreadGroup.make(2)
+
+    def save(number: int) -> list[Any]:
+        state = lambda rank: {"w": ckpt.Shard(np.full(5, number), (10,), (5 * rank,)), "n": number}  # noqa: E731
+        return on_ranks(2, lambda g: ckpt.save(state(g.rank), bucket, 1, group=g, overwrite=True, timeout=20), groups)  # type: ignore[call-overload]
+
+    all_well(save(1))
+    bucket.late_name = commit_name(1)
+    failed = save(2)
+    assert isinstance(failed[0], ckpt.CkptError)
+    assert isinstance(failed[1], ckpt.StepRefused)
+    assert failed[1].may_be_committed
+    assert bucket.arrive is not None
+    assert bucket.arrive() is not None, "the request takes effect"
+    assert ckpt.load(bucket, group=None, strict=True)["n"] == 2  # type: ignore[call-overload]
 
 
 def test_a_fenced_writer_keeps_files_to_which_a_newer_step_may_refer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,3 +284,5 @@ def test_rank_0_reports_that_it_can_not_know_the_outcome(root: Path) -> None:
     assert isinstance(found[1], StepRefused)
     assert "rank 0 failed while it committed step 3 of" in str(found[1])
     assert "can't find out whether the step exists: no answer" in str(found[1])
+    packs = {path.name.split("-")[0] for path in (root / "steps/3/pack").glob("*.pack")}
+    assert packs == {"0", "1"}, "the record may still take effect"
