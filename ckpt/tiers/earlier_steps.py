@@ -42,5 +42,6 @@ def _find_earlier_step(tier: OpenTier, nearer: Iterable[Repository], restored: t
     publish_durable(tier, newest_in_tier[1])
     # Only for an interval in steps does the number say whether a step is due. Otherwise the newest step is copied.
     has_due_number = tier.spec.counts if isinstance(tier.spec.every, int) else lambda _: True
-    newest = max(repo.newest(has_due_number) for repo in nearer)
+    # `nearer` is empty once the memories of earlier attempts are released and no tier is open.
+    newest = max((repo.newest(has_due_number) for repo in nearer), default=newest_in_tier)
     return newest[1] if newest > newest_in_tier and (restored is None or newest <= restored) else None

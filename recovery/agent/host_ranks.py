@@ -164,7 +164,9 @@ class HostRanks:
         stop_ranks(monitor.ranks, self._identity.mark)
         for rank in monitor.ranks:
             self._surroundings.orphan_guard.remove(rank.process.pid)
-        self._port = launch.free_port(self._options.address)
+        # The address may be missing while the network is down. The present port then stays, and is mostly free.
+        with contextlib.suppress(CkptError):
+            self._port = launch.free_port(self._options.address)
         return True
 
     def set_failure(self, failure: HostFailure) -> None:

@@ -168,7 +168,7 @@ def _encode_span(span: LedgerSpan) -> bytes:
 def process_start_time() -> float:
     """Return when this process was started, by CLOCK_MONOTONIC, and never an earlier time; now if that is unknown."""
     try:
-        with open("/proc/self/stat") as file:
+        with open("/proc/self/stat", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])  # proc(5): starttime, rounded down to whole ticks
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

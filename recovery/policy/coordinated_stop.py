@@ -35,7 +35,7 @@ def next_stop(current: StopRequest | None, ranks: Iterable[tuple[int, int | None
         return StopRequest(newest + 1)
     if current.agreed:
         return current
-    if all(acknowledged == current.step for _, acknowledged in rank_stops):
+    if rank_stops and all(acknowledged == current.step for _, acknowledged in rank_stops):
         return StopRequest(current.step, True, current.ahead)
     if any(step >= current.step and acknowledged != current.step for step, acknowledged in rank_stops):
         return StopRequest(newest + 2 * current.ahead, False, 2 * current.ahead)

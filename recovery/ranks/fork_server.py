@@ -223,7 +223,7 @@ def _find_fork_hazard() -> str:
 def _count_threads() -> int:
     names = []
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm", errors="replace") as file:
             names.append(file.read().strip())
     return sum(name not in _FORK_SAFE_THREADS for name in names)
 

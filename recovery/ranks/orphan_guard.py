@@ -141,11 +141,11 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
         elif gap > 2 * _POLL_SECONDS:
             last_input_at = now  # the whole host was suspended, not only the agent
         elif lost_seconds and now - last_input_at > lost_seconds:
-            if sessions and not is_reported:
+            process_kill.kill_sessions(sessions, mark)  # the other hosts take this one for lost and continue without it
+            if sessions and not is_reported:  # after the kill, because a terminal that nobody reads blocks this
                 is_reported = True
                 with contextlib.suppress(OSError):
                     print(_LOST_TEXT.format(seconds=lost_seconds), file=sys.stderr, flush=True)
-            process_kill.kill_sessions(sessions, mark)  # the other hosts take this one for lost and continue without it
     process_kill.kill_sessions(sessions, mark)
     shutil.rmtree(pages, ignore_errors=True)
     os._exit(0)

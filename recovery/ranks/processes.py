@@ -18,7 +18,7 @@ def process_state(pid: int) -> str:
 def _stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: state, parent, group, session …; empty if it does not exist."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:  # the kernel cuts the name at any byte
             return file.read().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []

@@ -156,3 +156,9 @@ def test_simulated_ranks_stop_after_the_same_step_in_any_order(data: st.DataObje
             rank.advance()
     assert [rank.does for rank in ranks] == ["ends"] * len(ranks)
     assert len({rank.step for rank in ranks}) == 1
+
+
+def test_a_stop_is_not_agreed_before_any_rank_is_known() -> None:
+    """The reports of an attempt that has just begun may be missing: its ranks have not acknowledged the step."""
+    assert not next_stop(StopRequest(1), []).agreed
+    assert next_stop(StopRequest(1), [(500, None)]).step > 500
