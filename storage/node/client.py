@@ -292,7 +292,7 @@ class NodeStore(Store):
                     "authority of this client (CKPT_CA_FILE, ca_file)"
                 ) from error
             raise Unavailable(f"{self.url} failed in {action}: {text}; check that it runs") from error
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError for a message that it can't read
             text = next(iter(str(error).splitlines()), "")[:300]
             raise StoreError(f"{self.url}: {action} failed: {text}; see the log of the node") from error
         except ValueError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import pyarrow.flight as flight
+
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.node import wire
 from ckpt.storage.registers.base import Ballot, DirectChange, RegisterAnswer, Registers, RegisterValue
@@ -27,10 +29,10 @@ class NodeRegisters(Registers):
         self._url = url
 
     def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
-        return self._decode_answers(self._call("registers.read", list(names), fence_number), len(names))
+        return self._ask(lambda batch: self._call("registers.read", batch, fence_number), list(names))
 
     def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
-        return self._decode_answers(self._call("registers.prepare", list(names), list(ballot), fence_number), len(names))
+        return self._ask(lambda batch: self._call("registers.prepare", batch, list(ballot), fence_number), list(names))
 
     def accept(
         self, values: Sequence[tuple[str, RegisterValue]], ballot: Ballot, repair_damaged: bool = False, fence_number: int = 0
@@ -81,6 +83,19 @@ class NodeRegisters(Registers):
     def drop(self, names: Sequence[str], fence_number: int) -> None:
         for start in range(0, len(names), wire.NAMES_PER_CALL):
             self._call("registers.drop", list(names[start : start + wire.NAMES_PER_CALL]), fence_number)
+
+    def _ask(self, call: Callable[[list[str]], Any], names: list[str]) -> list[RegisterAnswer]:
+        """Return the answers for these registers, in several calls if one message can't hold them all.
+
+        Records of large files have many bytes. Flight cancels a call whose answer is longer than `wire.MESSAGE_BYTES`.
+        """
+        try:
+            return self._decode_answers(call(names), len(names))
+        except Unavailable as error:
+            if len(names) < 2 or not isinstance(error.__cause__, flight.FlightCancelledError):
+                raise
+        middle = len(names) // 2
+        return [*self._ask(call, names[:middle]), *self._ask(call, names[middle:])]
 
     def _decode_answers(self, data: Any, expected: int) -> list[RegisterAnswer]:
         try:

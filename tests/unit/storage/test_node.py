@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
+from helpers.node_fixtures import DATA, open_objects_now
 from helpers.node_fixtures import local_node as local_node
 from helpers.node_fixtures import store as store
 from helpers.nodes import LocalNode
@@ -262,3 +264,15 @@ def test_an_unreachable_node_raises_unavailable() -> None:
     for call in (lambda: store.get("a"), lambda: store.put("a", b""), store.info, lambda: store.registers.read(["a"])):
         with pytest.raises(Unavailable, match=r"node://127\.0\.0\.1:1"):
             call()
+
+
+def test_an_answer_that_is_never_sent_leaves_no_open_file(local_node: LocalNode, store: NodeStore) -> None:
+    """A client may be gone before its answer begins."""
+    store.put("a", DATA)
+    gc.collect()
+    before = open_objects_now()
+    answer = local_node.server._stream_object(flight.Ticket(wire.pack(["a", 0, 100])))
+    assert open_objects_now() != before
+    del answer
+    gc.collect()
+    assert open_objects_now() == before
