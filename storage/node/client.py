@@ -19,7 +19,7 @@ from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer, check_
 from ckpt.storage.member.device import MemberInfo
 from ckpt.storage.node import wire
 from ckpt.storage.node.client_credentials import NodeCredentials, require_encryption
-from ckpt.storage.node.client_registers import NodeRegisters
+from ckpt.storage.node.client_registers import CallCancelled, NodeRegisters
 from ckpt.storage.node.fd_passing_client import FdPassingClient
 
 _BATCH_BYTES = 2 << 20
@@ -291,7 +291,8 @@ class NodeStore(Store):
                     f"{self.url} can't be trusted: {reason}; check its certificate (--tls-cert, CKPT_TLS_CERT_FILE), and the "
                     "authority of this client (CKPT_CA_FILE, ca_file)"
                 ) from error
-            raise Unavailable(f"{self.url} failed in {action}: {text}; check that it runs") from error
+            kind = CallCancelled if isinstance(error, flight.FlightCancelledError) else Unavailable
+            raise kind(f"{self.url} failed in {action}: {text}; check that it runs") from error
         except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError for a message that it can't read
             text = next(iter(str(error).splitlines()), "")[:300]
             raise StoreError(f"{self.url}: {action} failed: {text}; see the log of the node") from error

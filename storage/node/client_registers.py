@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import pyarrow.flight as flight
-
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.node import wire
 from ckpt.storage.registers.base import Ballot, DirectChange, RegisterAnswer, Registers, RegisterValue
@@ -15,6 +13,10 @@ _CHANGE_BATCH_BYTES = 16 << 20
 """The bytes of register values in one call."""
 
 T = TypeVar("T")
+
+
+class CallCancelled(Unavailable):
+    """Flight has cancelled a call, perhaps because its answer is longer than `wire.MESSAGE_BYTES`."""
 
 
 class NodeRegisters(Registers):
@@ -87,12 +89,12 @@ class NodeRegisters(Registers):
     def _ask(self, call: Callable[[list[str]], Any], names: list[str]) -> list[RegisterAnswer]:
         """Return the answers for these registers, in several calls if one message can't hold them all.
 
-        Records of large files have many bytes. Flight cancels a call whose answer is longer than `wire.MESSAGE_BYTES`.
+        Records of large files have many bytes, and Flight cancels a call with a longer answer.
         """
         try:
             return self._decode_answers(call(names), len(names))
         except Unavailable as error:
-            if len(names) < 2 or not isinstance(error.__cause__, flight.FlightCancelledError):
+            if len(names) < 2 or not isinstance(error, CallCancelled):
                 raise
         middle = len(names) // 2
         return [*self._ask(call, names[:middle]), *self._ask(call, names[middle:])]
