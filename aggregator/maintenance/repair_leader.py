@@ -16,7 +16,7 @@ from ckpt.aggregator.maintenance.repair import repair_namespace
 from ckpt.aggregator.maintenance.scrub import scrub_namespace
 from ckpt.aggregator.records.leader_election import REPAIR_LEADER_REGISTER, Election
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
-from ckpt.storage.base.threads import try_start
+from ckpt.storage.base.threads import WorkerThread, try_start
 
 log = logging.getLogger("ckpt.node")
 
@@ -45,7 +45,7 @@ class RepairLeader:
         self._rounds_per_scrub = rounds_per_scrub
         self._rounds = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ckpt-repair-leader", daemon=True)
+        self._thread = WorkerThread(target=self._run, name="ckpt-repair-leader", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -62,7 +62,7 @@ class RepairLeader:
     def _renewed_term(self) -> Iterator[None]:
         """Renew the term of this process in a thread: a round may take many terms, and no other process should begin one."""
         ended = threading.Event()
-        renewal = threading.Thread(target=self._renew_term, args=(ended,), name="ckpt-repair-leader-term", daemon=True)
+        renewal = WorkerThread(target=self._renew_term, args=(ended,), name="ckpt-repair-leader-term", daemon=True)
         is_started = try_start(renewal)  # without a thread, another process may repair too, which is harmless
         try:
             yield

@@ -51,7 +51,7 @@ def gather_parts(
         one, instead = len(missing) == 1, other_step_text(repo.store, attempt, missing)
         return RanksMissing(
             f"{ranks_text(missing)} of {lease.size} did not write {'its' if one else 'their'} part of step {attempt.step} "
-            f"{why}; all ranks must save the same steps, to the same storage{instead}; look at the log of "
+            f"{why}; all ranks must save the same steps{instead}, to the same storage; look at the log of "
             f"{'that rank' if one else 'those ranks'}; to save from one rank alone, give group=None"
         )
 

@@ -1,4 +1,4 @@
-"""A job goes on although the address of its host is gone when its ranks are to start again."""
+"""A job continues although the address of its host is gone when its ranks are to start again."""
 
 from __future__ import annotations
 
