@@ -70,8 +70,8 @@ def enter(
         session = _sessions.get(key)
         if session is None:
             for orphan in [o for o in _orphaned_sessions if o.repo.url == repo.url]:
-                orphan.wait()
                 try:
+                    orphan.wait()
                     orphan.raise_failed()
                 finally:
                     if not orphan.has_unseen_error():  # otherwise the next save raises the next one
