@@ -24,15 +24,14 @@ class Deletion:
         self._version, self._now = new_version(), time.time()
         self.seen: dict[str, PathRecord | None] = {}
         """The last record of each path that a member returned. It may be older than the one that was deleted."""
-        self.replaced: dict[str, PathRecord] = {}
-        """The paths for which a tombstone was proposed, each with the record that the last such tombstone replaces."""
+        self.replaced: dict[str, dict[str, PathRecord]] = {}
+        """The paths for which a tombstone was proposed, each with the records that such tombstones replace, by version."""
         self.unsettled_paths: set[str] = set()
         """The paths that were left once, so that a quorum settles their newest record. Those not in `replaced` need another
         update.
 
         A tombstone over a record from a member that was down is easily mistaken for one that others have replaced often.
         """
-        self._versions: dict[str, set[str]] = {}  # by path, the versions that a tombstone was proposed for
         self.is_unsettled = False
         """Whether a member may have accepted a tombstone in a try that failed."""
 
@@ -48,16 +47,32 @@ class Deletion:
         if self._waits_for_quorum and path not in self.unsettled_paths and file_record.is_history_truncated(current):
             self.unsettled_paths.add(path)
             return None
-        known = self.replaced.get(path)
-        if known is None or not known.rename_token or known.head.version != current.head.version:  # a member may lack the token
-            self.replaced[path] = current
-        self._versions.setdefault(path, set()).add(current.head.version)
+        proposed = self.replaced.setdefault(path, {})
+        known = proposed.get(current.head.version)
+        if known is None or not known.rename_token:  # a member may lack the token
+            proposed[current.head.version] = current
         head = RecordHead("deleted", 0, self._now, self._now, self._version)
         return file_record.encode_record(PathRecord(file_record.next_head(head, current)))
 
+    def deleted_paths(self, after: Mapping[str, RegisterValue | None]) -> set[str]:
+        """Return the paths that this deletion has deleted. after: the value of each register now."""
+        return {path for path in self.replaced if self.is_done(path, after[f"/{path}"])}
+
     def deleted_files(self, after: Mapping[str, RegisterValue | None]) -> dict[str, PathRecord]:
-        """Return the files that this deletion has deleted, by path. after: the value of each register now."""
-        return {path: file for path, file in self.replaced.items() if self.is_done(path, after[f"/{path}"])}
+        """Return the files that this deletion has deleted, by path, where the tombstone shows which record it replaced.
+
+        It need not be the record that the last proposal replaces: an outdated member may have been the source of that one.
+        """
+        found = {}
+        for path in self.deleted_paths(after):
+            value = after[f"/{path}"]
+            assert value is not None
+            head = file_record.decode_record(path, value).head
+            versions = (head.version, *head.history)
+            followed = dict(zip(versions, versions[1:], strict=False))
+            if (replaced := self.replaced[path].get(followed.get(self._version, ""))) is not None:
+                found[path] = replaced
+        return found
 
     def possibly_deleted(self, after: Mapping[str, RegisterValue | None]) -> set[str]:
         """Return the paths whose tombstones may have been collected already, or that another client has deleted.
@@ -68,12 +83,12 @@ class Deletion:
 
     def unknown_paths(self, after: Mapping[str, RegisterValue | None]) -> list[str]:
         """Return the paths of files that may be new ones, after others have completed this deletion. They are not deleted."""
-        found = {path: file_record.decode_record(path, value) for path in self._versions if (value := after[f"/{path}"])}
+        found = {path: file_record.decode_record(path, value) for path in self.replaced if (value := after[f"/{path}"])}
         return [path for path, file in found.items() if file.exists and self._is_unknown(path, file)]
 
     def _is_unknown(self, path: str, current: PathRecord) -> bool:
         """Return whether a record shows neither a tombstone of this deletion nor what it replaced, though one was proposed."""
-        versions = self._versions.get(path, set())
+        versions = self.replaced.get(path, {})
         return bool(versions) and not any(file_record.has_version(current, v) for v in (self._version, *versions))
 
     def on_outdated(self, may_be_taken: bool, _: int) -> None:

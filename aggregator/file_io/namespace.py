@@ -135,8 +135,8 @@ class Namespace(NamespaceRecords):
         after = self.update_records_fenced(self.ring.fence_number, names, deletion.decide, deletion.on_outdated)
         if rest := [f"/{path}" for path in deletion.unsettled_paths if path not in deletion.replaced]:
             after |= self.update_records_fenced(self.ring.fence_number, rest, deletion.decide, deletion.on_outdated)
-        deleted, possibly_deleted = deletion.deleted_files(after), deletion.possibly_deleted(after)
-        self.member_io.discard_layouts(unneeded_layouts(deleted.values()))
+        deleted, possibly_deleted = deletion.deleted_paths(after), deletion.possibly_deleted(after)
+        self.member_io.discard_layouts(unneeded_layouts(deletion.deleted_files(after).values()))
         if unknown := deletion.unknown_paths(after):
             raise Unavailable(
                 f"{unknown[0]} in {self.url}: it can't be known whether it was deleted and written again, as others changed "
