@@ -47,10 +47,7 @@ class Deletion:
         if self._waits_for_quorum and path not in self.unsettled_paths and file_record.is_history_truncated(current):
             self.unsettled_paths.add(path)
             return None
-        proposed = self.replaced.setdefault(path, {})
-        known = proposed.get(current.head.version)
-        if known is None or not known.rename_token:  # a member may lack the token
-            proposed[current.head.version] = current
+        file_record.note_replaced(self.replaced.setdefault(path, {}), current)
         head = RecordHead("deleted", 0, self._now, self._now, self._version)
         return file_record.encode_record(PathRecord(file_record.next_head(head, current)))
 
@@ -59,18 +56,13 @@ class Deletion:
         return {path for path in self.replaced if self.is_done(path, after[f"/{path}"])}
 
     def deleted_files(self, after: Mapping[str, RegisterValue | None]) -> dict[str, PathRecord]:
-        """Return the files that this deletion has deleted, by path, where the tombstone shows which record it replaced.
-
-        It need not be the record that the last proposal replaces: an outdated member may have been the source of that one.
-        """
+        """Return the files that this deletion has deleted, by path, where the tombstone shows which record it replaced."""
         found = {}
         for path in self.deleted_paths(after):
             value = after[f"/{path}"]
             assert value is not None
-            head = file_record.decode_record(path, value).head
-            versions = (head.version, *head.history)
-            followed = dict(zip(versions, versions[1:], strict=False))
-            if (replaced := self.replaced[path].get(followed.get(self._version, ""))) is not None:
+            tombstone = file_record.decode_record(path, value)
+            if (replaced := file_record.replaced_record(self.replaced[path], tombstone, self._version)) is not None:
                 found[path] = replaced
         return found
 

@@ -238,25 +238,13 @@ class _Work:
         # A file that is appended to keeps its token: its objects may be shared.
         token = file.rename_token if base is None or current is None else current.rename_token
         self._is_proposed = True
-        self._note_replaced(current)
+        if current is not None:
+            file_record.note_replaced(self._replaced, current)
         return file_record.encode_record(replace(file, head=file_record.next_head(file.head, current), rename_token=token))
 
-    def _note_replaced(self, current: PathRecord | None) -> None:
-        """Note a record that a proposal replaces. A record with a rename token is kept: a member may lack the token."""
-        if current is not None:
-            known = self._replaced.get(current.head.version)
-            if known is None or not known.rename_token:
-                self._replaced[current.head.version] = current
-
     def replaced_record(self, current: PathRecord | None) -> PathRecord | None:
-        """Return the record that the publication replaced; None where the current record does not show which one.
-
-        It may differ from the record that the last proposal replaces: an outdated member, or another proposal, was the source
-        of that one.
-        """
-        versions = () if current is None else (current.head.version, *current.head.history)
-        followed = dict(zip(versions, versions[1:], strict=False))
-        return self._replaced.get(followed.get(self.file.head.version, ""))
+        """Return the record that the publication replaced; None where the current record does not show which one."""
+        return file_record.replaced_record(self._replaced, current, self.file.head.version)
 
     def _may_be_stale(self, current: PathRecord | None) -> bool:
         """Return whether a full history, over which the first proposal would be made, lacks the version that a quorum has.

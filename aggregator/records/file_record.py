@@ -7,7 +7,7 @@ stripe. All fragments that a member stores of one file are in one object of that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -133,6 +133,25 @@ def has_added_objects(current: PathRecord | None, file: PathRecord, base: PathRe
 def has_version(file: PathRecord | None, version: str) -> bool:
     """Return whether a path has, or recently had, the content of this version."""
     return file is not None and (file.head.version == version or version in file.head.history)
+
+
+def note_replaced(proposed: dict[str, PathRecord], current: PathRecord) -> None:
+    """Add a record that a proposal replaces, by version. One with a rename token stays: a member may lack the token."""
+    known = proposed.get(current.head.version)
+    if known is None or not known.rename_token:
+        proposed[current.head.version] = current
+
+
+def replaced_record(proposed: Mapping[str, PathRecord], after: PathRecord | None, version: str) -> PathRecord | None:
+    """Return the record that a version replaced; None where the record of the path after that does not show which one.
+
+    It need not be the one that the last proposal replaces: an outdated member, or another proposal, may be the source of that.
+
+    proposed: the records that proposals of this version replace, as `note_replaced` has added them.
+    """
+    versions = () if after is None else (after.head.version, *after.head.history)
+    followed = dict(zip(versions, versions[1:], strict=False))
+    return proposed.get(followed.get(version, ""))
 
 
 def fragment_bytes(nbytes: int, redundancy: Redundancy) -> int:
