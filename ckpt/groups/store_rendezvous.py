@@ -38,6 +38,7 @@ from ckpt.groups.rendezvous_objects import (
     put_object,
     unpack_parts,
 )
+from ckpt.storage.base.call_timeout import WaitTimer
 from ckpt.storage.base.errors import CkptError, NotFound
 from ckpt.storage.base.store import Store
 
@@ -306,18 +307,16 @@ class StoreRendezvous:
 
 
 def _poll_times(seconds: float) -> Iterator[bool]:
-    """Yield at once, then at growing intervals, and a last time when `seconds` have passed.
+    """Yield at once, then at growing intervals, and a last time after `seconds` of waiting.
 
     The value is True once, after _WARN_SECONDS, and else False.
     """
-    until = time.monotonic() + seconds
-    pause, long = 0.002, time.monotonic() + _WARN_SECONDS
+    timer, pause, warn_seconds = WaitTimer(seconds), 0.002, _WARN_SECONDS
     while True:
-        is_long = time.monotonic() >= long
-        long = math.inf if is_long else long
+        is_long = timer.seconds >= warn_seconds
+        warn_seconds = math.inf if is_long else warn_seconds
         yield is_long
-        left = until - time.monotonic()
-        if left <= 0:
+        if not (remaining_seconds := timer.remaining_seconds()):
             return
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining_seconds))
         pause = min(1.5 * pause, 0.25)

@@ -28,6 +28,7 @@ from ckpt.errors import GroupError
 from ckpt.groups.base import GROUP_TIMEOUT_SECONDS, Group, ranks_text
 from ckpt.groups.process_identity import ProcessIdentity, is_dead, this_process
 from ckpt.state.leaves.base import Bytes
+from ckpt.storage.base.call_timeout import WaitTimer
 from ckpt.storage.base.checked_decode import decode
 from ckpt.storage.base.failpoints import failpoint
 
@@ -130,7 +131,7 @@ class SharedWindow:
 
     def _poll_until(self, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         pause, longest = _POLL_SECONDS
-        started = last_check = time.monotonic()
+        timer, last_check = WaitTimer(GROUP_TIMEOUT_SECONDS), time.monotonic()
         while not done():
             failed = bool(self._failed.any())
             now = time.monotonic()
@@ -141,7 +142,7 @@ class SharedWindow:
                     raise GroupError(f"{self._group!r}: {ranks_text(dead)} died in a load; restart the job")
             if failed:
                 raise RankFailed
-            if now > started + GROUP_TIMEOUT_SECONDS:
+            if not timer.remaining_seconds():
                 raise GroupError(
                     f"{self._group!r}: {ranks_text(missing())} made no progress in a load for {GROUP_TIMEOUT_SECONDS:g} s; "
                     "check whether a process hangs or its storage does not answer, and restart the job"

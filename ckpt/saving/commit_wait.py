@@ -18,6 +18,7 @@ from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.failure_reports import ended_ranks, give_up_reason, noted_failure, read_failure
 from ckpt.saving.rank_part_files import ListedPart, list_parts, other_step_text
+from ckpt.storage.base.call_timeout import WaitTimer
 from ckpt.storage.base.errors import IntegrityError, NotFound
 from ckpt.storage.base.failpoints import failpoint
 
@@ -112,27 +113,26 @@ def await_commit(repo: Repository, lease: GroupLease, group: Group, attempt: Att
 def _poll(
     find: Callable[[], T | None], lease: GroupLease, timeout_seconds: float, give_up_error: Callable[[], StepRefused | None]
 ) -> T | None:
-    """Poll `find` at growing intervals, and return its first result; None after `timeout_seconds`.
+    """Poll `find` at growing intervals, and return its first result; None after `timeout_seconds` of waiting.
 
     Raises Fenced if a newer generation has begun, StoreError if the repository is gone, and the error of `give_up_error`.
     Before it raises, it calls `find` once more.
     """
-    deadline = time.monotonic() + timeout_seconds
+    timer = WaitTimer(timeout_seconds)
     pause = _POLL_SECONDS[0]
     next_fence_check = time.monotonic() + _FENCE_CHECK_SECONDS
     while True:
         if (found := find()) is not None:
             return found
         lease.progress_count += 1
-        now = time.monotonic()
-        if now >= deadline:
+        if not (remaining_seconds := timer.remaining_seconds()):
             return None
-        if now >= next_fence_check:
+        if (now := time.monotonic()) >= next_fence_check:
             next_fence_check = now + _FENCE_CHECK_SECONDS
             hopeless = lease.writer.lease_error() or give_up_error()
             if hopeless is not None:
                 if (found := find()) is not None:
                     return found
                 raise hopeless
-        time.sleep(min(pause, max(0.0, deadline - now)))
+        time.sleep(min(pause, remaining_seconds))
         pause = min(pause * 1.5, _POLL_SECONDS[1])

@@ -7,6 +7,7 @@ import os
 import time
 
 from ckpt.repository.repository import Repository, open_repository
+from ckpt.storage.base.call_timeout import WaitTimer
 from ckpt.storage.base.errors import InvalidArgument, Unavailable
 from ckpt.storage.base.store import Store
 from ckpt.tiers.memory_folder import MEMORY_WAIT_VARIABLE, PREVIOUS_MEMORY_VARIABLE
@@ -32,8 +33,7 @@ def previous_memories(record: Repository) -> list[Repository]:
     for url in os.environ.get(PREVIOUS_MEMORY_VARIABLE, "").split():
         repo = open_repository(url_of_subfolder(url, memory_folder_name(record.url)), record.keys)
         try:
-            until = time.monotonic() + (seconds if url == awaited else 0.0)
-            if _can_have_steps(repo.store, until) and has_steps_of(repo, record):
+            if _can_have_steps(repo.store, WaitTimer(seconds if url == awaited else 0.0)) and has_steps_of(repo, record):
                 found.append(repo)
                 log.info("also reading %s, the memory of the previous attempt", repo.url)
         except Unavailable as error:
@@ -53,13 +53,13 @@ def _memory_wait_from_env() -> tuple[float, str]:
         ) from error
 
 
-def _can_have_steps(store: Store, deadline: float) -> bool:
-    """Return whether a store may have steps; raise Unavailable if it does not answer before `deadline` (time.monotonic)."""
+def _can_have_steps(store: Store, timer: WaitTimer) -> bool:
+    """Return whether a store may have steps; raise Unavailable if it does not answer within the time of the timer."""
     while True:
         try:
             return store.answers(_ANSWER_SECONDS)
         except Unavailable as error:
-            if time.monotonic() >= deadline:
+            if not (remaining_seconds := timer.remaining_seconds()):
                 raise
-            log.warning("%s; retrying for at most %.0f s", error, deadline - time.monotonic())
+            log.warning("%s; retrying for at most %.0f s", error, remaining_seconds)
             time.sleep(_RETRY_SECONDS)

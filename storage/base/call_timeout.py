@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from ckpt.storage.base.errors import InvalidArgument, Unavailable
@@ -43,6 +44,27 @@ def store_timeout_seconds() -> float:
     if not seconds > 0:
         raise InvalidArgument(f"{STORE_TIMEOUT_VARIABLE}={text!r}: give a positive number of seconds")
     return seconds
+
+
+class WaitTimer:
+    """Counts the seconds for which a thread has waited that polls, up to a limit.
+
+    The time between two polls counts as a tenth of the limit, or as a second, at most. A process that was stopped for an hour,
+    as in a suspended job, has not waited for an hour, and neither have the processes for which it waits.
+    """
+
+    def __init__(self, limit_seconds: float) -> None:
+        self.seconds = 0.0
+        self._limit = limit_seconds
+        self._longest_interval = max(1.0, limit_seconds / 10)
+        self._last_poll = time.monotonic()
+
+    def remaining_seconds(self) -> float:
+        """Count the time since the last call; return the seconds that are left, 0 at the end."""
+        now = time.monotonic()
+        self.seconds += min(now - self._last_poll, self._longest_interval)
+        self._last_poll = now
+        return max(0.0, self._limit - self.seconds)
 
 
 class StallTimer:
@@ -86,15 +108,14 @@ def call_in_thread(call: Callable[[], T], what: str) -> T:
             future.set_exception(error)
 
     start_or_raise(threading.Thread(target=run, name="ckpt-call", daemon=True), what)
-    try:
-        return future.result(seconds)
-    except TimeoutError:
-        if future.done():
-            raise
-        raise Unavailable(
-            f"{what}: no answer for {seconds:g} s, as a mount hangs or its server is down; restore it or unmount it, "
-            f"and start again ({STORE_TIMEOUT_VARIABLE} sets the seconds)"
-        ) from None
+    timer = WaitTimer(seconds)
+    while remaining_seconds := timer.remaining_seconds():
+        if wait([future], min(remaining_seconds, 1.0)).done:
+            return future.result()
+    raise Unavailable(
+        f"{what}: no answer for {seconds:g} s, as a mount hangs or its server is down; restore it or unmount it, "
+        f"and start again ({STORE_TIMEOUT_VARIABLE} sets the seconds)"
+    )
 
 
 class StoreFolder:
