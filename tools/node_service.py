@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt.storage.base.background_stderr import finish_stderr, write_stderr_in_background
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.node.client_credentials import is_loopback
 from ckpt.tools.common import format_size
@@ -129,6 +130,7 @@ class _OneLineFormatter(logging.Formatter):
 
 
 def _log_to_stderr() -> None:
+    write_stderr_in_background()  # calls don't wait for somebody who reads the log
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLineFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -170,7 +172,7 @@ def _end_node(node: _RunningNode, drain_seconds: float) -> None:
         node.device.close()
     log.info("ended")
     if stuck:  # Flight can't abort a call, and would also wait for it when the process ends
-        logging.shutdown()
+        finish_stderr()
         os._exit(0)
 
 

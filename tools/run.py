@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.recovery.ranks import host_identity
+from ckpt.storage.base.background_stderr import write_stderr_in_background
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common, run_adapt, run_queries
@@ -243,6 +244,7 @@ def main() -> None:
     """Run the command as a console script."""
     if len(sys.argv) > 1 and sys.argv[1] in _SUBCOMMANDS:
         common.run(_SUBCOMMANDS[sys.argv.pop(1)])
+    write_stderr_in_background()  # decisions don't wait for somebody who reads the messages
     common.run(command)
 
 

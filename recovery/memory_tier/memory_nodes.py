@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ckpt.recovery.ranks import process_kill
+from ckpt.storage.base.background_stderr import write_stderr_in_background
 from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.node.security_options import NodeSecurity
@@ -269,6 +270,7 @@ def serve_nodes() -> None:
     """Run the process until its standard input closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    write_stderr_in_background()  # calls of the ranks don't wait for somebody who reads the terminal
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
 
     from ckpt.aggregator.cluster.config import token_from_environment

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from ckpt.recovery.ranks import process_kill
+from ckpt.storage.base.background_stderr import write_stderr_in_background
 
 log = logging.getLogger("ckpt")
 
@@ -119,6 +120,7 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
     """Run the guard process. When its input closes, end the ranks that are left, remove their pages, and exit."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    write_stderr_in_background()
     sessions: set[int] = set()
     is_reported = False
     last_input_at = polled_at = time.monotonic()
@@ -142,7 +144,7 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
             last_input_at = now  # the whole host was suspended, not only the agent
         elif lost_seconds and now - last_input_at > lost_seconds:
             process_kill.kill_sessions(sessions, mark)  # the other hosts take this one for lost and continue without it
-            if sessions and not is_reported:  # after the kill, because a terminal that nobody reads blocks this
+            if sessions and not is_reported:
                 is_reported = True
                 with contextlib.suppress(OSError):
                     print(_LOST_TEXT.format(seconds=lost_seconds), file=sys.stderr, flush=True)

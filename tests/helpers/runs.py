@@ -31,8 +31,9 @@ class Run:
     """A job of three ranks under ckpt-run, as a user starts it. It does not begin its last step before the test calls `end`."""
 
     def __init__(
-        self, folder: Path, *options: str, steps: int = 40, seconds: float = 0.02, fault: tuple[object, ...] = ()
-    ) -> None:
+        self, folder: Path, *options: str, steps: int = 40, seconds: float = 0.02, fault: tuple[object, ...] = (),
+        stdout: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE,
+    ) -> None:  # fmt: skip
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.hold()
@@ -40,7 +41,7 @@ class Run:
         command = [sys.executable, "-m", "ckpt.tools.run", "-n", str(RANKS), "--run-dir", str(self.files), "--cold"]
         command += [*options, "--"]
         program = [sys.executable, PROGRAM, str(folder), str(steps), str(seconds), *map(str, fault)]
-        self.process = subprocess.Popen([*command, *program], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen([*command, *program], stderr=stderr, stdout=stdout, text=True)
 
     def hold(self) -> None:
         """Keep the job from its last step, so that it can't end before the test has seen it."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from helpers.host_runs import RUN
 from helpers.memory_runs import InMemory, failures, memories_of, memory_server_pids, with_make_soak
 from helpers.memory_runs import job as job
 from helpers.processes import until
+from helpers.unread_pipe import full_pipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +32,9 @@ from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, choose_memories
-from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.errors import InvalidArgument, StoreError
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.node.security_options import NodeSecurity
 
 
@@ -209,3 +215,24 @@ def test_a_memory_node_whose_port_is_taken_gets_another(tmp_path: Path) -> None:
         assert not nodes.fresh.endswith(f":{port}")
         assert (tmp_path / str(port)).exists()
         nodes.close(remove=False)
+
+
+def test_memory_nodes_answer_although_nobody_reads_their_log(tmp_path: Path) -> None:
+    """An unexpected error of a call is logged before it is sent to the client."""
+    command = [sys.executable, "-P", "-m", "ckpt.recovery.memory_tier.memory_nodes"]
+    options: dict[str, Any] = {"text": True, "env": os.environ | {"CKPT_FAILPOINTS": "node.get=error"}}
+    with (
+        full_pipe() as (_, unread),
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=unread, **options) as nodes,
+    ):
+        assert nodes.stdin is not None
+        assert nodes.stdout is not None
+        try:
+            nodes.stdin.write(json.dumps([str(tmp_path), "127.0.0.1", "", ""]) + "\nfresh\n")
+            nodes.stdin.flush()
+            assert nodes.stdout.readline() == "ready\n"
+            address = nodes.stdout.readline().split()[1]
+            with pytest.raises(StoreError, match="see its log"):
+                list(NodeStore(address, NodeCredentials(deadline_seconds=300)).read("a", 0, 1))
+        finally:
+            nodes.kill()

@@ -18,6 +18,8 @@ import pytest
 from helpers.certificates import certificates
 from helpers.node_fixtures import local_node as local_node
 from helpers.nodes import LocalNode, NodeProcess
+from helpers.processes import free_port, until
+from helpers.unread_pipe import full_pipe
 
 from ckpt.storage.base.errors import (
     InvalidArgument,
@@ -265,3 +267,24 @@ def test_the_status_of_a_node_that_refuses_the_token_is_refused(tmp_path: Path) 
     assert "(CKPT_TOKEN_FILE, or token_file in the TOML file)" in done.stdout
     assert done.stdout.endswith("\n0 of 1 members answer\n")
     assert [member["state"] for member in answer["members"]] == ["refused"]
+
+
+def test_a_node_answers_although_nobody_reads_its_log(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path), "--listen", f"127.0.0.1:{port}", "--no-near"]
+    env = os.environ | {"CKPT_FAILPOINTS": "node.get=error"}
+    store = NodeStore(f"127.0.0.1:{port}", NodeCredentials(deadline_seconds=300))
+
+    def serves() -> bool:
+        with suppress(Unavailable):
+            store.put("a", b"1")
+            return True
+        return False
+
+    with full_pipe() as (_, unread), subprocess.Popen([*command, "--monitor", "127.0.0.1:0"], stderr=unread, env=env) as node:
+        try:
+            until(serves, "the node serves")
+            with pytest.raises(StoreError, match="see its log"):
+                list(store.read("a", 0, 1))
+        finally:
+            node.kill()

@@ -6,12 +6,14 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from helpers.processes import until
+from helpers.unread_pipe import full_pipe
 
 from ckpt.recovery.ranks import orphan_guard
 from ckpt.recovery.ranks.orphan_guard import OrphanGuard
@@ -19,11 +21,15 @@ from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 MARK = "CKPT_TEST_ORPHAN_GUARD=1"
 
 
+def start_rank() -> subprocess.Popen[bytes]:
+    name, _, value = MARK.partition("=")
+    return subprocess.Popen(["sleep", "1000"], start_new_session=True, env=os.environ | {name: value})
+
+
 @pytest.fixture(name="rank")
 def fixture_rank() -> Iterator[subprocess.Popen[bytes]]:
     """Yield a process with a session of its own and the mark of a rank."""
-    name, _, value = MARK.partition("=")
-    rank = subprocess.Popen(["sleep", "1000"], start_new_session=True, env=os.environ | {name: value})
+    rank = start_rank()
     yield rank
     with suppress(ProcessLookupError):
         rank.kill()
@@ -90,3 +96,19 @@ def test_a_stopped_guard_blocks_no_agent(tmp_path: Path, rank: subprocess.Popen[
     assert guard._process is not first
     guard.close()
     assert rank.wait(300) == -signal.SIGKILL
+
+
+def test_the_guard_ends_later_ranks_although_nobody_reads_its_message(tmp_path: Path, rank: subprocess.Popen[bytes]) -> None:
+    """It reports that the agent was stopped. Later, the agent continues with other ranks and is killed."""
+    command = [sys.executable, "-P", "-m", "ckpt.recovery.ranks.orphan_guard", MARK, str(tmp_path / "pages"), "0.5"]
+    with full_pipe() as (_, unread), subprocess.Popen(command, stdin=subprocess.PIPE, stderr=unread) as guard:
+        assert guard.stdin is not None
+        os.write(guard.stdin.fileno(), f"+{rank.pid}\n".encode())
+        assert rank.wait(300) == -signal.SIGKILL
+        later = start_rank()
+        try:
+            guard.stdin.close()
+            assert later.wait(300) == -signal.SIGKILL
+        finally:
+            later.kill()
+            guard.kill()
