@@ -70,7 +70,7 @@ class Checkpointer:
         which `ckpt-run` measures.
     keep: how many of the newest steps to keep, or a `ckpt.Keep`; None keeps all.
     memory: bytes of staging memory; a larger state is staged in several parts.
-    in_flight: the number of saves that may run at once.
+    in_flight: the number of saves that may run at once. Two saves of one step never do.
     codec, digest, group, timeout, verify_replicas, full_every, key: as for `ckpt.save`.
     nan: as for `ckpt.save`. A step with a finite loss is saved without a warning.
     tiers: stores in front of `url`, the nearest first; see `ckpt.Tier`. A save ends in the nearest one. Steps are copied to

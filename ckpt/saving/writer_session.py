@@ -98,17 +98,21 @@ class Session:
     # --- pending saves -----------------------------------------------------------------------------------------
 
     def add_save(self, handle: SaveHandle, limit: int) -> None:
-        """Add a new save, after waiting until fewer than `limit` saves run.
+        """Add a new save, after waiting until fewer than `limit` saves run, and none of the same step.
+
+        Of two saves of one step that run at once, the older one could replace the newer one, and a rank could miss the record
+        of the one that was replaced.
 
         Raises SaveFailed if a running save makes no progress any more.
         """
         while True:
             with self._lock:
                 busy = [h for h in self._pending_saves if not h.done()]
-                if len(busy) < limit:
+                blockers = busy if len(busy) >= limit else [h for h in busy if h.step == handle.step]
+                if not blockers:
                     self._pending_saves.append(handle)
                     return
-            busy[0].require_end()
+            blockers[0].require_end()
 
     def raise_failed(self) -> None:
         """Raise SaveFailed for the first save in the background that failed and whose error the user has not seen."""

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from helpers.rank_threads import all_well, on_ranks, one_array
 from helpers.states import assert_same, state_of
 
 import ckpt
+from ckpt.groups.base import Group
 from ckpt.repository import retention
 from ckpt.repository.repository import commit_name
 from ckpt.storage.base.store import Buffer, Version, Writer
@@ -55,6 +57,70 @@ def test_a_sweep_spares_the_record_of_a_step_that_is_saved_again(tmp_path: Path)
         first.result()
         second.result()
         assert_same(ckpt.load(tmp_path / "run", step=6), state_of(16))
+
+
+class SlowFirstSaveStore(LocalStore):
+    """A local directory in which the first pack is written only after a later save had time to be committed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.is_published = threading.Event()
+
+    def create(self, name: str, size_hint: int = 0) -> Writer:
+        if name.endswith("/pack/0-1-0-0.pack"):
+            self.is_published.wait(2)
+        return super().create(name, size_hint)
+
+    def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
+        super().publish(name, data, confirm, replaces)
+        self.is_published.set()
+
+
+def test_the_later_of_two_saves_of_one_step_is_kept(tmp_path: Path) -> None:
+    store = SlowFirstSaveStore(tmp_path / "run")
+    with ckpt.Checkpointer(store, every=None, in_flight=2, group=None) as saver:
+        handles = [saver.save(6, state_of(6)), saver.save(6, state_of(16))]
+        assert [handle.result().step for handle in handles] == [6, 6]
+    assert_same(ckpt.load(tmp_path / "run"), state_of(16))
+
+
+class ReplacedRecordStore(LocalStore):
+    """A local directory of a rank that reads the first record only after a later save had time to replace it."""
+
+    def __init__(self, path: Path, is_replaced: threading.Event) -> None:
+        super().__init__(path)
+        self.is_replaced = is_replaced
+
+    def get_up_to(self, name: str, max_bytes: int) -> bytes:
+        if name == RECORD:
+            self.is_replaced.wait(2)
+        return super().get_up_to(name, max_bytes)
+
+
+class ReplacingStore(LocalStore):
+    """A local directory of a rank, which sets an event when it has replaced a record."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.is_replaced = threading.Event()
+
+    def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
+        super().publish(name, data, confirm, replaces)
+        if replaces is not None:
+            self.is_replaced.set()
+
+
+def test_each_rank_finds_the_commit_of_two_saves_of_one_step(tmp_path: Path) -> None:
+    first = ReplacingStore(tmp_path)
+    stores = [first, ReplacedRecordStore(tmp_path, first.is_replaced)]
+
+    def work(group: Group) -> list[int]:
+        with ckpt.Checkpointer(stores[group.rank], every=None, in_flight=2, group=group, timeout=10) as saver:
+            handles = [saver.save(6, one_array(value)) for value in (1.0, 2.0)]
+            return [handle.result().step for handle in handles]
+
+    assert all_well(on_ranks(2, work)) == [[6, 6]] * 2
+    assert_same(ckpt.load(tmp_path, group=None), one_array(2.0))
 
 
 def test_a_lack_of_memory_in_a_sweep_fails_no_save(
