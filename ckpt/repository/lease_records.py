@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity
 from ckpt.repository.repository import Repository
-from ckpt.storage.base.checked_decode import decode
-from ckpt.storage.base.errors import CkptError, NotFound
-
-log = logging.getLogger("ckpt")
+from ckpt.storage.base.errors import NotFound
 
 
 def generation_name(generation: int) -> str:
@@ -65,13 +62,22 @@ def obsolete_lease_records(repo: Repository) -> list[str]:
     return [*map(generation_name, old), *(marker.name for marker in end_markers(names) if marker.generation < newest)]
 
 
+@dataclass(frozen=True, slots=True)
+class _LeaseRecord:
+    """The fields that the record of a generation must have."""
+
+    owner: ProcessIdentity | None
+
+
 def lease_holder(repo: Repository, generation: int) -> ProcessIdentity | None:
-    """Return the holder of a generation; None if it was released or its record is missing or unreadable."""
+    """Return the holder of a generation; None if it was released or its record is missing.
+
+    Raises IntegrityError for a damaged record, FormatError for one of a newer version, and StoreError if it can't be read now:
+    its holder may live.
+    """
+    name = generation_name(generation)
     try:
-        body = json_records.load(repo.store, "generation", generation_name(generation))
-        return decode(ProcessIdentity, body["owner"]) if body["owner"] else None
+        body = json_records.load(repo.store, "generation", name)
     except NotFound:
         return None
-    except (KeyError, ValueError, CkptError) as error:
-        log.warning("%s: the record of generation %d can't be read: %s", repo.url, generation, error)
-        return None
+    return json_records.parse_body(_LeaseRecord, body, f"{repo.url}/{name}").owner

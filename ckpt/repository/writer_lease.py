@@ -3,8 +3,9 @@
 A lease is a generation with the record `generations/<n>.json`. The record is written by put-if-absent, so that two writers
 never have the same number. It identifies the holder by host, boot, process-id namespace, process id and start time. On the same
 host, a second writer is refused while that process lives, and takes over at once when it is dead, so that a restart never
-waits. On another host nobody can see whether the holder lives: a new writer takes over, and the earlier writer fails with
-Fenced at its next commit. A lease is valid until it is taken over: it has no time limit and is never renewed.
+waits. If the holder is on another host, or its record is damaged, nobody can see whether it lives: a new writer takes over, and
+the earlier writer fails with Fenced at its next commit. If the record can't be read now, no writer takes over. A lease is valid
+until it is taken over: it has no time limit and is never renewed.
 
 In a group, rank 0 is the holder. A rank that ends its saves before rank 0 writes an end marker, `generations/<n>-left-…`, so
 that no other rank waits for it (`group_lease.py`).
@@ -17,6 +18,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ckpt.errors import Fenced, RepositoryBusy
@@ -24,7 +26,7 @@ from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, is_alive, this_process
 from ckpt.repository.lease_records import end_markers, generation_name, lease_holder, list_lease_records, newest_generation
 from ckpt.repository.repository import FOLDERS, Repository
-from ckpt.storage.base.errors import AlreadyExists, CkptError, NotFound, StoreError, Unavailable
+from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fencing_probe import require_conditional_puts
 from ckpt.support.fork_check import CreatorProcess
@@ -244,7 +246,10 @@ class WriterLease:
                 f"{self.repo.url}/{generation_name(self.generation)} is missing: the folder was deleted or emptied during a "
                 "save, and the steps in it are lost; start the program again to save from the beginning"
             )
-        owner, me = lease_holder(self.repo, newest), this_process()
+        owner: ProcessIdentity | None = None
+        with suppress(CkptError):  # the name of the record is enough to know that there is a newer writer
+            owner = lease_holder(self.repo, newest)
+        me = this_process()
         if owner and owner.pid == me.pid and is_alive(owner, me):
             return Fenced(
                 f"{self.repo.url}: this process has also begun to save there for another group (generation {newest}, this "
@@ -293,6 +298,8 @@ class WriterLease:
 def acquire_lease(repo: Repository, serials: SerialCounter | None = None) -> WriterLease:
     """Return a new writer lease of a repository; raise RepositoryBusy if a live process of this host is its writer.
 
+    Raises StoreError if the record of the last writer can't be read now, and FormatError if a newer version has written it.
+
     serials: the counter that the tiers of a repository share.
     """
     process = this_process()
@@ -314,19 +321,8 @@ def _take_generation(repo: Repository, above_generation: int, process: ProcessId
     for _ in range(_ACQUIRE_TRIES):
         current = newest_generation(repo)
         newest = max(current, above_generation)
-        owner = lease_holder(repo, current) if current else None
-        if owner is not None and owner.pid != process.pid:
-            is_owner_alive = is_alive(owner, process)
-            if is_owner_alive:
-                raise RepositoryBusy(
-                    f"{repo.url} is being written by process {owner.pid} on {owner.host} since {owner.since}; "
-                    "wait for it, stop it, or save to another URL"
-                )
-            if is_owner_alive is None:  # it may run on another host, or in another container
-                log.warning(
-                    "taking over %s from process %d on %s: it may still run, but it can't commit any more",
-                    repo.url, owner.pid, owner.host,
-                )  # fmt: skip
+        if current:
+            _require_no_live_holder(repo, current, process)
         failpoint("lease")
         try:
             repo.store.put_new(generation_name(newest + 1), json_records.encode("generation", {"owner": asdict(process)}))
@@ -335,3 +331,31 @@ def _take_generation(repo: Repository, above_generation: int, process: ProcessId
         if newest_generation(repo) == newest + 1:  # otherwise the first listing was old, and there is a newer generation
             return newest + 1
     raise RepositoryBusy(f"{repo.url}: many processes start to write at once; let one of them")
+
+
+def _require_no_live_holder(repo: Repository, generation: int, process: ProcessIdentity) -> None:
+    """Raise RepositoryBusy if the holder of a generation lives; log a warning if nobody can see whether it does.
+
+    Raises StoreError if the record can't be read now, and FormatError if a newer version has written it.
+    """
+    try:
+        owner = lease_holder(repo, generation)
+    except IntegrityError:  # no later read would show it either
+        log.warning(
+            "taking over %s from an unknown process, because %s is damaged: it may still run, but it can't commit any more",
+            repo.url, generation_name(generation),
+        )  # fmt: skip
+        return
+    if owner is None or owner.pid == process.pid:
+        return
+    is_owner_alive = is_alive(owner, process)
+    if is_owner_alive:
+        raise RepositoryBusy(
+            f"{repo.url} is being written by process {owner.pid} on {owner.host} since {owner.since}; "
+            "wait for it, stop it, or save to another URL"
+        )
+    if is_owner_alive is None:  # it may run on another host, or in another container
+        log.warning(
+            "taking over %s from process %d on %s: it may still run, but it can't commit any more",
+            repo.url, owner.pid, owner.host,
+        )  # fmt: skip

@@ -327,7 +327,7 @@ def test_a_malformed_lease_or_hello_raises_no_raw_error(rng: random.Random, save
         changed = _mutated(saved.generation, rng)
         if isinstance(changed, dict):
             repo.store.put(name, json_records.encode("generation", changed))
-            lease_records.lease_holder(repo, 1)
+            _read_or_refuse(partial(lease_records.lease_holder, repo, 1))
         hello.decode_hello(_bytes(_mutated({**saved.generation["owner"], "parent": 1, "parent_started": "2"}, rng), rng))
     newer = {**saved.generation["owner"], "parent": 1, "parent_started": "2", "added_later": 1}
     assert hello.decode_hello(json.dumps(newer).encode()) == hello.Hello(owner, 1, "2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from helpers.failing_store import FailingStore
 from helpers.folders import fast_folder
 from helpers.lease_writers import elsewhere, put_lease_record
+from helpers.messages import one_line
 
 from ckpt.format import json_records
 from ckpt.repository.lease_records import (
@@ -23,6 +23,7 @@ from ckpt.repository.lease_records import (
     obsolete_lease_records,
 )
 from ckpt.repository.repository import Repository
+from ckpt.storage.base.errors import IntegrityError, StoreError
 from ckpt.storage.local.directory import LocalStore
 
 
@@ -98,9 +99,7 @@ def test_a_missing_record_has_no_holder_and_no_warning(repo: Repository, caplog:
 
 
 @pytest.mark.parametrize("damage", ["bytes", "no owner", "no host", "other kind"])
-def test_an_unreadable_record_has_no_holder_and_a_warning(
-    repo: Repository, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_holder_in_a_damaged_record_is_unknown(repo: Repository, damage: str) -> None:
     owner = dataclasses.asdict(elsewhere())
     del owner["host"]
     data = {
@@ -110,17 +109,14 @@ def test_an_unreadable_record_has_no_holder_and_a_warning(
         "other kind": json_records.encode("left", {"owner": None}),
     }[damage]
     repo.store.put(generation_name(3), data)
-    with caplog.at_level(logging.WARNING, "ckpt"):
-        assert lease_holder(repo, 3) is None
-    (record,) = caplog.records
-    assert record.getMessage().startswith(f"{repo.url}: the record of generation 3 can't be read: ")
-    assert len(record.getMessage()) > len(f"{repo.url}: the record of generation 3 can't be read: ") + 3
-    assert "None" not in record.getMessage()
+    with pytest.raises(IntegrityError) as error:
+        lease_holder(repo, 3)
+    one_line(error, f"{repo.url}/generations/00000003.json is ")
 
 
-def test_a_holder_that_the_store_does_not_return_is_unknown(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_that_the_store_does_not_return_is_an_error(repo: Repository) -> None:
     put_lease_record(repo.store, 3, elsewhere())
     failing = Repository(FailingStore(repo.store, "get", 1))
-    assert lease_holder(failing, 3) is None
-    assert "generation 3 can't be read: injected" in caplog.text
+    with pytest.raises(StoreError, match="injected"):
+        lease_holder(failing, 3)
     assert lease_holder(failing, 3) is not None

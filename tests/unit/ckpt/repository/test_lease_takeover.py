@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.failing_store import failing
+from helpers.failing_store import FailingStore, failing
 from helpers.lease_writers import Events, dead, elsewhere, eventful_store, living, put_lease_record
 from helpers.lease_writers import eventful_repo as eventful_repo
 from helpers.lease_writers import events as events
 from helpers.messages import one_line
 
-from ckpt.errors import Fenced, RepositoryBusy
+from ckpt.errors import Fenced, FormatError, RepositoryBusy
+from ckpt.format import json_records
 from ckpt.groups.process_identity import this_process
 from ckpt.repository.lease_records import generation_name, lease_holder, newest_generation
 from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import SerialCounter, acquire_lease
-from ckpt.storage.base.errors import NotFound, Refused
+from ckpt.storage.base.errors import NotFound, Refused, StoreError
 from ckpt.storage.base.store import Buffer, Store
 from ckpt.storage.local.directory import LocalStore
 
@@ -75,6 +76,36 @@ def test_a_lease_of_another_host_is_taken_over_with_a_warning(repo: Repository, 
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
         f"taking over {repo.url} from process 4711 on elsewhere: it may still run, but it can't commit any more"
+    )
+
+
+def test_a_lease_whose_record_the_store_does_not_return_is_not_taken_over(repo: Repository) -> None:
+    """Its holder may live. Whoever starts the job again finds that out."""
+    put_lease_record(repo.store, 3, living())
+    with pytest.raises(StoreError, match="injected"):
+        acquire_lease(Repository(FailingStore(repo.store, "get", 1)))
+    assert newest_generation(repo) == 3
+
+
+def test_a_lease_of_a_newer_version_is_not_taken_over(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patches:
+        patches.setattr(json_records, "FORMAT_VERSION", 2)
+        put_lease_record(repo.store, 3, living())
+    with pytest.raises(FormatError, match="install a newer ckpt-store"):
+        acquire_lease(repo)
+    assert newest_generation(repo) == 3
+
+
+def test_a_lease_with_a_damaged_record_is_taken_over_with_a_warning(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing would ever show whether its holder lives, as with one of another host. What it commits later is refused."""
+    put_lease_record(repo.store, 3, living())
+    record = generation_name(3)
+    repo.store.put(record, repo.store.get(record)[:-1])
+    assert acquire_lease(repo).generation == 4
+    (message,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert message == (
+        f"taking over {repo.url} from an unknown process, because {record} is damaged: it may still run, but it can't commit "
+        "any more"
     )
 
 

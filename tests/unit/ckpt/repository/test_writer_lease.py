@@ -196,6 +196,17 @@ def test_a_newer_lease_that_was_released_fences_the_older(lease: WriterLease) ->
     one_line(error, f"{lease.repo.url} was taken over (generation 2, this process has 1); this process may")
 
 
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_newer_lease_whose_record_is_unreadable_fences_the_older(lease: WriterLease, is_damaged: bool) -> None:
+    store = lease.repo.store
+    put_lease_record(store, 2, elsewhere())
+    if is_damaged:
+        store.put(generation_name(2), b"{}")
+    else:
+        lease.repo.store = FailingStore(store, "get", 1)
+    one_line(lease.lease_error(), f"{lease.repo.url} was taken over (generation 2, this process has 1); this process may")
+
+
 def test_a_newer_lease_of_this_process_has_a_message_of_its_own(lease: WriterLease) -> None:
     acquire_lease(lease.repo)
     with pytest.raises(Fenced) as error:
