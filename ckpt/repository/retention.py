@@ -22,7 +22,7 @@ from ckpt.repository.lease_records import obsolete_lease_records
 from ckpt.repository.repository import Repository, commit_name, steps_text
 from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.base.conditional_store import RESERVATION_BYTES
-from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, is_damage
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.support.validation import as_integer
 
@@ -130,6 +130,7 @@ def sweep(
         needed.update(commit.files())
     to_delete = [name for name in sizes if name not in needed and _is_leftover(name, lease, active, unusable, released_files)]
     if unusable:  # an unreadable record may refer to any pack
+        _warn_of_records(repo, unusable, records.errors)
         to_delete = [name for name in to_delete if "/pack/" not in name]
     to_delete = _only_uncommittable(repo, lease, to_delete)
     if to_delete:
@@ -152,6 +153,8 @@ class _Records:
     reserved: set[int] = field(default_factory=set)
     """Steps whose publication was abandoned."""
     unsigned: set[int] = field(default_factory=set)
+    errors: dict[int, CkptError] = field(default_factory=dict)
+    """Why the damaged and the unreadable ones can't be used."""
 
 
 def _read_records(repo: Repository, sizes: Mapping[str, int]) -> _Records:
@@ -172,16 +175,29 @@ def _read_records(repo: Repository, sizes: Mapping[str, int]) -> _Records:
             if sizes[commit_name(step)] <= RESERVATION_BYTES:
                 found.reserved.add(step)
             else:  # it was just listed, and no other process deletes here
-                log.warning("nothing that step %d may need is deleted: %s", step, error)
                 found.unreadable.add(step)
+                found.errors[step] = error
         except SignatureError:  # does not count as complete, but its files stay as long as its record does
             found.unsigned.add(step)
-        except IntegrityError:
-            found.damaged.add(step)
-        except CkptError as error:
-            log.warning("nothing that step %d may need is deleted: %s", step, error)
-            found.unreadable.add(step)
+        except CkptError as error:  # a record on a bad sector does not expire: the device may read it again
+            (found.damaged if isinstance(error, IntegrityError) else found.unreadable).add(step)
+            found.errors[step] = error
     return found
+
+
+def _warn_of_records(repo: Repository, unusable: Collection[int], errors: Mapping[int, CkptError]) -> None:
+    """Log which records can't be used, so that nothing that these steps may need is deleted.
+
+    A damaged record that is newer than the expired steps, and one on a bad sector, keep all packs until the user acts.
+    """
+    for step in sorted(unusable):
+        if is_damage(errors[step]):
+            log.warning(
+                "no pack of %s is deleted, since step %d may need any: %s is damaged or on a bad sector; restore it from a "
+                "copy, or delete it if nobody needs this step", repo.url, step, commit_name(step),
+            )  # fmt: skip
+        else:
+            log.warning("nothing that step %d may need is deleted: %s", step, errors[step])
 
 
 def _delete_expired(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,7 +120,12 @@ def test_only_so_many_steps_are_read_as_are_kept(repo: Repository, lease: Writer
 # --- records that are no good --------------------------------------------------------------------------------------
 
 
-def test_a_damaged_record_protects_its_files_and_all_packs(repo: Repository, lease: WriterLease) -> None:
+ADVICE = "is damaged or on a bad sector; restore it from a copy, or delete it if nobody needs this step"
+
+
+def test_a_damaged_record_protects_its_files_and_all_packs(
+    repo: Repository, lease: WriterLease, caplog: pytest.LogCaptureFixture
+) -> None:
     """It may refer to any pack."""
     for step in (1, 2, 3):
         put_step(repo.store, step)
@@ -127,14 +133,35 @@ def test_a_damaged_record_protects_its_files_and_all_packs(repo: Repository, lea
     repo.store.put(commit_name(3), b"damaged")
     sweep(repo, lease, Keep(1))
     assert files(repo) == files_of(2, 3) | {leftover[2], attempt_files(1, "0-1-0")[2]}
+    assert messages(caplog) == [f"no pack of {repo.url} is deleted, since step 3 may need any: {commit_name(3)} {ADVICE}"]
 
 
-def test_a_damaged_record_that_expires_is_deleted_with_its_files(repo: Repository, lease: WriterLease) -> None:
+def test_a_damaged_record_that_expires_is_deleted_with_its_files(
+    repo: Repository, lease: WriterLease, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (1, 2, 3):
         put_step(repo.store, step)
     repo.store.put(commit_name(1), b"damaged")
     sweep(repo, lease, Keep(2))
     assert files(repo) == files_of(2, 3)
+    assert messages(caplog) == []
+
+
+def test_a_record_on_a_bad_sector_protects_its_files_and_all_packs_and_other_steps_expire(
+    repo: Repository, lease: WriterLease, events: Events, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk may read it again one day, so it does not expire."""
+    for step in (1, 2, 3, 4):
+        put_step(repo.store, step)
+
+    def fail() -> None:
+        raise StoreError("a bad sector") from OSError(errno.EIO, "Input/output error")
+
+    events.before(f"get {commit_name(2)}", fail)
+    sweep(repo, lease, Keep(1))
+    packs = {attempt_files(step, "0-1-0")[2] for step in (1, 3)}
+    assert files(repo) == files_of(2, 4) | packs
+    assert messages(caplog) == [f"no pack of {repo.url} is deleted, since step 2 may need any: {commit_name(2)} {ADVICE}"]
 
 
 @pytest.mark.parametrize("expired", [True, False])
