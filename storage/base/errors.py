@@ -116,7 +116,7 @@ block layer for a checksum of the device (EILSEQ) and for a bad medium (ENODATA)
 
 def is_bad_sector(error: StoreError) -> bool:
     """Return whether the device could not read the bytes. That is damage, unlike a store that cannot be reached."""
-    return getattr(error.__cause__, "errno", None) in _BAD_SECTOR_ERRNOS
+    return not isinstance(error, Unavailable) and getattr(error.__cause__, "errno", None) in _BAD_SECTOR_ERRNOS
 
 
 def is_damage(error: CkptError) -> bool:

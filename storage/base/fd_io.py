@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pickle import PickleBuffer
 
-from ckpt.storage.base.errors import AlreadyExists, NoSpace, NotFound, Refused, StoreError
+from ckpt.storage.base.errors import AlreadyExists, NoSpace, NotFound, Refused, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.file_system_kind import depends_on_a_server
 from ckpt.storage.base.page_cache import in_page_cache, read_cached
 from ckpt.storage.base.store import ALIGNMENT, Reader
 
@@ -39,7 +40,9 @@ _REFUSED_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 @contextmanager
 def convert_os_errors(action: str, where: str) -> Iterator[None]:
-    """Turn an OSError into NotFound, AlreadyExists, NoSpace, Refused or another StoreError.
+    """Turn an OSError into NotFound, AlreadyExists, NoSpace, Refused, Unavailable or another StoreError.
+
+    An I/O error (EIO) of a network file system is Unavailable: it is mostly one of the connection, and the bytes may be intact.
 
     action: such as "reading".
     where: the file.
@@ -51,6 +54,10 @@ def convert_os_errors(action: str, where: str) -> Iterator[None]:
     except FileExistsError as error:
         raise AlreadyExists(f"{action} {where}: it exists already") from error
     except OSError as error:
+        if error.errno == errno.EIO and depends_on_a_server(where):
+            raise Unavailable(
+                f"{action} {where} failed: {error.strerror}; check the mount and the server of this file system, and try again"
+            ) from error
         full, refused = error.errno in (errno.ENOSPC, errno.EDQUOT), error.errno in _REFUSED_ERRNOS
         kind = NoSpace if full else Refused if refused else StoreError
         raise kind(f"{action} {where} failed: {describe_os_error(error)}") from error

@@ -61,6 +61,12 @@ def is_on_local_file_system(path: str) -> bool:
     return found is None or found in _LOCAL_TYPES
 
 
+def depends_on_a_server(path: str) -> bool:
+    """Return whether `path` is on a network file system, or on one that may be: its errors may come from a server."""
+    where = os.path.abspath(path)
+    return not (is_on_local_file_system(where) or _is_allowed_by_user(where))
+
+
 def _is_allowed_by_user(where: str) -> bool:
     stated = [os.path.abspath(folder) for folder in os.environ.get(LOCAL_FILE_SYSTEMS_VARIABLE, "").split(":") if folder]
     return any(where == folder or where.startswith(folder.rstrip("/") + "/") for folder in stated)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from ckpt.storage.base.errors import AlreadyExists, Changed, NotFound, StoreError, UnknownScheme, first_line
+from ckpt.storage.base.errors import AlreadyExists, Changed, NotFound, StoreError, Unavailable, UnknownScheme, first_line
 from ckpt.storage.base.forks import fork_safe_lock, fork_safe_rlock
 from ckpt.storage.base.store import (
     ALIGNMENT,
@@ -296,7 +297,9 @@ class FsspecStore(Store):
         except FileExistsError as error:
             raise AlreadyExists(f"{where}: it exists already") from error
         except Exception as error:
-            raise StoreError(f"{where} failed: {error!r}; see the file system's own documentation") from error
+            # A service has no sectors: file systems of fsspec raise EIO for its errors that have no other number.
+            kind = Unavailable if getattr(error, "errno", None) == errno.EIO else StoreError
+            raise kind(f"{where} failed: {error!r}; see the file system's own documentation") from error
 
 
 class _FsspecWriter(Writer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
 
-from ckpt.storage.base.errors import NotFound, StoreError, UnknownScheme
+from ckpt.storage.base.errors import NotFound, StoreError, Unavailable, UnknownScheme, is_damage
 from ckpt.storage.remote.fsspec_store import FsspecStore
 from ckpt.storage.testing import StoreContract, object_lengths, run_simultaneously, write_object
 from ckpt.storage.urls import open_store
@@ -153,3 +154,19 @@ def test_a_listing_cache_hides_no_change_of_another_store(tmp_path: Path) -> Non
     assert object_lengths(two) == {"a": 1}
     one.put("a", b"longer")
     assert two.get("a") == b"longer"
+
+
+def test_an_input_output_error_of_a_service_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems of fsspec raise EIO for errors of a service that have no other number, and no disk of this host is bad."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "the service has failed")
+
+    store = FsspecStore(f"local://{tmp_path}")
+    store.put("a", b"bytes")
+    for method in ("open", "cat_file"):
+        monkeypatch.setattr(LocalFileSystem, method, fail)
+    for read in (lambda: store.get("a"), lambda: store.open("a").read_into(0, memoryview(bytearray(5)))):
+        with pytest.raises(Unavailable, match="the service has failed") as error:
+            read()
+        assert not is_damage(error.value)
