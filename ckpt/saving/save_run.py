@@ -119,7 +119,11 @@ class SaveRun:
             thread.start()
         except BaseException as error:
             self._failure.report(error)
-            self._end(None)
+            if thread.has_begun:  # an interrupt came after that, and the thread ends the attempt
+                self._eager_staged.set()
+                thread.join()
+            else:
+                self._end(None)
             self._handle.take_error()
             raise
         try:

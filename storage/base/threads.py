@@ -4,7 +4,8 @@ The pools of concurrent.futures accept no work after the main thread has ended, 
 all of their threads at exit, even for one in a call to a host that does not answer.
 
 An interrupt (Ctrl-C) in `threading.Thread.join` of Python 3.11 and 3.12 marks the thread as ended while it still runs, and the
-next join returns at once. So threads that use memory of their caller are `WorkerThread`s.
+next join returns at once. After one in `threading.Thread.start`, nobody knows whether the thread runs. So threads that use
+memory of their caller are `WorkerThread`s.
 """
 
 from __future__ import annotations
@@ -27,19 +28,42 @@ _TaskQueue = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class WorkerThread(threading.Thread):
-    """A thread whose `join` returns only when it has ended, also after an earlier `join` was interrupted."""
+    """A thread whose `join` returns only when it has ended, also after an earlier `join` was interrupted.
+
+    If `start` is interrupted, the thread has begun (`has_begun`), and must be joined, or never calls its target.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._has_ended = threading.Event()
+        self._decision = threading.Lock()
+        """Taken once, by the thread when it begins, or by a `start` that has failed before that."""
+        self._is_cancelled = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the thread calls its target, or has called it. Certain once `start` has raised an error."""
+        return self._decision.locked() and not self._is_cancelled
+
+    def start(self) -> None:
+        try:
+            super().start()
+        except BaseException:
+            if self._decision.acquire(blocking=False):
+                self._is_cancelled = True
+            raise
 
     def run(self) -> None:
+        if not self._decision.acquire(blocking=False):
+            return
         try:
             super().run()
         finally:
             self._has_ended.set()
 
     def join(self, timeout: float | None = None) -> None:
+        if self._is_cancelled:
+            return
         if self.ident is not None:  # otherwise super().join raises the error of a thread that was not started
             self._has_ended.wait(timeout)
         if self.ident is None or self._has_ended.is_set():
@@ -115,14 +139,16 @@ class DaemonThreadPool(Executor):
             self._tasks.put((future, partial(call, *args, **kwargs)))
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
                 thread = WorkerThread(target=_run_tasks, args=(self._tasks, self._idle), name=self._name, daemon=True)
+                self._threads.append(thread)  # before the start, which may be interrupted
                 try:
                     start_or_raise(thread, self._name)
-                except StoreError:
+                except BaseException as error:
+                    if not thread.has_begun:
+                        self._threads.remove(thread)
                     if not self._threads:  # otherwise one of them makes the call
                         self._tasks.get_nowait()
+                    if not self._threads or not isinstance(error, StoreError):
                         raise
-                else:
-                    self._threads.append(thread)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -7,13 +7,15 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.processes import finish, python
+from helpers.processes import finish, python, until
 
 import ckpt
-from ckpt.storage.base.threads import WorkerThread, join_all
+from ckpt.storage.base.threads import DaemonThreadPool, WorkerThread, join_all
 
 FOLDERS = ("ckpt", "storage", "aggregator", "recovery", "tools")
 
@@ -33,6 +35,52 @@ def test_a_join_after_an_interrupted_one_waits_until_the_thread_has_ended() -> N
     thread.join()
     assert ended
     assert not thread.is_alive()
+
+
+def interrupt_starts(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let an interrupt arrive right after the system has made a thread, which begins when the returned event is set."""
+    name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+    go, make = threading.Event(), getattr(threading, name)
+
+    def start_new_thread(begin: Callable[[], object], *args: Any, **options: Any) -> None:
+        make(lambda: (go.wait(), begin()), *args, **options)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(threading, name, start_new_thread)
+    return go
+
+
+def test_a_thread_whose_start_is_interrupted_before_it_begins_never_calls_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would know that it runs, nor wait for its end."""
+    called: list[bool] = []
+    thread = WorkerThread(target=called.append, args=(True,))
+    with monkeypatch.context() as patches:
+        go = interrupt_starts(patches)
+        with pytest.raises(KeyboardInterrupt):
+            thread.start()
+    assert not thread.has_begun
+    go.set()
+    thread.join()
+    until(lambda: thread.ident is not None and not thread.is_alive())
+    assert called == []
+
+
+def test_a_pool_waits_for_a_thread_whose_start_is_interrupted_after_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, begun, release, ended = threading.Thread.start, threading.Event(), threading.Event(), []
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        begun.wait()
+        signal.raise_signal(signal.SIGINT)
+
+    pool = DaemonThreadPool(2, "a")
+    with monkeypatch.context() as patches:
+        patches.setattr(threading.Thread, "start", interrupted_start)
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(lambda: (begun.set(), release.wait(), time.sleep(0.2), ended.append(True)))
+    release.set()
+    pool.shutdown()
+    assert ended
 
 
 def test_join_all_makes_the_threads_end_and_then_raises_the_interrupt() -> None:

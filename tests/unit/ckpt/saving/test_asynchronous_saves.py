@@ -1,6 +1,8 @@
 """Saves in the background: staged in parts, within a memory budget, beside training."""
 
+import os
 import queue
+import signal
 import threading
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.gated_store import MIB, GatedStore
+from helpers.processes import until
 
 import ckpt
 from ckpt.format.digest import digest_and_cells
@@ -53,6 +56,36 @@ def test_a_save_in_the_background_leaves_one_processor_to_training(tmp_path, mon
     ckpt.save({f"x{i}": np.full(1 << 20, i, np.float32) for i in range(20)}, tmp_path, blocking=False).result()
     assert len(seen) == 20
     assert max(seen) == 2
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_an_interrupt_while_the_thread_of_a_save_starts_ends_the_save(tmp_path, monkeypatch, has_begun):
+    start, make = threading.Thread.start, threading.Thread._bootstrap
+    go = threading.Event()
+
+    def interrupted_start(thread):
+        if thread.name != "ckpt-save-2":
+            start(thread)
+            return
+        monkeypatch.undo()
+        if not has_begun:
+            monkeypatch.setattr(thread, "_bootstrap", lambda: (go.wait(), make(thread)))
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    def saving_threads():
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith(("ckpt-save", "ckpt-stage"))]
+
+    with ckpt.Checkpointer(tmp_path, every=None, group=None) as saver:
+        saver.save(1, {"a": np.ones(10)})
+        monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(2, {"a": np.ones(10)})
+        go.set()
+        until(lambda: not saving_threads())
+        saver.save(3, {"a": np.ones(10)})
+    assert ckpt.open(tmp_path).steps() == [1, 3]
 
 
 def test_a_save_beyond_in_flight_waits_for_an_earlier_one(tmp_path):
