@@ -31,10 +31,12 @@ def bind_to_repository(repos: Sequence[Repository], write_notes: bool) -> None:
         try:
             known = read_tier_note(repo)
         except IntegrityError as error:
-            _require_shared_step(repo, record, error)
+            _require_shared_step(repo, record)
             log.warning("%s; writing it again", error)
             continue
-        if known is not None and known.id != identity and repo.step_numbers():
+        if known is None:
+            _require_shared_step(repo, record)
+        elif known.id != identity and repo.step_numbers():
             raise InvalidArgument(
                 f"{repo.url} has steps of the repository that was at {known.places[-1]}, not of the one at {record.url}; "
                 "delete the folder if nobody needs these steps, or use another URL for this tier"
@@ -44,8 +46,8 @@ def bind_to_repository(repos: Sequence[Repository], write_notes: bool) -> None:
             repo.store.put(TIER_NOTE_NAME, note)
 
 
-def _require_shared_step(repo: Repository, record: Repository, damage: IntegrityError) -> None:
-    """Raise InvalidArgument if a tier with a damaged note has steps, and nothing else proves that they belong to `record`.
+def _require_shared_step(repo: Repository, record: Repository) -> None:
+    """Raise InvalidArgument if a tier without a usable note has steps, and nothing else proves that they belong to `record`.
 
     The `keep` of this job would delete the steps. In memory, the name of the folder is the proof, because it is derived from
     the URL of the repository. Elsewhere, one step must be the same in both.
@@ -59,8 +61,8 @@ def _require_shared_step(repo: Repository, record: Repository, damage: Integrity
                 return
     if steps:
         raise InvalidArgument(
-            f"{damage}. {repo.url} has steps, and nothing else proves that they belong to {record.url}: if they do, delete "
-            f"{TIER_NOTE_NAME} there; if not, use another URL for this tier, or delete the whole folder"
+            f"{repo.url} has steps, and nothing proves that they belong to {record.url}, as its {TIER_NOTE_NAME} is missing or "
+            "damaged: use another URL for this tier, or delete the folder; ckpt.load can read these steps"
         )
 
 

@@ -13,6 +13,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from helpers.failing_store import FailingStore
 from helpers.flipped_bits import flip_bit
+from helpers.messages import one_line
 from helpers.states import assert_same, state_of
 from helpers.tier_folders import TierFolders, close_as_if_failed, tier_folders, train
 
@@ -91,6 +92,28 @@ def test_a_disk_tier_with_a_damaged_note_is_refused(tier_folders: TierFolders) -
     with pytest.raises(ckpt.InvalidArgument, match=r"tier\.json"):
         ckpt.Checkpointer(tier_folders.run, every=100, tiers=[ckpt.Tier(tier_folders.nvme, keep=1)], group=None)
     assert ckpt.open(tier_folders.nvme).steps() == [0, 1, 2]
+
+
+def test_a_repository_of_another_run_is_refused_as_a_tier(tier_folders: TierFolders) -> None:
+    """It has no note. Otherwise the `keep` of this job would delete its steps."""
+    for step in range(3):
+        ckpt.save(state_of(step), tier_folders.nvme, step, group=None)
+    ckpt.save(state_of(7), tier_folders.run, 7, group=None)
+    with pytest.raises(ckpt.InvalidArgument) as error:
+        ckpt.Checkpointer(tier_folders.run, every=100, tiers=[ckpt.Tier(tier_folders.nvme, keep=1)], group=None)
+    one_line(error, "has steps, and nothing proves that they belong to", "use another URL for this tier")
+    assert ckpt.open(tier_folders.nvme).steps() == [0, 1, 2]
+    assert not (tier_folders.nvme / "tier.json").exists()
+
+
+def test_a_disk_tier_without_a_note_is_used_if_it_shares_a_step_with_the_repository(tier_folders: TierFolders) -> None:
+    tiers = [ckpt.Tier(tier_folders.nvme, keep=5)]
+    with ckpt.Checkpointer(tier_folders.run, every=1, tiers=tiers, group=None) as ck:
+        train(ck, range(3))
+    (tier_folders.nvme / "tier.json").unlink()
+    with ckpt.Checkpointer(tier_folders.run, every=1, tiers=tiers, group=None) as ck:
+        assert ck.restore(state_of(0))[1] == 3
+    assert (tier_folders.nvme / "tier.json").exists()
 
 
 def test_an_unreadable_step_is_not_taken_for_missing(tier_folders: TierFolders) -> None:
