@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -300,13 +301,13 @@ def _run_round(
         first, buffer = next(it for it in reversed(buffers[i]) if it[0] <= begin)
         return buffer[begin - first : end - first]
 
-    own = threading.local()  # each thread reuses the memory of its reader
+    own, readers = threading.local(), ExitStack()  # each thread reuses the memory of its reader
 
     def read(i: int, job: ReadJob) -> None:
         try:
-            if not hasattr(own, "worker"):
-                own.worker = source.reader(kind)
-            own.worker.fetch(shared_reads[i][0], job.begin, job.end, within(i, job.begin, job.end))
+            if not hasattr(own, "reader"):
+                own.reader = readers.enter_context(source.reader(kind))
+            own.reader.fetch(shared_reads[i][0], job.begin, job.end, within(i, job.begin, job.end))
         except Exception as error:
             failed.append(error)
 
@@ -319,15 +320,15 @@ def _run_round(
 
     reads = [(i, job) for i, (_, shared_read) in enumerate(shared_reads) for job in shared_read.jobs if job.reader == rank]
     kind = read_kind(source.store, *(shared_reads[i][0] for i, _ in reads))
-    with DaemonThreadPool(max(_MIN_THREADS, min(most_threads(source.store, kind), len(reads))), "ckpt-read") as pool:
+    threads = max(_MIN_THREADS, min(most_threads(source.store, kind), len(reads)))
+    with readers, DaemonThreadPool(threads, "ckpt-read") as pool:  # the threads end before their readers
         list(pool.map(lambda it: read(*it), reads))
-        send: list[Message] = []
-        receive: list[Message] = []
-        for i, (block, shared_read) in enumerate(shared_reads):  # messages have the same order on both sides
-            send += [(peer, within(i, begin, end).data) for peer, begin, end in shared_read.sent_by(rank)]
-            for byte_range in block.raw_ranges():
-                receive += [
-                    (peer, within(i, begin, end).data) for peer, begin, end in shared_read.received_by(rank, *byte_range)
-                ]
-        group.exchange(send, receive)
+    send: list[Message] = []
+    receive: list[Message] = []
+    for i, (block, shared_read) in enumerate(shared_reads):  # messages have the same order on both sides
+        send += [(peer, within(i, begin, end).data) for peer, begin, end in shared_read.sent_by(rank)]
+        for byte_range in block.raw_ranges():
+            receive += [(peer, within(i, begin, end).data) for peer, begin, end in shared_read.received_by(rank, *byte_range)]
+    group.exchange(send, receive)
+    with DaemonThreadPool(threads, "ckpt-read") as pool:
         list(pool.map(accept, range(len(shared_reads))))

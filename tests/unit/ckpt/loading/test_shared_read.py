@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.groups.base import Group
 from ckpt.loading.shared_read_schedule import ROUND_BYTES, needs_by_block, schedule_shared_reads
+from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import O_DIRECT
+from ckpt.storage.tuning.measured_reads import Request, Tuner
 
 
 @pytest.mark.slow
@@ -153,3 +157,42 @@ def test_a_shared_read_bypasses_the_page_cache(tmp_path: Path, share: Any) -> No
         assert cached() == {"own": True, "copied": True}
     else:
         assert bypasses_cache(packs, read, lambda: cached() != {"own": False, "copied": False})
+
+
+class NetworkFolder(LocalStore):
+    """A local directory whose reads a tuner controls, as those of a remote store."""
+
+    is_remote, device = True, "a network of this test"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, direct=False)
+
+
+@pytest.mark.usefixtures("sharing_ranks")
+@pytest.mark.parametrize("codec", ["none", {"id": "zstd", "level": 1}])
+def test_a_tuner_controls_the_reads_that_ranks_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any) -> None:
+    """Otherwise the store gets more requests at a time than it can answer fast."""
+    array = np.random.default_rng(5).integers(0, 50, 8_000_000).astype(np.float32)
+    all_well(on_ranks(2, lambda g: ckpt.save({"w": array}, tmp_path, 0, group=g, codec=codec)))
+    stored = sum(file.stat().st_size for file in tmp_path.rglob("*.pack"))
+    requests: list[Request] = []
+    request = Tuner.request
+
+    @contextmanager
+    def noted_request(tuner: Tuner) -> Iterator[Request]:
+        with request(tuner) as noted:
+            yield noted
+        requests.append(noted)
+
+    monkeypatch.setattr(Tuner, "request", noted_request)
+    tuners: set[Tuner] = set()
+    worker = Tuner.worker
+    monkeypatch.setattr(Tuner, "worker", lambda tuner: tuners.add(tuner) or worker(tuner))
+
+    def load(group: Group) -> None:
+        loaded = ckpt.load(NetworkFolder(tmp_path), {"w": array * 0}, group=group, share_reads=True)
+        assert np.array_equal(loaded["w"], array)
+
+    all_well(on_ranks(2, load))
+    assert 0.9 * stored <= sum(each.nbytes for each in requests) <= 1.05 * stored
+    assert [tuner._workers for tuner in tuners] == [0] * len(tuners)
