@@ -66,6 +66,8 @@ class Tuner:
         finally:
             with self._changed:
                 self._workers -= 1
+                if self._workers < self._search.current.requests:  # the time until the next load says nothing of the device
+                    self._open = None
 
     @contextmanager
     def request(self) -> Iterator[Request]:

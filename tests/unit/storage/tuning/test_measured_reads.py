@@ -34,8 +34,14 @@ class Load:
         self.tuner = Tuner(replace(start(DISK), best=choice), self.clock)
         self._stacks: dict[Request, ExitStack] = {}
         self._workers = ExitStack()
-        for _ in range(workers):
+        self.start_workers(workers)
+
+    def start_workers(self, count: int) -> None:
+        for _ in range(count):
             self._workers.enter_context(self.tuner.worker())
+
+    def end_workers(self) -> None:
+        self._workers.close()
 
     def begin(self) -> Request:
         stack = ExitStack()
@@ -81,6 +87,19 @@ def test_a_load_with_fewer_threads_than_requests_measures_nothing() -> None:
     load = Load(FOUR, workers=3)
     load.run_rounds(20, seconds=0.01)
     assert load.tuner.search.best_rate is None
+
+
+def test_the_time_between_two_loads_is_not_measured() -> None:
+    """In the second one, the device would seem slow."""
+    load = Load(FOUR, workers=4)
+    load.run_rounds(1, seconds=0.01)
+    load.end_workers()
+    load.clock.seconds += 60
+    load.start_workers(4)
+    load.run_rounds(3, seconds=0.01)
+    rate = load.tuner.search.best_rate
+    assert rate is not None
+    assert rate == pytest.approx(16 * MIB / 0.01, rel=0.35)
 
 
 def test_a_failed_request_gives_its_place_back() -> None:
