@@ -21,6 +21,7 @@ from ckpt.storage.node import wire
 from ckpt.storage.node.client_credentials import NodeCredentials, require_encryption
 from ckpt.storage.node.client_registers import CallCancelled, NodeRegisters
 from ckpt.storage.node.fd_passing_client import FdPassingClient
+from ckpt.storage.node.upload_renewal import UploadRenewal, UploadWriter
 
 _BATCH_BYTES = 2 << 20
 """An append is sent in batches of this size, so that sending and receiving overlap."""
@@ -53,6 +54,7 @@ class NodeStore(Store):
         self._lock = threading.Lock()
         """Guards `_clients` and `_last_connection`."""
         self.registers = NodeRegisters(self.call, self.url)
+        self.upload_renewal = UploadRenewal()
         self._fd_client = FdPassingClient(self, self._credentials.deadline_seconds)
 
     def info(self, seconds: float | None = None) -> MemberInfo:
@@ -125,7 +127,9 @@ class NodeStore(Store):
 
     def create(self, name: str, size_hint: int = 0) -> Writer:
         key = self.call("create", check_name(name), size_hint)
-        return self._fd_client.create(key, size_hint, f"{self.url}/{name}") or _NodeWriter(self, key)
+        writer = self._fd_client.create(key, size_hint, f"{self.url}/{name}") or _NodeWriter(self, key)
+        self.upload_renewal.add(writer, self._fd_client.lease_seconds)
+        return writer
 
     def descriptor(self, name: str) -> int | None:
         """Return a descriptor of an object, open for reading, if the node is on this host; otherwise None.
@@ -355,7 +359,7 @@ class _NodeReader(Reader):
             file.close()
 
 
-class _NodeWriter(Writer):
+class _NodeWriter(UploadWriter):
     """Writes an object over the wire, as an upload of the node."""
 
     def __init__(self, store: NodeStore, key: str) -> None:
@@ -371,13 +375,20 @@ class _NodeWriter(Writer):
             f"{self._store.url}: an append of {len(data)} bytes is too long; append at most {wire.MESSAGE_BYTES} at once"
         )
 
+    def renew(self) -> None:
+        self._store.call("reserve", self._key, 0, 0)
+
     def commit(self) -> int:
         length: int = self._store.call("commit", self._key)
-        self._open = False
+        self._end()
         return length
+
+    def _end(self) -> None:
+        self._open = False
+        self._store.upload_renewal.remove(self)
 
     def abort(self) -> None:
         if self._open:
-            self._open = False
+            self._end()
             with suppress(StoreError):  # the node discards the upload when its lease expires
                 self._store.call("abort", self._key)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.base.fd_io import AppendFile
-from ckpt.storage.base.store import Writer
-from ckpt.storage.node import fd_passing_server
+from ckpt.storage.node import fd_passing_server, wire
+from ckpt.storage.node.upload_renewal import RENEWALS_PER_LEASE, UploadWriter
 
 if TYPE_CHECKING:
     from ckpt.storage.node.client import NodeStore
@@ -27,7 +27,9 @@ class FdPassingClient:
         self._store = store
         self._deadline_seconds = deadline_seconds
         self._lock = threading.Lock()
-        """Guards changes of `_address` and `_is_address_known`."""
+        """Guards changes of `_address`, `_is_address_known` and `lease_seconds`."""
+        self.lease_seconds = wire.UPLOAD_LEASE_SECONDS
+        """How long the node keeps an upload without a call."""
         self._is_address_known = False
         self._address: fd_passing_server.FdServerAddress | None = None
         self._was_reached = False
@@ -42,7 +44,7 @@ class FdPassingClient:
         found = self._request(verb, argument)
         return None if found is None else found[1]
 
-    def create(self, key: str, size_hint: int, where: str) -> Writer | None:
+    def create(self, key: str, size_hint: int, where: str) -> UploadWriter | None:
         """Return a writer of an upload; None if its bytes must go over the wire.
 
         key: the key of the upload, which the node has created.
@@ -54,7 +56,8 @@ class FdPassingClient:
             return None
         address, found = answer
         file = AppendFile(found[0], found[1] if len(found) > 1 else None, where)
-        return _FdUploadWriter(self._store, key, file, size_hint, address.lease_seconds / 4, self._deadline_seconds)
+        renew_seconds = address.lease_seconds / RENEWALS_PER_LEASE
+        return _FdUploadWriter(self._store, key, file, size_hint, renew_seconds, self._deadline_seconds)
 
     def _request(self, verb: str, argument: str) -> tuple[fd_passing_server.FdServerAddress, list[int]] | None:
         for _ in range(2):
@@ -86,6 +89,8 @@ class FdPassingClient:
                     None if fields is None or sys.platform != "linux" else fd_passing_server.FdServerAddress(*fields)
                 )
                 self._is_address_known = True
+                if self._address is not None:
+                    self.lease_seconds = self._address.lease_seconds
         return self._address
 
     def _forget_address(self, address: fd_passing_server.FdServerAddress) -> None:
@@ -98,7 +103,7 @@ class FdPassingClient:
                 self._is_address_known, self._address = not self._was_reached, None
 
 
-class _FdUploadWriter(Writer):
+class _FdUploadWriter(UploadWriter):
     """Writes an upload directly to its file. It calls the node to reserve space, to renew the lease, and at the end.
 
     reserved: the bytes that the node has reserved.
@@ -132,16 +137,23 @@ class _FdUploadWriter(Writer):
             self._reserved_bytes = max(self._reserved_bytes, found)
             self._renewed_at = time.monotonic()
 
+    def renew(self) -> None:
+        self._reserve_and_renew(0)
+
     def commit(self) -> int:
         if not self._file.close(self._deadline_seconds):
             raise Unavailable(f"{self._store.url}: an append has not ended in {self._deadline_seconds:g} s; check the disk")
         length: int = self._store.call("commit", self._key, self._file.length)
-        self._is_open = False
+        self._end()
         return length
+
+    def _end(self) -> None:
+        self._is_open = False
+        self._store.upload_renewal.remove(self)
 
     def abort(self) -> None:
         self._file.close()
         if self._is_open:
-            self._is_open = False
+            self._end()
             with suppress(StoreError):  # the node discards the upload when its lease expires
                 self._store.call("abort", self._key)

@@ -58,7 +58,7 @@ class NodeOptions:
     """The memory for appends that are being received."""
     buffer_wait_seconds: float = 20.0
     """How long an append waits for a buffer."""
-    lease_seconds: float = 60.0
+    lease_seconds: float = wire.UPLOAD_LEASE_SECONDS
     """How long the node keeps an upload without a call of its client."""
     pass_descriptors: bool = True
     """Whether clients on this host may read and write the files directly; see fd_passing_server.py."""

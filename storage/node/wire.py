@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 1
 SAME_VERSION_ADVICE = "install the same version of ckpt-store on both"
 
+UPLOAD_LEASE_SECONDS = 60.0
+"""How long a node keeps an upload without a call of its client."""
+
 PUT_BYTES = 1 << 20
 """Objects up to this size are put in one action, larger ones as an upload; `put_new` uses one action for any size."""
 

@@ -171,28 +171,6 @@ def test_the_space_of_a_vanished_client_is_freed_after_its_lease(tmp_path: Path,
         node.close()
 
 
-def test_a_client_that_returns_after_its_lease_is_refused(tmp_path: Path) -> None:
-    node = LocalNode(tmp_path / "data", NodeOptions(lease_seconds=0.2))
-    try:
-        store = NodeStore(node.address)
-        late, later = store.create("a"), store.create("b")
-        for writer in (late, later):
-            writer.append(memoryview(DATA))
-        deadline = time.monotonic() + 600
-        while len(node.server.uploads) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        with pytest.raises(NotFound, match="write the object again"):
-            late.append(memoryview(DATA))
-        with pytest.raises(NotFound, match="write the object again"):
-            later.commit()
-        for writer in (late, later):
-            writer.abort()
-        until(lambda: not files(node.folder), "the files are deleted")  # after the node has refused the expired uploads
-        assert not open_objects()
-    finally:
-        node.close()
-
-
 def test_a_client_renews_its_lease_while_it_writes(tmp_path: Path) -> None:
     node = LocalNode(tmp_path / "data")
     try:
