@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import PathRecord
 from ckpt.aggregator.records.paxos import BATCH_PATHS
+from ckpt.aggregator.records.record_ring import RING_PREFIX
 from ckpt.aggregator.records.replica_set import ballots_by_name, is_lagging
 from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.registers.base import DamagedRecord, RegisterValue
@@ -121,3 +122,28 @@ def _still_differing(namespace: Namespace, names: Sequence[str]) -> Sequence[str
         ballots = ballots_by_name(answers)
         names = [n for n in names if n in ballots and is_lagging(namespace.ring.replica_set(n), ballots[n], answers)]
     return names
+
+
+def settle_lagging(namespace: Namespace) -> bool:
+    """Settle all registers that differ between members, also those that no path has, and return whether none of them differs.
+
+    False also where a member that keeps records does not answer. Raises Unavailable where a register can't be settled.
+    """
+    names: Iterable[str] | None = None  # those that differ; another one that a client changes meanwhile does not count
+    for seconds in (*_LATE_WRITE_SECONDS, 0.0):
+        answers, errors = namespace.scan("")
+        if errors:
+            return False
+        ballots = ballots_by_name(answers)
+        names = [
+            name
+            for name in (ballots if names is None else names)
+            if not name.startswith(RING_PREFIX)
+            and name in ballots
+            and is_lagging(namespace.ring.replica_set(name), ballots[name], answers)
+        ]
+        if not names:
+            return True
+        namespace.settle(names)
+        time.sleep(seconds)
+    return False

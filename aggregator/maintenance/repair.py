@@ -17,6 +17,7 @@ from ckpt.aggregator.cluster.fanout import run_in_order
 from ckpt.aggregator.file_io.layout_replacement import Replacement, current_record, replace_layout
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
+from ckpt.aggregator.maintenance.all_records import settle_lagging
 from ckpt.aggregator.maintenance.repair_report import RepairCount, RepairReport
 from ckpt.aggregator.maintenance.scrub import FileHealth, ScrubReport, scrub_namespace
 from ckpt.aggregator.records import record_ring
@@ -124,7 +125,11 @@ def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:
 
 
 def _admit_restored_members(namespace: Namespace) -> None:
-    """Let members whose registers were lost vote on missing registers again, once they have all records of the others."""
+    """Let members whose registers were lost vote on missing registers again, once they have all records of the others.
+
+    What they had promised or accepted for a client that still waits is lost. So a new era refuses that client, before the last
+    comparison of the records.
+    """
     registers = {m.name: namespace.open_members[m.name].registers for m in namespace.ring.members}
     answers, _ = namespace.fan_out.ask(
         {m: partial(r.read, [ABSENT_NAME]) for m, r in registers.items()}, namespace.commit_timeout_seconds
@@ -132,14 +137,15 @@ def _admit_restored_members(namespace: Namespace) -> None:
     incomplete = [m for m, (answer,) in answers.items() if isinstance(answer, DamagedRecord)]
     if not incomplete:
         return
-    report = scrub_namespace(namespace)
-    if report.missing_members or report.lagging_paths:
+    try:
+        if not settle_lagging(namespace) or begin_era(namespace) is None or not settle_lagging(namespace):
+            return
+    except Unavailable as error:
+        log.warning("the registers of %s are not complete yet: %s", ", ".join(incomplete), error)
         return
-    namespace.invalidate_ring()
     for member in incomplete:
         log.warning("the registers of %s are complete again", member)
         registers[member].learn(namespace.ring.register_name, record_ring.encode_ring(namespace.ring))
-        registers[member].fence(namespace.ring.fence_number)
         registers[member].mark_complete()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckpt.aggregator.placement.redundancy import Quorum
 from ckpt.storage.base.errors import StoreError, Unavailable
-from ckpt.storage.registers.base import Ballot, DamagedRecord, Record, RegisterAnswer
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, Record, RegisterAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,11 @@ def ballots_by_name(scanned: Mapping[str, Iterable[tuple[str, RegisterAnswer]]])
 
 
 def is_lagging(replicas: ReplicaSet, ballots: Mapping[str, Ballot | None], answering: Collection[str]) -> bool:
-    """Return whether the answering members of a replica set have different values, or one has none or a damaged record."""
-    found = {ballots.get(m) for m in replicas.members if m in answering}
+    """Return whether the answering members of a replica set have different values, or one has a damaged record.
+
+    A register without a value, which may have promised a ballot, is the same as a missing one: nothing can be settled.
+    """
+    found = {ballots.get(m, NO_BALLOT) for m in replicas.members if m in answering}
     return len(found) > 1 or None in found
 
 

@@ -255,7 +255,7 @@ def test_a_lost_bucket_loses_no_file_and_is_refilled(tmp_path: Path, bucket: str
     assert not found.lost_files
     repair.repair_namespace(again, found)
     require_whole(again, verify=True)
-    assert again.open_members["bucket"].registers.read(["/d/none"]) == [Record()]
+    assert isinstance(again.open_members["bucket"].registers.read(["/d/none"])[0], Record)
 
 
 def test_a_bucket_replaces_a_disk(tmp_path: Path, bucket: str) -> None:

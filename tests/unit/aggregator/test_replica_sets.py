@@ -16,7 +16,7 @@ from ckpt.aggregator.records.replica_set import (
     promises_given,
 )  # fmt: skip
 from ckpt.storage.base.errors import StoreError
-from ckpt.storage.registers.base import Ballot, DamagedRecord, Record, RegisterValue
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, Record, RegisterValue
 
 LOW, HIGH = Ballot(1, "x"), Ballot(2, "x")
 OLD, NEW = Record(LOW, LOW, RegisterValue(b"old")), Record(HIGH, HIGH, RegisterValue(b"new"))
@@ -77,7 +77,9 @@ def test_equal_answers_of_a_quorum_are_unanimous() -> None:
     [
         ({"a": LOW, "b": LOW, "c": LOW}, "abc", False), ({"a": LOW, "b": HIGH, "c": LOW}, "abc", True),
         ({"a": LOW, "b": LOW}, "abc", True), ({"a": LOW, "b": LOW, "c": None}, "abc", True),
-        ({"a": LOW, "b": LOW}, "ab", False), ({"a": LOW, "b": HIGH}, "a", False), ({"a": None}, "a", True), ({}, "abc", True),
+        ({"a": LOW, "b": LOW}, "ab", False), ({"a": LOW, "b": HIGH}, "a", False), ({"a": None}, "a", True), ({}, "abc", False),
+        ({"a": NO_BALLOT, "b": NO_BALLOT}, "abc", False), ({"a": NO_BALLOT, "b": LOW}, "ab", True),
+        ({"a": NO_BALLOT, "b": None}, "ab", True),
         ({"a": LOW, "b": LOW, "c": LOW, "d": HIGH}, "abcd", False),  # d keeps no copy
         ({}, "", False),
     ],

@@ -1,0 +1,96 @@
+"""A member whose registers were lost votes again once it has the records of the others. Earlier proposals are refused then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.nodes import directories
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import repair, scrub
+from ckpt.aggregator.records.collected_tombstones import COLLECTED_REGISTER, is_collected_since
+from ckpt.aggregator.records.tombstone_collection import collect_tombstones
+from ckpt.storage.base.errors import Outdated
+from ckpt.storage.registers.base import ABSENT_NAME, Ballot, Record, RegisterValue
+
+MEMBERS = ("disk0", "disk1", "disk2")
+
+
+def replace_disk(folder: Path, member: str) -> None:
+    """Delete the registers of a member, as a new disk at its place has none."""
+    for file in (folder / member).glob("registers.sqlite*"):
+        file.unlink()
+
+
+def repaired(folder: Path) -> Namespace:
+    """Return the namespace after a scrub and a repair."""
+    namespace = Namespace(directories(folder, len(MEMBERS), redundancy="2x"))
+    repair.repair_namespace(namespace, scrub.scrub_namespace(namespace))
+    return namespace
+
+
+def votes(namespace: Namespace, member: str) -> bool:
+    """Return whether a member votes on registers that it does not have."""
+    return isinstance(namespace.open_members[member].registers.read([ABSENT_NAME])[0], Record)
+
+
+@pytest.fixture
+def namespace(tmp_path: Path) -> Namespace:
+    made = Namespace(directories(tmp_path, len(MEMBERS), redundancy="2x"))
+    made.put("a", b"1")
+    made.settle(["/a"])
+    return made
+
+
+def test_the_deletion_of_an_absent_file_keeps_no_replaced_disk_out(tmp_path: Path, namespace: Namespace) -> None:
+    """It leaves a register without a value on the members that were there."""
+    assert namespace.delete(["never"]) == []
+    namespace.close()
+    replace_disk(tmp_path, "disk2")
+    again = repaired(tmp_path)
+    assert votes(again, "disk2")
+    assert scrub.scrub_namespace(again).is_whole
+    assert again.get("a") == b"1"
+    again.close()
+
+
+def test_a_proposal_from_before_a_disk_was_replaced_is_refused(
+    tmp_path: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lost disk had promised its ballot. The new disk may take part in another decision right after it was admitted."""
+    monkeypatch.setattr(repair, "collect_tombstones", lambda _: 0)  # as if the repair was killed before that
+    number, ballot = namespace.ring.fence_number, Ballot(7, "proposer")
+    lost, other, _ = namespace.ring.replica_set("/x").members
+    for member in (lost, other):
+        (answer,) = namespace.open_members[member].registers.prepare(["/x"], ballot, number)
+        assert isinstance(answer, Record)
+        assert answer.promised == ballot
+    namespace.close()
+    replace_disk(tmp_path, lost)
+    again = repaired(tmp_path)
+    assert votes(again, lost)
+    again.put("x", b"later")
+    for member in (lost, other):
+        with pytest.raises(Outdated):
+            again.open_members[member].registers.accept([("/x", RegisterValue(b"earlier"))], ballot, fence_number=number)
+    assert again.get("x") == b"later"
+    again.close()
+
+
+def test_a_replaced_disk_gets_the_log_of_collected_tombstones(tmp_path: Path, namespace: Namespace) -> None:
+    """It belongs to no path. Without it, a file that was deleted meanwhile could be published again."""
+    number = namespace.ring.fence_number
+    namespace.delete(["a"])
+    namespace.settle(["/a"])
+    assert collect_tombstones(namespace, 0.0) == 1
+    namespace.settle([COLLECTED_REGISTER])
+    namespace.close()
+    replace_disk(tmp_path, "disk1")
+    again = repaired(tmp_path)
+    assert votes(again, "disk1")
+    (log,) = again.open_members["disk1"].registers.read([COLLECTED_REGISTER])
+    assert isinstance(log, Record)
+    assert log.value is not None
+    assert is_collected_since(again, "a", number)
+    again.close()
