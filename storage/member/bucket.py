@@ -12,19 +12,23 @@ Each register costs a request: this suits the few hundred files of a checkpoint,
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import msgpack
-import xxhash
-
 from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.conditional_store import MAX_TRIES
-from ckpt.storage.base.errors import AlreadyExists, IntegrityError, NotFound, Outdated, StoreError, Unavailable, is_transient
+from ckpt.storage.base.errors import AlreadyExists, IntegrityError, NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.base.threads import DaemonThreadPool
+from ckpt.storage.member.bucket_format import (
+    REGISTERS_FOLDER,
+    decode_record,
+    encode_record,
+    key_folders,
+    object_key,
+    register_name,
+)
 from ckpt.storage.member.device import OBJECTS, QUARANTINE, MemberInfo, find_damaged_ranges
 from ckpt.storage.registers.base import (
     BODY_BYTES,
@@ -39,12 +43,8 @@ from ckpt.storage.registers.base import (
     can_accept,
     can_change_directly,
     can_collect,
-    decode_ballot,
-    encode_ballot,
     final_record,
     is_final,
-    record_checksum,
-    require_record_fits,
     require_same_value,
     with_floor_promise,
     with_promise,
@@ -53,9 +53,6 @@ from ckpt.storage.registers.fence_numbers import advance_fence, order_key, outda
 from ckpt.storage.remote.object_store import ObjectStore, ObjectTag
 
 _THREADS = 16
-_KEY_BYTES = 900
-_ESCAPED_CHARACTERS = re.compile(r"[^A-Za-z0-9.\-]")
-_REGISTERS_FOLDER = "registers"
 _FACTS_NAME = "registers.json"
 _FACTS_BYTES = 64 << 10
 _RECORD_BYTES = BODY_BYTES + (1 << 20)
@@ -73,9 +70,11 @@ class _RegisterFacts:
     """Whether a register that is missing has never had a value."""
     fence_number: int = 0
 
-
-_COMPLETE_FACTS = _RegisterFacts(is_complete=True)
-"""Facts with which a register is read as it is stored, regardless of the facts of the bucket."""
+    def apply_to(self, stored: RegisterAnswer | None) -> RegisterAnswer:
+        """Return what a member with these facts answers for a register as it is stored; None for a missing one."""
+        if stored is None:
+            return with_floor_promise(Record(), self.fence_number) if self.is_complete else REGISTERS_INCOMPLETE
+        return with_floor_promise(stored, self.fence_number) if isinstance(stored, Record) else stored
 
 
 class Bucket:
@@ -136,7 +135,7 @@ class BucketRegisters(Registers):
 
     def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
         facts = self._require_current_fence(fence_number)
-        answers = self._map_in_threads(lambda name: self._read_record(name, facts)[0], names)
+        answers = self._map_in_threads(lambda name: facts.apply_to(self._read_record(name)[0]), names)
         self._require_current_fence(fence_number)  # a register that was dropped meanwhile must not be reported as missing
         return answers
 
@@ -184,7 +183,7 @@ class BucketRegisters(Registers):
 
     def reset(self) -> None:
         self._change_facts(lambda facts: replace(facts, is_complete=False))
-        for entry in list(self._store.list(_REGISTERS_FOLDER)):
+        for entry in list(self._store.list(REGISTERS_FOLDER)):
             self._store.move(entry.name, f"{QUARANTINE}/{entry.name.replace('/', '_')}-{secrets.token_hex(4)}")
 
     def mark_complete(self) -> None:
@@ -196,19 +195,19 @@ class BucketRegisters(Registers):
 
     def learn(self, name: str, value: RegisterValue) -> None:
         for _ in range(MAX_TRIES):
-            current, tag = self._read_record(name, _COMPLETE_FACTS)
-            if is_final(current):
+            current, tag = self._read_record(name)
+            if current is not None and is_final(current):
                 return require_same_value(current, name, value)
-            if self._store.put_if(_object_key(name), _encode_record(name, final_record(value)), tag):
+            if self._store.put_if(object_key(name), encode_record(name, final_record(value)), tag):
                 return None
-        raise Unavailable(f"{self._store.url}/{_object_key(name)} changes all the time; try again")
+        raise Unavailable(f"{self._store.url}/{object_key(name)} changes all the time; try again")
 
     def join_ring(self, fence_number: int, kept_prefix: str) -> None:
         def is_earlier(facts: _RegisterFacts) -> bool:
             return order_key(facts.fence_number) < order_key(fence_number)
 
         if is_earlier(self._read_facts()):
-            found = self._map_in_threads(lambda entry: self._read_listed(entry.name), list(self._store.list(_REGISTERS_FOLDER)))
+            found = self._map_in_threads(lambda entry: self._read_listed(entry.name), list(self._store.list(REGISTERS_FOLDER)))
             names = [each[0] for each in found if each is not None and not each[0].startswith(kept_prefix)]
             self._map_in_threads(lambda name: self._forget_record(name, lambda _, facts: is_earlier(facts)), names)
             self._change_facts(
@@ -229,7 +228,7 @@ class BucketRegisters(Registers):
 
         def empty(each: tuple[str, Ballot]) -> bool:
             name, ballot = each
-            return self._forget_record(name, lambda there, facts: can_collect(there, ballot, facts.fence_number))
+            return self._forget_record(name, lambda there, facts: can_collect(there, ballot, facts.fence_number), creates=True)
 
         return sum(self._map_in_threads(empty, expected_ballots))
 
@@ -241,7 +240,7 @@ class BucketRegisters(Registers):
 
     def scan_all(self, prefix: str, fence_number: int = 0) -> Iterator[tuple[str, RegisterAnswer]]:
         number = self._require_current_fence(fence_number).fence_number
-        folders = [f"{_REGISTERS_FOLDER}/{part}" for part in _key_folders(prefix)]
+        folders = [f"{REGISTERS_FOLDER}/{part}" for part in key_folders(prefix)]
         keys = [entry.name for folder in folders for entry in self._store.list(folder)]
         found = [
             each for each in self._map_in_threads(self._read_listed, keys) if each is not None and each[0].startswith(prefix)
@@ -250,17 +249,25 @@ class BucketRegisters(Registers):
         for name, answer in sorted(found, key=lambda each: each[0]):
             yield name, with_floor_promise(answer, number) if isinstance(answer, Record) else answer
 
-    def _forget_record(self, name: str, can_forget: Callable[[RegisterAnswer, _RegisterFacts], bool]) -> bool:
+    def _forget_record(
+        self, name: str, can_forget: Callable[[RegisterAnswer, _RegisterFacts], bool], creates: bool = False
+    ) -> bool:
         """Empty a register if `can_forget` allows it and the register did not change since it was read; return whether it was.
 
         The facts are read after the register: a client that changes it by a later ring writes that ring to the facts first.
+
+        creates: also create an empty register where there is none, so that a late first change by an earlier number fails.
         """
         for _ in range(MAX_TRIES):
-            current, tag = self._read_record(name, _COMPLETE_FACTS)
-            if tag is None or is_final(current) or not can_forget(current, self._read_facts()):
+            stored, tag = self._read_record(name)
+            if stored is None and not creates:
                 return False
-            if self._store.put_if(_object_key(name), _encode_record(name, Record()), tag):
-                return True
+            facts = self._read_facts()
+            current = facts.apply_to(stored)
+            if is_final(current) or not can_forget(current, facts):
+                return False
+            if self._store.put_if(object_key(name), encode_record(name, Record()), tag):
+                return stored is not None
         return False
 
     # --- objects -----------------------------------------------------------------------------------------------
@@ -277,43 +284,42 @@ class BucketRegisters(Registers):
         facts = self._require_current_fence(fence_number)
         if advance_fence(facts.fence_number, fence_number) != facts.fence_number:
             self.fence(fence_number)
-            facts = self._require_current_fence(fence_number)
-        answers = self._map_in_threads(lambda name: self._replace_record(name, step(name), facts), names)
+        answers = self._map_in_threads(lambda name: self._replace_record(name, step(name), fence_number), names)
         # If the member was fenced meanwhile, the collection of data agreed on before the fence may have missed these changes.
         self._require_current_fence(fence_number)
         return answers
 
-    def _replace_record(self, name: str, step: Callable[[RegisterAnswer], tuple[Record | None, U]], facts: _RegisterFacts) -> U:
+    def _replace_record(self, name: str, step: Callable[[RegisterAnswer], tuple[Record | None, U]], fence_number: int) -> U:
         for _ in range(MAX_TRIES):
-            record, tag = self._read_record(name, facts)
-            new, answer = step(record)
-            if new is None or self._store.put_if(_object_key(name), _encode_record(name, new), tag):
+            stored, tag = self._read_record(name)
+            # The facts are read after the register, so that a register that was forgotten after a fence is never taken for new.
+            new, answer = step(self._require_current_fence(fence_number).apply_to(stored))
+            if new is None or self._store.put_if(object_key(name), encode_record(name, new), tag):
                 return answer
-        raise Unavailable(f"{self._store.url}/{_object_key(name)} changes all the time; try again")
+        raise Unavailable(f"{self._store.url}/{object_key(name)} changes all the time; try again")
 
-    def _read_record(self, name: str, facts: _RegisterFacts) -> tuple[RegisterAnswer, ObjectTag | None]:
+    def _read_record(self, name: str) -> tuple[RegisterAnswer | None, ObjectTag | None]:
+        """Return a register as it is stored, and the tag of its object; None where there is none."""
         try:
-            data, tag = self._store.get_tagged(_object_key(name), _RECORD_BYTES)
+            data, tag = self._store.get_tagged(object_key(name), _RECORD_BYTES)
         except NotFound:
-            return with_floor_promise(Record(), facts.fence_number) if facts.is_complete else REGISTERS_INCOMPLETE, None
+            return None, None
         except IntegrityError as error:
-            return DamagedRecord(str(error)), self._store.tag(_object_key(name))
-        stored_name, answer = _decode_record(data)
-        if stored_name != name:
-            return DamagedRecord(f"it is that of {stored_name!r}"), tag
-        return (with_floor_promise(answer, facts.fence_number) if isinstance(answer, Record) else answer), tag
+            return DamagedRecord(str(error)), self._store.tag(object_key(name))
+        stored_name, answer = decode_record(data)
+        return (answer if stored_name == name else DamagedRecord(f"it is that of {stored_name!r}")), tag
 
     def _read_listed(self, key: str) -> tuple[str, RegisterAnswer] | None:
         try:
-            name, answer = _decode_record(self._store.get_up_to(key, _RECORD_BYTES))
+            name, answer = decode_record(self._store.get_up_to(key, _RECORD_BYTES))
         except NotFound:  # deleted since the listing
             return None
         except IntegrityError:
             name, answer = "", DamagedRecord("it is too long")
         if isinstance(answer, Record) and answer.value is not None:
             answer = Record(answer.promised, answer.accepted, RegisterValue(answer.value.head))
-        if name == "" or _object_key(name) != key:  # the bytes do not contain the name of the register
-            return (_register_name(key), DamagedRecord("it can't be read")) if _register_name(key) else None
+        if name == "" or object_key(name) != key:  # the bytes do not contain the name of the register
+            return (register_name(key), DamagedRecord("it can't be read")) if register_name(key) else None
         return (name, answer) if answer != Record() else None  # an empty record is a dropped register
 
     def _require_current_fence(self, fence_number: int) -> _RegisterFacts:
@@ -344,55 +350,3 @@ class BucketRegisters(Registers):
             if new == facts or self._store.put_if(_FACTS_NAME, data, tag):
                 return facts
         raise Unavailable(f"{self._store.url}/{_FACTS_NAME} changes all the time; try again")
-
-
-def _key_folders(prefix: str) -> list[str]:
-    """Return the folders that may contain registers whose names begin with `prefix`."""
-    if not prefix:
-        return ["paths", "others", "long"]
-    return ["paths", "long"] if prefix.startswith("/") else ["others", "long"]
-
-
-def _object_key(name: str) -> str:
-    """Return the object name of a register; a byte that object names do not allow becomes _ and two hexadecimal digits."""
-    folder = "paths" if name.startswith("/") else "others"
-    parts = [_escape_segment(part) for part in name.removeprefix("/").split("/")]
-    key = f"{_REGISTERS_FOLDER}/{folder}/{'/'.join(parts)}"
-    return key if len(key) <= _KEY_BYTES else f"{_REGISTERS_FOLDER}/long/{xxhash.xxh3_128_hexdigest(name.encode())}"
-
-
-def _register_name(key: str) -> str:
-    """Return the register name of an object name; "" for a long name, of which the object name has only a hash."""
-    folder, _, rest = key.removeprefix(f"{_REGISTERS_FOLDER}/").partition("/")
-    plain = re.sub(rb"_([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), rest.encode()).decode("utf-8", "replace")
-    return {"paths": f"/{plain}", "others": plain}.get(folder, "")
-
-
-def _escape_segment(part: str) -> str:
-    plain = _ESCAPED_CHARACTERS.sub(lambda found: "".join(f"_{byte:02x}" for byte in found[0].encode()), part)
-    return f"_2e{plain[1:]}" if plain.startswith(".") else plain
-
-
-def _encode_record(name: str, record: Record) -> bytes:
-    value = record.value
-    require_record_fits(name, value)
-    promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
-    packed: bytes = msgpack.packb(
-        [name, promised, accepted, value and [value.head, value.body], record_checksum(name, promised, accepted, value)]
-    )
-    return packed
-
-
-def _decode_record(data: bytes) -> tuple[str, RegisterAnswer]:
-    """Return the name and the record; the name is "" if it cannot be read."""
-    name = ""
-    try:
-        name, promised, accepted, given, total = msgpack.unpackb(data, max_bin_len=2 * BODY_BYTES)
-        value = None if given is None else RegisterValue(*given)
-        if record_checksum(name, promised, accepted, value) == total:
-            return name, Record(decode_ballot(promised), decode_ballot(accepted), value)
-    except Exception as error:  # msgpack raises errors of many types for other bytes
-        if is_transient(error):
-            raise
-        return str(name), DamagedRecord("it can't be read")
-    return name, DamagedRecord("its checksum does not match")

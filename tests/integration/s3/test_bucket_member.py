@@ -20,9 +20,11 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance, repair, scrub
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.storage.base.errors import NotFound, Outdated, StoreError, Unavailable
-from ckpt.storage.member.bucket import Bucket, _object_key, _register_name
+from ckpt.storage.member.bucket import Bucket
+from ckpt.storage.member.bucket_format import object_key, register_name
 from ckpt.storage.member.device import Device
 from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, DirectChange, Record, Registers, RegisterValue
+from ckpt.storage.registers.fence_numbers import next_era
 from ckpt.storage.testing import random_bytes
 
 pytest_plugins = ["helpers.moto_server"]
@@ -85,12 +87,12 @@ def test_a_linked_object_survives_the_deletion_of_its_first_name(bucket: str, tm
 def test_registers_in_a_bucket_are_listed_by_any_name(registers: Registers) -> None:
     names = ["/a", "/a/1", "/a/2", "/a0", "/A", "/.hidden", "/ä/1", "/a/\U0001f600", "/a_b", "/a%20b", "/a b", "ring"]
     names.append("/" + "ü" * 500)
-    assert len({_object_key(name).lower() for name in names}) == len(names) - 1, (
+    assert len({object_key(name).lower() for name in names}) == len(names) - 1, (
         "names other than A collide where case is ignored"
     )
     registers.change([DirectChange(n, NO_BALLOT, RegisterValue(n.encode(), b"body")) for n in names], "w")
     assert [n for n, _ in registers.scan("")] == sorted(names)
-    assert {_register_name(_object_key(n)) for n in names} == {n for n in names if len(n) < 500} | {""}
+    assert {register_name(object_key(n)) for n in names} == {n for n in names if len(n) < 500} | {""}
     assert [n for n, _ in registers.scan("/a/")] == ["/a/1", "/a/2", "/a/\U0001f600"]
     assert [n for n, _ in registers.scan("/a/", "/a/1", 1)] == ["/a/2"]
     found = dict(registers.scan_all("/"))["/a b"]
@@ -102,7 +104,7 @@ def test_registers_in_a_bucket_are_listed_by_any_name(registers: Registers) -> N
 
 def test_a_damaged_register_in_a_bucket_does_not_vote(registers: Registers, bucket: str, s3_client: Any) -> None:
     registers.change([DirectChange("/x", NO_BALLOT, RegisterValue(b"head", b"body"))], "w")
-    position = {"Bucket": bucket.removeprefix("s3://"), "Key": f"a/{_object_key('/x')}"}
+    position = {"Bucket": bucket.removeprefix("s3://"), "Key": f"a/{object_key('/x')}"}
     data = bytearray(s3_client.get_object(**position)["Body"].read())
     for at in (0, 3, len(data) // 2, len(data) - 1):
         damaged = data.copy()
@@ -121,7 +123,7 @@ def test_an_oversized_register_does_not_vote_and_is_repaired(registers: Register
     """It is longer than any record, and is not read."""
     ballot = Ballot(5, "x")
     assert registers.accept([("/x", RegisterValue(b"head", b"body"))], ballot) == [True]
-    s3_client.put_object(Bucket=bucket.removeprefix("s3://"), Key=f"a/{_object_key('/x')}", Body=bytes(34 << 20))
+    s3_client.put_object(Bucket=bucket.removeprefix("s3://"), Key=f"a/{object_key('/x')}", Body=bytes(34 << 20))
     (answer,) = registers.read(["/x"])
     assert isinstance(answer, DamagedRecord)
     assert "at most" in answer.reason
@@ -148,6 +150,37 @@ def test_a_fenced_bucket_refuses_older_rings(registers: Registers) -> None:
     registers.change([DirectChange("new", NO_BALLOT, RegisterValue(b""))], "w", 6)
     registers.join_ring(6, "ring")
     assert [name for name, _ in registers.scan("")] == ["new", "ring"]
+
+
+@pytest.mark.parametrize("call", ["prepare", "accept", "change"])
+@pytest.mark.parametrize("is_missing", [True, False])
+@pytest.mark.parametrize("delayed_request", ["get_tagged", "put_if"])
+def test_a_delayed_change_brings_no_forgotten_record_back(
+    bucket: str, registers: Registers, call: str, is_missing: bool, delayed_request: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was deleted, and its tombstone collected, between two requests of the change."""
+    number, era = 1, next_era(1)
+    assert era is not None
+    value, low, tombstone_ballot = RegisterValue(b"file"), Ballot(2, "a"), NO_BALLOT if is_missing else NO_BALLOT.next_step("b")
+    if not is_missing:
+        assert registers.change([DirectChange("/x", NO_BALLOT, RegisterValue(b"deleted"))], "b", number) == [True]
+    delayed = Bucket(f"{bucket}/a").registers
+    send = getattr(delayed._store, delayed_request)
+
+    def send_after_the_collection(key: str, *arguments: Any) -> Any:
+        if key == object_key("/x") and registers.fence(era):
+            registers.collect([("/x", tombstone_ballot)], era)
+        return send(key, *arguments)
+
+    monkeypatch.setattr(delayed._store, delayed_request, send_after_the_collection)
+    with pytest.raises(Outdated):
+        if call == "prepare":
+            delayed.prepare(["/x"], low, number)
+        elif call == "accept":
+            delayed.accept([("/x", value)], low, fence_number=number)
+        else:
+            delayed.change([DirectChange("/x", tombstone_ballot, value)], "w", number)
+    assert registers.scan("/") == [], "the register stays forgotten"
 
 
 @pytest.mark.parametrize("seed", range(3))
