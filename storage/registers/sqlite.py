@@ -234,36 +234,49 @@ class SqliteRegisters(Registers):
         return result.result()
 
     def _commit_batch(self, db: sqlite3.Connection) -> None:
+        """Run queued calls in one transaction. Each call that it takes from the queue gets a result or an error in any case.
+
+        Otherwise the thread of that call would wait endlessly, with the lock.
+        """
         batch: list[tuple[Callable[[sqlite3.Connection], object], Future[Any]]] = []
-        while self._queued_calls and len(batch) < _MAX_BATCH_CALLS:
-            batch.append(self._queued_calls.popleft())
-        outcomes: list[tuple[Future[Any], object, BaseException | None]] = []
         try:
-            db.execute("BEGIN IMMEDIATE")
-            for work, future in batch:
-                db.execute("SAVEPOINT one")
-                try:
-                    outcomes.append((future, work(db), None))
-                except sqlite3.Error:
-                    raise
-                except Exception as error:  # only this call fails
-                    db.execute("ROLLBACK TO one")
-                    outcomes.append((future, None, error))
-                db.execute("RELEASE one")
-            failpoint("registers.commit")
-            db.execute("COMMIT")
+            while self._queued_calls and len(batch) < _MAX_BATCH_CALLS:
+                batch.append(self._queued_calls[0])  # an error between these two lines leaves a call in both places
+                self._queued_calls.popleft()
+            batch = [(work, future) for work, future in batch if not future.done()]
+            outcomes = self._run_batch(db, batch)
+            failpoint("registers.committed")
+            for future, found, failed in outcomes:
+                if failed is None:
+                    future.set_result(found)
+                else:
+                    future.set_exception(failed)
         except BaseException as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(_as_store_error(self._path, "writing", error))
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            for _, future in batch:
-                future.set_exception(_as_store_error(self._path, "writing", error))
-            return
-        failpoint("registers.committed")
-        for future, found, failed in outcomes:
-            if failed is None:
-                future.set_result(found)
-            else:
-                future.set_exception(failed)
+
+    def _run_batch(
+        self, db: sqlite3.Connection, batch: Sequence[tuple[Callable[[sqlite3.Connection], object], Future[Any]]]
+    ) -> list[tuple[Future[Any], object, BaseException | None]]:
+        """Run calls in one transaction, make it durable, and return the result or the error of each call."""
+        outcomes: list[tuple[Future[Any], object, BaseException | None]] = []
+        db.execute("BEGIN IMMEDIATE")
+        for work, future in batch:
+            db.execute("SAVEPOINT one")
+            try:
+                outcomes.append((future, work(db), None))
+            except sqlite3.Error:
+                raise
+            except Exception as error:  # only this call fails
+                db.execute("ROLLBACK TO one")
+                outcomes.append((future, None, error))
+            db.execute("RELEASE one")
+        failpoint("registers.commit")
+        db.execute("COMMIT")
+        return outcomes
 
     @contextmanager
     def _read_snapshot(self, action: str) -> Iterator[sqlite3.Connection]:
