@@ -251,7 +251,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def _verb_put(self, name: str, data: bytes, new: bool) -> None:
         self._require_writable()
-        if len(data) > (free := self.usage()[1]):
+        if len(data) > (free := self.uploads.free_bytes()):
             raise NoSpace(f"{name} of {len(data)} bytes does not fit: {free} bytes are free on this node; {FULL_ADVICE}")
         (self._device.store.put_new if new else self._device.store.put)(name, data)
 

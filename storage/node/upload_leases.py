@@ -6,9 +6,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from ckpt.storage.base.errors import NoSpace, NotFound, Unavailable
+from ckpt.storage.base.store import ALIGNMENT
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import LocalWriter
 
@@ -24,8 +25,11 @@ class LeasedUpload:
         self.name = name
         self.writer = writer
         self.reserved_bytes = reserved_bytes
+        self.appended_bytes = 0
+        """The end of the last append over the wire, rounded up to the start of the next one."""
         self.reserve_lock = threading.Lock()
-        """Taken while space is reserved, so that the calls of one upload do so one after the other."""
+        """Taken while space is reserved, so that the calls of one upload do so one after the other. Guards changes of
+        `appended_bytes`."""
         self.touched_at = time.monotonic()
         self.active_calls = 0  # the number of calls that use the writer now
 
@@ -42,11 +46,11 @@ class UploadLeases:
         self._unpromised_bytes = unpromised_bytes
         self._lease_seconds = lease_seconds
         self._changed = threading.Condition()
-        """Guards changes of `_uploads`, `_creating_bytes`, `_is_closed`, and of the calls and times of each upload. Notified
+        """Guards changes of `_uploads`, `_unlisted_bytes`, `_is_closed`, and of the calls and times of each upload. Notified
         when a call of an upload ends."""
         self._uploads: dict[str, LeasedUpload] = {}
-        self._creating_bytes: dict[str, int] = {}
-        """The bytes of each upload whose file is being created."""
+        self._unlisted_bytes: dict[str, int] = {}
+        """The reserved bytes of each upload whose file is being created, committed or discarded."""
         self._is_closed = False
 
     def create(self, name: str, size_hint: int) -> str:
@@ -61,24 +65,28 @@ class UploadLeases:
             if size_hint > free:
                 raise NoSpace(f"{name} of {size_hint} bytes does not fit: {free} bytes are free on this node; {FULL_ADVICE}")
             key = secrets.token_hex(16)
-            self._creating_bytes[key] = size_hint
+            self._unlisted_bytes[key] = size_hint
         try:
             upload = LeasedUpload(name, self._store.create(name, size_hint), size_hint)
             with self._changed:
                 if not self._is_closed:
                     self._uploads[key] = upload
-                    del self._creating_bytes[key]
+                    del self._unlisted_bytes[key]
                     return key
         finally:
             with self._changed:
-                self._creating_bytes.pop(key, None)
+                self._unlisted_bytes.pop(key, None)
         upload.writer.abort()
         raise Unavailable(SHUTTING_DOWN)
 
     def append(self, key: str, data: memoryview) -> int:
-        """Append to an upload, and return the position of the data in the object."""
+        """Append to an upload, and return the position of the data in the object. Raises NoSpace."""
         upload = self._acquire(key)
         try:
+            with upload.reserve_lock:
+                end = upload.appended_bytes + len(data)
+                self._reserve(upload, end, end)
+                upload.appended_bytes = -(-end // ALIGNMENT) * ALIGNMENT
             return upload.writer.append(data)
         finally:
             self._release(upload)
@@ -102,24 +110,28 @@ class UploadLeases:
         upload = self._acquire(key)
         try:
             with upload.reserve_lock:
-                before = upload.reserved_bytes
-                if needed_bytes <= before:
-                    return before
-                with self._changed:
-                    free = self._free_bytes()
-                    upload.reserved_bytes = max(needed_bytes, min(requested_bytes, before + free))
-                try:
-                    if needed_bytes > before + free:
-                        raise NoSpace(
-                            f"{needed_bytes - before} more bytes of {upload.name} do not fit: {free} are free on this "
-                            f"node; {FULL_ADVICE}"
-                        )
-                    return self._reserve_file(upload, needed_bytes)
-                except BaseException:
-                    upload.reserved_bytes = before
-                    raise
+                return self._reserve(upload, needed_bytes, requested_bytes)
         finally:
             self._release(upload)
+
+    def _reserve(self, upload: LeasedUpload, needed_bytes: int, requested_bytes: int) -> int:
+        """Reserve space as `reserve` does. Needs `reserve_lock`."""
+        before = upload.reserved_bytes
+        if needed_bytes <= before:
+            return before
+        with self._changed:
+            free = self._free_bytes()
+            upload.reserved_bytes = max(needed_bytes, min(requested_bytes, before + free))
+        try:
+            if needed_bytes > before + free:
+                raise NoSpace(
+                    f"{needed_bytes - before} more bytes of {upload.name} do not fit: {free} are free on this "
+                    f"node; {FULL_ADVICE}"
+                )
+            return self._reserve_file(upload, needed_bytes)
+        except BaseException:
+            upload.reserved_bytes = before
+            raise
 
     def _reserve_file(self, upload: LeasedUpload, needed_bytes: int) -> int:
         try:
@@ -129,9 +141,14 @@ class UploadLeases:
             upload.writer.reserve(needed_bytes)
         return upload.reserved_bytes
 
+    def free_bytes(self) -> int:
+        """Return the bytes that are free, and not reserved for uploads."""
+        with self._changed:
+            return self._free_bytes()
+
     def _free_bytes(self) -> int:
         """Return the bytes that may still be reserved. Needs `_changed`."""
-        promised = sum(u.reserved_bytes for u in self._uploads.values()) + sum(self._creating_bytes.values())
+        promised = sum(u.reserved_bytes for u in self._uploads.values()) + sum(self._unlisted_bytes.values())
         return max(0, self._unpromised_bytes(promised))
 
     def commit(self, key: str, length: int | None = None) -> int:
@@ -139,19 +156,16 @@ class UploadLeases:
 
         length: the length in bytes if the client wrote through descriptors; None otherwise.
         """
-        upload = self._remove_when_idle(key)
-        try:
-            return upload.writer.commit(length)
-        finally:
-            upload.writer.abort()
+        with self._ending(key) as upload:
+            try:
+                return upload.writer.commit(length)
+            finally:
+                upload.writer.abort()
 
     def abort(self, key: str) -> None:
         """Discard an upload. Does nothing if it does not exist any more."""
-        try:
-            upload = self._remove_when_idle(key)
-        except NotFound:
-            return
-        upload.writer.abort()
+        with suppress(NotFound), self._ending(key) as upload:
+            upload.writer.abort()
 
     def expire(self) -> list[str]:
         """Discard the uploads whose leases have expired, and return the names of their objects."""
@@ -193,15 +207,21 @@ class UploadLeases:
             upload.touched_at = time.monotonic()
             self._changed.notify_all()
 
-    def _remove_when_idle(self, key: str) -> LeasedUpload:
-        """Remove an upload for its last call, wait until no other call uses it, and return it."""
+    @contextmanager
+    def _ending(self, key: str) -> Iterator[LeasedUpload]:
+        """A context for the last call of an upload, which begins when no other call uses it. Its bytes stay reserved."""
         upload = self._acquire(key)
-        with self._changed:
-            self._uploads.pop(key, None)
-            upload.active_calls -= 1
-            self._changed.wait_for(lambda: not upload.active_calls, self._lease_seconds)
-            self._changed.notify_all()
-        return upload
+        try:
+            with self._changed:
+                self._uploads.pop(key, None)
+                self._unlisted_bytes[key] = upload.reserved_bytes
+                upload.active_calls -= 1
+                self._changed.wait_for(lambda: not upload.active_calls, self._lease_seconds)
+                self._changed.notify_all()
+            yield upload
+        finally:
+            with self._changed:
+                self._unlisted_bytes.pop(key, None)
 
 
 def _abort_all(uploads: Iterable[LeasedUpload]) -> None:

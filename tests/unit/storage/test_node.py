@@ -152,6 +152,47 @@ def test_a_full_node_raises_no_space(tmp_path: Path) -> None:
         node.close()
 
 
+def test_a_node_takes_no_more_bytes_than_its_capacity(tmp_path: Path) -> None:
+    """A writer over the wire need not say in advance how much it writes."""
+    node = LocalNode(tmp_path, NodeOptions(pass_descriptors=False), capacity=10_000_000)
+    try:
+        store = NodeStore(node.address)
+        part = memoryview(random_bytes(4 << 20))
+        with store.create("a") as first, store.create("b") as second:
+            assert (first.append(part), second.append(part)) == (0, 0)
+            for writer in (first, second):
+                with pytest.raises(NoSpace, match="are free on this node; free space on its device, or add a node"):
+                    writer.append(part)
+            for put in (store.put, store.put_new):
+                with pytest.raises(NoSpace, match="does not fit"):
+                    put("c", bytes(part))
+            store.put("small", b"1")
+            assert (first.commit(), second.commit()) == (len(part), len(part))
+        assert store.info().used_bytes == 2 * len(part) + 1
+        assert store.get("a") == part
+    finally:
+        node.close()
+
+
+def test_an_upload_that_is_being_committed_takes_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow disk that takes long, and other clients write meanwhile."""
+    node = LocalNode(tmp_path, NodeOptions(pass_descriptors=False), capacity=10_000_000)
+    free: list[int] = []
+    publish = node.device.store._publish_temporary
+
+    def publish_after_a_look(temporary: str, path: str) -> None:
+        free.append(node.server.uploads.free_bytes())
+        publish(temporary, path)
+
+    monkeypatch.setattr(node.device.store, "_publish_temporary", publish_after_a_look)
+    try:
+        write_object(NodeStore(node.address), "a", bytes(4_000_000))
+        assert free == [6_000_000]
+        assert node.server.uploads.free_bytes() == 6_000_000
+    finally:
+        node.close()
+
+
 def test_used_bytes_are_those_of_the_objects(tmp_path: Path) -> None:
     """This holds at every moment. Other files on the disk do not count."""
     node = LocalNode(tmp_path)
