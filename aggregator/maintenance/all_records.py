@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import PathRecord
+from ckpt.aggregator.records.namespace_records import ScannedRecords
 from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.record_ring import RING_PREFIX
 from ckpt.aggregator.records.replica_set import ballots_by_name, is_lagging
 from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
-from ckpt.storage.registers.base import DamagedRecord, RegisterValue
+from ckpt.storage.registers.base import Ballot, DamagedRecord, Record, RegisterAnswer, RegisterValue
 
 log = logging.getLogger("ckpt")
 
 _LATE_WRITE_SECONDS = (0.2, 0.8)
 """How long to wait before each further look at records that differ. A client returns when a quorum has its change, and the
 other members have it a moment later."""
+_MAX_LISTINGS = 8
+"""After this many listings, during each of which a file may have moved, a scrub continues without the missing names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class AllRecords:
     """The names of all objects that any record names. Outdated or half-done records of single members count too, because a
     half-done change may still become the newest."""
     is_complete: bool
-    """Whether no record of a member is damaged."""
+    """Whether no record of a member is damaged, and no file was renamed while the records were read, so that each object that a
+    file needs is among the named ones."""
     lagging_paths: Sequence[str]
     """The paths whose record differs between the members of its replica set, or is damaged on one of them."""
     unreadable_paths: Sequence[str]
@@ -42,39 +46,81 @@ class AllRecords:
     """The members that do not answer, with the error of each."""
 
 
+@dataclass(slots=True)
+class _MemberRecords:
+    """What the records of single members say, as far as they were read."""
+
+    named: set[str] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
+    unreadable: list[str] = field(default_factory=list)
+    is_complete: bool = True
+    listed: dict[tuple[str, str], Ballot | None] = field(default_factory=dict)
+    """By member and name, the ballot of each register when it was read last; None for one whose head is damaged."""
+
+    def read_changed(self, namespace: Namespace, answers: ScannedRecords) -> bool:
+        """Read the registers that a listing shows with another ballot, and return whether no object can have been missed.
+
+        During the listing, a rename may move a file to a name that was listed already: then the listing shows a new tombstone.
+        After the listing, it may move a file before its record is read: then that has another ballot.
+        """
+        is_settled = True
+        for member, scanned in answers.items():
+            changed: dict[str, Ballot | None] = {}
+            for name, record in scanned:
+                ballot = record.accepted if isinstance(record, Record) else None
+                if self.listed.get((member, name), ballot) != ballot or (member, name) not in self.listed:
+                    changed[name] = ballot
+                    is_settled = is_settled and not _is_tombstone(name, record)
+            rows = list(changed.items())
+            for start in range(0, len(rows), BATCH_PATHS):
+                is_settled = self._read(namespace, member, dict(rows[start : start + BATCH_PATHS])) and is_settled
+        return is_settled
+
+    def _read(self, namespace: Namespace, member: str, ballots: Mapping[str, Ballot | None]) -> bool:
+        """Read registers of a member, and return whether all of them still have these ballots."""
+        found: dict[str, Ballot | None] = {}
+        for name, record in zip(ballots, namespace.open_members[member].registers.read([*ballots]), strict=True):
+            # A listing does not show that a body is damaged.
+            found[name] = ballots[name] if isinstance(record, DamagedRecord) else record.accepted
+            if isinstance(record, DamagedRecord):
+                self.is_complete = False
+                if member in namespace.ring.replica_set(name).members:
+                    self.damaged.add(name)
+            elif record.value is not None:
+                try:
+                    self.add_objects(file_record.decode_record(name[1:], record.value))
+                except CkptError:
+                    self.unreadable.append(name[1:])
+        self.listed.update({(member, name): ballot for name, ballot in found.items()})
+        return found == ballots
+
+    def add_objects(self, file: PathRecord) -> None:
+        if file.layout is not None:
+            self.named.update(o.name for o in file.layout.objects)
+
+
 def read_all_records(namespace: Namespace) -> AllRecords:
     """Read the records of all paths, of each member and as a quorum has them."""
-    answers, errors = namespace.scan("/")
+    read = _MemberRecords()
+    for _ in range(_MAX_LISTINGS):
+        answers, errors = namespace.scan("/")
+        if is_settled := read.read_changed(namespace, answers):
+            break
+    if not is_settled:
+        log.info(
+            "%s: files are renamed or deleted all the time, so objects without a record are left to a later scrub",
+            namespace.url,
+        )
     ballots = ballots_by_name(answers)
     paths = sorted(ballots)
     files: dict[str, PathRecord] = {}
-    named: set[str] = set()
-    damaged: set[str] = set()
     differing: list[str] = []
-    unreadable: list[str] = []
-    is_complete = True
-    for member in answers:
-        for start in range(0, len(paths), BATCH_PATHS):
-            batch = [name for name in paths[start : start + BATCH_PATHS] if member in ballots[name]]
-            for name, record in zip(batch, namespace.open_members[member].registers.read(batch), strict=True):
-                if isinstance(record, DamagedRecord):
-                    is_complete = False
-                    if member in namespace.ring.replica_set(name).members:
-                        damaged.add(name)
-                elif record.value is not None:
-                    try:
-                        layout = file_record.decode_record(name[1:], record.value).layout
-                    except CkptError:
-                        unreadable.append(name[1:])
-                        continue
-                    if layout is not None:
-                        named.update(o.name for o in layout.objects)
     for start in range(0, len(paths), BATCH_PATHS):
         batch = paths[start : start + BATCH_PATHS]
         values, missing = _read_records(namespace, batch)
-        unreadable += [name[1:] for name in missing]
+        read.unreadable += [name[1:] for name in missing]
         for name, value in values.items():
-            if name not in damaged and is_lagging(namespace.ring.replica_set(name), ballots[name], answers):
+            if name not in read.damaged and is_lagging(namespace.ring.replica_set(name), ballots[name], answers):
                 differing.append(name)
             if value is None:
                 continue
@@ -82,14 +128,23 @@ def read_all_records(namespace: Namespace) -> AllRecords:
                 file = file_record.decode_record(name[1:], value)
             except CkptError as error:
                 log.error("%s", error)
-                unreadable.append(name[1:])
+                read.unreadable.append(name[1:])
                 continue
-            if file.layout is not None:
-                named.update(o.name for o in file.layout.objects)
+            read.add_objects(file)
             if file.exists and file.head.kind == "file":
                 files[name[1:]] = file
-    lagging = sorted(name[1:] for name in damaged.union(_still_differing(namespace, differing)))
-    return AllRecords(files, named, is_complete, lagging, sorted(set(unreadable)), errors)
+    lagging = sorted(name[1:] for name in read.damaged.union(_still_differing(namespace, differing)))
+    return AllRecords(files, read.named, read.is_complete and is_settled, lagging, sorted(set(read.unreadable)), errors)
+
+
+def _is_tombstone(name: str, record: RegisterAnswer) -> bool:
+    """Return whether a listed register has the record of a deleted or renamed file, or may have it."""
+    if not isinstance(record, Record) or record.value is None:
+        return False
+    try:
+        return file_record.decode_record_head(name[1:], record.value.head).kind == "deleted"
+    except CkptError:  # written by a newer version
+        return True
 
 
 def _read_records(namespace: Namespace, names: Sequence[str]) -> tuple[Mapping[str, RegisterValue | None], Sequence[str]]:

@@ -110,8 +110,7 @@ def _settle(namespace: Namespace, paths: Sequence[str], count: RepairCount) -> i
 def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:
     """Delete the objects that no record names, and return their number. `aggregator/records/eras.py` explains the order.
 
-    Two scrubs must find an object: a rename during the first one may hide the record that names it. The first scrub also finds
-    objects that only outdated records named, which are settled now.
+    The first scrub also finds objects that only outdated records named, which are settled now.
     """
     first_report = scrub_namespace(namespace, grace_seconds=grace_seconds)
     if not first_report.orphans or begin_era(namespace) is None:

@@ -154,6 +154,39 @@ def test_a_repair_after_a_scrub_during_a_rename_loses_no_data(
     assert one.get("a") == FIRST
 
 
+@pytest.mark.parametrize("renames", [2, 5, 1000])
+def test_a_file_that_is_renamed_during_each_listing_loses_no_data(
+    open_client: Callable[[], Namespace], collect_orphans_at_once: None, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """Its new name is not in the listing, and its old one is deleted when its record is read: no record names its objects."""
+    one, other = open_client(), open_client()
+    one.put("x", FIRST)
+    torn = one.create("torn")
+    torn.append(memoryview(SECOND))
+    torn._commit_objects()
+    monkeypatch.setattr(scrub, "GRACE_SECONDS", -60.0)
+    found = scrub.scrub_namespace(one)
+    assert found.orphans
+    names = ["x"]
+    scan = one.scan
+
+    def rename_after_the_listing(*args: Any, **options: Any) -> Any:
+        answer = scan(*args, **options)
+        if len(names) <= renames:
+            other.rename(names[-1], f"x{len(names)}")
+            names.append(f"x{len(names)}")
+        return answer
+
+    monkeypatch.setattr(one, "scan", rename_after_the_listing)
+    orphans = repair.repair_namespace(one, found).orphans
+    assert other.get(names[-1]) == FIRST
+    if renames < 1000:  # else no listing is complete, so nothing is deleted
+        repaired = repair.repair_namespace(one, scrub.scrub_namespace(one)).orphans
+        assert orphans + repaired == sum(map(len, found.orphans.values())), "the objects of the torn file are deleted"
+    else:
+        assert not orphans
+
+
 def test_a_scrub_deletes_no_objects_while_it_cannot_read_a_record(
     open_client: Callable[[], Namespace], collect_orphans_at_once: None
 ) -> None:
