@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -161,11 +162,7 @@ class Namespace(NamespaceRecords):
         if replaced is not None and replaced.head.kind != "file":  # before the file is marked by a token
             raise AlreadyExists(f"{new} in {self.url}: a folder of this name exists already")
         token = new_version()
-        if file.layout is not None:
-            file = self._set_rename_token(old, file.head.version, "", token)
-            if file is None:
-                raise StoreError(f"{old} in {self.url} was changed while it was renamed; try again")
-        is_own_token = file.rename_token == token  # else an earlier rename was interrupted: a scrub must find what is needed
+        file, is_only_rename = self._mark_for_rename(old, file, token)
         failpoint("namespace.rename")
         before = file
 
@@ -176,14 +173,46 @@ class Namespace(NamespaceRecords):
             return replace(moved, layout=current.layout)  # a repair may have moved it, and deleted its former objects
 
         moved = replace(file, head=replace(file.head, version=new_version(), history=()))
-        self.publish(Publication(new, moved, fence_number=number), take_current_layout)
+        try:
+            self.publish(Publication(new, moved, fence_number=number), take_current_layout)
+        except AlreadyExists:  # nothing was published
+            if file.layout is not None and is_only_rename:
+                with suppress(StoreError):
+                    self._set_rename_token(old, file.head.version, token, "")
+            raise
         failpoint("namespace.renamed")
-        deletion = Deletion(
-            lambda current: (current.head.version, current.rename_token) == (before.head.version, before.rename_token)
-        )
-        after = self.update_record(old, deletion.decide)  # a file that was changed meanwhile stays
-        if file.layout is not None and is_own_token and old in deletion.replaced and deletion.is_done(old, after):
+        is_still_only = self._delete_renamed(old, file)
+        if file.layout is not None and is_only_rename and is_still_only:
             self._set_rename_token(new, moved.head.version, token, "")
+
+    def _mark_for_rename(self, path: str, file: PathRecord, token: str) -> tuple[PathRecord, bool]:
+        """Mark a file by this rename token. Return it, and whether no other rename may give its objects to another path.
+
+        The token of another rename, which was interrupted or runs now, is replaced, so that it knows that there are two. A file
+        without objects has no token. Raises StoreError where the file was changed.
+        """
+        is_only_rename = True
+        while file.layout is not None and file.rename_token != token:
+            is_only_rename = is_only_rename and not file.rename_token
+            marked = self._set_rename_token(path, file.head.version, file.rename_token, token)
+            if marked is None:
+                raise StoreError(f"{path} in {self.url} was changed while it was renamed; try again")
+            file = marked
+        return file, is_only_rename
+
+    def _delete_renamed(self, path: str, file: PathRecord) -> bool:
+        """Delete the old name of a renamed file, unless the file was changed meanwhile.
+
+        Return whether it was deleted as it was marked: otherwise another rename may give its objects to another path.
+        """
+        deletion = Deletion(
+            lambda current: (current.head.version, current.rename_token) == (file.head.version, file.rename_token)
+        )
+        after = self.update_record(path, deletion.decide)
+        if path in deletion.replaced and deletion.is_done(path, after):
+            return True
+        self.update_record(path, Deletion(lambda current: current.head.version == file.head.version).decide)
+        return False
 
     def _set_rename_token(self, path: str, version: str, old_token: str, new_token: str) -> PathRecord | None:
         """Change the rename token of a file from `old_token` to `new_token`.
