@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance.repair import repair_namespace
 from ckpt.aggregator.maintenance.scrub import scrub_namespace
 from ckpt.aggregator.records.leader_election import REPAIR_LEADER_REGISTER, Election
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
-from ckpt.storage.base.threads import WorkerThread, try_start
+from ckpt.storage.base.threads import WorkerThread
 
 log = logging.getLogger("ckpt.node")
 
@@ -52,31 +50,11 @@ class RepairLeader:
         while not self._stop.wait(self._interval_seconds):
             try:
                 if self._namespace.exists() and self._election.try_lead():
-                    with self._renewed_term():
+                    with self._election.renewed_term():
                         self.repair_once(verify=self._rounds % self._rounds_per_scrub == 0)
                     self._rounds += 1
             except Exception as error:  # also a lack of memory or threads: without this thread, nothing is repaired any more
                 log.warning("the background repair of %s failed, and is tried again: %s", self._namespace.url, error)
-
-    @contextmanager
-    def _renewed_term(self) -> Iterator[None]:
-        """Renew the term of this process in a thread: a round may take many terms, and no other process should begin one."""
-        ended = threading.Event()
-        renewal = WorkerThread(target=self._renew_term, args=(ended,), name="ckpt-repair-leader-term", daemon=True)
-        is_started = try_start(renewal)  # without a thread, another process may repair too, which is harmless
-        try:
-            yield
-        finally:
-            ended.set()
-            if is_started:
-                renewal.join()
-
-    def _renew_term(self, ended: threading.Event) -> None:
-        while not ended.wait(self._interval_seconds):
-            try:
-                self._election.try_lead()
-            except Exception as error:  # also a lack of memory or threads: later renewals may still be in time
-                log.info("the term of the repair leader of %s was not renewed: %s", self._namespace.url, error)
 
     def repair_once(self, verify: bool) -> None:
         """Scrub the namespace once, and repair what is found. verify: also let the members read and verify all data."""

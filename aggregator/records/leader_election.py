@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgpack
 
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.storage.base.checked_decode import Malformed, decode
+from ckpt.storage.base.threads import WorkerThread, try_start
 from ckpt.storage.registers.base import RegisterValue
 
 log = logging.getLogger("ckpt.node")
@@ -50,6 +53,26 @@ class Election:
         """
         with self._lock:
             return self._try_lead()
+
+    @contextmanager
+    def renewed_term(self) -> Iterator[None]:
+        """A context in which a thread renews the term of the leader, whose work may take many terms."""
+        ended = threading.Event()
+        renewal = WorkerThread(target=self._renew_term, args=(ended,), name=f"ckpt-{self._register}-term", daemon=True)
+        is_started = try_start(renewal)  # without a thread, another process may begin the work too, which is harmless
+        try:
+            yield
+        finally:
+            ended.set()
+            if is_started:
+                renewal.join()
+
+    def _renew_term(self, ended: threading.Event) -> None:
+        while not ended.wait(self._term_seconds / 3):
+            try:
+                self.try_lead()
+            except Exception as error:  # also a lack of memory or threads: later renewals may still be in time
+                log.info("the term of the %s of %s was not renewed: %s", self._register, self._records.url, error)
 
     def _try_lead(self) -> bool:
         """Try to lead, as `try_lead` does. Needs `_lock`."""

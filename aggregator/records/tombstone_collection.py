@@ -208,6 +208,7 @@ class TombstoneCollector:
     def _collect_if_elected(self) -> None:
         try:
             if self._election.try_lead():
-                collect_tombstones(self._records)
+                with self._election.renewed_term():
+                    collect_tombstones(self._records)
         except (CkptError, RuntimeError) as error:  # RuntimeError: the process is ending
             log.info("%s: the records of deleted files stay until the next collection: %s", self._records.url, error)
