@@ -21,7 +21,7 @@ from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error
 from ckpt.storage.base.fsync import make_durable_root, sync_folder, sync_nearest_folder
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
-from ckpt.storage.local.durable_writer import is_temporary
+from ckpt.storage.local.durable_writer import LocalWriter, is_temporary
 from ckpt.storage.registers.sqlite import SqliteRegisters
 
 OBJECTS = "objects"
@@ -97,6 +97,14 @@ class DeviceStore(LocalStore):
         self._is_exclusive = True
         self.used_bytes()
 
+    def create(self, name: str, size_hint: int = 0) -> LocalWriter:
+        writer = super().create(name, size_hint)
+        with suppress(
+            OSError
+        ):  # a file system without such locks: its writers may pause for an hour at most, see `Device.sweep`
+            fcntl.flock(writer.descriptors()[0], fcntl.LOCK_SH)
+        return writer
+
     def used_bytes(self) -> int:
         """Return the bytes of all objects. If other processes may write too, they are counted again every 10 s."""
         now = time.monotonic()
@@ -168,6 +176,18 @@ class DeviceStore(LocalStore):
         if os.path.islink(real) or not real.startswith(self._real_root + os.sep):
             raise InvalidName(f"{name} leads through a symbolic link out of {self.root}; remove the link")
         return path
+
+
+def _is_locked(path: str) -> bool:
+    """Return whether a process that runs has a lock of a file."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _file_bytes(path: str) -> int:
@@ -263,13 +283,16 @@ class Device:
             raise StoreError(f"moving {name} to {target} failed: {describe_os_error(error)}") from error
 
     def sweep(self, older_seconds: float) -> None:
-        """Delete temporary files older than this of killed writers, for a folder without a node, which does it at its start."""
+        """Delete temporary files older than this of killed writers, for a folder without a node, which does it at its start.
+
+        A writer has a lock of its file, which the system releases when the process ends.
+        """
         limit = time.time() - older_seconds
         for base, _, names in os.walk(self.store.root):
             for name in filter(is_temporary, names):
                 path = os.path.join(base, name)
                 with suppress(OSError):
-                    if os.stat(path).st_mtime < limit:
+                    if os.stat(path).st_mtime < limit and not _is_locked(path):
                         os.unlink(path)
 
     def lock(self) -> None:
