@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from itertools import takewhile
 from pathlib import Path
 
 from ckpt.recovery.agent.followed_log import FollowedLog
 from ckpt.recovery.coordinator.coordinator import Coordinator
-from ckpt.recovery.goodput.ledger import LEDGER_FILE, GoodputLedger, ledger_file_name, read_ledger_file
+from ckpt.recovery.goodput.ledger import LEDGER_FILE, GoodputLedger, LedgerSpan, ledger_file_name, read_ledger_file
 from ckpt.recovery.goodput.time_category import TimeCategory
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
 from ckpt.recovery.run_log.entry_facts import LeadFacts, facts_of
 from ckpt.recovery.run_log.run_state import RunState
+from ckpt.storage.base.fd_io import describe_os_error
+
+log = logging.getLogger("ckpt.run")
 
 
 class TimeAccounting:
@@ -90,7 +94,7 @@ class TimeAccounting:
             entry for entry in takewhile(lambda entry: entry.kind != "run", reversed(self._log.entries)) if entry.kind == "lead"
         ]
         leaders = [facts_of(entry, LeadFacts).name for entry in leads]
-        ledgers = {name: read_ledger_file(self._folder / ledger_file_name(name)) for name in set(leaders)}
+        ledgers = {name: _read_spans(self._folder / ledger_file_name(name)) for name in set(leaders)}
         ends = {name: lines[-1].at for name, lines in ledgers.items() if lines and lines[-1].at >= leads[-1].at}
         now = time.monotonic()
         is_folder_shared = bool(ends.keys() - {self._name})  # the folder also has ledgers of other hosts
@@ -98,3 +102,15 @@ class TimeAccounting:
         if is_folder_shared or has_led_before:
             return min(now, now - (time.time() - max(ends.values())))
         return now - self._coordinator.silent_seconds(leaders[1]) if len(leads) > 1 else None
+
+
+def _read_spans(path: Path) -> list[LedgerSpan]:
+    """Return the spans of the ledger file of an earlier leader; none if it does not exist or can't be read."""
+    try:
+        return read_ledger_file(path)
+    except OSError as error:
+        log.warning(
+            "%s can't be read: %s; the ledger of this host begins with the last report of that one",
+            path.name, describe_os_error(error),
+        )  # fmt: skip
+        return []

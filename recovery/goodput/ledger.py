@@ -8,6 +8,7 @@ own file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -67,18 +68,16 @@ def ledger_file_name(host: str) -> str:
 class GoodputLedger:
     """Writes the ledger file of one agent.
 
-    If the disk is full, spans are kept in memory and written as soon as that is possible.
+    While the file can't be opened or written (a full disk, a read-only file system), spans are kept in memory. They are
+    written as soon as that is possible.
 
     began: the beginning of the first span, by CLOCK_MONOTONIC; by default the start of this process.
     """
 
     def __init__(self, path: Path, began: float | None = None) -> None:
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._final_offset = os.lseek(self._file, 0, os.SEEK_END)
-        # A line that a crash has cut off is left as it is: the next one begins after it.
-        is_cut_off = self._final_offset > 0 and os.pread(self._file, 1, self._final_offset - 1) != b"\n"
-        self._separator = b"\n" if is_cut_off else b""
+        self._file: int | None = None  # opened by the first write
+        self._final_offset, self._separator = 0, b""
         self._recent_spans: list[LedgerSpan] = []  # spans that may still change, in order
         self._has_failed = False
         # One clock offset for the whole run, so that the lines follow each other without a gap even if the clock is set.
@@ -127,23 +126,40 @@ class GoodputLedger:
         at, seconds = until + self._clock, until - self._began
         return LedgerSpan(at, self._name, seconds, self._attempt, self._step, self._committed, self._since)
 
+    def _open(self) -> int:
+        """Open the file unless it is open, and return its descriptor. Raises OSError."""
+        if self._file is None:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                end = os.lseek(file, 0, os.SEEK_END)
+                # A line that a crash has cut off is left as it is: the next one begins after it.
+                is_cut_off = end > 0 and os.pread(file, 1, end - 1) != b"\n"
+            except OSError:
+                os.close(file)
+                raise
+            self._file, self._final_offset, self._separator = file, end, b"\n" if is_cut_off else b""
+        return self._file
+
     def _write_spans(self) -> None:
         self._written_at = time.monotonic()
-        final = sum(span.at - self._clock < self._until - _FINAL_AFTER_SECONDS for span in self._recent_spans)
-        final_data = self._separator + b"".join(map(_encode_span, self._recent_spans[:final]))
-        data = final_data + b"".join(map(_encode_span, [*self._recent_spans[final:], self._current_span(self._until)]))
         try:
-            if os.pwrite(self._file, data, self._final_offset) == len(data):
-                os.ftruncate(self._file, self._final_offset + len(data))
-                self._final_offset += len(final_data)
-                self._separator, self._has_failed = b"", False
-                del self._recent_spans[:final]
+            self._write_to(self._open())
         except OSError as error:
             if not self._has_failed:
                 log.warning(
                     "%s can't be written: %s; it is tried again every half second", self._path.name, describe_os_error(error)
                 )
             self._has_failed = True
+
+    def _write_to(self, file: int) -> None:
+        final = sum(span.at - self._clock < self._until - _FINAL_AFTER_SECONDS for span in self._recent_spans)
+        final_data = self._separator + b"".join(map(_encode_span, self._recent_spans[:final]))
+        data = final_data + b"".join(map(_encode_span, [*self._recent_spans[final:], self._current_span(self._until)]))
+        if os.pwrite(file, data, self._final_offset) == len(data):
+            os.ftruncate(file, self._final_offset + len(data))
+            self._final_offset += len(final_data)
+            self._separator, self._has_failed = b"", False
+            del self._recent_spans[:final]
 
     def close(self, ended: bool = True) -> None:
         """Write the last spans and close the file.
@@ -153,7 +169,9 @@ class GoodputLedger:
         if ended:
             self.account(self._name, self._attempt, self._step, self._committed)
         self._write_spans()
-        os.close(self._file)
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full network file system may report only now that lines are missing
+                os.close(self._file)
 
 
 def _encode_span(span: LedgerSpan) -> bytes:

@@ -109,3 +109,21 @@ def test_steps_that_a_spare_repeats_are_no_useful_time(job: Callable[..., Job], 
     assert set(run.ends(*(set("abc") - {first})).values()) == {0}
     assert starts(run.log())[1][0] == "c"
     assert assert_accounted(run).get("redo", 0.0) > 0.0
+
+
+def test_a_host_that_cannot_open_its_ledger_leads_the_run(job: Callable[..., Job]) -> None:
+    """The folder of the run has a bad disk. The next leader can't read the ledger of the first, either."""
+    run = job("--spares", "1", hosts=2, steps=200)
+    for name in "abc":
+        (run.folder / "run" / f"ledger-{name}.jsonl").mkdir(parents=True)
+        run.start(name)
+    run.until_step(5)
+    leader = leader_of(run.log())
+    run.agents[leader].kill()
+    others = [name for name in "abc" if name != leader]
+    assert set(run.ends(*others).values()) == {0}
+    leaders = [entry.facts["name"] for entry in run.log() if entry.kind == "lead"]
+    assert len(leaders) > 1
+    for name in leaders:
+        assert run.messages(name).count(f"ledger-{name}.jsonl can't be written: Is a directory") == 1
+    assert f"ledger-{leader}.jsonl can't be read: Is a directory" in run.messages(leaders[1])

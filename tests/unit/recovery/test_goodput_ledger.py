@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -271,3 +272,34 @@ def test_the_picture_names_a_lost_host() -> None:
 
     lost = LogEntry(3, 0.0, 1, "failure", "says nothing for 3 s", {"cause": "lost", "ranks": [], "host": "a"})
     assert _describe_cause(lost) == "host a says nothing for 3 s"
+
+
+def test_a_ledger_that_cannot_be_opened_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ckpt.recovery.goodput.ledger._WRITE_SECONDS", 0.0)
+    path = tmp_path / LEDGER_FILE
+    path.mkdir()
+    ledger = GoodputLedger(path, time.monotonic() - 5)
+    for _ in range(3):
+        ledger.account("useful", 0)
+    assert caplog.text.count("ledger.jsonl can't be written: Is a directory") == 1
+    path.rmdir()
+    ledger.account("useful", 0)
+    assert total_seconds_by_category(tmp_path)["useful"] >= 5
+    ledger.close()
+
+
+def test_a_ledger_that_is_not_stored_at_its_close_ends_no_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full network file system may report an error only when the file is closed."""
+    ledger = GoodputLedger(tmp_path / LEDGER_FILE, time.monotonic() - 5)
+    ledger.account("useful", 0)
+
+    def close_full(descriptor: int) -> None:
+        os.closerange(descriptor, descriptor + 1)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close_full)
+        ledger.close()
+    assert total_seconds_by_category(tmp_path)["useful"] >= 5
