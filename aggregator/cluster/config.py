@@ -41,7 +41,7 @@ from ckpt.aggregator.cluster import etcd_access
 from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
-from ckpt.storage.base.errors import InvalidArgument, Unavailable
+from ckpt.storage.base.errors import InvalidArgument, StoreError, Unavailable
 from ckpt.storage.base.fd_io import describe_unreadable_file
 from ckpt.storage.node.client_credentials import (
     ADDRESS_PATTERN,
@@ -316,9 +316,10 @@ def _is_text(value: object) -> bool:
 
 
 def _announced_members(source: str, url: str, credentials: EtcdCredentials) -> tuple[Member, ...]:
-    """Return the members that etcd lists; while it does not answer or lists none, those that it listed last in this process.
+    """Return the members that etcd lists, or those that it listed last in this process.
 
-    Raises Unavailable where it has not listed any in this process.
+    The last ones count while it does not answer, refuses the login or lists none, and while a file of the credentials is
+    unreadable. Raises the error where it has not listed any in this process.
     """
     from ckpt.aggregator.cluster import etcd
 
@@ -329,7 +330,7 @@ def _announced_members(source: str, url: str, credentials: EtcdCredentials) -> t
             raise Unavailable(
                 f"{source}: no node has announced itself in {url}; start nodes with --etcd and --cluster {cluster}"
             )
-    except Unavailable as error:
+    except (StoreError, InvalidArgument) as error:
         if url not in _last_announced:
             raise
         log.warning("%s: using the members that etcd listed before: %s", source, error)

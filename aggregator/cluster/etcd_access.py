@@ -81,15 +81,20 @@ class EtcdCredentials:
         return context
 
     def read_password(self) -> str:
-        """Return the password; its file is read at each call. Raises InvalidArgument where the file can't be read."""
+        """Return the password; its file is read at each call. Raises InvalidArgument where the file has none."""
         if not self.password_file:
             return self.password
         try:
-            return Path(self.password_file).expanduser().read_text().strip()
+            password = Path(self.password_file).expanduser().read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgument(
                 f"{ETCD_VARIABLES['password_file']} {self.password_file} can't be read: {describe_unreadable_file(error)}"
             ) from error
+        if not password:
+            raise InvalidArgument(
+                f"{ETCD_VARIABLES['password_file']} {self.password_file} is empty; write the password into it"
+            )
+        return password
 
 
 def etcd_credentials_from_environment(overrides: Mapping[str, str] | None = None) -> EtcdCredentials:

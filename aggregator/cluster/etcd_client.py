@@ -173,7 +173,7 @@ class EtcdClient:
             return self._ask(endpoint, method, body, seconds, self._authenticate(endpoint, seconds))
 
     def _authenticate(self, endpoint: str, seconds: float) -> str:
-        login = {"name": self._credentials.user, "password": self._credentials.read_password()}
+        login = {"name": self._credentials.user, "password": self._read_password()}
         answer = self._ask(endpoint, "auth/authenticate", json.dumps(login).encode(), seconds)
         token = answer.get("token")
         if not isinstance(token, str) or not token.isascii() or not token.isprintable():
@@ -182,6 +182,18 @@ class EtcdClient:
             )
         self._token = token
         return token
+
+    def _read_password(self) -> str:
+        """Return the password for a login. Its file may be missing or empty for a moment while it is being replaced.
+
+        Raises InvalidArgument before the first login, and Refused after it, because a later call reads the file again.
+        """
+        try:
+            return self._credentials.read_password()
+        except InvalidArgument as error:
+            if not self._token:
+                raise
+            raise Refused(f"no login to etcd: {error}") from error
 
     def _ask(self, endpoint: str, method: str, body: bytes, seconds: float, token: str = "") -> dict[str, Any]:
         headers = {"Content-Type": "application/json"} | ({"Authorization": token} if token else {})

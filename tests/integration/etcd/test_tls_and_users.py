@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from helpers.etcd_members import FACTS, configure_namespace
 from helpers.etcd_server import EtcdProcess, needs_etcd
+from helpers.host_runs import Job, starts
 from helpers.nodes import NodeProcess
 from helpers.processes import until
 
@@ -177,6 +181,88 @@ def test_a_run_log_and_members_work_with_user_and_password(
     file.write_text("another")
     with pytest.raises(Refused, match="authentication failed"):
         EtcdClient(has_users.endpoints).range("/")
+
+
+NEW_PASSWORD = "another one"
+
+
+@pytest.fixture
+def password_file(has_users: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file with the password of `trainer`, which the environment of this process names."""
+    file = tmp_path / "password"
+    file.write_text(PASSWORD)
+    monkeypatch.setenv("CKPT_ETCD_USER", "trainer")
+    monkeypatch.setenv("CKPT_ETCD_PASSWORD_FILE", str(file))
+    return file
+
+
+def _as_root(server: SecureEtcd) -> EtcdClient:
+    credentials = EtcdCredentials(os.environ["CKPT_ETCD_CA_FILE"], user="root", password=PASSWORD)
+    return EtcdClient(server.endpoints, credentials=credentials)
+
+
+def _change_password(server: SecureEtcd) -> None:
+    """Change the password of `trainer`, which also ends his logins."""
+    _as_root(server)._call("auth/user/changepw", {"name": "trainer", "password": NEW_PASSWORD})
+
+
+def test_a_password_file_may_be_unreadable_after_the_first_login(has_users: SecureEtcd, password_file: Path) -> None:
+    """A secret that is being replaced is missing or empty for a moment."""
+    url = f"etcd://{has_users.endpoint.removeprefix('https://')}/job"
+    state = EtcdRunLog(url)
+    assert state.append(0, [Draft(0, "note", "a")])
+    _change_password(has_users)
+    for unreadable, problem in ((lambda: password_file.write_text("\n"), "is empty"), (password_file.unlink, "can't be read")):
+        unreadable()
+        with pytest.raises(Refused, match=problem):
+            state.entries()
+        with pytest.raises(InvalidArgument, match=problem):
+            EtcdRunLog(url).entries()
+    password_file.write_text(NEW_PASSWORD)
+    assert [entry.text for entry in state.entries()] == ["a"]
+
+
+def test_agents_continue_while_the_password_is_replaced(has_users: SecureEtcd, password_file: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", f"etcd://{has_users.endpoint.removeprefix('https://')}/job", hosts=2)
+    root, seen = _as_root(has_users), [(0.0, b"")]
+
+    def are_silent() -> bool:
+        """Return whether no agent has published a report for some seconds."""
+        with suppress(StoreError):
+            reports = b"".join(item.value for item in root.range("/ckpt-run/job/agents/"))
+            if reports != seen[-1][1]:
+                seen.append((time.monotonic(), reports))
+        return time.monotonic() - seen[-1][0] > 5
+
+    try:
+        for name in "ab":
+            job.start(name)
+        job.until_step(5)
+        password_file.unlink()
+        _change_password(has_users)
+        until(are_silent, "the agents can't log in")
+        assert [agent.poll() for agent in job.agents.values()] == [None, None]
+        password_file.write_text(NEW_PASSWORD)
+        os.kill(job.pid(1), signal.SIGKILL)
+        assert job.ends("a", "b") == {"a": 0, "b": 0}
+        assert len(starts(job.log())) == 2
+    finally:
+        job.close()
+
+
+def test_a_namespace_keeps_its_members_while_the_password_is_replaced(
+    has_users: SecureEtcd, password_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_ETCD_USER", "root")
+    configure_namespace(tmp_path, monkeypatch, has_users.endpoint.removeprefix("https://"))
+    with closing(etcd.announce(has_users.endpoints, "lab", FACTS.address, FACTS)):
+        members = config.find_config("lab").members
+        assert [member.address for member in members] == [FACTS.address]
+        password_file.unlink()
+        assert config.find_config("lab").members == members
+        password_file.write_text(NEW_PASSWORD)
+        assert config.find_config("lab").members == members
+        password_file.write_text(PASSWORD)
 
 
 def test_a_password_is_sent_only_by_tls_or_to_this_host() -> None:
