@@ -83,9 +83,9 @@ class Deletion:
         versions = self.replaced.get(path, {})
         return bool(versions) and not any(file_record.has_version(current, v) for v in (self._version, *versions))
 
-    def on_outdated(self, may_be_taken: bool, _: int) -> None:
+    def on_outdated(self, may_be_accepted: bool, _: int) -> None:
         """Note that a member may have accepted a tombstone: the `OnOutdated` of this deletion."""
-        self.is_unsettled = self.is_unsettled or may_be_taken
+        self.is_unsettled = self.is_unsettled or may_be_accepted
 
     def is_done(self, path: str, value: RegisterValue | None) -> bool:
         """Return whether this deletion, and not another one, has deleted a path whose register has this value now."""

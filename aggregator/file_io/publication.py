@@ -141,8 +141,8 @@ class _Work:
         self._fence_number = records.ring.fence_number if publication.fence_number is None else publication.fence_number
         self._unsettled_number = publication.unsettled_number
         self._checked_number: int | None = None  # under this fence number, no tombstone of the path was collected
-        self._may_be_taken = publication.unsettled_number is not None or bool(publication.replaced)
-        self._is_proposed = self._may_be_taken
+        self._may_be_accepted = publication.unsettled_number is not None or bool(publication.replaced)
+        self._is_proposed = self._may_be_accepted
         self._is_hidden = self._is_stale = self._is_compared = False  # of the record that `_decide` was called with last
         self._replaced = dict(publication.replaced)
         self.file = publication.file
@@ -176,15 +176,15 @@ class _Work:
 
     def _on_refused(self, _: Collection[str]) -> None:
         """Forget what was proposed, as no member has accepted it, unless a member may have accepted an earlier try."""
-        if not self._may_be_taken:
+        if not self._may_be_accepted:
             self._is_proposed = False
             self._replaced.clear()
 
-    def _on_outdated(self, may_be_taken: bool, fence_number: int) -> None:
+    def _on_outdated(self, may_be_accepted: bool, fence_number: int) -> None:
         """Continue with another fence number, after the objects of the file got second names."""
-        self._may_be_taken = self._may_be_taken or may_be_taken
+        self._may_be_accepted = self._may_be_accepted or may_be_accepted
         self._on_refused(())
-        if may_be_taken and self._unsettled_number is None:
+        if may_be_accepted and self._unsettled_number is None:
             self._unsettled_number = self._fence_number
         self._fence_number = fence_number
         relinked = self._relink(self._proposed)

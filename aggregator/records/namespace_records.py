@@ -143,7 +143,7 @@ class NamespaceRecords(Membership):
                 raise Unavailable(f"{self.url}: {reason}; the members still change, try again") from reason
             self.invalidate_ring()
             fence_number = self.ring.fence_number
-            on_outdated(outcome.may_be_taken, fence_number)
+            on_outdated(outcome.may_be_accepted, fence_number)
 
     def update_register(self, name: str, decide: Decide) -> RegisterValue | None:
         """Change a register of the namespace itself, whose name no path has, and return its value after the change."""

@@ -11,9 +11,10 @@ made in one of two ways:
 
 Why both are compatible. The first member lets only one direct change of a value pass, so two direct changes never compete. The
 ballot of a direct change is right above the one that it replaces, and below every later two-phase ballot. A register that has
-promised a two-phase ballot refuses a direct change of a value that the proposer may have read. So a direct change that a quorum
-has accepted is seen by each later quorum of promises, as the newest value or as one from which the newest was made. The author
-of a change that fewer members have accepted still waits, and finds out in two phases whether it was agreed.
+promised a two-phase ballot to one client refuses direct changes with a lower ballot, because that client may have read the old
+value already. So each later quorum of promises returns a direct change that a quorum has accepted, or a value that was made from
+it. If fewer members than a quorum accept a direct change, the call of its client does not return yet. It runs the two phases,
+which show whether the change was agreed.
 
 While the record ring changes (`aggregator/records/ring_change.py`), a path has two voting groups. Each change must be agreed in
 both, in two phases.
@@ -70,12 +71,17 @@ _FIRST_READ_SECONDS = 0.5
 _CHANGE_SECONDS = 2.0
 """How long a direct change waits for the first member before the other members agree without it; longer for many paths."""
 
+_MIN_ROUNDS = 5
+"""Both phases are run at least so often, also after the deadline: members may have answered late because this client was stopped."""
+
 
 class ReplicatedRegisters:
     """The agreed values of paths, read and changed on their replica sets. Safe to use from many threads.
 
-    replica_sets: returns the replica sets of paths, all of one record ring. invalidate_ring: called where members answer that
-    it is outdated. is_direct: whether direct changes are allowed, as all callers agree on the first member of a replica set.
+    registers: those of each member, by its name. replica_sets: returns the replica sets of paths, all of one record ring.
+    deadline_seconds: how long one call of a member may take, and how long the two phases are tried again. invalidate_ring:
+    called if members answer that the ring is outdated. is_direct: whether direct changes are allowed; only if all clients compute
+    the same first member of each replica set.
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class ReplicatedRegisters:
     # --- reading -----------------------------------------------------------------------------------------------
 
     def read(self, paths: Sequence[str]) -> dict[str, RegisterValue | None]:
-        """Return the value of each path. Raises Unavailable where too few members of its replica set answer."""
+        """Return the value of each path. Raises Unavailable if too few members of its replica set answer."""
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
             found |= self.retry_outdated(functools.partial(self._read_batch, batch))
@@ -139,7 +145,7 @@ class ReplicatedRegisters:
         for path in paths:
             records = undamaged_records(answers[path])
             if not replica_sets[path].can_read(records):
-                raise no_quorum_error(path, replica_sets[path], False, answers[path], errors)
+                raise no_quorum_error(path, replica_sets[path], answers[path], errors, is_write=False)
             newest = replica_sets[path].newest(records)
             same = {m for m, r in records.items() if r.accepted == newest.accepted}
             # Where only one of two members answers, nothing can be settled. Its value may be half-done: a later read may miss
@@ -162,7 +168,7 @@ class ReplicatedRegisters:
         self._run_two_phases(paths, RegisterUpdate(keep_value, on_all_members=on_all_members))
 
     def retry_outdated(self, call: Callable[[], T]) -> T:
-        """Return the result of a call; repeat the call where it used an outdated ring. Raises Unavailable."""
+        """Return the result of a call; repeat the call if it used an outdated ring. Raises Unavailable."""
         until = time.monotonic() + 2 * self._deadline_seconds
         while True:
             try:
@@ -192,14 +198,18 @@ class ReplicatedRegisters:
         self, fence_number: int, paths: Sequence[str], decide: Decide, expect_absent: bool = False,
         on_refused: OnRefused | None = None,
     ) -> dict[str, RegisterValue | None] | Superseded:  # fmt: skip
-        """Update with this fence number only; return Superseded if a member has another: new objects may have been deleted."""
+        """Update with this fence number only, and return the value of each path after that.
+
+        If a member has another fence number, no more paths are changed, and Superseded is returned. A repair may have deleted
+        the new objects of the caller then.
+        """
         found: dict[str, RegisterValue | None] = {}
         for batch in _batches(paths):
             update = RegisterUpdate(decide, expect_absent, fence_number, on_refused=on_refused)
             try:
                 found |= self._update_batch(batch, update)
             except Outdated as error:
-                return Superseded(error, bool(found or update.possibly_changed))
+                return Superseded(error, may_be_accepted=bool(found or update.possibly_accepted))
         return found
 
     def _update_batch(self, paths: Sequence[str], update: RegisterUpdate) -> dict[str, RegisterValue | None]:
@@ -209,7 +219,7 @@ class ReplicatedRegisters:
         return update.found
 
     def _require_replica_sets(self, paths: Sequence[str], update: RegisterUpdate) -> tuple[dict[str, ReplicaSet], int]:
-        """Return the replica sets of the paths and their fence number. Raises Outdated where it is not the required one."""
+        """Return the replica sets of the paths and their fence number. Raises Outdated if it is not the required one."""
         replica_sets = self._replica_sets(paths)
         fence_number = _fence_number(replica_sets)
         if update.required_number is not None and fence_number != update.required_number:
@@ -235,7 +245,7 @@ class ReplicatedRegisters:
 
         # If one of several first members raises Outdated, the call raises, although another one may have accepted.
         if len({replica_sets[path].members[0] for path in changes}) > 1:
-            update.possibly_changed.update(values)
+            update.possibly_accepted.update(values)
         failpoint("register.change")
         first_answers, _ = self._call_members(
             {path: replica_sets[path].members[:1] for path in changes}, change, timeout_seconds=timeout_seconds
@@ -273,7 +283,7 @@ class ReplicatedRegisters:
             if not isinstance(record, Record):
                 continue
             new = update.decide(path, record.value)
-            # None needs two phases, because the first member may not have the newest value.
+            # Where `decide` keeps the value, two phases confirm it: the first member may not have the newest one.
             if new is not None and can_propose_directly(record, fence_number):
                 changes[path] = DirectChange(path, record.accepted, new)
         return changes
@@ -287,7 +297,7 @@ class ReplicatedRegisters:
             ballot = Ballot(highest.round + 1, f"{self._proposer_id}{next(self._proposals):x}")
             paths, highest = self._run_round(paths, ballot, update)
             tries += 1
-            if paths and tries > 4 and time.monotonic() > until:
+            if paths and tries >= _MIN_ROUNDS and time.monotonic() > until:
                 raise not_accepted_error(paths, self._deadline_seconds, update.errors)
             if paths:
                 time.sleep(random.SystemRandom().uniform(0, pause))
@@ -305,9 +315,9 @@ class ReplicatedRegisters:
         )
         for path in paths:
             if not replica_sets[path].can_write(undamaged_records(promises[path])):
-                raise no_quorum_error(path, replica_sets[path], True, promises[path], errors)
+                raise no_quorum_error(path, replica_sets[path], promises[path], errors, is_write=True)
         proposals, undecided, highest = choose_values(replica_sets, promises, ballot, update)
-        update.possibly_changed.update({path: proposal.value for path, proposal in proposals.items()})
+        update.possibly_accepted.update({path: proposal.value for path, proposal in proposals.items()})
         failpoint("register.accept")
         accepted, update.errors = self._call_members(
             {path: replica_sets[path].members for path in proposals},
@@ -361,7 +371,7 @@ class ReplicatedRegisters:
         """Call each member once for all of its paths. Return the answers by path and member, and the errors by member.
 
         members_by_path: those to call for each path. timeout_seconds, is_enough, is_acceptable: as for `FanOut.ask`; the
-        conditions are called for each path with its answers. Raises Outdated where a member does.
+        conditions are called for each path with its answers. Raises Outdated if a member does.
         """
         names: dict[str, list[str]] = defaultdict(list)
         for path, its_members in members_by_path.items():

@@ -24,7 +24,7 @@ class Superseded:
     """The result of a change that members refused, because they have another fence number now."""
 
     reason: Outdated
-    may_be_taken: bool
+    may_be_accepted: bool
     """Whether a member may have accepted a part of the change."""
 
 
@@ -42,7 +42,7 @@ class RegisterUpdate:
     on_refused: OnRefused | None = None
     found: dict[str, RegisterValue | None] = field(default_factory=dict)
     """The values of the paths that are done."""
-    possibly_changed: dict[str, RegisterValue] = field(default_factory=dict)
+    possibly_accepted: dict[str, RegisterValue] = field(default_factory=dict)
     """By path, the last proposed value that a member may have accepted."""
     errors: dict[str, StoreError] = field(default_factory=dict)
     """By member, the errors of the last attempt to have a proposed value accepted."""
@@ -50,7 +50,7 @@ class RegisterUpdate:
     def note_first_answers(self, values: Mapping[str, RegisterValue], answers: Mapping[str, Mapping[str, bool]]) -> None:
         """Note whether first members accepted direct changes. values, answers: by path, what was proposed and answered."""
         refused = {path for path in values if False in answers[path].values()}
-        self.possibly_changed.update({path: new for path, new in values.items() if path not in refused})
+        self.possibly_accepted.update({path: new for path, new in values.items() if path not in refused})
         if refused and self.on_refused is not None:
             self.on_refused(refused)
 
@@ -94,7 +94,7 @@ def choose_values(
         if new is None:
             new = newest  # propose it again: no caller may learn it before a quorum has it
         if new is None:  # a member may have accepted an earlier proposal, which others can complete
-            new = update.possibly_changed.get(path)
+            new = update.possibly_accepted.get(path)
         if new is None:
             update.found[path] = None
         else:

@@ -51,9 +51,9 @@ class ReplicaSet:
 
 
 def no_quorum_error(
-    path: str, replica_set: ReplicaSet, is_write: bool, answers: Mapping[str, RegisterAnswer], errors: Mapping[str, StoreError]
+    path: str, replica_set: ReplicaSet, answers: Mapping[str, RegisterAnswer], errors: Mapping[str, StoreError], *, is_write: bool
 ) -> Unavailable:
-    """Return the error for the first group that has no quorum."""
+    """Return the error for the first group that has no quorum. answers, errors: by member."""
     voting = {m for m, a in answers.items() if isinstance(a, Record)}
     needed = {g: g.quorum.write if is_write else g.quorum.read for g in replica_set.groups}
     group = next(g for g in replica_set.groups if len(voting.intersection(g.members)) < needed[g])

@@ -65,7 +65,7 @@ class Client(NamedTuple):
     answers: tuple[tuple[str, Any], ...] = ()
     ballot: Ballot = NO_BALLOT
     proposed: bytes = b""
-    may_be_taken: bool = False
+    may_be_accepted: bool = False
     unsettled: int = 0
     checked: int = 0
     is_absent: bool = False
@@ -124,7 +124,7 @@ class CollectionModel(Model[World]):
         members = tuple((name, MemberState(record, FIRST_NUMBER, True)) for name in MEMBERS)
         clients = [*map(Client, range(self._writers)), *[Client(_DELETER)] * self._has_deleter, Client(_COLLECTOR)]
         if self._is_stopped:
-            clients[0] = clients[0]._replace(phase="spread", may_be_taken=True, proposed=b"0")
+            clients[0] = clients[0]._replace(phase="spread", may_be_accepted=True, proposed=b"0")
         return World(members, tuple(clients), history=self._history)
 
     def error(self, state: World) -> str:
@@ -193,10 +193,10 @@ class CollectionModel(Model[World]):
 
     def _with_later_number(self, state: World, at: int, client: Client) -> Iterator[World]:
         """Continue with a later fence number, as `_Work` in `aggregator/file_io/publication.py`."""
-        unsettled = client.unsettled or (client.fence if client.may_be_taken else 0)
+        unsettled = client.unsettled or (client.fence if client.may_be_accepted else 0)
         for fence in {each.fence for _, each in state.members}:
             if order_key(fence) > order_key(client.fence):
-                again = client._replace(fence=fence, unsettled=unsettled, may_be_taken=False)
+                again = client._replace(fence=fence, unsettled=unsettled, may_be_accepted=False)
                 yield self._begin(state, at, again)
 
     def _after_propose(self, state: World, at: int, client: Client, answers: dict[str, Any]) -> World:
@@ -211,7 +211,7 @@ class CollectionModel(Model[World]):
         return _send(state, at, client, MEMBERS[:1], call)
 
     def _after_change(self, state: World, at: int, client: Client, answers: dict[str, Any]) -> World:
-        client = client._replace(may_be_taken=client.may_be_taken or answers.get(MEMBERS[0]) is not False)
+        client = client._replace(may_be_accepted=client.may_be_accepted or answers.get(MEMBERS[0]) is not False)
         if not answers.get(MEMBERS[0]):
             return self._prepare(state, at, client, floor_ballot(client.fence))
         change = DirectChange(PATH, client.ballot, RegisterValue(client.proposed))
@@ -244,7 +244,7 @@ class CollectionModel(Model[World]):
         if PATH not in proposals:
             return self._retry(state, at, client, highest)
         value = proposals[PATH].value
-        client = client._replace(phase="accept", proposed=value.head, may_be_taken=True)
+        client = client._replace(phase="accept", proposed=value.head, may_be_accepted=True)
         return _send(state, at, client, MEMBERS, ("accept", value, client.ballot, client.fence))
 
     def _after_accept(self, state: World, at: int, client: Client, answers: dict[str, Any]) -> World:

@@ -78,11 +78,11 @@ def a_half_done_change_counts_as_none(patch: pytest.MonkeyPatch) -> None:
     choose = paxos.choose_values
 
     def choose_anew(replica_sets: Any, promises: Any, ballot: Any, update: Any) -> Any:
-        proposed, update.possibly_changed = update.possibly_changed, {}
+        proposed, update.possibly_accepted = update.possibly_accepted, {}
         try:
             return choose(replica_sets, promises, ballot, update)
         finally:
-            update.possibly_changed = proposed
+            update.possibly_accepted = proposed
 
     patch.setattr(paxos, "choose_values", choose_anew)
 

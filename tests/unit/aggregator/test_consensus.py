@@ -164,7 +164,7 @@ def test_members_that_accept_no_value_are_named(tmp_path: Path) -> None:
         replicated_registers(inner, 0.5).update(["a"], lambda _, __: RegisterValue(b"new"))
 
 
-def test_a_change_that_is_superseded_after_its_first_batch_may_be_taken(tmp_path: Path) -> None:
+def test_a_superseded_change_may_be_accepted_if_an_earlier_batch_was(tmp_path: Path) -> None:
     replicated = replicated_registers({f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(3)})
     paths = [f"p{i:05}" for i in range(BATCH_PATHS + 1)]
     outcome = replicated.update_fenced(0, paths[:1], lambda _, __: RegisterValue(b"new"))
@@ -179,7 +179,7 @@ def test_a_change_that_is_superseded_after_its_first_batch_may_be_taken(tmp_path
     replicated._replica_sets = members_of  # type: ignore[method-assign]
     outcome = replicated.update_fenced(0, paths, lambda _, __: RegisterValue(b"new"))
     assert isinstance(outcome, Superseded)
-    assert outcome.may_be_taken
+    assert outcome.may_be_accepted
     outcome = replicated.update_fenced(0, paths[-1:], lambda _, __: RegisterValue(b"new"))
     assert isinstance(outcome, Superseded)
-    assert not outcome.may_be_taken
+    assert not outcome.may_be_accepted

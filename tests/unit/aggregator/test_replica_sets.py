@@ -51,17 +51,17 @@ def test_the_newest_record_is_of_the_first_group() -> None:
 
 def test_the_error_names_the_group_that_lacks_a_quorum() -> None:
     answers = {"a": OLD, "b": OLD, "c": DAMAGED}
-    error = no_quorum_error("p", MOVING, True, answers, {"d": StoreError("is silent"), "z": StoreError("is another one")})
+    error = no_quorum_error("p", MOVING, answers, {"d": StoreError("is silent"), "z": StoreError("is another one")}, is_write=True)
     assert str(error) == (
         "can't change p: 1 of the 3 members that keep its record answer, 2 are needed "
         "(c: its checksum is wrong; d: is silent); start the missing ones"
     )
-    reading = no_quorum_error("p", FIVE, False, {"a": OLD, "z": DAMAGED}, {"b": StoreError("is silent")})
+    reading = no_quorum_error("p", FIVE, {"a": OLD, "z": DAMAGED}, {"b": StoreError("is silent")}, is_write=False)
     assert str(reading) == (
         "can't read p: 1 of the 5 members that keep its record answer, 2 are needed (b: is silent); start the missing ones"
     )
     assert "3 of the 5 members that keep its record answer, 4 are needed" in str(
-        no_quorum_error("p", FIVE, True, {"a": OLD, "b": OLD, "c": OLD}, {})
+        no_quorum_error("p", FIVE, {"a": OLD, "b": OLD, "c": OLD}, {}, is_write=True)
     )
 
 
