@@ -78,13 +78,15 @@ class AgentLoop:
             try:
                 while self.status is None and (self._follow_log() or self._coordinate()):
                     pass
-                parts.messages.end_state_error()
+                parts.messages.forget_log_error()
             except StoreError as error:
-                self._handle_state_error(error)
+                self._handle_log_error(error)
             if self.status is not None:
                 return self.status
-            if parts.signals.first and self._can_leave():
-                return 128 + parts.signals.first
+            if parts.signals.first:
+                self._note_leaving()
+                if self._can_leave():
+                    return 128 + parts.signals.first
             self._wait()
 
     def finish(self) -> None:
@@ -123,7 +125,7 @@ class AgentLoop:
             return
         parts.messages.print(loss.user_message)
         self._stop_ranks()
-        parts.ranks.set_failure(HostFailure("lost", (), loss.detail, loss.seconds))
+        parts.ranks.set_failure(HostFailure("lost", ranks=(), detail=loss.detail, silent_seconds=loss.seconds))
         parts.heartbeat.set_report(self._make_report())
 
     def _stop_ranks(self) -> None:
@@ -183,13 +185,13 @@ class AgentLoop:
     def _is_this_agent(self, member: AttemptHost) -> bool:
         return (member.name, member.incarnation) == (self._parts.identity.name, self._parts.identity.incarnation)
 
-    def _start_ranks(self, number: int, entry: LogEntry) -> None:
+    def _start_ranks(self, host_index: int, entry: LogEntry) -> None:
         parts, run_state = self._parts, self._parts.log.run_state
         try:
-            parts.ranks.start(entry, run_state, number, parts.memory.rank_environment(run_state), parts.lease)
+            parts.ranks.start(entry, run_state, host_index, parts.memory.rank_environment(run_state), parts.lease)
         except CkptError as error:  # the ranks report it as their failure, and the coordinator decides
             if parts.spec.hosts == 1 and not isinstance(error, Unavailable):
-                parts.log.append([draft_end(entry.attempt, str(error), 1)])
+                parts.log.append([draft_end(entry.attempt, str(error), status=1)])
                 raise
 
     # --- coordinate ----------------------------------------------------------------------------------------------
@@ -204,15 +206,15 @@ class AgentLoop:
         finally:  # each report is consumed once, so count it even if the append may have failed
             parts.accounting.account_by_reports(before, own_report)
 
-    def _handle_state_error(self, error: StoreError) -> None:
+    def _handle_log_error(self, error: StoreError) -> None:
         parts = self._parts
         pending = describe_pending(parts.signals.first, parts.ranks.failure, parts.ranks.have_ended, parts.spec)
-        parts.messages.print_state_error(error, pending)
+        parts.messages.print_log_error(error, pending)
 
     # --- end -----------------------------------------------------------------------------------------------------
 
-    def _can_leave(self) -> bool:
-        """Return whether this agent, which a signal has asked to end, is no longer needed by the run."""
+    def _note_leaving(self) -> None:
+        """Note that this agent, which a signal has asked to end, leaves the run, once no rank of this host takes part in it."""
         parts, run_state = self._parts, self._parts.log.run_state
         last = run_state.last
         assert last is not None
@@ -221,6 +223,10 @@ class AgentLoop:
         takes_part = any(map(self._is_this_agent, run_state.members))
         if not parts.ranks.are_started and last.kind == "start" and not takes_part:
             self._is_leaving = True
+
+    def _can_leave(self) -> bool:
+        """Return whether this agent, which a signal has asked to end, is no longer needed by the run."""
+        parts = self._parts
         if self.can_free_memory():
             return True
         # After this time no leader is left that would decide.
@@ -242,7 +248,7 @@ class AgentLoop:
                 drain.advance(own_report)
                 until = time.monotonic() + parts.spec.give_up_seconds
             except StoreError as error:
-                self._handle_state_error(error)
+                self._handle_log_error(error)
             self._poll()
             self._wait()
         if drain.is_pending():

@@ -26,7 +26,7 @@ class UserMessages:
         self._print_line, self._spec = print_line, spec
         self._last_text = ""
         self._printed_stop_attempt = -1
-        self._state_error = self._pending_text = ""
+        self._log_error = self._pending_text = ""
 
     def print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone or the disk is full; the log has the message
@@ -46,21 +46,21 @@ class UserMessages:
             self.print(entry.text)
         self._last_text = entry.text
 
-    def print_state_error(self, error: StoreError, pending: str) -> None:
+    def print_log_error(self, error: StoreError, pending: str) -> None:
         """Print that the run log does not answer. The ranks continue, and only decisions are delayed.
 
         pending: a text about what has to wait for it; "" nothing.
         """
-        if not self._state_error:
+        if not self._log_error:
             self.print(f"{error}. The ranks continue; their failures are handled when the run log answers")
-        self._state_error = str(error)
+        self._log_error = str(error)
         before, self._pending_text = self._pending_text, pending
         if pending and pending != before:
             self.print(pending)
 
-    def end_state_error(self) -> None:
+    def forget_log_error(self) -> None:
         """Forget the last error, because the run log has answered."""
-        self._state_error = self._pending_text = ""
+        self._log_error = self._pending_text = ""
 
 
 def describe_pending(end_signal: int, failure: HostFailure | None, have_ended: bool, spec: RunSpec) -> str:

@@ -17,10 +17,11 @@ from ckpt.training.batch_order import Ranges
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The number of restarts that are left. Progress resets it to `max_restarts`."""
+    """The number of restarts that are left. After a failed attempt that made progress, `max_restarts` are possible again."""
 
     max_restarts: int = 10
     restarts_left: int = 10
+    """The restart that follows the last failure is counted already. -1: there is none for it."""
     failures_without_progress: int = 0
     """Consecutive attempts that failed without a newer committed step."""
     best_step: int = -1
@@ -30,21 +31,21 @@ class Budget:
     restored: int = -1
     """The step that the last attempt resumed from; -1 none."""
 
-    def after(self, failure: Failure, sent_back: bool = False) -> Budget:
+    def after(self, failure: Failure, was_rolled_back: bool = False) -> Budget:
         """Return the budget after one more failed attempt.
 
         Steps that a program saves after a roll-back of its own are newer than those it left behind, so they are progress. A
         roll-back counts once per restored step: a program that returns to the same step at each start makes no progress.
 
         failure: how the attempt ended.
-        sent_back: whether `ckpt-run` made the attempt restore an older step than the newest.
+        was_rolled_back: whether `ckpt-run` made the attempt restore an older step than the newest.
         """
         if failure.cause in PLANNED_CAUSES:
             return self
-        went_back = failure.line > self.line and failure.restored != self.restored and not sent_back
+        program_rolled_back = failure.line > self.line and failure.restored != self.restored and not was_rolled_back
         now = replace(self, line=max(self.line, failure.line), restored=failure.restored)
-        if went_back or failure.committed > self.best_step or _has_run_long(failure):
-            best = failure.committed if went_back else max(self.best_step, failure.committed)
+        if program_rolled_back or failure.committed > self.best_step or _has_run_long(failure):
+            best = failure.committed if program_rolled_back else max(self.best_step, failure.committed)
             return replace(now, restarts_left=self.max_restarts - 1, failures_without_progress=0, best_step=best)
         return replace(now, restarts_left=self.restarts_left - 1, failures_without_progress=self.failures_without_progress + 1)
 
@@ -74,7 +75,8 @@ def _has_run_long(failure: Failure) -> bool:
 
 
 MAX_REPEATED_FAILURES = 3
-"""After this many consecutive failures at the same step the program is at fault, and the run halts."""
+"""After this many consecutive failures at the same step the program is at fault, and the run halts. While each restart goes to an
+older step, it halts after twice as many."""
 
 
 def next_restore_step_limit(before: int | None, failure: Failure, budget: Budget) -> int | None:
@@ -104,7 +106,7 @@ def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = (), befor
     skip: the batches that are already skipped.
     before: the step below which the last attempt had to restore; None if it was not limited.
     """
-    after = budget.after(failures[-1], before is not None)
+    after = budget.after(failures[-1], was_rolled_back=before is not None)
     return replace(_decide(failures, after, skip, next_restore_step_limit(before, failures[-1], budget)), budget=after)
 
 
@@ -147,13 +149,13 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
         blame = "it failed twice soon after it"
     if blame and budget.failures_without_progress >= MAX_REPEATED_FAILURES - 1 and last.restored > 0:
         source = f"from a step before {last.restored}, which may be the reason: {blame}"
-        return Decision("restart", f"{what}; all ranks start again {source}", wait, last.restored)
+        return Decision("restart", f"{what}; all ranks start again {source}", wait_seconds=wait, before=last.restored)
     source = (
         f"from a step before {before}" if before is not None
         else f"from step {last.committed}, or a newer one" if last.committed >= 0
         else "from the newest saved step, if there is one"
     )  # fmt: skip
-    return Decision("restart", f"{what}; all ranks start again {source}", wait)
+    return Decision("restart", f"{what}; all ranks start again {source}", wait_seconds=wait)
 
 
 def _count_alike(failures: Sequence[Failure]) -> int:

@@ -75,8 +75,8 @@ class NewestStep:
         rolled_back: whether it had to restore an older step than the newest.
         """
         step, durable = max(self.step, failure.committed), max(self.durable, failure.durable)
-        went_back = failure.line > self.line and failure.restored < self.step and not rolled_back
-        if went_back:  # the program rolled back by itself, so the steps that it left behind are not restored any more
+        program_rolled_back = failure.line > self.line and failure.restored < self.step and not rolled_back
+        if program_rolled_back:  # the program rolled back by itself, so the steps that it left behind are not restored any more
             step = failure.committed
             durable = min(step, max(failure.durable, min(self.durable, failure.restored)))
         saved = failure.committed > failure.restored
@@ -84,7 +84,7 @@ class NewestStep:
         found = NewestStep(step, durable, self.memory, step - durable, failure.step_seconds or self.step_seconds, line)
         if rolled_back:
             found = replace(found, at_stake=failure.committed - failure.restored if saved else self.at_stake)
-        newer = rolled_back or went_back or failure.committed > self.step
+        newer = rolled_back or program_rolled_back or failure.committed > self.step
         return replace(found, memory=memory) if saved and newer else found
 
 

@@ -165,11 +165,11 @@ def test_a_program_that_went_back_by_itself_makes_progress_once_for_a_restored_s
     again = replace(EXIT, committed=5, line=2)
     assert worn.after(again) == Budget(10, 9, 0, 5, 2, 4), "steps of the new line count from now on"
     assert worn.after(replace(again, restored=3)) == Budget(10, 1, 5, 8, 2, 3), "it returned to the same step"
-    assert worn.after(again, sent_back=True) == Budget(10, 1, 5, 8, 2, 4), "ckpt-run sent it back"
+    assert worn.after(again, was_rolled_back=True) == Budget(10, 1, 5, 8, 2, 4), "ckpt-run sent it back"
     assert worn.after(replace(again, line=1)) == Budget(10, 1, 5, 8, 1, 4)
     assert worn.after(replace(again, line=0)).line == 1
     assert decide([again], worn).budget == worn.after(again)
-    assert decide([again], worn, before=9).budget == worn.after(again, sent_back=True)
+    assert decide([again], worn, before=9).budget == worn.after(again, was_rolled_back=True)
 
 
 # --- the limit of the restored step ----------------------------------------------------------------------------
