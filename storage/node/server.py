@@ -65,7 +65,9 @@ class NodeOptions:
 
 
 class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Serves a device until `shutdown`. It is a context manager, and `port` is the one on which it listens.
+    """Serves a device. It is a context manager, and `port` is the one on which it listens.
+
+    To end it, call `drain`, then `shutdown`, and then `close` of the device, which it has locked.
 
     port: 0 chooses a free one.
     """
@@ -188,7 +190,8 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             pass
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
-        return next(iter(self._run_handler("get", lambda: iter([self._stream_object(ticket)]))))
+        [stream] = self._run_handler("get", lambda: iter([self._stream_object(ticket)]))
+        return stream
 
     def _stream_object(self, ticket: flight.Ticket) -> flight.FlightDataStream:
         name, position, nbytes = wire.unpack(ticket.ticket)
@@ -292,6 +295,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         return _PartedAnswer(parts())
 
     def _verb_inventory(self) -> _PartedAnswer:
+        """Return all objects, each with its name, its length in bytes, and its age in seconds."""
         entries = [[name, nbytes, age] for name, (nbytes, age) in self._device.inventory().items()]
         return _PartedAnswer(entries[i : i + _LIST_ENTRIES] for i in range(0, max(1, len(entries)), _LIST_ENTRIES))
 
@@ -320,13 +324,14 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._device.quarantine(name)
 
     def _verb_near(self) -> list[object] | None:
-        """Return the address at which clients on this host get descriptors, or None."""
+        """Return where clients on this host get descriptors: socket name, secret, and lease in seconds; None if they get none."""
         if self._fd_server is None:
             return None
         address = self._fd_server.address
         return [address.socket_name, address.secret, address.lease_seconds]
 
     def _verb_info(self) -> list[object]:
+        """Return protocol version, identity, used bytes, free bytes, state, failure domains, and the number of uploads."""
         used, free = self.usage()
         state = "draining" if self.is_draining else "read-only" if self._options.read_only else "serving"
         labels = [list(label) for label in self._options.labels]

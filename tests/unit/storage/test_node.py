@@ -193,6 +193,37 @@ def test_an_upload_that_is_being_committed_takes_space(tmp_path: Path, monkeypat
         node.close()
 
 
+def test_a_put_leaves_the_space_of_uploads(tmp_path: Path) -> None:
+    node = LocalNode(tmp_path, capacity=10_000_000)
+    try:
+        store = NodeStore(node.address)
+        with store.create("upload", 9_000_000) as writer:
+            store.put("a", bytes(600_000))
+            with pytest.raises(NoSpace, match="b of 600000 bytes does not fit: 400000 bytes are free"):
+                store.put("b", bytes(600_000))
+            writer.append(memoryview(bytes(9_000_000)))
+            writer.commit()
+        assert store.info().used_bytes == 9_600_000
+    finally:
+        node.close()
+
+
+def test_calls_are_counted_by_verb(tmp_path: Path) -> None:
+    node = LocalNode(tmp_path, NodeOptions(pass_descriptors=False))
+    try:
+        store = NodeStore(node.address)
+        store.put("a", b"hello")
+        for _ in range(3):
+            assert store.get("a") == b"hello"
+        with suppress(NotFound):
+            store.get("b")
+        assert node.server.counters["calls", "put"] == 1
+        assert node.server.counters["calls", "get"] == node.server.counters["calls", "get.read"] == 3
+        assert node.server.counters["errors", "get"] == 1
+    finally:
+        node.close()
+
+
 def test_used_bytes_are_those_of_the_objects(tmp_path: Path) -> None:
     """This holds at every moment. Other files on the disk do not count."""
     node = LocalNode(tmp_path)
