@@ -10,6 +10,7 @@ The author of another store checks it with a few lines:
 
 from __future__ import annotations
 
+import array
 import random
 import sys
 import threading
@@ -419,6 +420,24 @@ class StoreContract(ABC):
             assert data[position : position + nbytes] == piece
             end = position + nbytes
         assert length == end
+
+    @pytest.mark.parametrize("first_bytes", [0, 10, 100_000])
+    def test_an_empty_append_adds_nothing(self, store: Store, first_bytes: int) -> None:
+        first = random_bytes(first_bytes)
+        with store.create("a") as writer:
+            pieces = [first, b"", b"last"]
+            positions = [writer.append(memoryview(piece)) for piece in pieces]
+            length = writer.commit()
+        data = store.get("a")
+        assert len(data) == length == positions[-1] + 4
+        assert (data[:first_bytes], data[positions[-1] :]) == (first, b"last")
+
+    def test_the_length_of_an_append_is_counted_in_bytes(self, store: Store) -> None:
+        numbers = array.array("I", range(20_000))
+        with store.create("a") as writer:
+            writer.append(memoryview(numbers))
+            assert writer.commit() == 80_000
+        assert store.get("a") == numbers.tobytes()
 
     def test_an_append_is_copied_before_it_returns(self, store: Store) -> None:
         buffer = bytearray(3_000_000)

@@ -92,7 +92,8 @@ class _OpenedFile:
         size = self.file.head.nbytes
         count = max(0, min(len(buffer), size - position))
         if self.file.inline_data is not None:
-            buffer[:count] = self.file.inline_data[position : position + count]
+            present = self.file.inline_data[position : position + count]
+            buffer[:count] = present + bytes(count - len(present))  # an older version has grown such files without a stripe
             return count
         done = position
         index = max(0, bisect.bisect_right(self._starts, position) - 1)

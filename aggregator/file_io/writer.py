@@ -41,7 +41,11 @@ from ckpt.storage.base.store import ALIGNMENT, Writer
 log = logging.getLogger("ckpt")
 
 _ABORT_SECONDS = 1.0
+"""How long a commit waits for members to discard objects without a fragment."""
 _PUBLISH_TRIES = 3
+"""How often a file is published. Each further try follows a removal of members that have fragments of it."""
+_USUAL_STRIPE_BYTES = 8 << 20
+"""The bytes of most appends, and so of most stripes."""
 
 
 class FileWriter(Writer):
@@ -66,7 +70,8 @@ class FileWriter(Writer):
         self._fence_number = publisher.fence_number
         self._previous_layouts: list[FileLayout] = []  # the same objects under the names that they had before a new era
         self._lock = threading.Lock()
-        """Guards changes of the following attributes while threads append."""
+        """Guards the length, the inline data, the lists below, and the members. One thread alone sets each element of
+        `_stripes`: the one whose append has reserved it."""
         self._stripes: list[Stripe | None] = []  # None for one that is being written, or whose append failed
         self._next_position = 0
         self._length = 0
@@ -79,8 +84,8 @@ class FileWriter(Writer):
         self._is_finished = False
         base = condition.base
         if base is not None and base.inline_data is not None:
-            self._inline_data = base.inline_data
-            self._next_position = self._length = len(base.inline_data)
+            self._inline_data = base.inline_data + bytes(base.head.nbytes - len(base.inline_data))
+            self._next_position = self._length = base.head.nbytes
         if base is not None and base.layout is not None:
             self._redundancy = base.layout.redundancy
             self._objects = list(base.layout.objects)
@@ -102,34 +107,50 @@ class FileWriter(Writer):
             if self._inline_data is not None and self._length <= INLINE_FILE_BYTES:
                 self._inline_data += bytes(start - len(self._inline_data)) + bytes(data)
                 return start
-            inline_data, self._inline_data = self._inline_data, None
-            first = len(self._stripes)
-            self._stripes += [None] * (2 if inline_data else 1)
-        if inline_data:
-            self._write_stripe(first, 0, memoryview(inline_data))
-            first += 1
-        if len(data):
-            self._write_stripe(first, start, data)
+            stripes = self._reserve_stripes(start, data)
+        self._write_stripes(stripes)
         return start
 
     def write_at(self, start: int, data: memoryview) -> None:
         """Write a range of the file that was not written yet. Ranges that are never written are zeros. Raises StoreError."""
+        data = data.cast("B")
         with self._lock:
             if self._is_finished:
                 raise StoreError(f"{self._path} was committed or aborted already; create it again to write it")
-            inline_data, self._inline_data = self._inline_data, None
             self._next_position = self._length = max(self._length, start + len(data))
-            index = len(self._stripes)
-            self._stripes += [None] * (2 if inline_data else 1)
-        if inline_data:
-            self._write_stripe(index, 0, memoryview(inline_data))
-            index += 1
-        self._write_stripe(index, start, data.cast("B"))
+            stripes = self._reserve_stripes(start, data)
+        self._write_stripes(stripes)
 
     def truncate(self, length: int) -> None:
-        """Set the length of the file in bytes. Bytes after its end are not read."""
+        """Set the length of the file in bytes; it may become longer or shorter. Added bytes are zeros. Raises StoreError.
+
+        The next `append` still follows the last byte that was appended before.
+        """
+        stripes: dict[int, tuple[int, memoryview]] = {}
         with self._lock:
             self._length = length
+            if self._inline_data is not None:
+                self._inline_data = self._inline_data[:length]
+                if length <= INLINE_FILE_BYTES:
+                    self._inline_data += bytes(length - len(self._inline_data))
+                else:
+                    stripes = self._reserve_stripes(length, memoryview(b""))
+        self._write_stripes(stripes)
+
+    def _reserve_stripes(self, start: int, data: memoryview) -> dict[int, tuple[int, memoryview]]:
+        """Reserve stripes for the inline data, which the file has no longer then, and for these bytes. Needs `_lock`.
+
+        Returns the position in the file and the bytes of each stripe, by its index.
+        """
+        inline_data, self._inline_data = self._inline_data, None
+        parts = [(0, memoryview(inline_data or b"")), (start, data)]
+        stripes = dict(enumerate((part for part in parts if len(part[1])), len(self._stripes)))
+        self._stripes += [None] * len(stripes)
+        return stripes
+
+    def _write_stripes(self, stripes: dict[int, tuple[int, memoryview]]) -> None:
+        for index, (start, data) in stripes.items():
+            self._write_stripe(index, start, data)
 
     def _write_stripe(self, index: int, start: int, data: memoryview) -> None:
         """Write the fragments of a stripe to as many members. A fragment whose member fails goes to another member."""
@@ -182,7 +203,7 @@ class FileWriter(Writer):
     def _choose_members(self, index: int, count: int, excluded: Sequence[str]) -> list[str]:
         """Return the members for `count` fragments of a stripe, or fewer, but at least as many as a write needs.
 
-        excluded: members that have other fragments of the stripe. Raises Unavailable or NoSpace where too few members are left.
+        excluded: members that have other fragments of the stripe. Raises Unavailable or NoSpace if too few members are left.
         """
         host_domain, key = self._member_io.host_domain, f"{self._version}/{index}"
         min_members = self._redundancy.min_write_fragments - len(excluded)
@@ -250,13 +271,14 @@ class FileWriter(Writer):
 
     def _object_size_hint(self) -> int:
         """Return the expected bytes of the object of one member."""
-        stripes = max(1, -(-self._size_hint // (8 << 20)))  # appends, and so stripes, usually have 8 MiB
+        stripes = max(1, -(-self._size_hint // _USUAL_STRIPE_BYTES))
         members = min(len(self._member_io.locations), stripes * self._redundancy.total_fragments)
         return int(self._size_hint * self._redundancy.overhead / members) // ALIGNMENT * ALIGNMENT
 
     # --- commit ------------------------------------------------------------------------------------------------
 
     def commit(self) -> int:
+        """As `publish`, with the length of the file as the result. Only one of the two is called."""
         self.publish()
         return self._length
 

@@ -80,7 +80,7 @@ class Writer(ABC):
 
     @abstractmethod
     def append(self, data: memoryview) -> int:
-        """Write `data` at the next multiple of ALIGNMENT and return that position in bytes.
+        """Write the bytes of `data` at the next multiple of ALIGNMENT and return that position in bytes.
 
         `data` may be reused when this returns. It is fastest if `data` starts on a page and its length is a multiple of
         ALIGNMENT.

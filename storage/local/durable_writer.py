@@ -107,6 +107,7 @@ class LocalWriter(Writer):
         return [fd for fd in (self._file.fd, self._file.direct_fd) if fd is not None]
 
     def append(self, data: memoryview) -> int:
+        data = data.cast("B")
         with self._file.reserve_range(len(data)) as position:
             self._file.write(data, position)
         return position

@@ -317,6 +317,7 @@ class _FsspecWriter(Writer):
             self._file: Any = store._fs.open(self._temporary, "wb")
 
     def append(self, data: memoryview) -> int:
+        data = data.cast("B")
         with self._lock, self._store._convert_errors("writing", self._path):
             self._check_open()
             position = -(-self._length // ALIGNMENT) * ALIGNMENT

@@ -39,6 +39,7 @@ class MultipartWriter(Writer):
         self._is_ended = False
 
     def append(self, data: memoryview) -> int:
+        data = data.cast("B")
         with self._append_lock:
             self._require_open()
             position = -(-self._length // ALIGNMENT) * ALIGNMENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import random
 import threading
 from pathlib import Path
@@ -157,6 +158,15 @@ def test_files_are_replaced_and_appended_to(tmp_path: Path) -> None:
         namespace.put("f", b"1")
     assert [(p, h.kind) for p, h in namespace.list().items()] == [("a", "file"), ("f", "folder")]
     namespace.close()
+
+
+def test_the_length_of_a_range_is_counted_in_bytes(tmp_path: Path) -> None:
+    namespace = Namespace(directories(tmp_path, 3))
+    numbers = array.array("I", range(20_000))
+    with namespace.create("a") as writer:
+        writer.write_at(0, memoryview(numbers))
+        assert writer.commit() == 80_000
+    assert namespace.get("a") == numbers.tobytes()
 
 
 def test_one_of_several_clients_creates_a_new_file(tmp_path: Path) -> None:

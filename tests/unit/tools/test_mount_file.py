@@ -11,6 +11,7 @@ import pytest
 from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance.scrub import scrub_namespace
 from ckpt.storage.base.errors import Changed, Unavailable
 from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.testing import random_bytes
@@ -85,6 +86,24 @@ def test_truncated_bytes_do_not_return(tree: MountOperations, namespace: Namespa
         close(tree, "/a", handle)
         assert namespace.get("a") == b"x" * cut + bytes(length + 10 - cut) + b"end"
         tree.unlink("/a")
+
+
+@pytest.mark.parametrize("size", [0, 100, 50_000])
+@pytest.mark.parametrize("longer", [20_000, _MIB, 9 * _MIB])
+def test_a_file_that_is_made_longer_is_filled_with_zeros(tree: MountOperations, namespace: Namespace, size: int, longer: int) -> None:
+    content = (b"x" * size).ljust(longer, b"\0")[: max(size, longer)]
+    handle = written(tree, "/a", b"x" * size)
+    tree.truncate("/a", len(content), handle)
+    close(tree, "/a", handle)
+    assert namespace.get("a") == content
+    close(tree, "/a", written(tree, "/a", b"end", os.O_APPEND))
+    assert namespace.get("a") == content + b"end"
+    assert not scrub_namespace(namespace).lost_files
+    close(tree, "/b", written(tree, "/b", b"x" * size))  # the same, after the first bytes are visible
+    handle = tree.open("/b", os.O_WRONLY)
+    tree.truncate("/b", len(content), handle)
+    close(tree, "/b", handle)
+    assert namespace.get("b") == content
 
 
 def test_changes_by_other_clients_refuse_a_late_close(tree: MountOperations, namespace: Namespace) -> None:
