@@ -1,9 +1,9 @@
 """Prints the import graph of the packages, its depth, and what is too large. `make map` runs it.
 
     python .ci/map.py          prints the map
-    python .ci/map.py --docs   writes the rooms and their files into docs/design/architecture.md
+    python .ci/map.py --docs   writes the page docs/design/files.md
 
-A room is a folder, or a file at the top of ckpt/, with a list of the rooms that it may import. An edge is an import at the top
+A part is a folder, or a file at the top of ckpt/, with a list of the parts that it may import. An edge is an import at the top
 of a file or inside a function. Imports for type checkers only do not count.
 """
 
@@ -16,12 +16,16 @@ from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rooms import ROOT, first_line, imports, layers, modules, room_of
+from parts import ROOT, first_line, imports, layers, modules, part_of
 
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 400, 60, 8
-PAGE = ROOT / "docs" / "design" / "architecture.md"
-BEGIN = "<!-- begin: rooms, written by make map-docs -->"
-END = "<!-- end: rooms -->"
+PAGE = ROOT / "docs" / "design" / "files.md"
+_INTRODUCTION = """<!-- written by make map-docs -->
+# Where everything lives
+
+Every source file, by the part of the code to which it belongs. [Architecture](architecture.md) explains how they work together.
+`make map-docs` writes this page, from `parts.toml` and the first line of each file. `make map` prints which part imports which.
+"""
 
 
 def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
@@ -64,14 +68,14 @@ def depth(edges: Mapping[str, set[str]]) -> int:
     return max(map(below, above), default=0)
 
 
-def room_edges(layer: str | None = None) -> dict[str, set[str]]:
-    """Return which room imports which, by room name: of one layer, or of all."""
+def part_edges(layer: str | None = None) -> dict[str, set[str]]:
+    """Return which part imports which, by part name: of one layer, or of all."""
     edges: dict[str, set[str]] = {}
     for module in modules():
-        room = room_of(module)
-        if layer is None or room.layer == layer:
-            others = {room_of(target) for target in imports(module)} - {room}
-            edges.setdefault(room.name, set()).update(r.name for r in others if layer is None or r.layer == layer)
+        part = part_of(module)
+        if layer is None or part.layer == layer:
+            others = {part_of(target) for target in imports(module)} - {part}
+            edges.setdefault(part.name, set()).update(r.name for r in others if layer is None or r.layer == layer)
     return edges
 
 
@@ -98,14 +102,14 @@ def _lines(node: ast.stmt) -> int:
 def print_map() -> None:
     """Print the map."""
     files = {
-        name: {t for t in imports(name) if room_of(t).layer == "ckpt"} for name in modules() if room_of(name).layer == "ckpt"
+        name: {t for t in imports(name) if part_of(t).layer == "ckpt"} for name in modules() if part_of(name).layer == "ckpt"
     }
-    inside, everywhere = room_edges("ckpt"), room_edges()
+    inside, everywhere = part_edges("ckpt"), part_edges()
     print(f"files of ckpt/: {len(files)}, edges {sum(map(len, files.values()))}, depth {depth(files)}")
-    print(f"rooms of ckpt/: {len(inside)}, edges {sum(map(len, inside.values()))}, depth {depth(inside)}")
-    print(f"all rooms: {len(everywhere)}, edges {sum(map(len, everywhere.values()))}, cycles {cycles(everywhere) or 'none'}")
-    for room, targets in everywhere.items():
-        print(f"  {room:28} → {', '.join(sorted(targets)) or 'nothing'}")
+    print(f"parts of ckpt/: {len(inside)}, edges {sum(map(len, inside.values()))}, depth {depth(inside)}")
+    print(f"all parts: {len(everywhere)}, edges {sum(map(len, everywhere.values()))}, cycles {cycles(everywhere) or 'none'}")
+    for part, targets in everywhere.items():
+        print(f"  {part:28} → {', '.join(sorted(targets)) or 'nothing'}")
     lines = {path: path.read_text().count("\n") for path in modules().values()}
     long = sorted((path for path, count in lines.items() if count > FILE_LINES), key=lambda path: -lines[path])
     print(f"files over {FILE_LINES} lines: {len(long)}")
@@ -122,32 +126,25 @@ def print_map() -> None:
         print(f"  {count:5} {name}")
 
 
-def rooms_page() -> str:
-    """Return the rooms and their files in Markdown, the highest layer first."""
-    lines = []
+def page_of_files() -> str:
+    """Return the content of docs/design/files.md: the parts and their files, the highest layer first."""
+    lines = [_INTRODUCTION]
     for layer in reversed(layers()):
-        lines += [f"### {layer.name}/: {layer.what}", ""]
-        for room in layer.rooms:
-            direct = room.imports | room.files
-            allowed = ", ".join(f"`{name.removeprefix('ckpt.')}`" for name in sorted(direct)) or "nothing of this layer"
-            lines += [f"**`{room.name}`** may import: {allowed}.", ""]
+        lines += [f"## {layer.name}/: {layer.what}", ""]
+        for part in layer.parts:
+            direct = part.imports | part.files
+            allowed = ", ".join(f"`{name.removeprefix('ckpt.')}`" for name in sorted(direct)) or "no other part of this folder"
+            lines += [f"**`{part.name}`** may import: {allowed}.", ""]
             lines += ["| file | what it is |", "|---|---|"]
             for module, path in modules().items():
-                if room_of(module).name == room.name and (path.name != "__init__.py" or first_line(path)):
+                if part_of(module).name == part.name and (path.name != "__init__.py" or first_line(path)):
                     lines.append(f"| `{path.relative_to(ROOT)}` | {first_line(path).replace('|', chr(92) + '|')} |")
             lines.append("")
     return "\n".join(lines)
 
 
-def page_with_rooms() -> str:
-    """Return the content of docs/design/architecture.md with the present rooms."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{rooms_page()}{END}{rest.split(END)[1]}"
-
-
 if __name__ == "__main__":
     if sys.argv[1:] == ["--docs"]:
-        PAGE.write_text(page_with_rooms())
+        PAGE.write_text(page_of_files())
     else:
         print_map()

@@ -17,9 +17,9 @@ import ckpt
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / ".ci"))
 import map as code_map  # noqa: E402
-import rooms  # noqa: E402
+import parts  # noqa: E402
 
-LAYERS = tuple(rooms.FOLDERS)  # each may import itself and those before it
+LAYERS = tuple(parts.FOLDERS)  # each may import itself and those before it
 HEAVY = {"torch", "jax", "mpi4py", "obstore", "h5py", "zarr", "pyarrow", "numcodecs"}
 FRAMEWORK_FILES = {
     "ckpt/format/float_planes.py": "numcodecs",
@@ -116,18 +116,18 @@ def test_imports_go_downwards_only(module: str):
     assert not by_folder, f"{module}: write ckpt.storage, not storage, which an installed package does not have"
 
 
-@pytest.mark.parametrize("module", sorted(rooms.modules()))
+@pytest.mark.parametrize("module", sorted(parts.modules()))
 def test_a_file_imports_only_folders_that_the_table_allows(module: str):
-    """The table is docs/design/rooms.toml. A file that no entry of it contains fails here, too."""
-    assert rooms.forbidden(module) == []
+    """The table is docs/design/parts.toml. A file that no entry of it contains fails here, too."""
+    assert parts.forbidden(module) == []
 
 
 def test_folders_import_each_other_without_a_cycle():
-    assert code_map.cycles(code_map.room_edges()) == []
+    assert code_map.cycles(code_map.part_edges()) == []
 
 
 def test_imports_between_folders_of_ckpt_are_few():
-    edges = code_map.room_edges("ckpt")
+    edges = code_map.part_edges("ckpt")
     assert code_map.cycles(edges) == []
     assert sum(map(len, edges.values())) <= 110
     assert code_map.depth(edges) <= 12
@@ -143,13 +143,13 @@ def files_outside_packages() -> list[Path]:
 def test_functions_are_short():
     """The lines of a docstring don't count: some document each argument."""
     others = {str(path.relative_to(ROOT)): path for path in files_outside_packages()}
-    found = code_map.functions(rooms.modules() | others)
+    found = code_map.functions(parts.modules() | others)
     assert [(name, lines) for name, lines, _ in found if lines > code_map.FUNCTION_LINES] == []
 
 
 def test_functions_that_are_not_public_have_few_arguments():
     public = {"ckpt.api.save", "ckpt.api.load", "ckpt.checkpointer.__init__"}
-    assert {name for name, _, arguments in code_map.functions(rooms.modules()) if arguments > code_map.ARGUMENTS} <= public
+    assert {name for name, _, arguments in code_map.functions(parts.modules()) if arguments > code_map.ARGUMENTS} <= public
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -162,12 +162,12 @@ def test_calls_with_many_values_name_them(module: str):
 
 
 def test_the_map_in_the_documentation_names_every_file():
-    assert code_map.PAGE.read_text() == code_map.page_with_rooms(), "run make map-docs"
+    assert code_map.PAGE.read_text() == code_map.page_of_files(), "run make map-docs"
 
 
 def test_files_that_the_docstring_of_a_package_names_exist():
     """A name in code style is that of a file, a folder or a definition of the project."""
-    trees = {path: ast.parse(path.read_text()) for path in rooms.modules().values()}
+    trees = {path: ast.parse(path.read_text()) for path in parts.modules().values()}
     known = {path.stem for path in trees} | {path.parent.name for path in trees} | set(LAYERS)
     known |= {
         node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)
@@ -181,7 +181,7 @@ def test_files_that_the_docstring_of_a_package_names_exist():
 
 def test_a_file_of_more_than_400_lines_begins_with_the_reason():
     """The first line of its docstring has the word long, or the reason for one file."""
-    for path in [*rooms.modules().values(), *files_outside_packages()]:
+    for path in [*parts.modules().values(), *files_outside_packages()]:
         text = path.read_text()
         if text.count("\n") > code_map.FILE_LINES:
             assert re.search(r"\blong\b|\bone file\b", text.partition("\n")[0]), path

@@ -19,7 +19,7 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "SEC
 CODE = ("ckpt", "storage", "aggregator", "recovery", "tools")
 
 _FENCE = re.compile(r"^ *```.*?^ *```\n", re.MULTILINE | re.DOTALL)
-_GENERATED = re.compile(r"<!-- begin: rooms.*?<!-- end: rooms -->", re.DOTALL)
+_GENERATED = re.compile(r"<!-- written by make map-docs -->.*", re.DOTALL)
 _BASE = re.compile(r"Paths without a folder in front are below `([\w/]+)/`")
 _FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*\.py")
 _PATH_ANYWHERE = re.compile(r"(?<![\w/.~<>-])(?:\.?[\w-]+/)+\w+\.py\b")

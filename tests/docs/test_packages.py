@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / ".ci"))
 import map as code_map  # noqa: E402
-import rooms  # noqa: E402
+import parts  # noqa: E402
 
 PACKAGES = {
     name: ast.get_docstring(ast.parse(path.read_text())) or ""
-    for name, path in rooms.modules().items()
+    for name, path in parts.modules().items()
     if path.name == "__init__.py"
 }
 
@@ -35,8 +35,8 @@ def users(package: str) -> str:
 
 def importers(package: str) -> list[set[str]]:
     """Return the packages that import a package, each as the names of its layer and of itself."""
-    found = (room for room, imported in code_map.room_edges().items() if package in imported)
-    return [set(room.split(".")) - {"ckpt"} for room in found]
+    found = (part for part, imported in code_map.part_edges().items() if package in imported)
+    return [set(part.split(".")) - {"ckpt"} for part in found]
 
 
 def test_the_packages_are_found() -> None:
@@ -61,5 +61,5 @@ def test_a_package_names_the_packages_that_import_it(package: str) -> None:
     named = {name.rpartition(".")[2] for name in re.findall(r"`([^`]+)`", text)} - set(package.split("."))
     if not re.search(r"\b(above|all)\b", text):
         assert [names for names in importers(package) if not names & named] == [], "it does not name these users"
-    rooms_named = named & {room.rpartition(".")[2] for room in code_map.room_edges()}
-    assert rooms_named <= set().union(*importers(package)), "a named user does not import it"
+    parts_named = named & {part.rpartition(".")[2] for part in code_map.part_edges()}
+    assert parts_named <= set().union(*importers(package)), "a named user does not import it"

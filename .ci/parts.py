@@ -1,6 +1,6 @@
-"""The rooms of the code: which folder may import which. `make map` and the tests use it.
+"""The parts of the code: which folder may import which. `make map` and the tests use it.
 
-A room is a folder, or a file at the top of ckpt/. The table of rooms is docs/design/rooms.toml.
+A part is a folder, or a file at the top of ckpt/. The table of parts is docs/design/parts.toml.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "docs" / "design" / "rooms.toml"
+TABLE = ROOT / "docs" / "design" / "parts.toml"
 
 
 def _folders() -> dict[str, str]:
@@ -29,15 +29,15 @@ FOLDERS = _folders()
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Part:
     """A folder, or a file at the top of ckpt/, and what it may import of its own layer."""
 
     name: str
     layer: str
     imports: frozenset[str]
-    """The rooms of the same layer that it may import, including what those may import."""
+    """The parts of the same layer that it may import, including what those may import."""
     files: frozenset[str] = frozenset()
-    """Single modules of other rooms that it may import, too."""
+    """Single modules of other parts that it may import, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Layer:
 
     name: str
     what: str
-    rooms: tuple[Room, ...]
+    parts: tuple[Part, ...]
 
 
 @cache
@@ -54,12 +54,12 @@ def layers() -> tuple[Layer, ...]:
     """Return the layers of the table, the lowest first."""
     found = []
     for layer in tomllib.loads(TABLE.read_text())["layer"]:
-        direct = {room["name"]: room["imports"] for room in layer["rooms"]}
-        rooms = tuple(
-            Room(room["name"], layer["name"], frozenset(_closure(room["name"], direct)), frozenset(room.get("files", ())))
-            for room in layer["rooms"]
+        direct = {part["name"]: part["imports"] for part in layer["parts"]}
+        parts = tuple(
+            Part(part["name"], layer["name"], frozenset(_closure(part["name"], direct)), frozenset(part.get("files", ())))
+            for part in layer["parts"]
         )
-        found.append(Layer(layer["name"], layer["what"], rooms))
+        found.append(Layer(layer["name"], layer["what"], parts))
     return tuple(found)
 
 
@@ -70,9 +70,9 @@ def _closure(name: str, direct: Mapping[str, list[str]]) -> Iterator[str]:
 
 
 @cache
-def rooms() -> dict[str, Room]:
-    """Return all rooms by name."""
-    return {room.name: room for layer in layers() for room in layer.rooms}
+def parts() -> dict[str, Part]:
+    """Return all parts by name."""
+    return {part.name: part for layer in layers() for part in layer.parts}
 
 
 @cache
@@ -86,15 +86,15 @@ def modules() -> dict[str, Path]:
     return names
 
 
-def room_of(module: str) -> Room:
-    """Return the room of a module. Raises KeyError for a module that no room of the table contains."""
-    by_name, name = rooms(), module
+def part_of(module: str) -> Part:
+    """Return the part of a module. Raises KeyError for a module that no part of the table contains."""
+    by_name, name = parts(), module
     if module.count(".") == 1 and not modules()[module].name == "__init__.py" and module not in by_name:
-        raise KeyError(f"{module} is not in {TABLE.relative_to(ROOT)}: add it as a room, or move it into one")
+        raise KeyError(f"{module} is not in {TABLE.relative_to(ROOT)}: add it as a part, or move it into one")
     while name not in by_name:
         above = name.rpartition(".")[0]
         if above == "ckpt":
-            raise KeyError(f"{module} is not in {TABLE.relative_to(ROOT)}: add its folder as a room")
+            raise KeyError(f"{module} is not in {TABLE.relative_to(ROOT)}: add its folder as a part")
         name = above
     return by_name[name]
 
@@ -113,14 +113,14 @@ def imports(module: str, with_types: bool = False) -> frozenset[str]:
 
 def forbidden(module: str, with_types: bool = True) -> list[str]:
     """Return the imports of a module that the table does not allow."""
-    room, order = room_of(module), list(FOLDERS)
+    part, order = part_of(module), list(FOLDERS)
     wrong = []
     for target in imports(module, with_types):
-        other = room_of(target)
-        if other.layer != room.layer:
-            allowed = order.index(other.layer) < order.index(room.layer)
+        other = part_of(target)
+        if other.layer != part.layer:
+            allowed = order.index(other.layer) < order.index(part.layer)
         else:
-            allowed = other.name in {room.name, "ckpt.version", "ckpt.errors", *room.imports} or target in room.files
+            allowed = other.name in {part.name, "ckpt.version", "ckpt.errors", *part.imports} or target in part.files
         if not allowed:
             wrong.append(target)
     return sorted(wrong)
