@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 
 from ckpt.aggregator.cluster.fanout import commit_or_abort
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
+from ckpt.aggregator.file_io.member_choice import MemberChoice
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.file_io.object_names import new_version, object_name
-from ckpt.aggregator.file_io.publication import Condition, MembersRemoved, Publication, Publisher
-from ckpt.aggregator.file_io.rebuild import rebuild_fragments
-from ckpt.aggregator.file_io.relink import relink_objects
+from ckpt.aggregator.file_io.publication import Condition, Publisher
+from ckpt.aggregator.file_io.written_file import WrittenFile
 from ckpt.aggregator.placement import erasure
 from ckpt.aggregator.placement.redundancy import Redundancy
-from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, choose_members
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import (
     INLINE_FILE_BYTES,
@@ -33,17 +30,12 @@ from ckpt.aggregator.records.file_record import (
     fragment_bytes,
 )
 from ckpt.storage.base.checksums import cell_checksums
-from ckpt.storage.base.errors import AlreadyExists, Changed, NoSpace, StoreError, Unavailable
+from ckpt.storage.base.errors import AlreadyExists, Changed, StoreError
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.plural import format_count
 from ckpt.storage.base.store import ALIGNMENT, Writer
-
-log = logging.getLogger("ckpt")
 
 _ABORT_SECONDS = 1.0
 """How long a commit waits for members to discard objects without a fragment."""
-_PUBLISH_TRIES = 3
-"""How often a file is published. Each further try follows a removal of members that have fragments of it."""
 _USUAL_STRIPE_BYTES = 8 << 20
 """The bytes of most appends, and so of most stripes."""
 
@@ -60,18 +52,17 @@ class FileWriter(Writer):
         size_hint: int = 0, aligned: bool = True,
     ) -> None:  # fmt: skip
         self._member_io = member_io
-        self._publisher = publisher
         self._path = path
-        self._redundancy = redundancy
-        self._condition = condition
+        base = condition.base
+        self._redundancy = redundancy if base is None or base.layout is None else base.layout.redundancy
         self._alignment = ALIGNMENT if aligned else 1
         self._size_hint = size_hint
         self._version = new_version()
-        self._fence_number = publisher.fence_number
-        self._previous_layouts: list[FileLayout] = []  # the same objects under the names that they had before a new era
+        self._choice = MemberChoice(member_io, path, self._version, self._redundancy)
+        self._written_file = WrittenFile(member_io, publisher, path, self._version, condition, self._choice)
         self._lock = threading.Lock()
-        """Guards the length, the inline data, the lists below, and the members. One thread alone sets each element of
-        `_stripes`: the one whose append has reserved it."""
+        """Guards changes of the attributes below. But each element of `_stripes` is set without it, by the one thread whose
+        append has reserved it."""
         self._stripes: list[Stripe | None] = []  # None for one that is being written, or whose append failed
         self._next_position = 0
         self._length = 0
@@ -80,19 +71,14 @@ class FileWriter(Writer):
         self._writers: list[Writer | None] = []  # one for each object; None for objects of the file to append to
         self._object_by_member: dict[str, int] = {}  # the index of the object that this writer has created on it
         self._opening_locks: dict[str, threading.Lock] = {}  # by member, so that its object is created once
-        self._failed_members: dict[str, StoreError] = {}  # they get no more fragments of this file
         self._is_finished = False
-        base = condition.base
-        if base is not None and base.inline_data is not None:
-            self._inline_data = base.inline_data + bytes(base.head.nbytes - len(base.inline_data))
+        if base is not None:
             self._next_position = self._length = base.head.nbytes
+            self._inline_data = base.inline_data
         if base is not None and base.layout is not None:
-            self._redundancy = base.layout.redundancy
             self._objects = list(base.layout.objects)
             self._writers = [None] * len(self._objects)
             self._stripes = list(base.layout.stripes)
-            self._next_position = self._length = base.head.nbytes
-            self._inline_data = None
 
     # --- appending ---------------------------------------------------------------------------------------------
 
@@ -160,7 +146,7 @@ class FileWriter(Writer):
         else:
             sums = [cell_checksums(each) for each in fragment_data]
         fragments: list[Fragment | None] = [None] * len(fragment_data)
-        unwritten = dict(enumerate(self._choose_members(index, len(fragment_data), ())))
+        unwritten = dict(enumerate(self._choice.choose(index, len(fragment_data), ())))
         while unwritten:
             failpoint("namespace.append")
             calls = {m: self._append_call(m, fragment_data[i]) for i, m in unwritten.items()}
@@ -171,11 +157,11 @@ class FileWriter(Writer):
                     fragments[i] = Fragment(object_index, position, sums[i])
                     del unwritten[i]
                 else:
-                    self._mark_failed(member, errors[member])
+                    self._choice.mark_failed(member, errors[member])
             if unwritten:
                 used = [self._objects[f.object_index].member for f in fragments if f is not None]
-                unwritten = dict(zip(unwritten, self._choose_members(index, len(unwritten), used), strict=False))
-        if scratch is not None and not self._failed_members:  # a late append to a failed member may still read it
+                unwritten = dict(zip(unwritten, self._choice.choose(index, len(unwritten), used), strict=False))
+        if scratch is not None and not self._choice.has_failures:  # a late append to a failed member may still read it
             self._member_io.scratch.give_back(scratch)
         self._stripes[index] = Stripe(start, len(data), tuple(fragments), len(data))
 
@@ -199,46 +185,6 @@ class FileWriter(Writer):
         parity = [scratch[start + i * length : start + (i + 1) * length] for i in range(m)]
         erasure.erasure_code(k, m).encode(data_fragments, parity)
         return [fragment.data for fragment in (*data_fragments, *parity)], scratch
-
-    def _choose_members(self, index: int, count: int, excluded: Sequence[str]) -> list[str]:
-        """Return the members for `count` fragments of a stripe, or fewer, but at least as many as a write needs.
-
-        excluded: members that have other fragments of the stripe. Raises Unavailable or NoSpace if too few members are left.
-        """
-        host_domain, key = self._member_io.host_domain, f"{self._version}/{index}"
-        min_members = self._redundancy.min_write_fragments - len(excluded)
-        found = choose_members(key, self._responsive_candidates(), count, host_domain, excluded)
-        if len(found) < min_members:
-            found = choose_members(key, self._candidates(), count, host_domain, excluded)
-        if len(found) < min_members:
-            raise self._too_few_members_error()
-        return found
-
-    def _candidates(self) -> list[MemberLocation]:
-        """Return the members that accept new fragments and have not failed for this file."""
-        return [m for m in self._member_io.locations if m.weight > 0 and m.name not in self._failed_members]
-
-    def _responsive_candidates(self) -> list[MemberLocation]:
-        """Return the candidates that are not down."""
-        return [m for m in self._candidates() if not self._member_io.fan_out.health.is_down(m.name)]
-
-    def _too_few_members_error(self) -> StoreError:
-        with self._lock:  # other appends may note failed members meanwhile
-            failed = dict(self._failed_members)
-        is_full = any(isinstance(error, NoSpace) for error in failed.values())
-        reasons = "".join(f"; {name}: {error}" for name, error in failed.items())
-        return (NoSpace if is_full else Unavailable)(
-            f"{self._path} needs {format_count(self._redundancy.min_write_fragments, 'member')} for {self._redundancy}, "
-            f"{len(self._candidates())} of {len(self._member_io.locations)} accept writes{reasons}; start or add members, or "
-            "write with less redundancy"
-        )
-
-    def _mark_failed(self, member: str, error: StoreError) -> None:
-        with self._lock:
-            is_first = member not in self._failed_members
-            self._failed_members.setdefault(member, error)
-        if is_first:
-            log.warning("%s of %s is written without %s: %s", self._path, self._member_io.url, member, error)
 
     def _append_call(self, member: str, data: memoryview) -> Callable[[], tuple[int, int]]:
         """Return a call that appends a fragment to the object of a member, and returns the object's index and the position."""
@@ -285,7 +231,7 @@ class FileWriter(Writer):
     def publish(self) -> PathRecord:
         """Make the file durable and visible, and return its record.
 
-        Raises AlreadyExists or Changed where the condition does not hold: then nothing was published. After Unavailable the
+        Raises AlreadyExists or Changed if the condition does not hold: then nothing was published. After Unavailable the
         file may have been published. Raises StoreError if an append failed, or the file was published or aborted already.
         """
         if self._is_finished:
@@ -301,89 +247,18 @@ class FileWriter(Writer):
             layout = FileLayout(self._redundancy, tuple(self._objects), file_record.truncate_stripes(stripes, self._length))
             failpoint("namespace.commit")
             lost = LostFragments(frozenset(self._commit_objects()))
-            file = PathRecord(head, layout=self._rebuild_lost(layout, lost))
+            file = PathRecord(head, layout=self._written_file.rebuild_lost(layout, lost))
         failpoint("namespace.record")
         # From now on members may have the record, so an error must not delete the objects. A repair deletes them if no record
         # names them.
         self._is_finished = True
         try:
-            file = self._publish_record(file)
+            file = self._written_file.publish(file)
         except (AlreadyExists, Changed):
             self._is_finished = False  # nothing was published, so `abort` may delete the objects
             raise
         failpoint("namespace.recorded")
         return file
-
-    def _publish_record(self, file: PathRecord) -> PathRecord:
-        """Publish the file. Where members were removed from the namespace meanwhile, move its fragments and try again."""
-        unsettled_number = None  # the fence number of an earlier try, which a member may have accepted
-        removed: MembersRemoved | None = None
-        for _ in range(_PUBLISH_TRIES):
-            number = None if file.layout is None else self._fence_number
-            publication = Publication(self._path, file, self._condition, number, unsettled_number)
-            outcome = self._publisher.publish(publication, self._relink_after_fence)
-            if isinstance(outcome, PathRecord):
-                for layout in self._previous_layouts:
-                    self._member_io.discard_layouts([self._own_objects(layout)], _object_names(outcome.layout))
-                return outcome
-            removed, rest = outcome, outcome.publication
-            file, self._condition, unsettled_number = rest.file, rest.condition, rest.unsettled_number
-            assert file.layout is not None
-            lost = LostFragments(frozenset(o.name for o in file.layout.objects if o.member in outcome.members))
-            file = replace(file, layout=self._rebuild_lost(file.layout, lost))
-        assert removed is not None
-        raise removed.error()
-
-    def _relink_after_fence(self, file: PathRecord) -> PathRecord | None:
-        """Return the file after a new era: with second names for its objects, and with lost fragments rebuilt.
-
-        Returns None where a repair has deleted too many objects.
-        """
-        if file.layout is None:
-            return file
-        number = self._publisher.fence_number
-        layout, unlinked = relink_objects(self._member_io, file.layout, _object_names(self._own_objects(file.layout)))
-        self._previous_layouts.append(file.layout)
-        remaining = LostFragments(unlinked).removed_from(layout)
-        if (
-            file_record.min_fragments(remaining) < self._redundancy.data_fragments
-            and file_record.min_fragments(file.layout) >= self._redundancy.data_fragments
-        ):
-            return None
-        self._fence_number = number
-        return replace(file, layout=self._rebuild_lost(layout, LostFragments(unlinked)) if unlinked else layout)
-
-    def _own_objects(self, layout: FileLayout) -> FileLayout:
-        """Return a layout of only the objects that this writer made, without those of the file that it appends to."""
-        base = self._condition.base
-        base_names = _object_names(base.layout if base is not None else None)
-        return replace(layout, objects=tuple(o for o in layout.objects if o.name not in base_names), stripes=())
-
-    def _rebuild_lost(self, layout: FileLayout, lost: LostFragments) -> FileLayout:
-        """Return the layout without the lost fragments, and with rebuilt ones as far as other members accept them.
-
-        A later repair rebuilds the rest. Raises Unavailable or NoSpace where a stripe has fewer fragments than a write needs.
-        """
-        remaining, redundancy = lost.removed_from(layout), self._redundancy
-        base = self._condition.base
-        base_count = len(base.layout.stripes) if base is not None and base.layout is not None else 0
-        touched = [i for i, stripe in enumerate(remaining.stripes) if i >= base_count or stripe != layout.stripes[i]]
-
-        def fewest_fragments() -> int:
-            return file_record.min_fragments(remaining, [remaining.stripes[i] for i in touched])
-
-        is_too_few = fewest_fragments() < redundancy.min_write_fragments
-        if is_too_few or fewest_fragments() < redundancy.total_fragments <= len(self._responsive_candidates()):
-            with suppress(Unavailable):
-                self._member_io.update_domains()
-                remaining = lost.removed_from(
-                    rebuild_fragments(self._member_io, self._path, self._version, layout, lost, allow_partial=True)
-                )
-        if fewest_fragments() < redundancy.min_write_fragments:
-            raise self._too_few_members_error()
-        if fewest_fragments() < redundancy.total_fragments:
-            self._member_io.warn_under_replicated(self._path, fewest_fragments(), redundancy)
-        return file_record.drop_unused_objects(remaining)
 
     def _commit_objects(self) -> set[str]:
         """Commit the objects that have fragments, and abort the empty ones; return the names of those that failed."""
@@ -392,7 +267,7 @@ class FileWriter(Writer):
         commits = {self._objects[i].member: commit_or_abort(writer) for i, writer in own_writers.items() if i in used}
         _, errors = self._member_io.fan_out.ask(commits, self._member_io.commit_timeout_seconds)
         for member, error in errors.items():
-            self._mark_failed(member, error)
+            self._choice.mark_failed(member, error)
         empty = {self._objects[i].member: writer.abort for i, writer in own_writers.items() if i not in used}
         # An empty object on a member that does not answer expires there, or a scrub finds it.
         self._member_io.fan_out.ask(empty, _ABORT_SECONDS, mark_late=False)
@@ -412,8 +287,3 @@ class FileWriter(Writer):
             if own_writer is not None:
                 names.setdefault(member_object.member, []).append(member_object.name)
         self._member_io.discard(names)
-
-
-def _object_names(layout: FileLayout | None) -> set[str]:
-    """Return the names of the objects of a layout."""
-    return set() if layout is None else {o.name for o in layout.objects}

@@ -11,10 +11,9 @@ made in one of two ways:
 
 Why both are compatible. The first member lets only one direct change of a value pass, so two direct changes never compete. The
 ballot of a direct change is right above the one that it replaces, and below every later two-phase ballot. A register that has
-promised a two-phase ballot to one client refuses direct changes with a lower ballot, because that client may have read the old
-value already. So each later quorum of promises returns a direct change that a quorum has accepted, or a value that was made from
-it. If fewer members than a quorum accept a direct change, the call of its client does not return yet. It runs the two phases,
-which show whether the change was agreed.
+promised a two-phase ballot refuses a direct change of the value that it had then: the client of that ballot may have read it.
+So each later quorum of promises returns a direct change that a quorum has accepted, or a value that was made from it. If too
+few members accept a direct change, its client runs the two phases before it returns, to find out whether the change was agreed.
 
 While the record ring changes (`aggregator/records/ring_change.py`), a path has two voting groups. Each change must be agreed in
 both, in two phases.
@@ -41,6 +40,7 @@ from ckpt.aggregator.records.replica_set import (
     is_unanimous,
     no_quorum_error,
     not_accepted_error,
+    preferred_members,
     promises_given,
     undamaged_records,
 )
@@ -71,8 +71,7 @@ _FIRST_READ_SECONDS = 0.5
 _CHANGE_SECONDS = 2.0
 """How long a direct change waits for the first member before the other members agree without it; longer for many paths."""
 
-_MIN_ROUNDS = 5
-"""Both phases are run at least so often, also after the deadline: members may have answered late because this client was stopped."""
+_MIN_ROUNDS = 5  # also after the deadline, because this client may have been stopped meanwhile
 
 
 class ReplicatedRegisters:
@@ -80,8 +79,8 @@ class ReplicatedRegisters:
 
     registers: those of each member, by its name. replica_sets: returns the replica sets of paths, all of one record ring.
     deadline_seconds: how long one call of a member may take, and how long the two phases are tried again. invalidate_ring:
-    called if members answer that the ring is outdated. is_direct: whether direct changes are allowed; only if all clients compute
-    the same first member of each replica set.
+    called if members answer that the ring is outdated. is_direct: whether direct changes are allowed. They are safe only if all
+    clients compute the same first member of each replica set.
     """
 
     def __init__(
@@ -127,7 +126,8 @@ class ReplicatedRegisters:
             return is_unanimous(got, replica_sets[path].can_write)
 
         # Ask as many members as a change needs, and the others only if these are too few to read or do not agree.
-        first_members = {path: self._preferred_members(replicas) for path, replicas in replica_sets.items()}
+        is_down = self._fan_out.health.is_down
+        first_members = {path: preferred_members(replicas, is_down) for path, replicas in replica_sets.items()}
         answers, errors = self._call_members(first_members, read, enough, _FIRST_READ_SECONDS)
         undecided = [path for path in paths if not is_unanimous(answers[path], replica_sets[path].can_read)]
         if undecided:
@@ -351,15 +351,6 @@ class ReplicatedRegisters:
                     log.log(level, "the record of %s on %s was damaged (%s) and is restored", path, member, answer.reason)
                 except StoreError as error:
                     log.info("the damaged record of %s on %s could not be restored: %s", path, member, error)
-
-    def _preferred_members(self, replicas: ReplicaSet) -> Sequence[str]:
-        """Return as many members as a change needs, or at least as a read needs; members that are not down come first."""
-        found: dict[str, None] = {}
-        for group in replicas.groups:
-            down = [m for m in group.members if self._fan_out.health.is_down(m)]
-            up = [m for m in group.members if m not in down][: group.quorum.write]
-            found |= dict.fromkeys([*up, *down][: max(len(up), group.quorum.read)])
-        return list(found)
 
     # --- asking ------------------------------------------------------------------------------------------------
 

@@ -50,8 +50,23 @@ class ReplicaSet:
         return max((r for m, r in records.items() if m in self.groups[0].members), key=lambda r: r.accepted)
 
 
+def preferred_members(replicas: ReplicaSet, is_down: Callable[[str], bool]) -> list[str]:
+    """Return as many members as a change needs, or at least as a read needs; members that are not down come first."""
+    found: dict[str, None] = {}
+    for group in replicas.groups:
+        down = [m for m in group.members if is_down(m)]
+        up = [m for m in group.members if m not in down][: group.quorum.write]
+        found |= dict.fromkeys([*up, *down][: max(len(up), group.quorum.read)])
+    return list(found)
+
+
 def no_quorum_error(
-    path: str, replica_set: ReplicaSet, answers: Mapping[str, RegisterAnswer], errors: Mapping[str, StoreError], *, is_write: bool
+    path: str,
+    replica_set: ReplicaSet,
+    answers: Mapping[str, RegisterAnswer],
+    errors: Mapping[str, StoreError],
+    *,
+    is_write: bool,
 ) -> Unavailable:
     """Return the error for the first group that has no quorum. answers, errors: by member."""
     voting = {m for m, a in answers.items() if isinstance(a, Record)}

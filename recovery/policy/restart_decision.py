@@ -75,8 +75,8 @@ def _has_run_long(failure: Failure) -> bool:
 
 
 MAX_REPEATED_FAILURES = 3
-"""After this many consecutive failures at the same step the program is at fault, and the run halts. While each restart goes to an
-older step, it halts after twice as many."""
+"""After this many consecutive failures at the same step the program is at fault, and the run halts. After twice as many if it
+restarted from older and older steps."""
 
 
 def next_restore_step_limit(before: int | None, failure: Failure, budget: Budget) -> int | None:

@@ -324,7 +324,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._device.quarantine(name)
 
     def _verb_near(self) -> list[object] | None:
-        """Return where clients on this host get descriptors: socket name, secret, and lease in seconds; None if they get none."""
+        """Return how clients on this host get descriptors: socket name, secret, lease in seconds; None if they get none."""
         if self._fd_server is None:
             return None
         address = self._fd_server.address

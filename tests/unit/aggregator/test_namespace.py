@@ -237,9 +237,9 @@ def test_too_few_members_are_reported_while_other_members_fail(tmp_path: Path) -
         over.set()
 
     def make_errors() -> set[type[StoreError]]:
-        found = {type(writer._too_few_members_error())}
+        found = {type(writer._choice.too_few_error())}
         while not over.is_set():
-            found.add(type(writer._too_few_members_error()))
+            found.add(type(writer._choice.too_few_error()))
         return found
 
     failed, *kinds = run_simultaneously([fail_members, make_errors, make_errors])

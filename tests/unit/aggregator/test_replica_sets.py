@@ -51,7 +51,9 @@ def test_the_newest_record_is_of_the_first_group() -> None:
 
 def test_the_error_names_the_group_that_lacks_a_quorum() -> None:
     answers = {"a": OLD, "b": OLD, "c": DAMAGED}
-    error = no_quorum_error("p", MOVING, answers, {"d": StoreError("is silent"), "z": StoreError("is another one")}, is_write=True)
+    error = no_quorum_error(
+        "p", MOVING, answers, {"d": StoreError("is silent"), "z": StoreError("is another one")}, is_write=True
+    )
     assert str(error) == (
         "can't change p: 1 of the 3 members that keep its record answer, 2 are needed "
         "(c: its checksum is wrong; d: is silent); start the missing ones"

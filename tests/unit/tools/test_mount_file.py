@@ -90,7 +90,9 @@ def test_truncated_bytes_do_not_return(tree: MountOperations, namespace: Namespa
 
 @pytest.mark.parametrize("size", [0, 100, 50_000])
 @pytest.mark.parametrize("longer", [20_000, _MIB, 9 * _MIB])
-def test_a_file_that_is_made_longer_is_filled_with_zeros(tree: MountOperations, namespace: Namespace, size: int, longer: int) -> None:
+def test_a_file_that_is_made_longer_is_filled_with_zeros(
+    tree: MountOperations, namespace: Namespace, size: int, longer: int
+) -> None:
     content = (b"x" * size).ljust(longer, b"\0")[: max(size, longer)]
     handle = written(tree, "/a", b"x" * size)
     tree.truncate("/a", len(content), handle)
