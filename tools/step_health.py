@@ -147,7 +147,7 @@ def report_leaves(checkpoint: Checkpoint, bad_files: frozenset[str]) -> dict[str
             dtype=rows[0].dtype,
             shape=rows[0].global_shape,
             nbytes=sum(r.nbytes for r in rows),
-            stored_bytes=sum(r.read_bytes * r.nbytes / r.raw for r in stored_rows if r.raw),
+            stored_bytes=sum(r.whole_read_bytes * r.nbytes / r.raw for r in stored_rows if r.raw),
             codecs=tuple(sorted({r.codec for r in stored_rows if r.codec is not None})),
             written_in=tuple(sorted({_pack_step(r.pack) for r in stored_rows})),
             bases_in=tuple(sorted({_pack_step(r.base.pack) for r in stored_rows if r.base is not None})),

@@ -6,11 +6,12 @@ Blocks are read in the order of packs and positions. There are two ways:
   read-ahead of Linux loads whole blocks. It announces the other blocks to the store, which prefetches them. An uncompressed
   block with one contiguous destination is read directly into it, and hashed in chunks while each chunk is in the processor's
   cache.
-- As a tuner decides (`tuned_reads.py`), for blocks from a network, and past the page cache for blocks that one process reads
-  once (`BlockRead.bypass_cache`). All threads take the next block from one queue. The bytes are read into memory on huge pages,
-  and hashed and copied from there in chunks. Chunks that the page cache has are copied from it to where they belong.
+- Under a tuner (`tuned_reads.py`), which decides how many requests run at a time and how long they are: blocks from a network,
+  and blocks that one process reads, and only once. The latter bypass the page cache (`BlockRead.bypass_cache`). All threads
+  take the next block from one queue. The bytes are read into memory on huge pages, and hashed and copied from there in chunks.
+  Chunks that the page cache has are copied from it to where they belong.
 
-Before a difference is read, a reader of its own reads and verifies its base, so that an error names the file that is damaged.
+Before a difference is read, a second BlockReader reads and verifies its base, so that an error names the file that is damaged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 from ckpt.block_io.chunked_copy import CHUNK_BYTES, BlockSource, RangeSweep, copy_in_chunks
 from ckpt.block_io.copy_slots import small_copy_slots
 from ckpt.block_io.pack_reader import PackReader, grown
-from ckpt.block_io.read_plan import BlockRead, CellRun, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
+from ckpt.block_io.read_plan import BlockRead, CellSpan, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
 from ckpt.block_io.replicated_store import copies_of, from_nearest
 from ckpt.block_io.tuned_reads import ReadKind, read_kind, run_reads
 from ckpt.errors import DAMAGE_ADVICE, FormatError
@@ -64,7 +65,7 @@ def read_blocks(store: Store, algorithm: str, read_plan: list[BlockRead], where:
     for kind, blocks in by_kind.items():
 
         def work(job: Iterable[BlockRead], kind: ReadKind | None = kind) -> None:
-            BlockReader(store, algorithm, where, progress, kind).run(job)
+            BlockReader(store, algorithm, where, progress, kind).read_all(job)
 
         run_reads(store, kind, blocks, work, in_one_thread=_is_limited_by_launches(blocks))
 
@@ -108,7 +109,7 @@ class BlockReader:
         if self._base_reader is not None:
             self._base_reader.close()
 
-    def run(self, reads: Iterable[BlockRead]) -> None:
+    def read_all(self, reads: Iterable[BlockRead]) -> None:
         """Read and verify each block and copy its pieces to their targets."""
         with self:
             for block in reads if self._is_tuned else self._pack_reader.prefetched(reads):
@@ -119,7 +120,7 @@ class BlockReader:
         with self:
             for block in reads:
                 self._read_nearest_copy(block, 0, self._verify_block)
-                self._report_progress(block.row.read_bytes)
+                self._report_progress(block.row.whole_read_bytes)
 
     def _verify_block(self, block: BlockRead) -> None:
         raw = self._read_decoded_block(block)
@@ -156,33 +157,33 @@ class BlockReader:
     # --- one block ---------------------------------------------------------------------------------------------
 
     def _read_block(self, block: BlockRead) -> None:
-        if runs := block.cell_runs():
-            for run in runs:
-                self._read_run(block, run)
-                self._report_progress(run.end - run.begin)
+        if spans := block.cell_spans():
+            for span in spans:
+                self._read_span(block, span)
+                self._report_progress(span.end - span.begin)
             return
         row = block.row
         destinations = block.destinations() if row.codec is None else None
         if destinations and (chunk_bytes := self._pack_reader.chunk_bytes):
             self._stream_block(row, destinations, self._pack_reader.source(block), chunk_bytes)
-        elif destinations and len(destinations) == 1 and len(destinations[0][2]) == row.raw:
-            self._read_into_destination(block, destinations[0][2])
+        elif destinations and len(destinations) == 1 and len(destinations[0].memory) == row.raw:
+            self._read_into_destination(block, destinations[0].memory)
         else:
             self._copy_pieces(block.pieces, self._read_decoded_block(block))
-        self._report_progress(row.read_bytes)
+        self._report_progress(row.whole_read_bytes)
 
-    def _read_run(self, block: BlockRead, run: CellRun) -> None:
-        pieces = [piece for _, _, piece in run.pieces]
+    def _read_span(self, block: BlockRead, span: CellSpan) -> None:
+        pieces = [each.piece for each in span.pieces]
         if (chunk_bytes := self._pack_reader.chunk_bytes) and (destinations := destinations_of(pieces)):
             source = self._pack_reader.source(block)
-            self._stream_cells(run, run.begin, run.end, destinations, source, chunk_bytes)
+            self._stream_cells(span, span.begin, span.end, destinations, source, chunk_bytes)
         else:
-            self._copy_pieces(pieces, self._read_cells(block, run.begin, run.end), run.begin)
+            self._copy_pieces(pieces, self._read_cells(block, span.begin, span.end), span.begin)
 
     def fetch(self, block: BlockRead, begin: int, end: int, out: Bytes) -> None:
         """Read bytes [begin, end) of the raw block, verified and decoded, into `out`.
 
-        The range is the whole block or cells of one of its cell runs.
+        The range is the whole block or cells of one of its spans. The open files are closed afterwards.
         """
         row = block.row
         is_all = end - begin == row.raw
@@ -192,21 +193,21 @@ class BlockReader:
             if row.codec is not None or chunk_bytes is None:
                 out[:] = self._read_decoded_block(block) if is_all else self._read_cells(block, begin, end)
             elif is_all:
-                self._stream_block(row, [(0, end, out)], self._pack_reader.source(block), chunk_bytes)
+                self._stream_block(row, [Destination(0, end, out)], self._pack_reader.source(block), chunk_bytes)
             else:
                 source = self._pack_reader.source(block)
-                self._stream_cells(block.run_at(begin), begin, end, [(begin, end, out)], source, chunk_bytes)
+                self._stream_cells(block.span_at(begin), begin, end, [Destination(begin, end, out)], source, chunk_bytes)
 
         try:
             self._read_nearest_copy(block, 0 if is_all else begin, read)
-            self._report_progress(row.read_bytes if is_all else end - begin)
+            self._report_progress(row.whole_read_bytes if is_all else end - begin)
         finally:
             self.close()
 
     def accept(self, block: BlockRead, begin: int, data: Bytes) -> None:
         """Verify bytes of the raw block, some of which other ranks have read, and copy its pieces to their targets.
 
-        begin: the position of `data` in the raw block. `data` is the whole block or cells of one of its cell runs.
+        begin: the position of `data` in the raw block. `data` is the whole block or cells of one of its spans.
         """
         row = block.row
         end = begin + len(data)
@@ -222,12 +223,12 @@ class BlockReader:
             else:
                 self._copy_pieces(block.pieces, data)
             return
-        run = block.run_at(begin)
-        pieces = [piece for _, _, piece in run.pieces]
+        span = block.span_at(begin)
+        pieces = [each.piece for each in span.pieces]
         if destinations := destinations_of(pieces):
-            self._stream_cells(run, begin, end, destinations, received)
+            self._stream_cells(span, begin, end, destinations, received)
         else:
-            self._check_run(run.pieces, data, begin)
+            self._check_span(span.pieces, data, begin)
             self._copy_pieces(pieces, data, begin)
 
     def _copy_pieces(self, pieces: Iterable[RowPiece], data: Bytes, begin: int = 0) -> None:
@@ -262,14 +263,14 @@ class BlockReader:
             raise self._damage_error(row, "digest")
 
     def _stream_cells(
-        self, run: CellRun, begin: int, end: int, destinations: list[Destination], source: BlockSource,
+        self, span: CellSpan, begin: int, end: int, destinations: list[Destination], source: BlockSource,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:  # fmt: skip
-        """Copy the cells [begin, end) of a run from `source` to the destinations and verify each by its checksum."""
-        sweep = RangeSweep(run.pieces)
+        """Copy the cells [begin, end) of a span from `source` to the destinations and verify each by its checksum."""
+        sweep = RangeSweep(span.pieces)
         copy_in_chunks(
             begin, end, destinations, source,
-            lambda data, begin: self._check_run(sweep.advance_to(begin + len(data)), data, begin), chunk_bytes,
+            lambda data, begin: self._check_span(sweep.advance_to(begin + len(data)), data, begin), chunk_bytes,
         )  # fmt: skip
 
     def _read_into_destination(self, block: BlockRead, destination: Bytes) -> None:
@@ -321,10 +322,10 @@ class BlockReader:
     def _read_cells(self, block: BlockRead, begin: int, end: int) -> Bytes:
         """Return cells of an uncompressed block, verified, in this reader's buffer; each must contain a part of a piece."""
         cells = self._pack_reader.read(block, begin, end)
-        self._check_run(block.run_at(begin).pieces, cells, begin)
+        self._check_span(block.span_at(begin).pieces, cells, begin)
         return cells
 
-    def _check_run(self, pieces: Iterable[PieceCells], cells: Bytes, begin: int) -> None:
+    def _check_span(self, pieces: Iterable[PieceCells], cells: Bytes, begin: int) -> None:
         """Verify the cells of a raw block from byte `begin` on, by the checksums in the rows of their pieces."""
         end, checked = begin + len(cells), begin
         for first, last, piece in pieces:

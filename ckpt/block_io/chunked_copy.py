@@ -23,18 +23,18 @@ S = TypeVar("S", Destination, PieceCells)
 
 
 class RangeSweep(Generic[S]):
-    """Iterates over ranges of a block in ascending order. The first two fields of a range are first byte and end."""
+    """Iterates over ranges of a block in ascending order. A range has the fields `begin` and `end`."""
 
     def __init__(self, byte_ranges: Iterable[S]) -> None:
-        self._waiting: deque[S] = deque(sorted(byte_ranges, key=operator.itemgetter(0)))
+        self._waiting: deque[S] = deque(sorted(byte_ranges, key=operator.attrgetter("begin")))
         self._reached: list[S] = []
 
     def advance_to(self, end: int) -> list[S]:
         """Return the ranges that begin before `end` and did not end before the `end` of the previous call."""
-        while self._waiting and self._waiting[0][0] < end:
+        while self._waiting and self._waiting[0].begin < end:
             self._reached.append(self._waiting.popleft())
         found = self._reached
-        self._reached = [byte_range for byte_range in found if byte_range[1] > end]
+        self._reached = [byte_range for byte_range in found if byte_range.end > end]
         return found
 
 
@@ -59,7 +59,7 @@ def copy_in_chunks(
         upto = end if rest < longest_part(chunk_bytes) else begin + chunk_bytes
         parts = sweep.advance_to(upto)
         target = None
-        if len(parts) == 1 and parts[0][0] <= begin and upto <= parts[0][1]:
+        if len(parts) == 1 and parts[0].begin <= begin and upto <= parts[0].end:
             first, _, memory = parts[0]
             target = memory[begin - first : upto - first]
         data = source(begin, upto, target)

@@ -89,7 +89,7 @@ class PackReader:
                 if (base := row.base) is not None:
                     self.store.prefetch(base.pack, base.stored, base.position)
             previous_end = pack, round_up(row.position + row.stored)
-            block_bytes = block.read_bytes()
+            block_bytes = block.planned_bytes()
             waiting.append((block, block_bytes))
             nbytes += block_bytes
             while nbytes > _PREFETCH_BYTES and len(waiting) > 1:

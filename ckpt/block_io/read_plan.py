@@ -1,6 +1,7 @@
 """Plan the reads of a load: for each block, the byte ranges to read and where its pieces go. Pure.
 
-If a load needs only parts of an uncompressed block, only the cells of those parts are read.
+If a load needs only parts of an uncompressed block, only the cells of those parts are read. *Raw* bytes are those of a decoded
+block, *stored* bytes those in the pack.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ class Target(NamedTuple):
     """The part of the global array to load; None for all of it."""
 
 
-Destination = tuple[int, int, Bytes]
-"""First byte and end of a range of a raw block, and the memory that it fills."""
+class Destination(NamedTuple):
+    """The bytes [begin, end) of a raw block, and the memory that they fill."""
+
+    begin: int
+    end: int
+    memory: Bytes
 
 
 class RowPiece(NamedTuple):
@@ -82,7 +87,7 @@ class RowPiece(NamedTuple):
         if box is row.box:
             begin, end = row.start, row.start + row.nbytes
             if len(flat) == row.nbytes:  # the row is the whole leaf
-                return begin, end, flat
+                return Destination(begin, end, flat)
         else:
             if contiguous_start(box.relative_to(row.box), row.box.shape) is None:
                 return None
@@ -91,7 +96,7 @@ class RowPiece(NamedTuple):
         if start is None:
             return None
         start *= leaf.itemsize
-        return begin, end, flat[start : start + end - begin]
+        return Destination(begin, end, flat[start : start + end - begin])
 
     def cell_range(self) -> tuple[int, int]:
         """Return the range of whole cells of an uncompressed block that must be read for this piece, as first byte and end."""
@@ -111,12 +116,16 @@ def destinations_of(pieces: Iterable[RowPiece]) -> list[Destination] | None:
     return found
 
 
-PieceCells = tuple[int, int, RowPiece]
-"""First byte and end of the cells that a piece touches, and the piece."""
+class PieceCells(NamedTuple):
+    """A piece, and the bytes [begin, end) of the whole cells that it touches."""
+
+    begin: int
+    end: int
+    piece: RowPiece
 
 
-class CellRun(NamedTuple):
-    """Adjacent cells of a block, all of which are read."""
+class CellSpan(NamedTuple):
+    """Adjacent cells of a block, all of which are read: the bytes [begin, end) of it."""
 
     begin: int
     end: int
@@ -132,16 +141,16 @@ class BlockRead:
     pieces: list[RowPiece] = field(default_factory=list)
     bypass_cache: bool = False
     """Read the block past the page cache: neither another process of this host nor this one is expected to read it again."""
-    _cell_runs: list[CellRun] | None = None
+    _cell_spans: list[CellSpan] | None = None
     _destinations: list[Destination] | None = None
 
-    def cell_runs(self) -> list[CellRun]:
-        """Return the runs of cells to read instead of the whole block; an empty list to read the whole block."""
-        if self._cell_runs is None:
-            self._cell_runs = self._find_cell_runs()
-        return self._cell_runs
+    def cell_spans(self) -> list[CellSpan]:
+        """Return the spans of cells to read instead of the whole block; an empty list to read the whole block."""
+        if self._cell_spans is None:
+            self._cell_spans = self._find_cell_spans()
+        return self._cell_spans
 
-    def _find_cell_runs(self) -> list[CellRun]:
+    def _find_cell_spans(self) -> list[CellSpan]:
         row, pieces = self.row, self.pieces
         if row.codec is not None or len(row.digest) > _XXH3_DIGEST_BYTES:
             return []
@@ -149,26 +158,26 @@ class BlockRead:
             if pieces[0].box is pieces[0].row.box and pieces[0].row.nbytes * 2 >= row.raw:
                 return []
             cells = pieces[0].cell_range()
-            return [CellRun(*cells, [(*cells, pieces[0])])]
+            return [CellSpan(*cells, [PieceCells(*cells, pieces[0])])]
         max_partial_bytes = _MAX_PARTIAL_SHARE * row.raw
         if row.raw <= CELL_BYTES or sum(p.row.nbytes for p in pieces if p.box is p.row.box) > max_partial_bytes:
             return []
-        runs: list[CellRun] = []
+        spans: list[CellSpan] = []
         total = 0
         for begin, end, piece in sorted(((*piece.cell_range(), piece) for piece in pieces), key=lambda found: found[:2]):
-            if runs and begin <= runs[-1].end:
-                last = runs[-1]
+            if spans and begin <= spans[-1].end:
+                last = spans[-1]
                 total += max(0, end - last.end)
-                last.pieces.append((begin, end, piece))
-                runs[-1] = CellRun(last.begin, max(end, last.end), last.pieces)
+                last.pieces.append(PieceCells(begin, end, piece))
+                spans[-1] = CellSpan(last.begin, max(end, last.end), last.pieces)
             else:
                 total += end - begin
-                runs.append(CellRun(begin, end, [(begin, end, piece)]))
-        return runs if total <= max_partial_bytes else []
+                spans.append(CellSpan(begin, end, [PieceCells(begin, end, piece)]))
+        return spans if total <= max_partial_bytes else []
 
-    def run_at(self, begin: int) -> CellRun:
-        """Return the run that contains byte `begin` of the raw block."""
-        return next(run for run in self.cell_runs() if run.begin <= begin < run.end)
+    def span_at(self, begin: int) -> CellSpan:
+        """Return the span that contains byte `begin` of the raw block."""
+        return next(span for span in self.cell_spans() if span.begin <= begin < span.end)
 
     def destinations(self) -> list[Destination] | None:
         """Return the destinations of the pieces; None if one of them has none."""
@@ -182,13 +191,13 @@ class BlockRead:
 
     def raw_ranges(self) -> list[tuple[int, int]]:
         """Return the ranges of the raw block to read, each as first byte and end."""
-        return [run[:2] for run in self.cell_runs()] or [(0, self.row.raw)]
+        return [span[:2] for span in self.cell_spans()] or [(0, self.row.raw)]
 
     def stored_ranges(self) -> list[tuple[int, int]]:
         """Return the ranges of the stored block to read, each as first byte and end."""
-        return [run[:2] for run in self.cell_runs()] or [(0, self.row.stored)]
+        return [span[:2] for span in self.cell_spans()] or [(0, self.row.stored)]
 
-    def read_bytes(self) -> int:
+    def planned_bytes(self) -> int:
         """Return the number of stored bytes to read, with those of the base of a difference."""
         base_bytes = 0 if self.row.base is None else self.row.base.stored
         return base_bytes + sum(end - begin for begin, end in self.stored_ranges())

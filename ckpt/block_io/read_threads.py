@@ -17,13 +17,13 @@ _Work = Callable[[Iterable[BlockRead]], None]
 
 def run_in_threads(reads: Sequence[BlockRead], work: _Work, max_threads: int) -> None:
     """Run `work` in threads on contiguous parts of about equal bytes; the first error stops all threads and is raised."""
-    total = sum(block.row.read_bytes for block in reads)
+    total = sum(block.row.whole_read_bytes for block in reads)
     threads = max(1, min(max_threads, len(reads), total // _MIN_PART_BYTES))
     parts: list[list[BlockRead]] = [[] for _ in range(threads)]
     done = 0
     for block in reads:
         parts[min(threads - 1, done * threads // max(1, total))].append(block)
-        done += block.row.read_bytes
+        done += block.row.whole_read_bytes
     _ReadThreads(work).run(*parts)
 
 

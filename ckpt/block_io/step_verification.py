@@ -31,7 +31,7 @@ def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progre
             BlockReader(store, manifest.digest_algorithm, where, progress, "buffered").verify(job)
 
         run_reads(store, "buffered", order, work)
-        done += sum(block.row.read_bytes for block in order)
+        done += sum(block.row.whole_read_bytes for block in order)
     return done
 
 

@@ -60,7 +60,7 @@ class Row(NamedTuple):
         return min(self.raw, -(-(self.start + self.nbytes) // CELL_BYTES) * CELL_BYTES)
 
     @property
-    def read_bytes(self) -> int:
+    def whole_read_bytes(self) -> int:
         """The stored bytes that a reader of the whole block reads: those of the block, and of its base."""
         return self.stored if self.base is None else self.stored + self.base.stored
 

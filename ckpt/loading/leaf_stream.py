@@ -152,7 +152,7 @@ class _Reader:
             algorithm = checkpoint.manifest().digest_algorithm
             reader = BlockReader(checkpoint.store, algorithm, checkpoint.where, None, self._kind)
             self._of_thread.reader = reader
-        reader.run(blocks)
+        reader.read_all(blocks)
 
     def stop(self) -> None:
         """Wait for the reads that are running, and drop the others."""
@@ -164,7 +164,7 @@ def _jobs(blocks: Sequence[BlockRead], job_bytes: int) -> Iterator[list[BlockRea
     nbytes = 0
     for block in blocks:
         job.append(block)
-        nbytes += block.read_bytes()
+        nbytes += block.planned_bytes()
         if nbytes >= job_bytes:
             yield job
             job, nbytes = [], 0

@@ -99,7 +99,7 @@ def read_shared(
     number = {name: i for i, name in enumerate(packs)}
     keys = [(number[w.row.pack or ""], w.row.position) for w in read_plan]
     shareable = zip(keys, read_plan, strict=True) if share is not False else ()
-    byte_ranges = [(*k, w.row.raw, w.row.read_bytes, *s) for k, w in shareable for s in w.raw_ranges()]
+    byte_ranges = [(*k, w.row.raw, w.row.whole_read_bytes, *s) for k, w in shareable for s in w.raw_ranges()]
     facts, needs = _gather_needs(group, _rank_read_facts(source.store, share, bypass_cache), np.array(byte_ranges, np.int64))
     by_key = dict(zip(keys, read_plan, strict=True))
     blocks = needs_by_block(needs)

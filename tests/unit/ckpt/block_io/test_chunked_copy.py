@@ -11,6 +11,7 @@ from helpers.page_cache import drop_cache
 
 import ckpt
 from ckpt.block_io.chunked_copy import copy_in_chunks
+from ckpt.block_io.read_plan import Destination
 from ckpt.format.digest import CELL_BYTES
 from ckpt.state.leaves.base import Bytes
 
@@ -21,7 +22,7 @@ CHUNK = 2 * CELL_BYTES
 def test_each_destination_gets_its_bytes(reads_in_place: bool) -> None:
     block = np.frombuffer(np.random.default_rng(1).bytes(5 * CHUNK + 77), np.uint8)
     cuts = [0, 10, CHUNK, 3 * CHUNK - 1, 3 * CHUNK + 5, len(block)]
-    destinations = [(a, b, np.zeros(b - a, np.uint8)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    destinations = [Destination(a, b, np.zeros(b - a, np.uint8)) for a, b in zip(cuts, cuts[1:], strict=False)]
     in_place, checked = [], bytearray()
 
     def source(begin: int, end: int, target: Bytes | None) -> Bytes:
