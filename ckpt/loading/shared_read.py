@@ -2,8 +2,8 @@
 
 All ranks exchange what they need, and each computes the same schedule (`shared_read_schedule.py`). Ranks of one host pass bytes
 through shared memory (`shared_window.py`), other ranks by messages in rounds, so that a rank has only some blocks in memory
-besides its own shards. Each rank verifies all bytes that it gets, from the store or from another rank. Therefore a range of
-cells is read by a rank that needs exactly these, and a whole block by a rank that needs all of it.
+besides its own shards. Each rank verifies all bytes that it gets, from the store or from another rank. A rank can verify only
+what it needs itself: the cells of its range, or a whole block. So the reader of a range is always a rank that needs all of it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ckpt.block_io.replicated_store import copies_of
 from ckpt.block_io.tuned_reads import ReadKind, most_threads, read_kind
 from ckpt.groups.base import Group, Message, ranks_text
 from ckpt.loading.shared_read_schedule import (
-    NEED_COLUMNS,
     BlockKey,
+    NeedRow,
     NeedRows,
     ReadJob,
     SharedRead,
@@ -86,9 +86,13 @@ def read_shared(
     """Read blocks as `read_blocks` does, with shared reads. Every rank of the group must call it, whatever it needs.
 
     packs: the names of all packs of the step, in the same order on all ranks.
-    bypass_cache: whether to bypass the page cache for bytes that no other rank of this host reads.
+    bypass_cache: whether to bypass the page cache for bytes that no other rank of this host reads. The field of this name of
+        each read is set.
 
-    If another rank fails, this returns without all bytes. That rank raises, and `run_on_all_ranks` then raises on all.
+    Call it only inside `run_on_all_ranks`. If another rank fails, this may return early, or raise IntegrityError for bytes that
+    were never sent; `run_on_all_ranks` then raises the error of that rank on all ranks.
+
+    Raises InvalidArgument if `share` differs between ranks, IntegrityError for damaged bytes, and StoreError or GroupError.
     """
     one_host = group.size > 1 and group.one_host()  # a collective call, so it must precede any decision that may differ by rank
     if group.size == 1 or not (group.can_exchange or one_host):
@@ -97,10 +101,14 @@ def read_shared(
         source.read(read_plan)
         return
     number = {name: i for i, name in enumerate(packs)}
-    keys = [(number[w.row.pack or ""], w.row.position) for w in read_plan]
+    keys = [(number[read.row.pack or ""], read.row.position) for read in read_plan]
     shareable = zip(keys, read_plan, strict=True) if share is not False else ()
-    byte_ranges = [(*k, w.row.raw, w.row.whole_read_bytes, *s) for k, w in shareable for s in w.raw_ranges()]
-    facts, needs = _gather_needs(group, _rank_read_facts(source.store, share, bypass_cache), np.array(byte_ranges, np.int64))
+    rows = [
+        NeedRow(*key, read.row.raw, read.row.whole_read_bytes, begin, end)
+        for key, read in shareable
+        for begin, end in read.raw_ranges()
+    ]
+    facts, needs = _gather_needs(group, _rank_read_facts(source.store, share, bypass_cache), np.array(rows, np.int64))
     by_key = dict(zip(keys, read_plan, strict=True))
     blocks = needs_by_block(needs)
     saves_enough = is_worth_sharing(blocks)
@@ -113,17 +121,25 @@ def read_shared(
             block_read.bypass_cache = share is not False and (
                 window is not None or by_messages or not saves_enough or has_disjoint_needs(blocks[key])
             )
-    own_and_shared = [(by_key.get(key), shared_read) for key, shared_read in shared_reads.items()]
-    own_reads = [w for k, w in by_key.items() if k not in shared_reads]
+    shared_blocks = [SharedBlock(by_key.get(key), shared_read) for key, shared_read in shared_reads.items()]
+    own_reads = [read for key, read in by_key.items() if key not in shared_reads]
     if window is not None:
         with window:
-            completed = _read_through_window(window, source, group, own_and_shared)
+            completed = _read_through_window(window, source, group, shared_blocks)
         if completed:
             source.read(own_reads)
     elif by_messages:
-        _read_by_messages(source, group, own_and_shared, own_reads)
+        _read_by_messages(source, group, shared_blocks, own_reads)
     else:
         source.read(read_plan)
+
+
+class SharedBlock(NamedTuple):
+    """A block that several ranks need."""
+
+    own_read: BlockRead | None
+    """What this rank needs of it; None for nothing."""
+    shared_read: SharedRead
 
 
 class RankReadFacts(NamedTuple):
@@ -153,7 +169,7 @@ def _gather_needs(group: Group, facts: RankReadFacts, needs: NeedRows) -> tuple[
             f"share_reads={named[found[0].share]} on rank 0 and {named[found[other[0]].share]} on {ranks_text(other)}; "
             "give all ranks the same"
         )
-    return found, [answer[len(facts) :].reshape(-1, NEED_COLUMNS) for answer in answers]
+    return found, [answer[len(facts) :].reshape(-1, len(NeedRow._fields)) for answer in answers]
 
 
 def _is_shared(facts: Sequence[RankReadFacts], saves_enough: bool, has_common_page_cache: bool) -> bool:
@@ -192,18 +208,14 @@ class _OwnJob(NamedTuple):
     job: ReadJob
 
 
-def _read_through_window(
-    window: SharedWindow, source: BlockSource, group: Group, shared_reads: list[tuple[BlockRead | None, SharedRead]]
-) -> bool:
+def _read_through_window(window: SharedWindow, source: BlockSource, group: Group, shared_blocks: list[SharedBlock]) -> bool:
     """Read the jobs of this rank into the window, and copy what it needs from there, while the other ranks do the same.
-
-    shared_reads: all shared blocks, each with this rank's read of it, or None if it needs nothing of it.
 
     Returns whether all bytes have arrived; False if another rank failed.
     """
     own_jobs = [
         _OwnJob(block, block_read, number, job)
-        for block, (block_read, shared_read) in enumerate(shared_reads) if block_read is not None
+        for block, (block_read, shared_read) in enumerate(shared_blocks) if block_read is not None
         for number, job in enumerate(shared_read.jobs, shared_read.first_job) if job.reader == group.rank
     ]  # fmt: skip
     kind = read_kind(source.store, *(own.block_read for own in own_jobs))
@@ -221,7 +233,7 @@ def _read_through_window(
     def read_and_place(pool: DaemonThreadPool) -> None:
         for _ in range(min(threads, len(own_jobs))):
             pool.submit(guarded, lambda: _fill_window(window, source.reader(kind), remaining_jobs, lock))
-        _place_from_window(window, source, shared_reads)
+        _place_from_window(window, source, shared_blocks)
 
     try:
         with DaemonThreadPool(threads, "ckpt-read") as pool:
@@ -243,7 +255,9 @@ def _fill_window(window: SharedWindow, reader: BlockReader, jobs: Iterator[_OwnJ
     """
     with reader:
         while True:
-            with lock:  # jobs start in the order in which slots become free, so one thread waits for all
+            with (
+                lock
+            ):  # taken while waiting, so that jobs get slots in the order of blocks: the other threads wait for the lock
                 own = next(jobs, None)
                 if own is None:
                     return
@@ -252,12 +266,10 @@ def _fill_window(window: SharedWindow, reader: BlockReader, jobs: Iterator[_OwnJ
             window.mark_ready(own.number)
 
 
-def _place_from_window(
-    window: SharedWindow, source: BlockSource, shared_reads: list[tuple[BlockRead | None, SharedRead]]
-) -> None:
+def _place_from_window(window: SharedWindow, source: BlockSource, shared_blocks: list[SharedBlock]) -> None:
     """Copy what this rank needs to its targets, block by block as they are ready."""
     acceptor = source.acceptor()
-    for block, (block_read, shared_read) in enumerate(shared_reads):
+    for block, (block_read, shared_read) in enumerate(shared_blocks):
         if block_read is not None:
             for begin, end in block_read.raw_ranges():
                 for number, job in enumerate(shared_read.jobs, shared_read.first_job):
@@ -267,18 +279,16 @@ def _place_from_window(
         window.release(block)
 
 
-def _read_by_messages(
-    source: BlockSource, group: Group, shared_reads: list[tuple[BlockRead | None, SharedRead]], own_reads: list[BlockRead]
-) -> None:
+def _read_by_messages(source: BlockSource, group: Group, shared_blocks: list[SharedBlock], own_reads: list[BlockRead]) -> None:
     """Read the blocks that no other rank needs, then the shared blocks round by round."""
     failed: list[Exception] = []
     try:
         source.read(own_reads)
     except Exception as error:  # continue, because the other ranks wait for messages of this rank
         failed.append(error)
-    rounds = 1 + max(shared_read.round for _, shared_read in shared_reads)
+    rounds = 1 + max(block.shared_read.round for block in shared_blocks)
     by_round: list[list[tuple[BlockRead, SharedRead]]] = [[] for _ in range(rounds)]
-    for block_read, shared_read in shared_reads:
+    for block_read, shared_read in shared_blocks:
         if block_read is not None:
             by_round[shared_read.round].append((block_read, shared_read))
     for of_round in by_round:

@@ -17,10 +17,24 @@ ROUND_BYTES = 96 << 20
 
 _MIN_READ_RATIO = 1.05  # reads are shared if the group would otherwise read this many times the needed bytes
 
-NeedRows = np.ndarray
-"""int64 rows of (pack, position, raw bytes, stored bytes, begin, end), one for each needed range, in the order on disk."""
 
-NEED_COLUMNS = 6
+class NeedRow(NamedTuple):
+    """The bytes [begin, end) of a decoded block, which one rank needs."""
+
+    pack: int
+    """The number of the pack among those of the step."""
+    position: int
+    """The position of the block in the pack."""
+    raw_bytes: int
+    """The length of the decoded block."""
+    stored_bytes: int
+    """The bytes to read from the store for the whole block."""
+    begin: int
+    end: int
+
+
+NeedRows = np.ndarray
+"""The need rows of one rank as an int64 array with a column for each field, in the order on disk."""
 
 BlockKey = tuple[int, int]
 """Pack and position of a block."""
