@@ -111,12 +111,22 @@ class StepRefused(CkptError):
     may_be_committed: bool = False
     """Whether rank 0 could not find out if the step is committed. Then the files of no rank are deleted."""
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether no rank commits this save attempt any more, now or later."""
+        return not self.may_be_committed
+
 
 class RanksMissing(StepRefused):
     """Some ranks did not publish their part of a step in time."""
 
     given_up: bool = False
-    """Whether rank 0 has announced that it will not commit this save attempt any more."""
+    """Whether rank 0 has announced that it will not commit this save attempt any more. If not, this rank alone has stopped to
+    wait, and rank 0 may still commit."""
+
+    @property
+    def is_certain(self) -> bool:
+        return self.given_up and not self.may_be_committed
 
 
 def shared_class_name(error: BaseException) -> str:

@@ -42,8 +42,9 @@ class Keep:
     copies: how many copies of an unchanged block to keep. Each step shares blocks only with the step that is `copies` saves
         before it, so that a damaged block affects only one in `copies` steps.
 
-    What was saved last is the newest, whatever its number. So after a roll-back the abandoned steps are deleted first, when
-    there are `last` complete steps without them. Steps of another run that were set aside are never deleted.
+    What was saved last is the newest, whatever its number. After a roll-back, abandoned steps count as older than all others.
+    They are deleted once `last` complete steps exist that are not abandoned. Steps of another run that were set aside are never
+    deleted.
 
     Raises:
         InvalidArgument: A number is not positive, or `copies` is larger than `last`.
@@ -124,7 +125,7 @@ def sweep(
     if keep is not None:
         deleted = _delete_expired(repo, lease, records, sizes, keep, spared_steps, damaged_steps)
         released_files = {*released_files, *deleted}
-    unusable = records.damaged | records.unreadable
+    unusable = records.damaged | records.unreadable  # after the call above, which removes what it has deleted
     needed = set(protected_packs).union(*active.values())
     for commit in records.commits.values():
         needed.update(commit.files())
@@ -172,7 +173,7 @@ def _read_records(repo: Repository, sizes: Mapping[str, int]) -> _Records:
             if repo.keys:
                 repo.decode(step, data)
         except NotFound as error:
-            if sizes[commit_name(step)] <= RESERVATION_BYTES:
+            if sizes[commit_name(step)] <= RESERVATION_BYTES:  # stores list a reservation, and read it as a missing object
                 found.reserved.add(step)
             else:  # it was just listed, and no other process deletes here
                 found.unreadable.add(step)
@@ -257,6 +258,7 @@ def _only_uncommittable(repo: Repository, lease: WriterLease, leftovers: list[st
     has_unread_record = False
     for step, names in names_by_step.items():
         try:
+            # False: a record exists, and a prepared write that replaces it may still succeed.
             revoked = repo.store.revoke(commit_name(step))
             record = repo.record(step)
         except NotFound:
@@ -267,8 +269,8 @@ def _only_uncommittable(repo: Repository, lease: WriterLease, leftovers: list[st
             has_unread_record = True
             continue
         spared.update(record.files())
-        if not revoked and (record.generation < lease.generation or step in unsettled_steps):  # it may still be replaced
-            spared.update(names)
+        if not revoked and (record.generation < lease.generation or step in unsettled_steps):
+            spared.update(names)  # the record that replaces this one may name them
     return [name for name in leftovers if name not in spared and not (has_unread_record and "/pack/" in name)]
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt.errors import Fenced, RanksMissing, SignatureError, StepNotFound, StepRefused
+from ckpt.errors import Fenced, SignatureError, StepNotFound, StepRefused
 from ckpt.format import manifest
 from ckpt.format.difference_choice import AutomaticChoices
 from ckpt.format.digest import digest
@@ -241,10 +241,7 @@ class Committer:
 
     def discard(self, error: BaseException) -> None:
         """Delete the files of a failed attempt; the next sweep deletes those that can't be deleted now."""
-        # After a refusal nobody commits the attempt. Without `given_up`, rank 0 may still commit it. If rank 0 could not find
-        # out, its record may take effect later: only the next writer can prevent that.
-        is_given_up = isinstance(error, StepRefused) and (not isinstance(error, RanksMissing) or error.given_up)
-        is_refused = is_given_up and not getattr(error, "may_be_committed", False)
+        is_refused = isinstance(error, StepRefused) and error.is_certain
         if self._may_part_exist and self._group.rank and not is_refused:
             return  # rank 0 may have this rank's part, and may still commit it
         # Until the record is read, the step may be committed: report no failure.

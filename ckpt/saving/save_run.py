@@ -90,27 +90,27 @@ class SaveRun:
 
     def run_blocking(self) -> None:
         """Save while the caller waits. Staging and writing overlap, in a small arena."""
-        stager = WorkerThread(target=self._stager.stage_all, name="ckpt-stage", daemon=True)
+        staging_thread = WorkerThread(target=self._stager.stage_all, name="ckpt-stage", daemon=True)
         checkpoint: Checkpoint | None = None
         self._memory.writing_allowed.set()
         try:
             arena_bytes = blocking_arena_bytes(self._plan.total_bytes, self._writer_count, self._options.memory)
             self._memory.borrow(arena_bytes, self._plan, self._where)
             previous = self._prepare()
-            stager.start()
-            checkpoint = self._write_and_commit(previous, stager, caller_waits=True)
+            staging_thread.start()
+            checkpoint = self._write_and_commit(previous, staging_thread, caller_waits=True)
         except BaseException as error:
             self._failure.report(error)
-            join_all([stager], self._failure.report)
+            join_all([staging_thread], self._failure.report)
         finally:
-            self._end(checkpoint)
+            self._end_attempt(checkpoint)
 
     def run_in_background(self) -> None:
         """Stage while the caller waits: all blocks, or as many as fit in the memory. A thread writes and commits them."""
         total = self._plan.total_bytes
         deferred = find_deferred_blocks(self._plan, self._options.deferrable)
-        late = set(deferred.numbers)
-        eager = [i for i in range(len(self._plan.blocks)) if i not in late]
+        deferred_numbers = set(deferred.numbers)
+        eager = [i for i in range(len(self._plan.blocks)) if i not in deferred_numbers]
         thread = WorkerThread(target=self._run_in_thread, args=(deferred,), name=f"ckpt-save-{self._plan.step}", daemon=True)
         try:
             self._memory.borrow(background_arena_bytes(total, self._options.memory), self._plan, self._where)
@@ -123,7 +123,7 @@ class SaveRun:
                 self._eager_staged.set()
                 thread.join()
             else:
-                self._end(None)
+                self._end_attempt(None)
             self._handle.take_error()
             raise
         try:
@@ -146,27 +146,27 @@ class SaveRun:
     def _run_in_thread(self, deferred: DeferredBlocks) -> None:
         lower_thread_priority()
         args = (deferred, self._eager_staged, self._handle.staged.set)
-        stager = WorkerThread(target=self._stager.stage_deferred, args=args, name="ckpt-stage", daemon=True)
+        staging_thread = WorkerThread(target=self._stager.stage_deferred, args=args, name="ckpt-stage", daemon=True)
         checkpoint: Checkpoint | None = None
         try:
             self._memory.writing_allowed.wait()
             if self._session.group.size > 1 and not deferred.numbers:
                 time.sleep(min(_YIELD_SECONDS, self._copied_seconds / 2))  # no pause if a full arena started the writers early
             previous = self._prepare()
-            stager.start()
-            checkpoint = self._write_and_commit(previous, stager, caller_waits=False)
+            staging_thread.start()
+            checkpoint = self._write_and_commit(previous, staging_thread, caller_waits=False)
         except BaseException as error:
             self._failure.report(error)
         finally:  # before the arena is returned: the caller and the stager may still copy into it
             self._eager_staged.wait()
-            join_all([stager], self._failure.report)
-            self._end(checkpoint)
+            join_all([staging_thread], self._failure.report)
+            self._end_attempt(checkpoint)
 
-    def _end(self, checkpoint: Checkpoint | None) -> None:
-        """End the attempt, and then the handle: whatever fails before, no thread may wait for it in vain."""
+    def _end_attempt(self, checkpoint: Checkpoint | None) -> None:
+        """End the attempt, and then the handle, for which threads wait: also if the end of the attempt fails."""
         error = self._failure.error
         try:
-            error = self._end_attempt(error)
+            error = self._release_attempt(error)
         except Exception as failed:  # e.g. no memory, or no thread for a call of the store
             log.warning("%s: the end of the attempt failed: %s", self._where, failed, exc_info=True)
             if error is None and checkpoint is None:
@@ -174,8 +174,11 @@ class SaveRun:
         finally:
             self._handle.end(checkpoint, error)
 
-    def _end_attempt(self, error: BaseException | None) -> BaseException | None:
-        """Return the memory, and report a failure to the other ranks. Return the error for the caller of the save."""
+    def _release_attempt(self, error: BaseException | None) -> BaseException | None:
+        """Release the packs and the staging memory of the attempt, and report a failure to the other ranks.
+
+        Returns the error that the caller of the save gets; None if there is none.
+        """
         self._append_began.set()  # also after a failure before the first append, so that no thread waits for it
         self._session.lease.writer.end_attempt(self._attempt)
         self._memory.close()
@@ -196,7 +199,7 @@ class SaveRun:
         self._session.prepare()
         return self._session.previous_blocks(self._plan.algorithm, self._attempt, self._options.copies)
 
-    def _write_and_commit(self, previous: StepBlocks, stager: threading.Thread, *, caller_waits: bool) -> Checkpoint:
+    def _write_and_commit(self, previous: StepBlocks, staging_thread: threading.Thread, *, caller_waits: bool) -> Checkpoint:
         if "pyarrow.parquet" not in sys.modules:  # its import takes longer than a commit, so it overlaps with writing
             try_start(WorkerThread(target=self._import_for_commit, name="ckpt-import", daemon=True))
         codecs = codec_tuner(self._store.url).begin_save(
@@ -204,14 +207,14 @@ class SaveRun:
         )
         try:
             try:
-                written = self._write_blocks(previous, stager, codecs)
+                written = self._write_blocks(previous, staging_thread, codecs)
             finally:
                 codecs.end()
             checkpoint = self._commit(written, previous.packs, codecs)
         except BaseException as error:
             self._committer.discard(error)
             raise
-        self._finish(checkpoint, written)
+        self._clean_up_after_commit(checkpoint, written)
         return checkpoint
 
     def _import_for_commit(self) -> None:
@@ -219,7 +222,7 @@ class SaveRun:
         self._append_began.wait()
         manifest_encoding.import_parquet()
 
-    def _write_blocks(self, previous: StepBlocks, stager: threading.Thread, codecs: SaveCodecs) -> WrittenBlocks:
+    def _write_blocks(self, previous: StepBlocks, staging_thread: threading.Thread, codecs: SaveCodecs) -> WrittenBlocks:
         """Write the staged blocks with several threads, of which this is one; return when all are durable."""
         prefix = f"{step_folder(self._plan.step)}/pack/{self._attempt.name}"
         slots = ComputeSlots(self._eager_staged)
@@ -249,7 +252,7 @@ class SaveRun:
                 self._failure.report(error)
                 raise
             finally:  # no thread may outlive the pack and the arena that it uses
-                join_all([*threads, stager], self._failure.report)
+                join_all([*threads, staging_thread], self._failure.report)
             self._failure.raise_error()
             with codecs.waiting_for_store():
                 files = packs.close()
@@ -273,7 +276,7 @@ class SaveRun:
     def _difference_source(self, previous: StepBlocks, slots: ComputeSlots) -> DifferenceSource | None:
         """Return where the writers find bases of differences; None if all blocks are stored in full."""
         plan, full_every, keep = self._plan, self._options.full_every, self._options.keep
-        if full_every is None or is_cryptographic(plan.algorithm):  # a checksum of stored differences can be forged
+        if full_every is None or is_cryptographic(plan.algorithm):  # the format has none then: docs/design/differences.md
             return None
         is_automatic = full_every == "auto"
         if full_every == "auto":
@@ -305,7 +308,7 @@ class SaveRun:
             sharded=self._plan.has_shards, choices=codecs.choices(),
         )  # fmt: skip
 
-    def _finish(self, checkpoint: Checkpoint, written: WrittenBlocks) -> None:
+    def _clean_up_after_commit(self, checkpoint: Checkpoint, written: WrittenBlocks) -> None:
         """After the commit: remember the blocks to which the next step may refer, and delete files that no step needs."""
         plan, commit, options = self._plan, checkpoint.commit, self._options
         step_blocks = StepBlocks(written.blocks, {f.name: f.nbytes for f in commit.packs}, written.places)
