@@ -23,13 +23,13 @@ from ckpt.storage.base.store import Buffer, Version
 from ckpt.storage.local.directory import LocalStore
 
 
-class _TwoSaves(LocalStore):
-    """A directory in which the write of one file waits, and fails, while the publication of a later save of that step waits."""
+class _WaitsAndFails(LocalStore):
+    """A directory in which the write of one file waits, and fails."""
 
-    def __init__(self, path: Path, failing_file: str, publishing_after: str) -> None:
+    def __init__(self, path: Path, failing_file: str) -> None:
         super().__init__(path)
-        self._failing_file, self._publishing_after = failing_file, publishing_after
-        self.may_fail, self.has_failed = threading.Event(), threading.Event()
+        self._failing_file = failing_file
+        self.may_fail = threading.Event()
 
     def put(self, name: str, data: Buffer) -> None:
         if name == self._failing_file:
@@ -37,24 +37,23 @@ class _TwoSaves(LocalStore):
             raise StoreError(f"{name} can't be written")
         super().put(name, data)
 
-    def publish(self, name: str, data: Buffer, confirm: Callable[[], None], replaces: Version | None = None) -> None:
-        if self._publishing_after.encode() in bytes(data):
-            self.may_fail.set()
-            assert self.has_failed.wait(600)
-        super().publish(name, data, confirm, replaces)
-
 
 @pytest.mark.parametrize("later", [1, 9, 10])
 def test_a_failed_save_leaves_the_files_of_a_later_save_of_its_step(tmp_path: Path, later: int) -> None:
-    """The name of a later attempt may begin with that of the earlier one, as 0-1-10 does with 0-1-1."""
-    store = _TwoSaves(tmp_path, "steps/50/manifest/0-1-1.parquet", f"steps/50/manifest/0-1-{1 + later}.parquet")
+    """The name of a later attempt may begin with that of the earlier one, as 0-1-10 does with 0-1-1.
+
+    The later save begins when the failed one has ended.
+    """
+    store = _WaitsAndFails(tmp_path, "steps/50/manifest/0-1-1.parquet")
     with ckpt.Checkpointer(store, every=None, in_flight=3, group=None) as saver:
         saver.save(0, state_of(0, 50), blocking=True)
         failed = saver.save(50, state_of(1, 50))
         for step in range(1, later):
             saver.save(step, state_of(step, 50), blocking=True)
-        threading.Thread(target=lambda: (failed.wait(600), store.has_failed.set())).start()
+        assert not failed.done()
+        threading.Timer(0.2, store.may_fail.set).start()
         later_save = saver.save(50, state_of(2, 50))
+        assert failed.done()
         with pytest.raises(ckpt.CkptError, match="can't be written"):
             failed.result()
         later_save.result()
