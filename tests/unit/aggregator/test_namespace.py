@@ -232,9 +232,11 @@ def test_too_few_members_are_reported_while_other_members_fail(tmp_path: Path) -
     over = threading.Event()
 
     def fail_members() -> None:
-        for number in range(3_000):
-            writer._mark_failed(f"host{number}", StoreError("refused"))
-        over.set()
+        try:
+            for number in range(3_000):
+                writer._choice.mark_failed(f"host{number}", StoreError("refused"))
+        finally:
+            over.set()
 
     def make_errors() -> set[type[StoreError]]:
         found = {type(writer._choice.too_few_error())}
