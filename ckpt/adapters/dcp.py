@@ -136,7 +136,7 @@ class Writer(StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does n
             try:
                 flat = _flatten_plan(plan, planner)
             except BaseException as error:
-                give_up_attempt(session, session.lease.begin_attempt(ranks.step), error)
+                give_up_attempt(session, session.group_lease.begin_attempt(ranks.step), error)
                 raise
             run_save(session, flat, ranks.step, self._options, blocking=True)
         finally:

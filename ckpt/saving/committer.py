@@ -82,7 +82,7 @@ class Committer:
         for a step that is not signed with the key of this writer, and StoreError if the store fails.
         """
         if self._has_intact_step() and self._step not in self._session.repo.order().abandoned:
-            self._session.lease.writer.require_newest()
+            self._session.writer_lease.require_newest()
             raise AlreadyExists(
                 f"step {self._step} of {self._store.url} is committed already; use another number, or overwrite=True"
             )
@@ -123,18 +123,23 @@ class Committer:
         choices: AutomaticChoices,
     ) -> Checkpoint:
         """Publish the part of this rank; rank 0 then merges all parts and commits, and other ranks wait for the commit."""
-        repo, lease, attempt, timeout = self._session.repo, self._session.lease, self._attempt, self._options.timeout
+        repo, group_lease, attempt, timeout = (
+            self._session.repo,
+            self._session.group_lease,
+            self._attempt,
+            self._options.timeout,
+        )
         with collector_paused():
-            metadata = rank_parts.part_metadata(self._tree, self._flat, packs, written_bytes, lease, self._digests)
+            metadata = rank_parts.part_metadata(self._tree, self._flat, packs, written_bytes, group_lease, self._digests)
             data = write_part(rows, {**extra, **metadata})
         self._may_part_exist = True
         rank_parts.publish_part(repo, attempt, data)
-        if lease.rank:
+        if group_lease.rank:
             self.needs_failure_report = False
-            commit = commit_wait.await_commit(repo, lease, self._group, attempt, 2 * timeout)
-            return repo.checkpoint(commit, lease.rank)
+            commit = commit_wait.await_commit(repo, group_lease, self._group, attempt, 2 * timeout)
+            return repo.checkpoint(commit, group_lease.rank)
         merged = rank_part_merge.merge_parts(
-            repo, self._step, commit_wait.gather_parts(repo, lease, self._group, attempt, timeout)
+            repo, self._step, commit_wait.gather_parts(repo, group_lease, self._group, attempt, timeout)
         )
         self._session.drift.check(self._step, merged.tree, self._previous_step_tree)
         self._session.pin_packs(attempt, merged.packs)
@@ -185,7 +190,7 @@ class Committer:
         records = [FileRecord(name, len(data), digest(algorithm, data).hex()) for name, data in files.items()]
         commit = CommitRecord(
             step=self._step,
-            generation=self._session.lease.writer.generation,
+            generation=self._session.writer_lease.generation,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             world_size=self._group.size,
             manifests=(records[0],),
@@ -206,7 +211,7 @@ class Committer:
         failpoint("save.commit")
         if line.number:
             self._session.note_line(line)
-        lease = self._session.lease.writer
+        lease = self._session.writer_lease
         lease.begin_publication(self._attempt)
         commit_publication.publish_commit(self._session.repo, lease, commit, self._require_replaceable)
         lease.settle(self._attempt)
@@ -219,7 +224,7 @@ class Committer:
         if not self._options.overwrite:
             self.refuse_existing()
         if existing is not None and existing.step == self._step:
-            if existing.generation > self._session.lease.writer.generation:
+            if existing.generation > self._session.writer_lease.generation:
                 raise Fenced(f"a newer job has saved step {self._step} of {self._store.url}; stop this job")
             self.replaced_files.update(existing.files())
 
@@ -229,7 +234,7 @@ class Committer:
             commit = self._session.repo.commit(self._step)
             Checkpoint(self._store, commit).require_complete()
         except StepNotFound:
-            self._session.lease.writer.require_newest()  # raises if the whole repository was removed
+            self._session.writer_lease.require_newest()  # raises if the whole repository was removed
             return False
         except SignatureError:  # a step that was saved without a key is not damaged, and must not be replaced by default
             raise
@@ -248,11 +253,11 @@ class Committer:
         self.needs_failure_report = self.needs_failure_report and not self._may_part_exist
         is_outcome_known = False
         with suppress(CkptError, OSError):
-            repo, lease = self._session.repo, self._session.lease.writer
+            repo, lease = self._session.repo, self._session.writer_lease
             if commit_publication.settle_attempt(repo, lease, self._attempt):
                 self.needs_failure_report = False
                 return  # only the reply was lost
             self.needs_failure_report, is_outcome_known = True, True
             commit_publication.delete_files(repo, lease, self._attempt)
         if not is_outcome_known and self._may_part_exist and self._group.size > 1:
-            failure_reports.note_unknown_outcome(self._store, self._session.lease, self._group, self._attempt, error)
+            failure_reports.note_unknown_outcome(self._store, self._session.group_lease, self._group, self._attempt, error)

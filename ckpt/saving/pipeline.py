@@ -43,7 +43,7 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     """
     if step is None:
         step = session.next_step()
-    lease = session.lease
+    lease = session.group_lease
     handle = SaveHandle(step, lambda: lease.progress_count)
     attempt = lease.begin_attempt(step)
     session.note_save_began(step)

@@ -79,7 +79,7 @@ class SaveRun:
         self._memory = StagingMemory()
         self._failure.on_error(self._memory.abandon)
         self._staged = StagedBlocks(self._writer_count)
-        self._stager = Stager(plan, self._memory, self._staged, self._failure, session.lease.count_progress)
+        self._stager = Stager(plan, self._memory, self._staged, self._failure, session.group_lease.count_progress)
         self._eager_staged = threading.Event()
         """For a save in the background: set when all blocks but the deferred ones are staged, and the caller continues."""
         self._append_began = threading.Event()
@@ -180,7 +180,7 @@ class SaveRun:
         Returns the error that the caller of the save gets; None if there is none.
         """
         self._append_began.set()  # also after a failure before the first append, so that no thread waits for it
-        self._session.lease.writer.end_attempt(self._attempt)
+        self._session.writer_lease.end_attempt(self._attempt)
         self._memory.close()
         if error is not None:
             self._session.forget_previous()
@@ -190,7 +190,7 @@ class SaveRun:
             store_error = StoreError(f"{self._where} failed ({error}); check the store, and save again")
             store_error.__cause__ = error
             error = store_error
-        return self._session.lease.writer.explain_failure(error)
+        return self._session.writer_lease.explain_failure(error)
 
     # --- writing and the commit, in one thread -----------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class SaveRun:
                     if self._failure.error is None:
                         writer.write(staged)
                 finally:
-                    self._session.lease.count_progress()
+                    self._session.group_lease.count_progress()
                     self._memory.give_back(staged.region)
         except BaseException as error:
             # Take nothing more: if the interrupt came after the sentinel, the next queue item belongs to another writer.
@@ -317,7 +317,7 @@ class SaveRun:
             "saved step %d to %s: %.3f GB, %.3f GB written, %.2f s",
             plan.step, self._store.url, commit.raw_bytes / 1e9, commit.written_bytes / 1e9, time.monotonic() - self._started_at,
         )  # fmt: skip
-        self._session.lease.count_progress()
+        self._session.group_lease.count_progress()
         self._session.note_committed(plan.step, commit.files(), options.in_flight + options.copies - 1)
-        self._session.lease.writer.end_attempt(self._attempt)  # its files belong to the step now
+        self._session.writer_lease.end_attempt(self._attempt)  # its files belong to the step now
         self._session.sweep(options.keep, plan.step, self._committer.replaced_files)

@@ -63,7 +63,7 @@ def enter(
             with _registry_lock:
                 session = _sessions.setdefault(key, new_session)
                 if session is not new_session:
-                    new_session.lease.abandon()
+                    new_session.group_lease.abandon()
                 session.user_count += 1
                 return session
     with _registry_lock:
@@ -86,7 +86,7 @@ def enter(
 
 def _lease_of_this_process(repo: Repository) -> GroupLease | None:
     """Return the newest lease that this process has as rank 0 of any group, or None. The newest one fences the others."""
-    leases = [s.lease for s in _sessions.values() if s.repo.url == repo.url and s.lease.rank == 0]
+    leases = [s.group_lease for s in _sessions.values() if s.repo.url == repo.url and s.group_lease.rank == 0]
     return max(leases, key=lambda lease: lease.writer.generation, default=None)
 
 
@@ -130,15 +130,17 @@ def leave(session: Session, keep: bool = False) -> None:
             return
         _sessions.pop(_session_key(session.repo, session.group), None)
         if session.has_stalled_save():
-            session.lease.abandon()
-            failure_reports.note_ended(session.lease, session.group)
+            session.group_lease.abandon()
+            failure_reports.note_ended(session.group_lease, session.group)
             return  # the store does not answer; the next job takes over when this process is dead
-        if not session.lease.rank and not session.lease.release():
-            failure_reports.note_ended(session.lease, session.group)
+        if not session.group_lease.rank and not session.group_lease.release():
+            failure_reports.note_ended(session.group_lease, session.group)
         if session.has_unseen_error():
             _orphaned_sessions.append(session)
-    if session.lease.rank and not session.lease.release():  # this lease is not shared, so release it without the lock
-        failure_reports.note_ended(session.lease, session.group)
+    if (
+        session.group_lease.rank and not session.group_lease.release()
+    ):  # this lease is not shared, so release it without the lock
+        failure_reports.note_ended(session.group_lease, session.group)
 
 
 def _after_fork() -> None:
@@ -188,8 +190,8 @@ def _report_at_exit() -> None:
             failed = True
             log.error("saving step %d to %s failed: %s", handle.step, session.repo.url, handle.take_error())
         # Other sessions may share the lease, but none saves any more, so release it at once.
-        release = session.lease.release if session.lease.rank else session.lease.writer.release
+        release = session.group_lease.release if session.group_lease.rank else session.writer_lease.release
         if session.group.size > 1 and not release():
-            failure_reports.note_ended(session.lease, session.group)
+            failure_reports.note_ended(session.group_lease, session.group)
     if failed:
         fail_cleanup()

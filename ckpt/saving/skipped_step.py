@@ -28,14 +28,14 @@ def require_same_step_as_rank_0(session: Session, step: int | None) -> None:
 
 def skip_step(session: Session, step: int, error: BaseException) -> None:
     """Publish that this rank does not save a step, so that the other ranks do not wait for it. error: the reason."""
-    attempt = session.lease.begin_attempt(step)
+    attempt = session.group_lease.begin_attempt(step)
     session.note_save_began(step)
     give_up_attempt(session, attempt, error)
 
 
 def give_up_attempt(session: Session, attempt: Attempt, error: BaseException) -> None:
     """End an attempt that will not commit, and publish its error for the other ranks; no error of the store is raised."""
-    session.lease.writer.end_attempt(attempt)
+    session.writer_lease.end_attempt(attempt)
     if session.group.size > 1:
         with suppress(CkptError, OSError):
-            failure_reports.publish_failure(session.repo.store, session.lease, session.group, attempt, error)
+            failure_reports.publish_failure(session.repo.store, session.group_lease, session.group, attempt, error)

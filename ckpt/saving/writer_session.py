@@ -35,17 +35,18 @@ log = logging.getLogger("ckpt")
 
 
 class Session:
-    """Shared by all savers of this process to one repository. Owns the lease."""
+    """Shared by all savers of this process to one repository. Owns the leases of the process and of its group."""
 
     def __init__(self, repo: Repository, group: Group, start: SessionStart) -> None:
         self.repo = repo
         self.group = group
-        self.lease = start.lease
+        self.group_lease = start.lease
+        self.writer_lease = start.lease.writer
         self.url_and_rank = repo.url, group.rank
         self.user_count = 0
         """The number of savers that share the session. Guarded by the lock of the registry."""
         self.drift = DriftDetector()
-        self.lineage = Lineage(repo, self.lease.writer.generation, partial(damaged_steps, repo))
+        self.lineage = Lineage(repo, self.writer_lease.generation, partial(damaged_steps, repo))
         self.superseded_failure: SaveHandle | None = None
         """The last failed save whose error a later save may supersede, until one succeeds."""
         self._next_step = start.next_step
@@ -166,7 +167,7 @@ class Session:
     def prepare(self) -> None:
         """Delete temporary files of killed writers, before this session writes its first file."""
         if self.group.size == 1:  # in a group, rank 0 has done this when the session began
-            self.lease.writer.sweep_temporaries_once()
+            self.writer_lease.sweep_temporaries_once()
 
     def previous_blocks(self, algorithm: str, attempt: Attempt, copies: int = 1) -> StepBlocks:
         """Return the blocks to which the attempt may refer (`dedup.referable_blocks`), and the lengths of their packs.
@@ -178,8 +179,8 @@ class Session:
         """
         previous = self._previous_steps.referable_blocks(algorithm, copies, self.lineage, self._note_previous)
         packs = previous.packs
-        with self.lease.writer.sweep_lock:
-            self.lease.writer.pin_packs(attempt, packs)
+        with self.writer_lease.sweep_lock:
+            self.writer_lease.pin_packs(attempt, packs)
             sizes = file_lengths(self.repo.store, packs)
         unusable = {name for name, nbytes in packs.items() if sizes.get(name) != nbytes} | bad_files(self.repo.url)
         return without_packs(previous, unusable)
@@ -201,8 +202,8 @@ class Session:
 
     def pin_packs(self, attempt: Attempt, packs: Iterable[str]) -> None:
         """Protect these packs from sweeps until the attempt has ended."""
-        with self.lease.writer.sweep_lock:
-            self.lease.writer.pin_packs(attempt, packs)
+        with self.writer_lease.sweep_lock:
+            self.writer_lease.pin_packs(attempt, packs)
 
     def note_committed(self, step: int, files: Iterable[str], commits_in_use: int) -> None:
         """Record a commit, so that no sweep deletes packs to which another rank of the group may still refer.
@@ -212,13 +213,13 @@ class Session:
         files: the names of the files of the step.
         commits_in_use: the number of last commits to which a rank may refer.
         """
-        with self.lease.writer.sweep_lock:
+        with self.writer_lease.sweep_lock:
             self._commits_in_use = max(self._commits_in_use, commits_in_use)
             self._recent_commits = [*self._recent_commits, CommittedFiles(step, files)][-self._commits_in_use :]
 
     def _note_previous(self, read: list[CommittedFiles]) -> None:
         if self.group.size > 1:
-            with self.lease.writer.sweep_lock:
+            with self.writer_lease.sweep_lock:
                 self._recent_commits = self._recent_commits or read
 
     def sweep(self, keep: Keep | None, saved_step: int, replaced_files: set[str]) -> None:
@@ -227,14 +228,14 @@ class Session:
         keep: which steps to keep; None for all.
         replaced_files: the files of an earlier save of the same step.
         """
-        if self.lease.rank:
+        if self.group_lease.rank:
             return
         try:
-            with self.lease.writer.sweep_lock:
+            with self.writer_lease.sweep_lock:
                 recent = self._recent_commits if self.group.size > 1 else []
                 protected_packs = set[str]().union(*(each.names for each in recent))
                 spared_steps = {saved_step, *(each.step for each in recent)}.union(*(steps() for steps in self._spared_steps))
                 damaged = damaged_steps(self.repo)
-                sweep(self.repo, self.lease.writer, keep, spared_steps, damaged, protected_packs, replaced_files)
+                sweep(self.repo, self.writer_lease, keep, spared_steps, damaged, protected_packs, replaced_files)
         except Exception as error:  # also MemoryError: the step is committed, whatever happens here
             log.warning("deleting old files of %s failed; the next save tries again: %s", self.repo.url, error)

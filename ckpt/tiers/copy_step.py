@@ -72,7 +72,7 @@ def promote(
         )
     files_to_sweep.update(commit.files())
     target.prepare()
-    attempt = target.lease.begin_own_attempt(step)
+    attempt = target.group_lease.begin_own_attempt(step)
     target.pin_packs(attempt, [*commit.files(), commit_name(step)])
     try:
         copied = _copy_files(Checkpoint(source.store, commit), target, progress)
@@ -80,11 +80,11 @@ def promote(
         if commit.line:
             target.note_line(commit.training_line)
         commit_publication.publish_commit(
-            target.repo, target.lease.writer, commit, partial(_require_not_superseded, target.repo, commit)
+            target.repo, target.writer_lease, commit, partial(_require_not_superseded, target.repo, commit)
         )
         failpoint("promote.committed")
     finally:
-        target.lease.writer.end_attempt(attempt)
+        target.writer_lease.end_attempt(attempt)
     target.forget_previous()  # the next direct save to the target must not refer to blocks of an older step
     log.info(
         "promoted step %d from %s to %s: %.3f GB copied, %.2f s",

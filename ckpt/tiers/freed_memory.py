@@ -42,7 +42,7 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
                 names = [entry.name for entry in store.list("steps")]
                 if group.size > 1 and newest is not None:  # another rank may still wait for this record
                     names = [name for name in names if name != commit_name(newest[1])]
-                tier.session.lease.writer.require_newest()  # after the listing, so that no later step is in it
+                tier.session.writer_lease.require_newest()  # after the listing, so that no later step is in it
                 store.delete([name for name in names if name.endswith("/commit.json")])
                 store.delete(names)
                 store.sweep_temporaries("")

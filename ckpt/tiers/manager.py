@@ -99,7 +99,7 @@ class TierManager:
             # All tiers share one lineage: a save to the nearest tier may continue from a step restored from another tier.
             writer = self.nearest
             newest = max(tier.session.lineage.newest_step for tier in self._open_tiers)
-            lineage = Lineage(self.repository, writer.lease.writer.generation, partial(damaged_steps, writer.repo), newest)
+            lineage = Lineage(self.repository, writer.writer_lease.generation, partial(damaged_steps, writer.repo), newest)
             for tier in self._open_tiers:
                 tier.session.lineage = lineage
             if group.rank == 0:

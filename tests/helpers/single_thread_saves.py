@@ -43,7 +43,7 @@ def _now(step: int, generation: int, serial: int) -> np.ndarray[Any, Any]:
 def save(session: Session, state: Any, step: int, options: Options, blocking: bool) -> SaveHandle:
     """Do what `pipeline.save` does, in the thread of the caller. The state is that of `state_of_save`, whatever is given."""
     handle = SaveHandle(step)
-    attempt = session.lease.begin_attempt(step)
+    attempt = session.group_lease.begin_attempt(step)
     session.note_save_began(step)
     session.raise_failed()
     arrays = {"never": _NEVER, "now": _now(step, *attempt.serial)}
@@ -63,10 +63,10 @@ def save(session: Session, state: Any, step: int, options: Options, blocking: bo
         _finish(session, attempt, checkpoint, blocks, options, committer)
     except (CkptError, OSError) as failed:
         checkpoint, error = None, failed
-    session.lease.writer.end_attempt(attempt)
+    session.writer_lease.end_attempt(attempt)
     if error is not None:
         session.forget_previous()
-    handle.end(checkpoint, session.lease.writer.explain_failure(error))
+    handle.end(checkpoint, session.writer_lease.explain_failure(error))
     return handle
 
 
@@ -111,7 +111,7 @@ def _finish(
     packs = {file.name: file.nbytes for file in checkpoint.commit.packs}
     session.remember_blocks(attempt, _ALGORITHM, StepBlocks(found, packs))
     session.note_committed(attempt.step, checkpoint.commit.files(), 1)
-    session.lease.writer.end_attempt(attempt)
+    session.writer_lease.end_attempt(attempt)
     session.sweep(options.keep, attempt.step, committer.replaced_files)
 
 

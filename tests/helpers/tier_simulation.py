@@ -224,7 +224,7 @@ class TierSimulation:
             self.saves += 1
             if tiers.is_due_by_number(step):
                 self._due[process] = self._newest
-                self._generations[process] = tiers._open_tiers[-1].session.lease.writer.generation
+                self._generations[process] = tiers._open_tiers[-1].session.writer_lease.generation
 
     def _abandon_later_saves(self, tiers: TierManager) -> None:
         """If the job restored an older step than the newest, its first save or clean end abandons what was saved after that."""
@@ -249,7 +249,7 @@ class TierSimulation:
 
     def _is_newest(self, tiers: TierManager) -> bool:
         """Return whether no later job or drain has taken over the repository of record."""
-        return self._newest_generation() <= tiers._open_tiers[-1].session.lease.writer.generation
+        return self._newest_generation() <= tiers._open_tiers[-1].session.writer_lease.generation
 
     def _newest_generation(self) -> int:
         return lease_records.newest_generation(self._plain(self._record))

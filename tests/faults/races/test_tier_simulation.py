@@ -79,7 +79,7 @@ def a_copy_is_committed_before_its_packs(patch: pytest.MonkeyPatch) -> None:
     copy_files = copy_step._copy_files
 
     def publish_first(checkpoint: Any, target: Any, progress: Any) -> int:
-        copy_step.commit_publication.publish_commit(target.repo, target.lease.writer, checkpoint.commit, lambda _: None)
+        copy_step.commit_publication.publish_commit(target.repo, target.writer_lease, checkpoint.commit, lambda _: None)
         return copy_files(checkpoint, target, progress)
 
     patch.setattr(copy_step, "_copy_files", publish_first)
@@ -98,7 +98,7 @@ def a_fenced_copier_commits(patch: pytest.MonkeyPatch) -> None:
     promote = copy_step.promote
 
     def promote_unchecked(source: Any, step: int, target: Any, *options: Any) -> bool:
-        target.lease.writer.require_newest = lambda: None
+        target.writer_lease.require_newest = lambda: None
         return promote(source, step, target, *options)
 
     patch.setattr(background_copier, "promote", promote_unchecked)
@@ -109,7 +109,7 @@ def a_fenced_job_frees_the_memory(patch: pytest.MonkeyPatch) -> None:
 
     def free_unchecked(tiers: Any, *arguments: Any) -> None:
         for tier in tiers:
-            tier.session.lease.writer.require_newest = lambda: None
+            tier.session.writer_lease.require_newest = lambda: None
         free_memory(tiers, *arguments)
 
     patch.setattr(manager, "free_memory", free_unchecked)

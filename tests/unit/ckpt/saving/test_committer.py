@@ -121,13 +121,13 @@ def test_the_record_keeps_what_automatic_encoding_chose(root: Path) -> None:
     digests = compute_digests(flat, plan.specs, plan.leaves, False, plan.buffers, 0)
     codec = CodecChoice("float32", None, "faster", None, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0)
     difference = DifferenceChoice("int8", True, "faster", 0.5, 1.0, None, 1.0, 1.0, 0.0)
-    committer = Committer(session, session.lease.begin_attempt(3), 3, Options(), flat, digests)
+    committer = Committer(session, session.group_lease.begin_attempt(3), 3, Options(), flat, digests)
     rows = manifest_encoding.build_table(plan.columns, [])
     committer.commit(rows, "xxh3-128", {}, 0, sharded=False, choices=AutomaticChoices((codec,), (difference,)))
     commit = ckpt.open(root)[3].commit
     assert (commit.codec_choices, commit.difference_choices) == ((codec,), (difference,))
     assert (commit.leaves, commit.raw_bytes, commit.written_bytes) == (0, 0, 0)
-    session.lease.release()
+    session.group_lease.release()
 
 
 def test_a_step_that_this_process_has_committed_counts_as_complete(root: Path) -> None:
