@@ -203,7 +203,7 @@ class _Slice(io.RawIOBase):
 def _nested(flat: dict[str, Any], paths: object) -> Any:
     """Return the values in the dicts and lists that DCP has flattened; `paths` has the keys of each name.
 
-    Raises ValueError where the keys of a value are unusable, or those of another value.
+    Raises ValueError if the keys of a value are unusable, or those of another value.
     """
     if not isinstance(paths, dict) or not set(flat) <= paths.keys():
         return flat

@@ -45,7 +45,7 @@ def refuse_damage(where: object, advice: str) -> Iterator[None]:
 
 
 def read_pointer(path: Path) -> str:
-    """Return the text of a small file that names the newest checkpoint. Raises CkptError where it is not text."""
+    """Return the text of a small file that names the newest checkpoint. Raises CkptError if it is not text."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +61,7 @@ def insert(root: dict[Any, Any] | list[Any], keys: Sequence[Any], value: object,
 
     names: how many values the state has, which limits the length of its lists.
 
-    Raises ValueError where another value has these keys, or the first of them.
+    Raises ValueError if another value has these keys, or the first of them.
     """
     node: Any = root
     for i, key in enumerate(keys):

@@ -33,7 +33,7 @@ _ADVICE = {
 
 
 def read_source(source: Path, requested: str | None, only: tuple[str, ...] = ()) -> Any:
-    """Return the state of a source; raise CkptError where its format can't be imported.
+    """Return the state of a source; raise CkptError if its format can't be imported.
 
     requested: one of FORMATS; None to recognise it.
     only: patterns of the names to read; empty for all.

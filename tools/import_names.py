@@ -14,7 +14,7 @@ from ckpt.tools.export_names import ExportNames
 def renamed(state: Any, names: ExportNames, source: Path) -> Any:
     """Return one dict of all names of a state, as a state_dict; the state itself if no name changes.
 
-    Raises CkptError where two entries get one name, or no entry is left.
+    Raises CkptError if two entries get one name, or no entry is left.
     """
     if not names.changes:
         return state

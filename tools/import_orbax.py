@@ -73,7 +73,7 @@ def read_state(source: Path) -> Any:
 
 
 def _nested(entries: list[tuple[list[str | int], str]], arrays: _Arrays) -> Any:
-    """Return the values in dicts and lists; raise ValueError where the keys of a value are unusable or taken."""
+    """Return the values in dicts and lists; raise ValueError if the keys of a value are unusable or taken."""
     root: Any = [] if entries and entries[0][0] and isinstance(entries[0][0][0], int) else {}
     for keys, value_type in entries:
         if not keys:

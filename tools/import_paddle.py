@@ -51,7 +51,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _converted(state: Any, path: Path) -> Any:
-    """Return the state of a file as paddle.load returns it; raise CkptError where its parts do not fit each other."""
+    """Return the state of a file as paddle.load returns it; raise CkptError if its parts do not fit each other."""
     with refuse_damage(path, _COPY_ADVICE):
         return _as_loaded(state)
 

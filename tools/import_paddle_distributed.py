@@ -126,7 +126,7 @@ class _Files:
         """The names that Paddle gave the tensors, such as `linear_0.w_0`, by their names in the state."""
 
     def array(self, file: str | None, name: str, where: str) -> Any:
-        """Return the array of a tensor in a file; raise CkptError where it is missing."""
+        """Return the array of a tensor in a file; raise CkptError if it is missing."""
         if file is None:
             raise CkptError(f"{where} has a part that is in none of the files of the ranks: {_COPY_ADVICE}")
         if not isinstance(file, str) or not _FILE_OF_RANK.fullmatch(file):

@@ -153,7 +153,7 @@ _OPCODES = frozenset(b"\x80\x95.(012N\x88\x89IJKML\x8a\x8bFGVX\x8c\x8dBC\x8e)t\x
 
 
 def _require_bytes(file: IO[bytes], count: int) -> None:
-    """Raise EOFError where fewer bytes follow in a file."""
+    """Raise EOFError if fewer bytes follow in a file."""
     end = file.tell() + count
     if end > os.fstat(file.fileno()).st_size:
         raise EOFError(f"it ends before byte {end}")

@@ -147,7 +147,7 @@ def read_rank_file(path: Path) -> Any:
 
 
 def _require_one_save(folder: Path, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-    """Raise CkptError where the files are of saves of different steps or numbers of ranks, as after a save that was killed."""
+    """Raise CkptError if the files are of saves of different steps or numbers of ranks, as after a save that was killed."""
     counts = {_as_list(each["partition_count"])[0] for each in optimizers}
     if counts != {len(optimizers)}:
         raise CkptError(

@@ -161,7 +161,7 @@ def command(
 
 
 def _choose_format(dest: Path, requested: str | None, hf: bool, hf_options: HfOptions) -> str:
-    """Return the format that the options or the suffix of `dest` name; raise UsageError where they don't fit together."""
+    """Return the format that the options or the suffix of `dest` name; raise UsageError if they don't fit together."""
     if hf and requested not in (None, "hf"):
         raise click.UsageError(f"--hf and --format {requested} exclude each other; leave one out")
     chosen = "hf" if hf else requested or _FORMATS_BY_SUFFIX.get(dest.suffix.lower())

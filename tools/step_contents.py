@@ -156,7 +156,7 @@ def read_contents(checkpoint: Checkpoint, only: Iterable[str] = (), names: Expor
     only: patterns of saved names; empty for all.
     names: which of those names are exported, and the names that they get.
 
-    Raises LeafNotFound for a pattern that matches nothing, and CkptError where two leaves would get one name.
+    Raises LeafNotFound for a pattern that matches nothing, and CkptError if two leaves would get one name.
     """
     only = tuple(only)
     tree = checkpoint.tree()

@@ -70,7 +70,7 @@ def announce(
     """Announce a node until the returned object is closed.
 
     It is no error if etcd does not answer: the node serves without it, and is announced when etcd answers. Raises
-    InvalidArgument where another node is up under this name.
+    InvalidArgument if another node is up under this name.
     """
     check_address(node.address)  # clients would refuse it
     return Announcement(EtcdClient(endpoints, min(5.0, lease_seconds / 3)), check_cluster(cluster), name, node, lease_seconds)

@@ -75,7 +75,7 @@ def domain_of_labels(info: MemberInfo | None) -> tuple[str, ...]:
 
 
 def require_distinct_devices(infos: Mapping[str, MemberInfo], names: Iterable[str], url: str) -> None:
-    """Raise InvalidArgument where two members are the same device: both copies of a file would be lost at once."""
+    """Raise InvalidArgument if two members are the same device: both copies of a file would be lost at once."""
     by_device: dict[str, str] = {}
     for name in names:
         info = infos.get(name)

@@ -53,8 +53,8 @@ class Namespace(NamespaceRecords):
     def list(self, folder: str = "") -> dict[str, RecordHead]:
         """Return the heads of all files and folders below a folder, at any depth, by path, in order.
 
-        Raises Unavailable where so many members are missing, or so many records of a path are damaged, that a file could be
-        overlooked; IntegrityError where a record can't be decoded.
+        Raises Unavailable if so many members are missing, or so many records of a path are damaged, that a file could be
+        overlooked; IntegrityError if a record can't be decoded.
         """
         prefix = f"/{check_path(folder)}/" if folder else "/"
         if not self.exists():
@@ -116,7 +116,7 @@ class Namespace(NamespaceRecords):
             )
 
     def publish(self, publication: Publication, relink: Relink = lambda file: file) -> PathRecord:
-        """Publish a record, as `Publisher.publish` does. Raises StoreError where members were removed meanwhile."""
+        """Publish a record, as `Publisher.publish` does. Raises StoreError if members were removed meanwhile."""
         check_path(publication.path)
         outcome = self._publisher.publish(publication, relink)
         if isinstance(outcome, MembersRemoved):
@@ -189,7 +189,7 @@ class Namespace(NamespaceRecords):
         """Mark a file by this rename token. Return it, and whether no other rename may give its objects to another path.
 
         The token of another rename, which was interrupted or runs now, is replaced, so that it knows that there are two. A file
-        without objects has no token. Raises StoreError where the file was changed.
+        without objects has no token. Raises StoreError if the file was changed.
         """
         is_only_rename = True
         while file.layout is not None and file.rename_token != token:
@@ -244,7 +244,7 @@ class Namespace(NamespaceRecords):
     ) -> PathRecord:
         """Write a whole file, atomically and durably, and return its record.
 
-        By default it replaces any file at the path. new: raise AlreadyExists where a file exists. replaces: raise Changed where
+        By default it replaces any file at the path. new: raise AlreadyExists if a file exists. replaces: raise Changed where
         the path has not this version. redundancy: default is that of the namespace.
         """
         view = memoryview(data).cast("B")
@@ -271,8 +271,8 @@ class Namespace(NamespaceRecords):
         """Return a writer of a file, which exists after its `commit`.
 
         redundancy: the default is that of the namespace. size_hint: the expected bytes. aligned: each append starts at a
-        multiple of 4 KiB. new: the commit raises AlreadyExists where a file exists. base: append to this file. replaces: the
-        commit raises Changed where the path has not this version.
+        multiple of 4 KiB. new: the commit raises AlreadyExists if a file exists. base: append to this file. replaces: the
+        commit raises Changed if the path has not this version.
         """
         redundancy = redundancy or self.config.redundancy
         if base is not None and base.layout is not None:
@@ -283,7 +283,7 @@ class Namespace(NamespaceRecords):
         return FileWriter(self.member_io, self._publisher, path, redundancy, condition, size_hint=size_hint, aligned=aligned)
 
     def open(self, path: str) -> FileReader:
-        """Return a reader of a file. Raises NotFound where no file exists, and Unavailable where its record can't be read."""
+        """Return a reader of a file. Raises NotFound if no file exists, and Unavailable if its record can't be read."""
         file = self.stat(path)
         if self.host_domain:  # the reader prefers copies near this host
             self.update_domains(0)
@@ -298,8 +298,8 @@ class Namespace(NamespaceRecords):
     def get_versioned(self, path: str, limit: int | None = None) -> tuple[bytes, str]:
         """Return the content of a file and its version, for `put(replaces=…)`; the new content if it is replaced meanwhile.
 
-        Raises NotFound where no file exists, Unavailable where its record or too many fragments can't be read, and
-        IntegrityError where the file is longer than `limit` bytes, or damaged on too many members.
+        Raises NotFound if no file exists, Unavailable if its record or too many fragments can't be read, and
+        IntegrityError if the file is longer than `limit` bytes, or damaged on too many members.
         """
         while True:
             with self.open(path) as reader:

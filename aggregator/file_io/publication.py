@@ -84,9 +84,9 @@ class Publisher:
     def publish(self, publication: Publication, relink: Relink = lambda file: file) -> PathRecord | MembersRemoved:
         """Publish a record, and return it as it is at the path then, or as it was proposed where others have changed the path.
 
-        Returns the removed members for which it was not published, if there are any. Raises AlreadyExists or Changed where the
+        Returns the removed members for which it was not published, if there are any. Raises AlreadyExists or Changed if the
         condition does not hold: then nothing was published. After any other error it may have been published: Unavailable,
-        IntegrityError where the current record can't be read, and StoreError where a repair has deleted its objects, or where
+        IntegrityError if the current record can't be read, and StoreError if a repair has deleted its objects, or where
         its fragments can't be moved off removed members.
         """
         work = _Work(self._records, publication, relink)
@@ -159,7 +159,7 @@ class _Work:
         return value
 
     def _require_not_collected(self) -> None:
-        """Raise Unavailable where an earlier try may have been published, and its tombstone collected."""
+        """Raise Unavailable if an earlier try may have been published, and its tombstone collected."""
         number = self._unsettled_number
         if number is not None and is_collected_since(self._records, self._path, number):
             raise Unavailable(
@@ -190,7 +190,7 @@ class _Work:
         relinked = self._relink(self._proposed)
         if relinked is not None:
             self._proposed = relinked
-        elif not self._is_published_already():  # this raises Unavailable where it can't be known
+        elif not self._is_published_already():  # this raises Unavailable if it can't be known
             raise StoreError(
                 f"{self._path}: it was not published, because a repair has deleted its objects while the writer was stopped; "
                 "write it again"
@@ -280,7 +280,7 @@ class _Work:
         )
 
     def require_published(self, current: PathRecord | None) -> None:
-        """Raise Unavailable, Changed or AlreadyExists where the current record is not what was proposed."""
+        """Raise Unavailable, Changed or AlreadyExists if the current record is not what was proposed."""
         base, url = self._condition.base, self._records.url
         if file_record.has_version(current, self.file.head.version) or (
             self._is_proposed and file_record.has_added_objects(current, self.file, base)

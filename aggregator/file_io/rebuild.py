@@ -46,7 +46,7 @@ def rebuild_fragments(
     Each fragment is checked against its checksums, the new ones too. excluded: members that never take a new fragment.
     allow_partial: a fragment that no member takes keeps its old position, whether it is lost or its member is only down.
 
-    Raises Unavailable where too few fragments are left, and, without `allow_partial`, where there are too few members.
+    Raises Unavailable if too few fragments are left, and, without `allow_partial`, if there are too few members.
     """
     avoided = set(excluded)
     before = layout
@@ -94,7 +94,7 @@ class _Targets:
     def choose(self, key: str, count: int, used: list[str]) -> list[str]:
         """Return `count` members for new fragments of a stripe, none of which is in `used`.
 
-        It prefers members that are up and not avoided. With `allow_partial` it may return fewer. Raises Unavailable where there
+        It prefers members that are up and not avoided. With `allow_partial` it may return fewer. Raises Unavailable if there
         are too few.
         """
         every = [m for m in self.member_io.locations if m.name not in self.excluded]
@@ -281,7 +281,7 @@ class _SourceObjects:
         self._readers: dict[MemberObject, Reader] = {}
 
     def read(self, member_object: MemberObject, fragment: Fragment, data: np.ndarray) -> None:
-        """Fill `data` with a fragment, and verify it. Raises StoreError, and IntegrityError where it is damaged."""
+        """Fill `data` with a fragment, and verify it. Raises StoreError, and IntegrityError if it is damaged."""
         open_member = self._member_io.open_members.get(member_object.member)
         if open_member is None:
             raise Unavailable("it is not a member any more")
@@ -312,7 +312,7 @@ def _make_missing_fragments(
     """Return the missing fragments by number: read from where they were if they can be, else made from the others.
 
     previous: the layout before fragments were lost. memory: arrays for the missing fragments and for as many as a stripe needs.
-    Raises Unavailable where too few fragments can be read.
+    Raises Unavailable if too few fragments can be read.
     """
     redundancy = layout.redundancy
     length = fragment_bytes(stripe.nbytes, redundancy)
@@ -352,7 +352,7 @@ def _make_missing_fragments(
 
 
 def _fragment_checksums(layout: FileLayout, stripe: Stripe, data: np.ndarray) -> bytes:
-    """Return the checksums of a rebuilt fragment. Raises IntegrityError where a copy differs from the other copies."""
+    """Return the checksums of a rebuilt fragment. Raises IntegrityError if a copy differs from the other copies."""
     computed = cell_checksums(data.data)
     if layout.redundancy.data_fragments == 1:
         previous = next((f.cell_checksums for f in stripe.fragments if f is not None), computed)

@@ -30,7 +30,7 @@ def upload_file(
 ) -> None:
     """Copy a file of this host to a namespace.
 
-    parent_check: raises where a file can't be at this path. new: raise AlreadyExists where a file exists. callback: an fsspec
+    parent_check: raises if a file can't be at this path. new: raise AlreadyExists if a file exists. callback: an fsspec
     callback for the progress.
     """
     size = os.path.getsize(local_path)

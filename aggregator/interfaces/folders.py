@@ -28,7 +28,7 @@ class ParentCheck:
         self._valid_until: dict[str, float] = {}  # checked folders, which most files share, and until when each check counts
 
     def check(self, path: str) -> None:
-        """Raise NotADirectoryError where the path is below a file, and InvalidName where it can't name a file."""
+        """Raise NotADirectoryError if the path is below a file, and InvalidName if it can't name a file."""
         check_path(path)
         now = time.monotonic()
         self._valid_until.pop(path, None)

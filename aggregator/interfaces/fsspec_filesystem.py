@@ -69,7 +69,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         fs = fsspec.filesystem("ckpt", members="host1:7070,host2:7070", redundancy="2x")
         fs.pipe("run/a", b"data")
 
-    Raises ValueError where the arguments name no namespace. The methods raise OSError with the error numbers of a file system.
+    Raises ValueError if the arguments name no namespace. The methods raise OSError with the error numbers of a file system.
     """
 
     protocol = NAMESPACE_SCHEME
@@ -90,7 +90,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             self.parent_check = ParentCheck(self.namespace)
 
     def resolve(self, path: str | os.PathLike[str]) -> _ResolvedPath:
-        """Return the namespace of a path of either kind, and the path in it. Raises ValueError where there is no namespace."""
+        """Return the namespace of a path of either kind, and the path in it. Raises ValueError if there is no namespace."""
         text = stringify_path(path)
         if text.startswith(f"{NAMESPACE_SCHEME}://"):
             return self._resolve_in(*split_url(text)[:2])

@@ -182,7 +182,7 @@ def _still_differing(namespace: Namespace, names: Sequence[str]) -> Sequence[str
 def settle_lagging(namespace: Namespace) -> bool:
     """Settle all registers that differ between members, also those that no path has, and return whether none of them differs.
 
-    False also where a member that keeps records does not answer. Raises Unavailable where a register can't be settled.
+    False also where a member that keeps records does not answer. Raises Unavailable if a register can't be settled.
     """
     names: Iterable[str] | None = None  # those that differ; another one that a client changes meanwhile does not count
     for seconds in (*_LATE_WRITE_SECONDS, 0.0):

@@ -36,7 +36,7 @@ def drain_member(namespace: Namespace, member: str, progress: ByteProgress = lam
 
     New fragments are still written to the member unless its weight is 0.
 
-    progress: called with the number of bytes just written, from many threads. Raises InvalidArgument where there is no such
+    progress: called with the number of bytes just written, from many threads. Raises InvalidArgument if there is no such
     member, or where it is read-only: it could not delete its objects, and its records would become outdated.
     """
     if member not in namespace.open_members:
@@ -73,7 +73,7 @@ def remove_member(
     """Remove a member from the namespace permanently: its fragments and the records that it keeps move to other members.
 
     is_destroyed: whether its device never comes back. Required in a namespace of two members, where the other can't decide
-    alone. progress: called with the number of bytes just written, from many threads. Raises InvalidArgument where too few
+    alone. progress: called with the number of bytes just written, from many threads. Raises InvalidArgument if too few
     members are left.
     """
     config = namespace.config

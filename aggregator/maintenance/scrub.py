@@ -111,7 +111,7 @@ def scrub_namespace(
     """Compare the records and the objects of all members that answer, and return the report.
 
     verify: also let the members read and verify all fragments. progress: called with the number of bytes just verified.
-    grace_seconds: the age from which objects that no record names are orphans. Raises NotFound where the namespace does not
+    grace_seconds: the age from which objects that no record names are orphans. Raises NotFound if the namespace does not
     exist.
     """
     require_exists(namespace)
@@ -151,7 +151,7 @@ def scrub_namespace(
 
 
 def require_exists(namespace: Namespace) -> None:
-    """Raise NotFound where the namespace does not exist: only a write creates it."""
+    """Raise NotFound if the namespace does not exist: only a write creates it."""
     if not namespace.exists():
         raise NotFound(f"{namespace.url} is empty: nothing was ever written to it; check that the URL names all its members")
 

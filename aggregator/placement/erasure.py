@@ -46,7 +46,7 @@ class ErasureCode:
     def reconstruct(self, fragments: Mapping[int, ByteArray], missing_fragments: Mapping[int, ByteArray]) -> None:
         """Fill the arrays of `missing_fragments` from any k other fragments, data or parity. All have the same length.
 
-        Both mappings are by fragment number. Raises StoreError where fewer than k fragments are given.
+        Both mappings are by fragment number. Raises StoreError if fewer than k fragments are given.
         """
         have = tuple(sorted(fragments))[: self.data]
         if len(have) < self.data:

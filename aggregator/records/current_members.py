@@ -68,7 +68,7 @@ class Membership:
     def answers(self, seconds: float) -> bool:
         """Return whether the namespace exists according to the members that answer within this time. The others count as down.
 
-        Raises Unavailable where more members do not answer than may be lost.
+        Raises Unavailable if more members do not answer than may be lost.
         """
         calls = {name: partial(registers.scan, record_ring.RING_PREFIX) for name, registers in self._member_registers.items()}
         answers, errors = self.fan_out.ask(calls, seconds)
@@ -104,7 +104,7 @@ class Membership:
     def _open_ring_members(self, found: record_ring.RecordRing) -> bool:
         """Open the members of a ring that the configuration lacks, and return whether there were any. Needs `_ring_lock`.
 
-        Raises Unavailable where the name of such a member is not its address.
+        Raises Unavailable if the name of such a member is not its address.
         """
         unconfigured = [location for name, location in found.all_members.items() if name not in self._member_registers]
         if unknown := [location.name for location in unconfigured if not is_address(location.name)]:
@@ -169,5 +169,5 @@ class Membership:
         return tuple(replace(s, domain=self._domains.get(s.name, s.domain)) for s in locations)
 
     def check_devices(self, names: Iterable[str]) -> None:
-        """Raise InvalidArgument where two of these members are the same device."""
+        """Raise InvalidArgument if two of these members are the same device."""
         require_distinct_devices(self._infos, names, self.url)

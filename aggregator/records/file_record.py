@@ -263,7 +263,7 @@ def encode_record(file: PathRecord) -> RegisterValue:
 
 
 def decode_record_head(path: str, data: bytes) -> RecordHead:
-    """Return the head of the record of a path. Raises IntegrityError where it can't be read."""
+    """Return the head of the record of a path. Raises IntegrityError if it can't be read."""
     try:
         kind, nbytes, created, modified, version, history = msgpack.unpackb(data)
         return RecordHead(_RECORD_KINDS[kind], nbytes, created, modified, version, tuple(history))
@@ -274,7 +274,7 @@ def decode_record_head(path: str, data: bytes) -> RecordHead:
 
 
 def decode_record(path: str, value: RegisterValue) -> PathRecord:
-    """Return the record of a path: the inverse of `encode_record`. Raises IntegrityError where it can't be read."""
+    """Return the record of a path: the inverse of `encode_record`. Raises IntegrityError if it can't be read."""
     head = decode_record_head(path, value.head)
     if not value.body:
         return PathRecord(head)

@@ -62,7 +62,7 @@ class NamespaceRecords(Membership):
         """Return the records of all names with a prefix by member, without bodies, and the errors of members without an answer.
 
         wait_for_all: also wait for members whose answers are not needed. is_fencing: fence each member before it lists, so that
-        it accepts no change of an earlier ring that is not in its list. Raises Unavailable where so many members are missing
+        it accepts no change of an earlier ring that is not in its list. Raises Unavailable if so many members are missing
         that a name could be overlooked.
         """
         return self._replicated_registers.retry_outdated(partial(self._scan_by_ring, prefix, wait_for_all, is_fencing))

@@ -154,7 +154,7 @@ def _find_once(
     """Return the newest ring of a namespace; None where all members answer and none has a ring.
 
     open_members: called with a ring that names members which `registers` lacks; returns whether it added them. Raises
-    Unavailable where too few members answer to be sure, and InvalidArgument where they belong to different namespaces.
+    Unavailable if too few members answer to be sure, and InvalidArgument if they belong to different namespaces.
     """
 
     def read_rings(member_registers: Registers) -> RingAnswers:
@@ -247,7 +247,7 @@ def _founding_replica_set(ring: RecordRing) -> ReplicaSet:
 def publish_ring(registers: Mapping[str, Registers], ring: RecordRing, fan_out: FanOut, seconds: float) -> Collection[str]:
     """Write an agreed ring to all of its members, and return the names of those that have it.
 
-    Another client that finds the ring writes it to the others later. Raises Changed where a member has another final ring.
+    Another client that finds the ring writes it to the others later. Raises Changed if a member has another final ring.
     """
     value = encode_ring(ring)
     calls = {n: partial(registers[n].learn, ring.register_name, value) for n in ring.all_members if n in registers}
@@ -316,7 +316,7 @@ def encode_ring(ring: RecordRing) -> RegisterValue:
 
 
 def decode_ring(value: RegisterValue) -> RecordRing:
-    """Return the ring of a register's value. Raises IntegrityError where it can't be read."""
+    """Return the ring of a register's value. Raises IntegrityError if it can't be read."""
     try:
         return _unpack_ring(*msgpack.unpackb(value.head))
     except (ValueError, TypeError, RecursionError) as error:

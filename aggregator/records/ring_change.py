@@ -47,7 +47,7 @@ def change_ring(
     comes back; required in a namespace of two members, where the other can't decide alone. progress: called with the number of
     records just moved. tolerated_losses: how many members may be lost, if that is more than before.
 
-    Raises InvalidArgument, Unavailable, and Changed where another client changed the ring at the same time.
+    Raises InvalidArgument, Unavailable, and Changed if another client changed the ring at the same time.
     """
     records.invalidate_ring()
     old = records.ring
@@ -78,7 +78,7 @@ def change_ring(
 def ensure_record_redundancy(records: NamespaceRecords, redundancy: Redundancy) -> None:
     """Make sure that records tolerate as many losses as files with this redundancy: enlarge their replica sets if needed.
 
-    If several clients find it necessary, one does it and the others wait. Raises Unavailable where too few members answer.
+    If several clients find it necessary, one does it and the others wait. Raises Unavailable if too few members answer.
     """
     tolerated, patience = redundancy.tolerated_losses, records.config.credentials.deadline_seconds
     last_epoch, takeover_at = 0, 0.0

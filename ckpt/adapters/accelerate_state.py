@@ -17,7 +17,7 @@ class PreparedObjects:
     """The objects that an Accelerator has prepared. It replaces two methods of the Accelerator, to see fetches of batches."""
 
     def __init__(self, accelerator: Any) -> None:
-        """Raises InvalidArgument where ckpt does not save the engine of the Accelerator."""
+        """Raises InvalidArgument if ckpt does not save the engine of the Accelerator."""
         _require_supported(accelerator)
         self._accelerator = accelerator
         self._positions: dict[int, LoaderPosition] = {}

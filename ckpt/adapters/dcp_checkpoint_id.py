@@ -21,7 +21,7 @@ class StepAddressed:
 
 
 def _step_of(checkpoint_id: object) -> int:
-    """Return the number of the step; raise InvalidArgument where the id is not a number."""
+    """Return the number of the step; raise InvalidArgument if the id is not a number."""
     text = str(checkpoint_id)
     if not text.isdecimal():
         raise InvalidArgument(

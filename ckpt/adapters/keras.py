@@ -245,7 +245,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             self._model._initial_epoch, self._resume = saved.epoch, resume
 
     def _require_first_of_process(self, checkpointer: Checkpointer) -> None:
-        """Raise InvalidArgument where a fit would be skipped because another callback has ended one in this process."""
+        """Raise InvalidArgument if a fit would be skipped because another callback has ended one in this process."""
         url = checkpointer.repository.url
         if url in _urls_of_ended_fits and not self._has_ended_fit:
             self._checkpointer = None

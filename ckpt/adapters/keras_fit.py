@@ -77,7 +77,7 @@ def build_from_data(model: Any, iterator: Any) -> None:
 
 
 def read_batches(data: Iterator[Any], number: int) -> Any:
-    """Read batches of an iterator; return the last one. Raises CkptError where there is none."""
+    """Read batches of an iterator; return the last one. Raises CkptError if there is none."""
     batch = None
     for _ in range(number):
         item = next(data, _END)
@@ -90,7 +90,7 @@ def read_batches(data: Iterator[Any], number: int) -> Any:
 
 
 def require_position(read: int, saved: int) -> None:
-    """Raise CkptError where fewer batches were read than are done in the saved epoch."""
+    """Raise CkptError if fewer batches were read than are done in the saved epoch."""
     if read < saved:
         raise CkptError("the data ends before the position of the saved step: give fit the data that it had then")
 

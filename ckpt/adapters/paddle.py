@@ -93,7 +93,7 @@ class ModelState:
         saved: the part of the saved state that is loaded, with a `ckpt.format.manifest.Saved` in place of each array.
         everything: whether that is the whole saved state. Otherwise, entries that are not in it keep their values.
 
-        Raises ValueError where the optimizer is of another kind than the saved one.
+        Raises ValueError if the optimizer is of another kind than the saved one.
         """
         target = self.state_dict()
         self._cleared = []

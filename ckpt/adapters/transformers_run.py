@@ -263,7 +263,7 @@ class TrainerRun:
                     vars(callback).update(state.get("attributes", {}))
 
     def _require_position(self) -> None:
-        """Raise InvalidArgument where this version of transformers can't continue in the saved pass of a stream."""
+        """Raise InvalidArgument if this version of transformers can't continue in the saved pass of a stream."""
         passes = self._resume_position[0] if self._resume_position else 0
         # CkptTrainer itself has this method in each version, so only the class of transformers shows whether it is called.
         if passes and not has_length(self._trainer.train_dataset) and not hasattr(Trainer, "_init_training_state"):

@@ -77,7 +77,7 @@ def verify_stored_block(
 
     name: the pack. compute_slot: a context that is entered while this computes and does not wait for the store.
 
-    Raises IntegrityError where the block is not as it was written, and StoreError where the store fails.
+    Raises IntegrityError if the block is not as it was written, and StoreError if the store fails.
     """
     where = f"{store.url}/{name}, block at byte {block.position},"
     at_once = block.codec is not None and is_cryptographic(algorithm)  # the digest is that of the decoded bytes

@@ -208,7 +208,7 @@ def plan_reads(manifest: Manifest, targets: Sequence[Target], where: str) -> lis
 
     where: the step, for messages.
 
-    Raises IntegrityError where the rows of a leaf do not cover its target.
+    Raises IntegrityError if the rows of a leaf do not cover its target.
     """
     with collector_paused():
         return _plan_reads(manifest, targets, where)

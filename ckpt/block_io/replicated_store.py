@@ -123,7 +123,7 @@ def from_nearest(
 ) -> T:
     """Return the result of `read` for the nearest copy that exists, can be read, and passes its check.
 
-    read: raises IntegrityError where the copy is bad, chained to NotFound where it is missing.
+    read: raises IntegrityError if the copy is bad, chained to NotFound if it is missing.
     name, position: the file and the block to read. A copy that was bad before is not read again, unless it is the last.
     missing: (URL, name) of copies that do not exist; the caller keeps it between calls.
 

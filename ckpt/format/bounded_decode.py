@@ -35,7 +35,7 @@ def decode(codec: Codec, config: dict[str, Any], stored: memoryview, out: Bytes)
 
     config: the configuration of `codec`.
 
-    Raises IntegrityError where the result has another length than `out`, and any error of the codec where bytes are damaged.
+    Raises IntegrityError if the result has another length than `out`, and any error of the codec where bytes are damaged.
     """
     decoder = _DECODERS.get(config["id"])
     if decoder is not None:
@@ -52,7 +52,7 @@ def decode(codec: Codec, config: dict[str, Any], stored: memoryview, out: Bytes)
 
 @contextmanager
 def memory_errors_raised() -> Iterator[None]:
-    """Raise MemoryError where the Zstandard of numcodecs gets no memory: its RuntimeError looks like that of damaged bytes."""
+    """Raise MemoryError if the Zstandard of numcodecs gets no memory: its RuntimeError looks like that of damaged bytes."""
     try:
         yield
     except RuntimeError as error:

@@ -100,7 +100,7 @@ def _parse_one(option: object) -> str | None:
 
 
 def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
-    """Return the encoded bytes; raise FormatError where the codec fails.
+    """Return the encoded bytes; raise FormatError if the codec fails.
 
     config: the codec, in JSON. itemsize: bytes of one element, for codecs that shuffle bytes.
     """

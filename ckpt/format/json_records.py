@@ -114,7 +114,7 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
 
     where: the file, for messages.
 
-    Raises IntegrityError where a byte was changed or the record is of another kind, and FormatError where a newer version of
+    Raises IntegrityError if a byte was changed or the record is of another kind, and FormatError if a newer version of
     the format wrote it.
     """
     if len(data) > MAX_RECORD_BYTES:

@@ -59,7 +59,7 @@ class LeafTotal(NamedTuple):
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Open a Parquet manifest; raise IntegrityError where it is not one. where: the file, for messages."""
+    """Open a Parquet manifest; raise IntegrityError if it is not one. where: the file, for messages."""
     groups, metadata = manifest_parquet.read_row_groups(data, where)
     for name in ("format", "digest"):
         if name not in metadata:
@@ -133,7 +133,7 @@ class Manifest:
     def bytes_of_leaves(self) -> dict[str, float]:
         """Return the bytes of all pieces of each leaf, as floats, since sums of forged numbers must not overflow.
 
-        Raises IntegrityError where a piece states more bytes than its block has, or a block more than the maximum.
+        Raises IntegrityError if a piece states more bytes than its block has, or a block more than the maximum.
         """
         if self._leaf_bytes is None:
             index = self._index()
@@ -154,7 +154,7 @@ class Manifest:
 
         queries: a leaf, and a box of it or None for all rows. A leaf that the manifest does not have gets no rows.
 
-        Raises IntegrityError where a found row is not a box of its array.
+        Raises IntegrityError if a found row is not a box of its array.
         """
         index = self._index()
         names, boxes = [name for name, _ in queries], [box for _, box in queries]
@@ -324,7 +324,7 @@ class Manifest:
         return which[keep], rows[keep]
 
     def _check_lengths(self, table: pa.Table) -> None:
-        """Raise IntegrityError where a row states impossible lengths."""
+        """Raise IntegrityError if a row states impossible lengths."""
         names = ("position", "stored", "raw", "start", "nbytes")
         position, stored, raw, start, nbytes = (arrow_columns.numpy_array(table.column(name)) for name in names)
         plain = np.ones(len(raw), bool)
@@ -343,7 +343,7 @@ class Manifest:
             raise IntegrityError(f"{self.where}: a block without a codec has different stored and raw lengths; {DAMAGE_ADVICE}")
 
     def _check_boxes(self, table: pa.Table) -> None:
-        """Raise IntegrityError where a row is not a box of its array."""
+        """Raise IntegrityError if a row is not a box of its array."""
         (whole, at), (offset, at_offset), (shape, at_shape) = (
             arrow_columns.flat_lists(table.column(n)) for n in manifest_parquet.LIST_COLUMNS
         )

@@ -65,7 +65,7 @@ class RowGroup:
     """Whether it has the columns of bases. Without them, they are read as nulls."""
 
     def read(self, names: Sequence[str] = COLUMNS) -> pa.Table:
-        """Return columns as an Arrow table of the specified types; raise IntegrityError where a type cannot be converted."""
+        """Return columns as an Arrow table of the specified types; raise IntegrityError if a type cannot be converted."""
         import pyarrow as pa
 
         missing = () if self.has_bases else [name for name in names if name in BASE_COLUMNS]
@@ -107,7 +107,7 @@ def _max_memory(data: bytes) -> int:
 
 
 def require_plausible(data: bytes) -> Footer:
-    """Return the footer of a Parquet file; raise ValueError where it claims too many rows or bytes for its length.
+    """Return the footer of a Parquet file; raise ValueError if it claims too many rows or bytes for its length.
 
     The footer and the header of each page claim lengths, and Arrow allocates what the pages claim.
     """
@@ -142,7 +142,7 @@ def write_part(table: pa.Table, metadata: dict[str, str]) -> bytes:
 
 
 def read_part(data: bytes, where: str) -> pa.Table:
-    """Return the table that `write_part` wrote; raise IntegrityError where `data` is not one."""
+    """Return the table that `write_part` wrote; raise IntegrityError if `data` is not one."""
     import pyarrow as pa
 
     with _raising_integrity_error(where):
@@ -263,7 +263,7 @@ def _open_parquet(data: bytes) -> pq.ParquetFile:
 
 
 def _without_dictionaries(table: pa.Table, most: int) -> pa.Table:
-    """Return the table with binary columns without dictionaries; raise ValueError where they need more than `most` bytes."""
+    """Return the table with binary columns without dictionaries; raise ValueError if they need more than `most` bytes."""
     import pyarrow as pa
 
     encoded = [name for name in BINARY_COLUMNS if name in table.column_names and pa.types.is_dictionary(table[name].type)]
@@ -311,7 +311,7 @@ def _cast_to_specified(table: pa.Table) -> pa.Table:
 
 
 def _target_type(found: pa.DataType, name: str) -> pa.DataType:
-    """Return the type to which a column of type `found` is cast; raise TypeError where it cannot be cast."""
+    """Return the type to which a column of type `found` is cast; raise TypeError if it cannot be cast."""
     import pyarrow as pa
 
     types = pa.types

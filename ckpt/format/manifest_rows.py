@@ -79,7 +79,7 @@ BlockLocation = tuple[str, int, int, str | None, int | None, BaseBlock | None]
 
 
 def rows_of_table(table: pa.Table, where: str) -> list[Row]:
-    """Return the rows of a table with all columns; raise IntegrityError where a base is invalid. where: the manifest."""
+    """Return the rows of a table with all columns; raise IntegrityError if a base is invalid. where: the manifest."""
     columns = {name: arrow_columns.python_values(table.column(name)) for name in table.column_names}
     boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
     made: Mapping[str, Iterable[Any]] = {**columns, "box": boxes, "base": bases_of_columns(columns, table.num_rows, where)}
@@ -96,7 +96,7 @@ def locations_of_table(table: pa.Table, where: str) -> Iterable[BlockLocation]:
 
 
 def bases_of_columns(columns: Mapping[str, Iterable[Any]], row_count: int, where: str) -> Iterable[BaseBlock | None]:
-    """Return the base of each row, None for a block in full; raise IntegrityError where one is invalid.
+    """Return the base of each row, None for a block in full; raise IntegrityError if one is invalid.
 
     columns: values by the name of the column; those of the bases may be missing. where: the manifest.
     """

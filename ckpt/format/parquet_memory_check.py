@@ -71,7 +71,7 @@ class PageHeader(NamedTuple):
 
 
 def page_headers(data: bytes, begin: int, end: int) -> Iterator[PageHeader]:
-    """Yield the headers of the pages in bytes [begin, end) of a file; raise ValueError where they are malformed."""
+    """Yield the headers of the pages in bytes [begin, end) of a file; raise ValueError if they are malformed."""
     if not 0 <= begin <= end <= len(data):
         raise ValueError("a column lies beyond the end of the file")
     while begin < end:

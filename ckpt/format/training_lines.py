@@ -51,7 +51,7 @@ class TrainingLine:
 
 
 def parse_line(number: int, left: Ancestry) -> TrainingLine:
-    """Return the line from the fields `line` and `left` of a record; raise ValueError where they are invalid."""
+    """Return the line from the fields `line` and `left` of a record; raise ValueError if they are invalid."""
     found = TrainingLine(number, tuple((older, last) for older, last in left))
     for older, last in ((number, -1), *found.ancestry):
         if type(older) is not int or type(last) is not int or not 0 <= older <= number or last < -1:

@@ -21,7 +21,7 @@ _EXPIRY_SECONDS = 86400.0
 
 
 def write(key: str, data: bytes) -> None:
-    """Write a note, cut to 64 KiB; raise OSError where that fails."""
+    """Write a note, cut to 64 KiB; raise OSError if that fails."""
     if not os.access(_BASE, os.W_OK):
         return
     folder = _folder()

@@ -35,7 +35,7 @@ class ProcessIdentity:
 def _read_proc_file(path: str, raise_unreadable: bool = False) -> str:
     """Return the text of a file of /proc; "" where it does not exist or cannot be read.
 
-    raise_unreadable: raise StoreError where this process lacks file descriptors or memory, since that does not mean that the
+    raise_unreadable: raise StoreError if this process lacks file descriptors or memory, since that does not mean that the
         file is missing.
     """
     try:
@@ -50,7 +50,7 @@ def _read_proc_file(path: str, raise_unreadable: bool = False) -> str:
 def process_start_ticks(pid: int, raise_unreadable: bool = False) -> str:
     """Return the start time of a process in clock ticks since boot, field 22 of /proc/<pid>/stat; "" if it has ended.
 
-    raise_unreadable: raise StoreError where this process cannot read /proc now. Needed to decide whether another process is
+    raise_unreadable: raise StoreError if this process cannot read /proc now. Needed to decide whether another process is
         dead, not to describe this one.
     """
     fields = _read_proc_file(f"/proc/{pid}/stat", raise_unreadable).rpartition(")")[2].split()
@@ -88,7 +88,7 @@ def is_alive(process: ProcessIdentity, observer: ProcessIdentity) -> bool | None
     Only the boot id proves that both are on one host. Several hosts may have one name ("localhost", clones of an image), so a
     different boot id may mean another running host rather than an earlier boot of this one.
 
-    Raises StoreError where this process cannot read /proc now.
+    Raises StoreError if this process cannot read /proc now.
     """
     if (process.host, process.boot, process.namespace) != (observer.host, observer.boot, observer.namespace):
         return None

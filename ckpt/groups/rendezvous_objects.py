@@ -51,7 +51,7 @@ def get_objects(store: Store, names: Sequence[str], limit: int) -> list[bytes | 
 def get_object(store: Store, name: str, limit: int = MAX_MARKER_BYTES) -> bytes | None:
     """Return an object; None where it does not exist, and b"" for a marker that is too long.
 
-    Raises GroupError where data of a gather are too long.
+    Raises GroupError if data of a gather are too long.
     """
     try:
         return store.get_up_to(name, limit)

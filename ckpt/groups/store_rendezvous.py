@@ -85,7 +85,7 @@ class StoreRendezvous:
         return self._store.url
 
     def _poll_peers(self) -> Iterator[bool]:
-        """`_poll_times`; raise GroupError where another rank left a note that it cannot reach the store."""
+        """`_poll_times`; raise GroupError if another rank left a note that it cannot reach the store."""
         for is_long in _poll_times(self._timeout):
             self._notes.raise_failure()
             yield is_long
@@ -195,7 +195,7 @@ class StoreRendezvous:
 
         A rank that died and was started again has two hellos. Rank 0 waits where a hello may belong to another job.
 
-        Raises GroupError where two live processes have the same rank.
+        Raises GroupError if two live processes have the same rank.
         """
         me, wait_seconds = self._own_hello, 0.0
         names = [f"{folder}/hello-{rank}-{token}" for rank, tokens in hellos.items() for token in tokens]
@@ -223,7 +223,7 @@ class StoreRendezvous:
     # --- gathers -----------------------------------------------------------------------------------------------
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank, in the order of ranks; raise GroupError where a rank is missing or dead."""
+        """Return the bytes of every rank, in the order of ranks; raise GroupError if a rank is missing or dead."""
         number = self._gather_count
         self._gather_count += 1
         mine = f"{self._folder}/{number}-{self._group.rank}"

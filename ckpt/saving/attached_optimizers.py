@@ -31,7 +31,7 @@ class AttachedOptimizers:
         """By the address of a storage: its bytes that belong to them, as separate ranges in order; None until needed."""
 
     def add(self, optimizer: object) -> None:
-        """Attach an optimizer, or the one inside of wrappers; raise CkptError where there is no torch optimizer."""
+        """Attach an optimizer, or the one inside of wrappers; raise CkptError if there is no torch optimizer."""
         inner, hook = _register_step_hook(optimizer, self._before_step)
         self._hooks.append(hook)
         self._optimizers.append(inner)

@@ -98,7 +98,7 @@ def find_alias_notes(
     addresses: `ArrayLeaf.address()` of each leaf.
     rank: the rank of this process in its group, else None. Sharing may differ between ranks, so each rank names its own groups.
 
-    Raises UnsupportedLeaf where a shard shares memory with anything but the same shard: other ranks may not share it.
+    Raises UnsupportedLeaf if a shard shares memory with anything but the same shard: other ranks may not share it.
     """
     if None not in addresses and _are_disjoint(addresses, [leaf.nbytes for leaf in leaves.values()]):  # as in most states
         return {}

@@ -30,7 +30,7 @@ def rename_tree(tree: Node, like: Any, rename: Rename, selector: Callable[[str],
     selector: which entries to load, by name in `like`; None for all.
     where: the repository and step, for messages.
 
-    Raises LeafNotFound where `tree` lacks an entry that `selector` selects.
+    Raises LeafNotFound if `tree` lacks an entry that `selector` selects.
     """
     return _Renamer(tree, like, as_rename_function(rename), selector, where).node(like, "")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def require_saved_names(state: object, saved: object, kind: str) -> None:
-    """Raise ValueError where nested dicts of a state and of a step have different names.
+    """Raise ValueError if nested dicts of a state and of a step have different names.
 
     state: what a load fills: nested dicts of arrays, and of objects with a state of their own, which are not entered.
     saved: the outline of the saved state.

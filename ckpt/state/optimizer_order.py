@@ -44,7 +44,7 @@ class ParametersMismatch(Exception):
 def new_numbers(saved: ParameterNames, current: ParameterNames) -> list[int] | None:
     """Return the current number of the parameter with each saved number; None where none changes or names are unknown.
 
-    Raises ParametersMismatch where only some parameters are the same.
+    Raises ParametersMismatch if only some parameters are the same.
     """
     for old, new in zip(saved, current, strict=True):
         if not old or not new or len(old) != len(new) or len(set(old)) < len(old) or len(set(new)) < len(new):
@@ -68,7 +68,7 @@ def new_groups(saved: Sequence[Collection[int]], current: Sequence[Collection[in
 
     saved, current: for each group its parameters, by their current numbers.
 
-    Raises ParametersMismatch where a current group has no equal saved one.
+    Raises ParametersMismatch if a current group has no equal saved one.
     """
     found = []
     known = {frozenset(members): number for number, members in enumerate(saved)}
@@ -96,7 +96,7 @@ def reorder_state(optimizer: Any, modules: NamedModules, node: Node, state: Node
     node: the saved node of the optimizer, with the names of its parameters.
     state: the node of its `state_dict()`, a part of `node`.
 
-    Raises ParametersMismatch where the parameters or their groups are others than those saved.
+    Raises ParametersMismatch if the parameters or their groups are others than those saved.
     """
     groups = _parameter_groups(state)
     if not groups:

@@ -25,7 +25,7 @@ class Stateful:
     set: Callable[[Any], Any]
     like: Callable[[Any, bool], dict[str, Any]] | None = None
     """Returns the state that a load fills; its arguments are those of `state_dict_like` in
-    `ckpt.loading.target_matching`. It raises TypeError or ValueError where the saved state does not fit."""
+    `ckpt.loading.target_matching`. It raises TypeError or ValueError if the saved state does not fit."""
     replaces: bool = False
     """Whether the object is immutable, so that `set` returns a new object."""
 
@@ -34,7 +34,7 @@ def get_attribute(value: object, name: str) -> Any:
     """Return an attribute of an object of any class, None where the object has none of that name.
 
     Any error counts as a missing attribute unless the class defines it: a dict whose entries are its attributes may raise
-    KeyError. An error that may be temporary, such as MemoryError, is raised. Raises UnsupportedLeaf where the class defines the
+    KeyError. An error that may be temporary, such as MemoryError, is raised. Raises UnsupportedLeaf if the class defines the
     attribute and reading it fails.
     """
     try:
@@ -57,7 +57,7 @@ def method(value: object, name: str) -> Callable[..., Any] | None:
 def as_stateful(value: Any, path: str) -> Stateful | None:
     """Return the functions that read and set the state of `value`, None where it has no state.
 
-    Raises UnsupportedLeaf where reading its `state_dict` attribute fails, or where its framework keeps its state to itself.
+    Raises UnsupportedLeaf if reading its `state_dict` attribute fails, or where its framework keeps its state to itself.
     """
     if isinstance(value, type):
         return None

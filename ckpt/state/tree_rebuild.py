@@ -159,7 +159,7 @@ def _rebuild_bytes(node: Node, _: MakeArray) -> Callable[[], Any]:
 
 
 def scalar_bytes(node: Node) -> bytes:
-    """Return the bytes of a numpy scalar; raise FormatError where their number does not match the dtype."""
+    """Return the bytes of a numpy scalar; raise FormatError if their number does not match the dtype."""
     data = base64.b64decode(node["scalar"])
     if len(data) != numpy_dtype(node["dtype"]).itemsize:
         raise TreeError(f"the tree file has a {node['dtype']} of {len(data)} bytes; {DAMAGE_ADVICE}")

@@ -93,7 +93,7 @@ def compute_function(function: str, *columns: Column | pa.Table, options: Functi
 
 
 def cast(column: Column, kind: pa.DataType) -> Column:
-    """Return the column as one of type `kind`; raise ArrowInvalid where a value does not fit."""
+    """Return the column as one of type `kind`; raise ArrowInvalid if a value does not fit."""
     from pyarrow._compute import CastOptions
 
     return column if column.type == kind else compute_function("cast", column, options=CastOptions.safe(kind))

@@ -49,7 +49,7 @@ class OpenTier:
             self.stored_bytes = stored_step_bytes(self.session.repo)
 
     def require_room(self, step_bytes: int) -> None:
-        """Raise NoSpace where a step of this size would exceed the capacity, which must be known."""
+        """Raise NoSpace if a step of this size would exceed the capacity, which must be known."""
         assert self.capacity_bytes is not None
         if self.stored_bytes + step_bytes > self.capacity_bytes:
             raise NoSpace(

@@ -15,7 +15,7 @@ from ckpt.tiers.tier_spec import Tier, is_host_memory, tier_location
 def open_repositories(url: Url, keep: int | Keep | None, tiers: Sequence[Tier], keys: Keys) -> list[Repository]:
     """Return the repositories of the tiers, the nearest first, and the repository of record at the end.
 
-    Raises InvalidArgument where two of them have the same URL, or where `Keep(copies=…)` is given.
+    Raises InvalidArgument if two of them have the same URL, or where `Keep(copies=…)` is given.
     """
     record = open_repository(url, keys)
     repos = [*(open_repository(tier_location(tier, record.url), keys) for tier in tiers), record]
@@ -30,7 +30,7 @@ def open_repositories(url: Url, keep: int | Keep | None, tiers: Sequence[Tier], 
 
 
 def require_shared_memory(tiers: Sequence[Tier], group: Group) -> None:
-    """Raise InvalidArgument where a tier is the memory of one host, and the ranks are on several."""
+    """Raise InvalidArgument if a tier is the memory of one host, and the ranks are on several."""
     if group.size > 1 and any(map(is_host_memory, tiers)) and not group.one_host():
         raise InvalidArgument(
             'Tier("memory"): the ranks are on several hosts; start them with ckpt-run and the options that it asks for, '

@@ -22,7 +22,7 @@ class UploadWriter(Writer):
 
     @abstractmethod
     def renew(self) -> None:
-        """Renew the lease of the upload. Raises NotFound where the node has discarded the upload."""
+        """Renew the lease of the upload. Raises NotFound if the node has discarded the upload."""
 
 
 class UploadRenewal:

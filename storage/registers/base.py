@@ -98,7 +98,7 @@ class Registers(ABC):
     """The registers of one member. Many threads may use them, and many processes of one host.
 
     Every change is durable when the call returns. Calls that take names answer for each name, in the same order. All calls
-    raise StoreError where they fail.
+    raise StoreError if they fail.
 
     fence_number: that of the caller (`storage/registers/fence_numbers.py`). A member that was fenced by a later number, or has
         made a change by a later one, raises Outdated and changes nothing. 0 is for calls that do not depend on a record ring.

@@ -80,7 +80,7 @@ class Faults:
         return (f for f in self._faults if f.kind == kind and f.begin <= now < f.end and f.names in what)
 
     def raise_if_failing(self, kind: str, what: str) -> None:
-        """Raise Unavailable or StoreError where a call of a store fails now. what: the step."""
+        """Raise Unavailable or StoreError if a call of a store fails now. what: the step."""
         for fault in self._active(kind, what):
             if not fault.names:
                 raise Unavailable(f"{what}: {kind} does not answer")

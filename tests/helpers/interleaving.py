@@ -125,7 +125,7 @@ class RandomScheduler(Scheduler):
 
 
 class Interleaving(Steps):
-    """One run of several actors. check: called after each step; it raises AssertionError where a promise is broken."""
+    """One run of several actors. check: called after each step; it raises AssertionError if a promise is broken."""
 
     def __init__(self, scheduler: Scheduler, check: Callable[[], None] = lambda: None) -> None:
         self._scheduler, self._check = scheduler, check

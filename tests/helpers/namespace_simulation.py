@@ -106,7 +106,7 @@ class NamespaceSimulation:
         return found
 
     def call(self, name: str, call: Callable[[], Any]) -> Any:
-        """Call a member, and return its answer. Raises Unavailable where the request or the reply is lost, or late."""
+        """Call a member, and return its answer. Raises Unavailable if the request or the reply is lost, or late."""
         self.interleaving.step(described(name, call))
         draw = self._draw.random()
         if draw < self._faults:

@@ -139,7 +139,7 @@ class RecoverySimulation:
         """The exit status of each agent that has ended by itself."""
 
     def run(self) -> None:
-        """Let the agents run until all have ended. Raises AssertionError where a promise is broken."""
+        """Let the agents run until all have ended. Raises AssertionError if a promise is broken."""
         world = self.world
         for name, begins_at in world.agents:
             world.sleep_until(name, begins_at)

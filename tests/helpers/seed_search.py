@@ -12,7 +12,7 @@ NOT_FOUND = f"{SEEDS:,} seeds found nothing"
 def first_found(run: Callable[[int], object], promises: Sequence[str], known_seed: int) -> int:
     """Return the first seed that finds a broken promise; -1 if none does. `known_seed` is tried first, then 0 to 2,999.
 
-    run: makes the run of a seed, and raises AssertionError where a promise is broken.
+    run: makes the run of a seed, and raises AssertionError if a promise is broken.
     promises: parts of the messages of which this error must have one.
     """
     for seed in itertools.chain([known_seed], range(SEEDS)):

@@ -92,7 +92,7 @@ class World:
         return current_actor_name()
 
     def step(self, actor: str, what: str) -> None:
-        """Let what happens before this call of an agent happen. Raises Killed where the agent was killed."""
+        """Let what happens before this call of an agent happen. Raises Killed if the agent was killed."""
         self._wakes[actor] = self.now + self.draw.uniform(0.001, 0.02)
         self.interleaving.step(f"{self.now:.2f} {what}")
 
@@ -190,7 +190,7 @@ class World:
         return self.draw.random() < self._loss
 
     def append(self, after: int, drafts: Sequence[Draft]) -> bool:
-        """Append entries after a number, as the run log does. Raises AssertionError where one gives needed memory up."""
+        """Append entries after a number, as the run log does. Raises AssertionError if one gives needed memory up."""
         if after != len(self.log):
             return False
         for draft in drafts:
@@ -217,7 +217,7 @@ class World:
         return [Path(f"/memory/{host}", at.partition(":")[2]) for at in sorted(self.hosts[host].memory & used)]
 
     def free(self, host: str, nodes: Sequence[str]) -> None:
-        """Delete nodes, as an agent does with those that nobody needs. Raises AssertionError where somebody does.
+        """Delete nodes, as an agent does with those that nobody needs. Raises AssertionError if somebody does.
 
         An agent that was stopped may do so long after the log released the nodes. What other hosts have lost since then is no
         fault of the release, which was checked when it was logged.
@@ -354,7 +354,7 @@ class World:
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def check_end(self, statuses: dict[str, int]) -> None:
-        """Raise AssertionError where the run has not ended with success and with its last step saved."""
+        """Raise AssertionError if the run has not ended with success and with its last step saved."""
         ends = [entry for entry in self.log if entry.kind == "end"]
         assert ends, "the run has not ended"
         assert ends[-1].facts["status"] == 0, f"the run ended with status {ends[-1].facts['status']}: {ends[-1].text}"

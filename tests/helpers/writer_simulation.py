@@ -168,7 +168,7 @@ class Takeover:
             self.check()
 
     def check(self) -> None:
-        """Raise AssertionError where a promise is broken now."""
+        """Raise AssertionError if a promise is broken now."""
         store = self._seen.store
         sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
         for step in {int(name.split("/")[1]) for name in sizes if name.endswith("/commit.json")}:

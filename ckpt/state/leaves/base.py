@@ -187,7 +187,7 @@ class ArrayLeaf(ABC):
         return self.value
 
     def target(self) -> ArrayLeaf:
-        """Return the leaf to which a load writes for this leaf of `like`; raise TypeError where it cannot be filled.
+        """Return the leaf to which a load writes for this leaf of `like`; raise TypeError if it cannot be filled.
 
         The target's `finish` returns this leaf's `value` if it is filled in place, else a new object.
         """

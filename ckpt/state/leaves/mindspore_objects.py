@@ -216,7 +216,7 @@ def iterator_state(iterator: Any) -> dict[str, Any]:
 
 
 def _set_iterator(iterator: Any, state: dict[str, Any]) -> None:
-    """Move an iterator to a position; raise ValueError where it would give other batches than the saved one."""
+    """Move an iterator to a position; raise ValueError if it would give other batches than the saved one."""
     seed, batches = int(ms.dataset.config.get_seed()), int(state["batches"])
     if seed != state["seed"]:
         raise ValueError(

@@ -103,7 +103,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def set_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """Set the state of an optimizer; raise ValueError where it does not fit."""
+    """Set the state of an optimizer; raise ValueError if it does not fit."""
     rate = optimizer._learning_rate
     key = "LR_Scheduler" if isinstance(rate, LRScheduler) else "learning_rate"
     if key not in state:

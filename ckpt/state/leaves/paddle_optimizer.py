@@ -29,7 +29,7 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 def state_of(optimizer: Any) -> dict[str, Any]:
-    """Return the tensors of an optimizer by the numbers of its parameters; raise TypeError where one belongs to none."""
+    """Return the tensors of an optimizer by the numbers of its parameters; raise TypeError if one belongs to none."""
     numbers = iter(range(len(parameters_of(optimizer))))
     groups = [{"params": [next(numbers) for _ in group["params"]]} for group in groups_of(optimizer)]
     if isinstance(optimizer, paddle.optimizer.LBFGS):

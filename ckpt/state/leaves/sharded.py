@@ -163,7 +163,7 @@ class ShardedLeaf(ArrayLeaf):
 
 
 def as_leaf(value: Shard) -> ArrayLeaf:
-    """Return the leaf of a `Shard`; raise TypeError where its arrays and boxes do not match."""
+    """Return the leaf of a `Shard`; raise TypeError if its arrays and boxes do not match."""
     from ckpt.state.leaves import as_leaf as leaf_of
 
     leaves = []
@@ -218,7 +218,7 @@ def _flat_shards(leaf: ArrayLeaf, value: Shard) -> list[LeafShard]:
 
 
 def require_in_bounds(part: LeafShard, shape: tuple[int, ...]) -> LeafShard:
-    """Return `part`; raise TypeError where its box is not within an array of `shape` or its memory has another shape."""
+    """Return `part`; raise TypeError if its box is not within an array of `shape` or its memory has another shape."""
     leaf, box, _ = part
     if len(box.offset) != len(shape) or len(leaf.shape) != len(shape):
         raise TypeError(
