@@ -22,7 +22,6 @@ from ckpt.storage.base.file_system_kind import require_local_file_system
 from ckpt.storage.base.fsync import make_durable_root, sync_folder
 from ckpt.storage.base.sqlite_file import open_wal_database
 from ckpt.storage.registers.base import (
-    NO_BALLOT,
     REGISTERS_INCOMPLETE,
     Ballot,
     DamagedRecord,
@@ -45,6 +44,9 @@ from ckpt.storage.registers.base import (
     with_promise,
 )
 from ckpt.storage.registers.fence_numbers import advance_fence, order_key, outdated_message
+
+_FENCE_FACT = "epoch"
+"""The name of the fence number of the member in the table of facts."""
 
 _MAX_BATCH_CALLS = 64
 """The most calls that share a transaction."""
@@ -75,6 +77,7 @@ class SqliteRegisters(Registers):
         """Guards changes of `_connection` and `_owner_pid`, and is held while the connection is used."""
         self._connection: sqlite3.Connection | None = None
         self._owner_pid = os.getpid()
+        # Used without the lock, as each of its calls is atomic.
         self._queued_calls: deque[tuple[Callable[[sqlite3.Connection], object], Future[Any]]] = deque()
 
     def read(self, names: Sequence[str], fence_number: int = 0) -> list[RegisterAnswer]:
@@ -85,7 +88,7 @@ class SqliteRegisters(Registers):
             return [_read_record(db, name) for name in names]
 
     def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
-        def promise(db: sqlite3.Connection) -> list[RegisterAnswer]:
+        def promise_all(db: sqlite3.Connection) -> list[RegisterAnswer]:
             answers: list[RegisterAnswer] = []
             for name in names:
                 record = _read_record(db, name)
@@ -94,12 +97,12 @@ class SqliteRegisters(Registers):
                 answers.append(new or record)
             return answers
 
-        return self._write_in_batch(promise, fence_number)
+        return self._write_in_batch(promise_all, fence_number)
 
     def accept(
         self, values: Sequence[tuple[str, RegisterValue]], ballot: Ballot, repair_damaged: bool = False, fence_number: int = 0
     ) -> list[bool]:
-        def take(db: sqlite3.Connection) -> list[bool]:
+        def accept_all(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for name, value in values:
                 is_accepted = can_accept(_read_record(db, name), ballot, repair_damaged)
@@ -108,10 +111,10 @@ class SqliteRegisters(Registers):
                 answers.append(is_accepted)
             return answers
 
-        return self._write_in_batch(take, fence_number)
+        return self._write_in_batch(accept_all, fence_number)
 
     def change(self, changes: Sequence[DirectChange], writer: str, fence_number: int = 0) -> list[bool]:
-        def take(db: sqlite3.Connection) -> list[bool]:
+        def change_all(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for change in changes:
                 is_changed = can_change_directly(_read_record(db, change.name), change)
@@ -121,7 +124,7 @@ class SqliteRegisters(Registers):
                 answers.append(is_changed)
             return answers
 
-        return self._write_in_batch(take, fence_number)
+        return self._write_in_batch(change_all, fence_number)
 
     def reset(self) -> None:
         with self._lock:
@@ -145,21 +148,21 @@ class SqliteRegisters(Registers):
         return self._write_in_batch(lambda db: _advance_fence(db, fence_number))
 
     def learn(self, name: str, value: RegisterValue) -> None:
-        def note(db: sqlite3.Connection) -> None:
+        def learn_value(db: sqlite3.Connection) -> None:
             if is_final(current := _read_record(db, name)):
                 require_same_value(current, name, value)
             else:
                 _write_record(db, name, final_record(value))
 
-        self._write_in_batch(note)
+        self._write_in_batch(learn_value)
 
     def join_ring(self, fence_number: int, kept_prefix: str) -> None:
-        def begin(db: sqlite3.Connection) -> None:
+        def start_ring(db: sqlite3.Connection) -> None:
             if _advance_fence(db, fence_number):
                 db.execute("DELETE FROM registers WHERE substr(name, 1, ?) <> ?", (len(kept_prefix), kept_prefix))
                 _write_fact(db, "complete", 1)
 
-        self._write_in_batch(begin)
+        self._write_in_batch(start_ring)
 
     def drop(self, names: Sequence[str], fence_number: int) -> None:
         self._write_in_batch(
@@ -167,14 +170,14 @@ class SqliteRegisters(Registers):
         )
 
     def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
-        def forget(db: sqlite3.Connection) -> int:
-            number = _read_fact(db, "epoch")
+        def collect_all(db: sqlite3.Connection) -> int:
+            own_number = _read_fact(db, _FENCE_FACT)
             removed_names = [
-                (name,) for name, ballot in expected_ballots if can_collect(_read_record(db, name), ballot, number)
+                (name,) for name, ballot in expected_ballots if can_collect(_read_record(db, name), ballot, own_number)
             ]
             return db.executemany("DELETE FROM registers WHERE name = ?", removed_names).rowcount if removed_names else 0
 
-        return self._write_in_batch(forget, fence_number)
+        return self._write_in_batch(collect_all, fence_number)
 
     def scan(
         self, prefix: str, after: str = "", limit: int = 10_000, fence_number: int = 0
@@ -188,9 +191,9 @@ class SqliteRegisters(Registers):
                 "WHERE name >= ? AND name < ? AND name > ? ORDER BY name LIMIT ?",
                 (prefix, _prefix_end(prefix), after, limit),
             )
-            number = _read_fact(db, "epoch")
+            own_number = _read_fact(db, _FENCE_FACT)
             found = [(row[0], _decode_head(*row)) for row in rows]
-            return [(name, with_floor_promise(each, number) if isinstance(each, Record) else each) for name, each in found]
+            return [(name, with_floor_promise(each, own_number) if isinstance(each, Record) else each) for name, each in found]
 
     def close(self) -> None:
         with self._lock:
@@ -322,16 +325,16 @@ def _as_store_error(path: str, action: str, error: BaseException) -> BaseExcepti
 
 
 def _require_current_fence(db: sqlite3.Connection, fence_number: int) -> None:
-    if fence_number and order_key(fence_number) < order_key(fence := _read_fact(db, "epoch")):
-        raise Outdated(outdated_message(fence, fence_number))
+    if fence_number and order_key(fence_number) < order_key(own_number := _read_fact(db, _FENCE_FACT)):
+        raise Outdated(outdated_message(own_number, fence_number))
 
 
 def _advance_fence(db: sqlite3.Connection, fence_number: int) -> bool:
     """Fence the member by a number; return whether it is higher than the previous one."""
-    before = _read_fact(db, "epoch")
+    before = _read_fact(db, _FENCE_FACT)
     after = advance_fence(before, fence_number)
     if after != before:
-        _write_fact(db, "epoch", after)
+        _write_fact(db, _FENCE_FACT, after)
     return order_key(after) > order_key(before)
 
 
@@ -347,13 +350,13 @@ def _write_fact(db: sqlite3.Connection, name: str, value: int) -> None:
 def _read_record(db: sqlite3.Connection, name: str) -> RegisterAnswer:
     row = db.execute(_READ_SQL, (name,)).fetchone()
     if row is None:
-        return with_floor_promise(Record(), _read_fact(db, "epoch")) if _read_fact(db, "complete") else REGISTERS_INCOMPLETE
+        return with_floor_promise(Record(), _read_fact(db, _FENCE_FACT)) if _read_fact(db, "complete") else REGISTERS_INCOMPLETE
     promised, accepted, total, head, body = row
     value = None if head is None else RegisterValue(head, body or b"")
     try:
         if record_checksum(name, promised, accepted, value) == total:
             found = Record(decode_ballot(promised), decode_ballot(accepted), value)
-            return found if value is not None else with_floor_promise(found, _read_fact(db, "epoch"))
+            return found if value is not None else with_floor_promise(found, _read_fact(db, _FENCE_FACT))
     except (TypeError, ValueError, AttributeError):
         pass  # SQLite stores any type in any column
     return DamagedRecord("its checksum does not match")
@@ -394,6 +397,3 @@ def _error_advice(error: Exception) -> str:
     if "locked" in text or "locking" in text or "log" in text:
         return "end a process that keeps it locked, or if its file system is not local put a ckpt-node in front of it"
     return "check the disk and the permissions of the folder"
-
-
-assert encode_ballot(NO_BALLOT) < encode_ballot(NO_BALLOT.next_step("a"))

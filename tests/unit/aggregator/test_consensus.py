@@ -46,7 +46,10 @@ SEEDS = [int(os.environ["CKPT_SEED"])] if "CKPT_SEED" in os.environ else range(2
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("members", [1, 2, 3, 5])
 def test_competing_clients_see_one_history(tmp_path: Path, seed: int, members: int) -> None:
-    """Four clients add words to one value over registers that lose calls. Each result is a prefix of the last value."""
+    """Four clients add words to one value over registers that lose calls. Each result is a prefix of the last value.
+
+    The seed varies the lost calls. The order in which threads run varies, too, so a seed may not repeat a failure.
+    """
     draw = random.Random(f"{seed} {members}")
     inner: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(members)}
     rate = draw.choice([0.0, 0.02, 0.1, 0.25])
@@ -56,7 +59,7 @@ def test_competing_clients_see_one_history(tmp_path: Path, seed: int, members: i
 
     def client(number: int) -> None:
         mine = random.Random(f"{seed} {members} {number}")
-        replicated = replicated_registers({n: Flaky(r, mine, rate) for n, r in inner.items()}, 5)
+        replicated = replicated_registers({n: Flaky(r, mine, rate) for n, r in inner.items()}, seconds=5)
         for i in range(8):
             word = f"{number}.{i}"
 
@@ -117,7 +120,7 @@ def test_a_final_value_that_one_member_knows_is_kept(tmp_path: Path, member: str
     assert words(replicated.read(["x"])["x"]) == ["agreed"]
     for register in registers.values():
         register.learn("x", RegisterValue(b"", b"agreed"))
-        assert record(register, "y").accepted.round < 100, "the ballot of other values is unaffected"
+        assert record(register, "y").accepted.round < 100, "far below the round of final values, which is 1 << 60"
 
 
 def test_reads_and_changes_need_a_quorum(tmp_path: Path) -> None:
