@@ -255,7 +255,7 @@ def is_address(name: str) -> bool:
 
 
 def check_config(config: NamespaceConfig) -> NamespaceConfig:
-    """Return the configuration unchanged. Raises InvalidArgument where it contradicts itself."""
+    """Return the configuration unchanged. Raises InvalidArgument if it contradicts itself."""
     names = [member.name for member in config.members]
     if len(set(names)) < len(names):
         duplicate = next(n for n in names if names.count(n) > 1)
@@ -349,7 +349,7 @@ def _with_credentials(config: NamespaceConfig, table: Mapping[str, Any], source:
 
 
 def credentials_from_environment() -> NodeCredentials:
-    """Return the credentials that the environment alone gives. Raises InvalidArgument where a file can't be read."""
+    """Return the credentials that the environment alone gives. Raises InvalidArgument if a file can't be read."""
     return _parse_credentials({}, "the environment")
 
 
@@ -376,7 +376,7 @@ def _parse_credentials(table: Mapping[str, Any], source: str) -> NodeCredentials
 
 
 def token_from_environment() -> str | None:
-    """Return the token that the environment gives, or None. Raises InvalidArgument where its file can't be read."""
+    """Return the token that the environment gives, or None. Raises InvalidArgument if its file can't be read."""
     if token := os.environ.get(TOKEN_VARIABLE):
         return token
     file = os.environ.get(VARIABLES.token)

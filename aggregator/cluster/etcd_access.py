@@ -47,7 +47,7 @@ class EtcdCredentials:
     def endpoint_url(self, text: str) -> str:
         """Return the URL of an endpoint, given as host:port or as a URL. The default scheme is https with `ca_file`, else http.
 
-        Raises InvalidArgument where the URL is http although `ca_file` is set, or would carry a password in clear text.
+        Raises InvalidArgument if the URL is http although `ca_file` is set, or would carry a password in clear text.
         """
         url = text if "://" in text else f"{'https' if self.ca_file else 'http'}://{text}"
         if url.startswith("https://"):
@@ -64,7 +64,7 @@ class EtcdCredentials:
     def tls_context(self) -> ssl.SSLContext:
         """Return the TLS context for https. It checks every certificate, by `ca_file` or by the authorities of the system.
 
-        Raises InvalidArgument where the files can't be used.
+        Raises InvalidArgument if the files can't be used.
         """
         if bool(self.cert_file) != bool(self.key_file):
             raise InvalidArgument(
@@ -81,7 +81,7 @@ class EtcdCredentials:
         return context
 
     def read_password(self) -> str:
-        """Return the password; its file is read at each call. Raises InvalidArgument where the file has none."""
+        """Return the password; its file is read at each call. Raises InvalidArgument if the file has none."""
         if not self.password_file:
             return self.password
         try:
