@@ -23,7 +23,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -31,8 +30,9 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt.recovery.ranks import process_kill
 from ckpt.storage.base.background_stderr import write_stderr_in_background
-from ckpt.storage.base.errors import CkptError, StoreError
+from ckpt.storage.base.errors import CkptError, StoreError, is_transient
 from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.threads import DaemonThreadPool
 from ckpt.storage.node.security_options import NodeSecurity
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ _RESTART_SECONDS = 1.0
 """The pause before a process that has ended by itself is started again."""
 _FRESH_SECONDS = 20.0
 """How long a fresh node is awaited. After that the host counts as one without a node."""
+_REMOVAL_THREADS = 4
+"""How many dropped nodes are removed at a time."""
 _PROCESS_END_SECONDS = 2.0
 """How long an earlier process may take to end and to free its ports."""
 
@@ -195,6 +197,8 @@ class _ServedNodes:
         self._host = f"[{address}]" if ":" in address else address
         self._options = options
         self._servers: dict[str, tuple[NodeServer, Device]] = {}
+        self._removals = DaemonThreadPool(_REMOVAL_THREADS, "ckpt-drop")
+        self._removals.submit(lambda: None)  # its first thread starts now: later the system may have none left
 
     def serve_existing(self) -> None:
         """Serve the nodes of all existing folders, and print the result of each."""
@@ -202,8 +206,8 @@ class _ServedNodes:
             if path.name.isdigit():
                 try:
                     print("serves", self._serve_folder(path, time.monotonic() + _PROCESS_END_SECONDS), flush=True)
-                except (CkptError, OSError) as error:
-                    print(f"fails {path} can't be served: {_one_line(error)}", flush=True)
+                except Exception as error:
+                    print(f"fails {path} can't be served: {_expected_reason(error)}", flush=True)
 
     def create(self) -> str:
         """Serve a new, empty node and return its HOST:PORT."""
@@ -211,29 +215,32 @@ class _ServedNodes:
             with socket.create_server((self._address, 0), family=self._family) as probe:
                 path = self._folder / str(probe.getsockname()[1])
             if not path.exists():  # a folder with this port belongs to a node that could not be served
-                return self._serve_folder(path)
+                return self._serve_new(path)
         raise StoreError(f"no port of {self._address} is free: end processes that listen there")
+
+    def _serve_new(self, path: Path) -> str:
+        try:
+            return self._serve_folder(path)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)  # it did not exist before, so no client has written to it
+            raise
 
     def drop(self, node: str) -> None:
         """End a node and remove its data, without waiting for its calls to end."""
         server, device = self._servers.pop(node)
-        threading.Thread(target=_remove_node, args=(server, Path(device.path)), daemon=True).start()
+        self._removals.submit(_remove_node, server, Path(device.path))
 
     @property
     def _family(self) -> int:
         return socket.AF_INET6 if ":" in self._address else socket.AF_INET
 
     def _serve_folder(self, path: Path, until: float = 0.0) -> str:
-        from ckpt.storage.member.device import Device
-        from ckpt.storage.node.server import NodeServer
-
         port = int(path.name)
         while True:
             try:
                 with socket.create_server((self._address, port), family=self._family):
                     pass  # this fails if the port is in use; gRPC would share it with another process of this user
-                device = Device(path)
-                server = NodeServer(device, self._host, port, self._options)
+                server, device = self._start_node(path, port)
                 break
             except (StoreError, OSError):
                 if time.monotonic() > until:
@@ -243,6 +250,17 @@ class _ServedNodes:
         self._servers[node] = server, device
         failpoint("memory_nodes.serve")
         return node
+
+    def _start_node(self, path: Path, port: int) -> tuple[NodeServer, Device]:
+        from ckpt.storage.member.device import Device
+        from ckpt.storage.node.server import NodeServer
+
+        device = Device(path)
+        try:
+            return NodeServer(device, self._host, port, self._options), device
+        except BaseException:
+            device.close()
+            raise
 
 
 def nodes_with_objects(folder: Path) -> list[Path]:
@@ -262,8 +280,11 @@ def _remove_node(server: NodeServer, path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+def _expected_reason(error: Exception) -> str:
+    """Return the message of an error in one line. Raises the error itself if no state of the host explains it."""
+    if not isinstance(error, CkptError | OSError) and not is_transient(error):  # e.g. no memory: the other nodes continue
+        raise error
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def serve_nodes() -> None:
@@ -292,8 +313,8 @@ def serve_nodes() -> None:
                 print("fresh", nodes.create(), flush=True)
             else:
                 nodes.drop(node)
-        except (CkptError, OSError) as error:
-            print(f"fails {_one_line(error)}", flush=True)
+        except Exception as error:
+            print(f"fails {_expected_reason(error)}", flush=True)
     os._exit(0)  # half-written objects are removed when the folder is served again
 
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from ckpt.storage.base.errors import CkptError, StoreError
+from ckpt.storage.base.threads import start_or_raise
 from ckpt.storage.node import wire
 
 log = logging.getLogger("ckpt.node")
@@ -100,7 +101,7 @@ class FdPassingServer:
     open_descriptors: opens what a verb and its argument name; the descriptors are open while the context lasts.
     tokens: returns the tokens that clients of the wire must have; when they change, the secret changes, too.
 
-    Raises OSError if the system has no such sockets.
+    Raises OSError if the system has no such sockets, and StoreError if it has no threads left.
     """
 
     def __init__(
@@ -117,8 +118,12 @@ class FdPassingServer:
         self._listener.bind(f"\0{self._socket_name}")
         self._listener.listen(_BACKLOG)
         self._ready_peers: SimpleQueue[socket.socket | None] = SimpleQueue()
-        for work in (self._accept_peers, *[self._serve_peers] * _THREADS):
-            threading.Thread(target=work, name="ckpt-node-near", daemon=True).start()
+        try:
+            for work in (self._accept_peers, *[self._serve_peers] * _THREADS):
+                start_or_raise(threading.Thread(target=work, name="ckpt-node-near", daemon=True), "clients of this host")
+        except StoreError:
+            self.close()
+            raise
 
     @property
     def address(self) -> FdServerAddress:
@@ -197,7 +202,7 @@ def start_fd_passing(
     open_descriptors: Callable[[str, str], AbstractContextManager[Sequence[int]]], lease_seconds: float,
     tokens: Callable[[], tuple[str, ...]] = tuple,
 ) -> FdPassingServer | None:  # fmt: skip
-    """Return a server of descriptors; None if this system has no such sockets."""
+    """Return a server of descriptors; None if this system has no such sockets. Raises StoreError if it has no threads left."""
     if sys.platform != "linux":
         return None
     try:

@@ -23,6 +23,7 @@ from ckpt.storage.base.checksums import transfer_digest
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NoSpace, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import check_name
+from ckpt.storage.base.threads import start_or_raise
 from ckpt.storage.member.device import Device
 from ckpt.storage.node import fd_passing_server, wire
 from ckpt.storage.node.outgoing_object import OutgoingObject
@@ -101,7 +102,12 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         )
         self._stop = threading.Event()
         self._reaper = threading.Thread(target=self._expire_until_closed, name="ckpt-node-reaper", daemon=True)
-        self._reaper.start()
+        try:
+            start_or_raise(self._reaper, f"the node of {device.path}")
+        except StoreError:
+            self.drain(0.0)
+            self.shutdown()
+            raise
 
     # --- state -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from helpers.certificates import certificates
 from helpers.host_runs import RUN
 from helpers.memory_runs import InMemory, failures, memories_of, memory_server_pids, with_make_soak
 from helpers.memory_runs import job as job
-from helpers.processes import until
+from helpers.processes import python, until
 from helpers.unread_pipe import full_pipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -236,3 +236,50 @@ def test_memory_nodes_answer_although_nobody_reads_their_log(tmp_path: Path) -> 
                 list(NodeStore(address, NodeCredentials(deadline_seconds=300)).read("a", 0, 1))
         finally:
             nodes.kill()
+
+
+LIMITED = """
+import sys, threading
+from pathlib import Path
+
+limit, start = Path(sys.argv[1]), threading.Thread.start
+
+def start_below_limit(thread):
+    if limit.exists() and thread.name.startswith(limit.read_text()):
+        raise RuntimeError("can't start new thread")
+    start(thread)
+
+threading.Thread.start = start_below_limit
+from ckpt.recovery.memory_tier.memory_nodes import serve_nodes
+serve_nodes()
+"""
+"""The process of memory nodes, which gets no more threads while the file exists. It contains the beginning of their names."""
+
+
+@pytest.mark.parametrize("refused", ["", "ckpt-node-near", "ckpt-node-reaper"], ids=["all", "near", "reaper"])
+def test_a_lack_of_threads_ends_no_memory_node(tmp_path: Path, refused: str) -> None:
+    folder, limit = tmp_path / "memory", tmp_path / "limit"
+    folder.mkdir()
+    with python(LIMITED, limit) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(line: str) -> list[str]:
+            print(line, file=process.stdin, flush=True)
+            return process.stdout.readline().split(maxsplit=1)  # type: ignore[union-attr]
+
+        try:
+            assert ask(json.dumps([str(folder), "127.0.0.1", "", ""])) == ["ready"]
+            used, unused = ask("fresh")[1].strip(), ask("fresh")[1].strip()
+            NodeStore(used).put("a", b"1")
+            limit.write_text(refused)
+            kind, reason = ask("fresh")
+            assert (kind, "thread" in reason) == ("fails", True), reason
+            print(f"drop {unused}", file=process.stdin, flush=True)
+            until(lambda: [path.name for path in folder.iterdir()] == [used.rpartition(":")[2]], "the unused node is removed")
+            assert NodeStore(used).get("a") == b"1"
+            limit.unlink()
+            fresh = ask("fresh")[1].strip()
+            assert not NodeStore(fresh).exists("a")
+        finally:
+            process.kill()
