@@ -83,11 +83,22 @@ class EtcdClient:
         """Whether all endpoints are on this host."""
         return all(is_loopback(host) for host, _ in self.host_ports)
 
-    def range(self, prefix: str, first: str = "") -> list[EtcdItem]:
-        """Return the keys that begin with a prefix, from `first` on, all of the same revision."""
+    def range(self, prefix: str, first: str = "", page_keys: int = 0) -> list[EtcdItem]:
+        """Return the keys that begin with a prefix, from `first` on, all of the same revision.
+
+        page_keys: how many keys one call returns, so that no answer is too long; 0: all keys in one call.
+        """
         end = prefix.encode()[:-1] + bytes([prefix.encode()[-1] + 1])
-        answer = self._call("kv/range", {"key": _to_base64(first or prefix), "range_end": _to_base64(end)})
-        return [_parse_item(found) for found in answer.get("kvs", ())]
+        message = {"key": _to_base64(first or prefix), "range_end": _to_base64(end), "limit": str(page_keys)}
+        items: list[EtcdItem] = []
+        while True:
+            answer = self._call("kv/range", message)
+            page = [_parse_item(found) for found in answer.get("kvs", ())]
+            items += page
+            if not page or not answer.get("more"):
+                return items
+            message["key"] = _to_base64(f"{page[-1].key}\0")  # the next possible key
+            message.setdefault("revision", str(_parse_int(answer.get("header", {}), "revision")))  # that of the first page
 
     def get(self, key: str) -> EtcdItem:
         """Return one key; its value is empty and its revision 0 where it does not exist."""

@@ -27,6 +27,9 @@ log = logging.getLogger("ckpt.run")
 _TIMEOUT_SECONDS = 1.0
 """How long a call waits. The ranks continue while etcd does not answer; only decisions are delayed."""
 
+_PAGE_ENTRIES = 16
+"""How many entries one call reads. An answer has at most 16 MiB, and the start of an attempt on 512 hosts about 0.1 MB."""
+
 
 class EtcdRunLog(RunLog):
     """The log and the reports of a run at etcd://HOST:PORT,…/NAME. Raises InvalidArgument if the URL is malformed.
@@ -54,7 +57,7 @@ class EtcdRunLog(RunLog):
 
     def entries(self, after: int = 0) -> list[LogEntry]:
         folder = f"{self._prefix}log/"
-        found = {item.key: item for item in self._etcd.range(folder, _entry_key(folder, after + 1))}
+        found = {item.key: item for item in self._etcd.range(folder, _entry_key(folder, after + 1), _PAGE_ENTRIES)}
         entries: list[LogEntry] = []
         refused = 0
         while (item := found.pop(_entry_key(folder, number := after + 1 + len(entries)), None)) is not None:
