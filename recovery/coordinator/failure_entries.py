@@ -63,6 +63,7 @@ def make_failure(
         host or (reports[0].name if reports else ""), restored=max((r.restored for r in attempt_reports), default=-1),
         durable=max((r.durable for r in attempt_reports), default=-1),
         step_seconds=max((r.step_seconds for r in host_reports), default=0.0), line=line,
+        uses_ckpt=any(r.uses_ckpt for r in attempt_reports),
     )  # fmt: skip
 
 

@@ -49,6 +49,8 @@ class Failure:
     """The duration of one step."""
     line: int = 0
     """The training line of the newest committed step; 0 if this attempt committed none."""
+    uses_ckpt: bool = False
+    """Whether a rank has opened a `Checkpointer`, and so reports its steps."""
 
     @property
     def newest_committed(self) -> tuple[int, int]:

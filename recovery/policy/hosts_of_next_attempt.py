@@ -40,7 +40,7 @@ def choose_hosts(
     """Return the hosts of the next attempt; None: wait for more hosts.
 
     Hosts keep their positions. A spare takes the position of a missing host. After the wait, fewer hosts are enough. A
-    suspected host is used only if there are not enough hosts without it.
+    suspected host is used only if there are not enough hosts without it, and no more of them than needed.
 
     before: the hosts of the attempt before, in the order of their ranks.
     ready: all hosts that could take part, in the order of arrival.
@@ -52,7 +52,9 @@ def choose_hosts(
     good = [name for name in ready if name not in suspected]
     if len(good) < target_hosts and not has_waited and len(ready) < target_hosts:
         return None
-    usable = good if len(good) >= (target_hosts if not has_waited else min_hosts) else list(ready)
+    usable = good
+    if len(good) < (min_hosts if has_waited else target_hosts):
+        usable = good + [name for name in ready if name in suspected][: target_hosts - len(good)]
     if len(usable) < (min_hosts if has_waited else target_hosts):
         return None
     spares = [name for name in usable if name not in before]

@@ -67,11 +67,12 @@ class Decision:
 
 
 LONG_RUN_SECONDS = 600.0
-"""Ranks that report no steps and ran for this long count as having made progress."""
+"""Ranks without a `Checkpointer`, which report no steps, count as having made progress if they ran for this long."""
 
 
 def _has_run_long(failure: Failure) -> bool:
-    return failure.step < 0 and failure.ran_seconds >= LONG_RUN_SECONDS
+    is_without_reports = failure.step < 0 and not failure.uses_ckpt and failure.cause != "damaged"
+    return is_without_reports and failure.ran_seconds >= LONG_RUN_SECONDS
 
 
 MAX_REPEATED_FAILURES = 3

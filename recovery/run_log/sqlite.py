@@ -85,7 +85,7 @@ class SqliteRunLog(RunLog):
     def append(self, after: int, drafts: Sequence[Draft]) -> bool:
         now = time.time()
         rows = [
-            (after + 1 + i, now, draft.attempt, draft.kind, draft.text, json.dumps(draft.facts))
+            (after + 1 + i, now, draft.attempt, draft.kind, _as_utf8(draft.text), json.dumps(draft.facts))
             for i, draft in enumerate(drafts)
         ]
         db = self._db
@@ -120,3 +120,8 @@ class SqliteRunLog(RunLog):
             yield
         except sqlite3.Error as error:
             raise Unavailable(f"{self.path} can't be used now: {error}; {self._remedy(error)}") from error
+
+
+def _as_utf8(text: str) -> str:
+    """Return the text with the bytes of paths that are not UTF-8, which Python has as surrogates, as escape sequences."""
+    return text.encode("utf-8", "backslashreplace").decode()

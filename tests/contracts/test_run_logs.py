@@ -71,6 +71,14 @@ def test_an_entry_is_read_as_it_was_appended(open_log: Opener) -> None:
     assert entry.at > 1e9
 
 
+def test_a_text_may_have_the_bytes_of_any_path(open_log: Opener) -> None:
+    """Python has a byte of a path that is not UTF-8 as a surrogate."""
+    assert open_log().append(0, [Draft(0, "note", "look at caf\udce9/rank-0.log", {"text": "caf\udce9"})])
+    (entry,) = open_log().entries()
+    assert entry.text.startswith("look at caf")
+    assert entry.text.endswith("/rank-0.log")
+
+
 def test_of_several_writers_at_one_position_one_appends(open_log: Opener) -> None:
     logs = [open_log() for _ in range(4)]
     drafts = [[Draft(0, "note", f"{writer}.{i}") for i in range(3)] for writer in range(4)]

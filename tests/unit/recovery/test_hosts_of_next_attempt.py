@@ -27,6 +27,9 @@ from ckpt.recovery.policy.hosts_of_next_attempt import HostChoice, choose_hosts,
         ("ab", "", True, HostChoice(("a", "b"), "without c (gone)")),
         ("abc", "c", True, HostChoice(("a", "b"), "without c (suspected)")),
         ("abc", "bc", True, HostChoice(("a", "b", "c"), "")),  # one good host is not enough
+        ("abcd", "bc", False, HostChoice(("a", "b", "d"), "without c (suspected) with d instead")),  # two are not enough
+        ("abcd", "abc", False, HostChoice(("a", "b", "d"), "without c (suspected) with d instead")),
+        ("cbad", "abc", False, HostChoice(("d", "b", "c"), "without a (suspected) with d instead")),
         ("a", "", True, None),
         ("", "", True, None),
     ],
@@ -87,6 +90,7 @@ def test_hosts_are_chosen_from_the_good_ones_and_keep_their_ranks(
     assert len(set(choice.hosts)) == len(choice.hosts)
     assert set(choice.hosts) <= set(ready)
     good = [name for name in ready if name not in suspected]
+    assert len(set(good) & set(choice.hosts)) == min(len(good), count), "no good host is left out for a suspected one"
     if len(good) >= count:
         assert not set(choice.hosts) & suspected
         for i, name in enumerate(before):

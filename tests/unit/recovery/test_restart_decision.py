@@ -9,7 +9,14 @@ import pytest
 from helpers.agent_worlds import failure
 
 from ckpt.recovery.policy.failure import SOON_STEPS, Failure, describe_failure
-from ckpt.recovery.policy.restart_decision import LONG_RUN_SECONDS, Budget, Decision, decide, next_restore_step_limit
+from ckpt.recovery.policy.restart_decision import (
+    LONG_RUN_SECONDS,
+    MAX_REPEATED_FAILURES,
+    Budget,
+    Decision,
+    decide,
+    next_restore_step_limit,
+)
 from ckpt.training.heartbeat_records import BadLoss
 
 EXIT = Failure("exit", (1,), "exited with status 1", 5, 4, 10.0, "a", restored=4)
@@ -158,6 +165,19 @@ def test_a_long_attempt_without_reports_is_progress(seconds: float, step: int, i
     after = worn.after(replace(EXIT, step=step, ran_seconds=seconds))
     assert (after.restarts_left, after.failures_without_progress) == ((9, 0) if is_progress else (1, 5))
     assert after.best_step == 8
+
+
+@pytest.mark.parametrize("ended", [replace(EXIT, uses_ckpt=True), replace(EXIT, cause="damaged")])
+def test_a_program_that_fails_late_before_its_first_step_is_given_up(ended: Failure) -> None:
+    """A long preparation of data or a long verification of damaged steps is no progress."""
+    late = replace(ended, step=-1, committed=-1, restored=-1, ran_seconds=2 * LONG_RUN_SECONDS)
+    failures, budget = list[Failure](), Budget()
+    for _ in range(MAX_REPEATED_FAILURES):
+        failures.append(late)
+        decision = decide(failures, budget)
+        budget = decision.budget
+    assert decision.action == "halt"
+    assert f"{MAX_REPEATED_FAILURES} times in a row" in decision.reason
 
 
 def test_a_program_that_went_back_by_itself_makes_progress_once_for_a_restored_step() -> None:
