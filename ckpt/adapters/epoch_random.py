@@ -83,7 +83,10 @@ class RandomSnapshot(RandomState):
 
     def copy_from(self, other: RandomSnapshot) -> None:
         """Take the generators of another snapshot, and keep those of the loaders if it has no loaders."""
-        self._state = (self._state if not other.loaders else {}) | other._state
+        if other.loaders:
+            self._state = other._state
+        else:
+            self._state = self._state | {name: state for name, state in other._state.items() if name != _OWN}
 
     def state_dict(self) -> dict[str, Any]:
         return self._state

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ckpt.recovery.coordinator.decision_input import DecisionInput
 from ckpt.recovery.coordinator.transitions import draft_next_entries
-from ckpt.recovery.run_log.agent_reports import AgentLiveness, AgentReport, decode_reports
+from ckpt.recovery.run_log.agent_reports import UNOBSERVED_SECONDS, AgentLiveness, AgentReport, decode_reports
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.recovery.run_log.entry_drafts import draft_lead
 from ckpt.recovery.run_log.run_state import RunState
@@ -39,10 +39,12 @@ class Coordinator:
         self._began_at = time.monotonic()
         """When the last entry of the kind "start" was first read."""
         self._failure_seen_at: float | None = None
+        self._coordinated_at = time.monotonic()
 
     def coordinate(self, run_state: RunState, own_report: AgentReport) -> bool:
         """Append the entries that are due now, and return whether any were. Raises Unavailable if the log does not answer."""
         now = time.monotonic()
+        self._note_pause(now)
         self._note_entry_time(run_state, now)
         view = self._decision_input(run_state, own_report, now)
         if run_state.leader != own_report.name:
@@ -62,6 +64,15 @@ class Coordinator:
     def silent_seconds(self, name: str) -> float:
         """Return the seconds since the last new report of an agent; 0 if none was observed."""
         return self._liveness.silent_seconds(name)
+
+    def _note_pause(self, now: float) -> None:
+        """Count at most UNOBSERVED_SECONDS since the last call: this process may have been stopped, and the ranks with it."""
+        gap, self._coordinated_at = now - self._coordinated_at, now
+        pause = max(0.0, gap - UNOBSERVED_SECONDS)
+        self._entry_at += pause
+        self._began_at += pause
+        if self._failure_seen_at is not None:
+            self._failure_seen_at += pause
 
     def _note_entry_time(self, run_state: RunState, now: float) -> None:
         """Record when an entry was first read, by the clock of this host. Of several of one kind the first counts."""
