@@ -25,6 +25,7 @@ def term_number(namespace: Namespace) -> int:
     return 0 if value is None else int(msgpack.unpackb(value.head)[1])
 
 
+@pytest.mark.slow
 def test_no_other_client_collects_while_a_collection_takes_several_terms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

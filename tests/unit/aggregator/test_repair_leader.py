@@ -90,6 +90,7 @@ def test_a_rebalance_reports_the_bytes_to_move_in_advance(namespace: Namespace, 
     grown.close()
 
 
+@pytest.mark.slow
 def test_one_process_repairs_while_a_round_takes_several_terms(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round that reads all data takes hours, and a term half an hour: the leader stays leader meanwhile."""
     interval_seconds = 0.5

@@ -171,6 +171,7 @@ def test_a_loop_over_an_epoch_continues_after_a_break() -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 def test_randomness_depends_on_the_sample_alone() -> None:
     """It does not depend on workers, ranks, or the start of a run; the random generators of the loop are unchanged."""
     expected = [x for batch in itertools.islice(loader(dataset=RandomlyTransformed(10)).forever(), 5) for x in batch]
