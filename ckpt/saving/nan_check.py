@@ -1,4 +1,4 @@
-"""Finds NaN in staged blocks, in the background, at a cost that is small beside that of the digest.
+"""Finds NaN in staged blocks, in the background, which costs little compared with the digest.
 
 Every element of a small piece is checked. In a large piece, only some windows are checked: training that diverges turns whole
 tensors into NaN, and a few windows find that. A single NaN between the windows is not found.

@@ -15,7 +15,7 @@ from ckpt.tiers.tier_spec import Tier, is_host_memory, tier_location
 def open_repositories(url: Url, keep: int | Keep | None, tiers: Sequence[Tier], keys: Keys) -> list[Repository]:
     """Return the repositories of the tiers, the nearest first, and the repository of record at the end.
 
-    Raises InvalidArgument if two of them have the same URL, or where `Keep(copies=…)` is given.
+    Raises InvalidArgument if two of them have the same URL, or if `Keep(copies=…)` is given.
     """
     record = open_repository(url, keys)
     repos = [*(open_repository(tier_location(tier, record.url), keys) for tier in tiers), record]
