@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ckpt.recovery.coordinator.decision_input import DecisionInput
 from ckpt.recovery.coordinator.transitions import draft_next_entries
-from ckpt.recovery.run_log.agent_reports import UNOBSERVED_SECONDS, AgentLiveness, AgentReport, decode_reports
+from ckpt.recovery.run_log.agent_reports import AgentLiveness, AgentReport, decode_reports, pause_seconds
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.recovery.run_log.entry_drafts import draft_lead
 from ckpt.recovery.run_log.run_state import RunState
@@ -67,8 +67,7 @@ class Coordinator:
 
     def _note_pause(self, now: float) -> None:
         """Count at most UNOBSERVED_SECONDS since the last call: this process may have been stopped, and the ranks with it."""
-        gap, self._coordinated_at = now - self._coordinated_at, now
-        pause = max(0.0, gap - UNOBSERVED_SECONDS)
+        pause, self._coordinated_at = pause_seconds(now - self._coordinated_at), now
         self._entry_at += pause
         self._began_at += pause
         if self._failure_seen_at is not None:

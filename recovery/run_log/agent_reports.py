@@ -166,6 +166,11 @@ class _ObservedReport:
     has_changed: bool
 
 
+def pause_seconds(gap: float) -> float:
+    """Return by how many seconds the gap between two looks is too long, as this host was stopped; these count as no wait."""
+    return max(0.0, gap - UNOBSERVED_SECONDS)
+
+
 @dataclass(slots=True)
 class AgentLiveness:
     """Which agents are alive, as one agent observes it. It uses its own clock only, so the clocks of hosts may differ."""
@@ -176,10 +181,9 @@ class AgentLiveness:
 
     def observe(self, reports: Mapping[str, AgentReport], now: float) -> None:
         """Record the newest reports of all agents. now: the time by CLOCK_MONOTONIC."""
-        gap, self._now = now - self._now, now
-        if gap > UNOBSERVED_SECONDS:  # no agent is lost because this host read no reports, or the run log was unavailable
-            for seen in self._observed.values():
-                seen.observed_at += gap - UNOBSERVED_SECONDS
+        pause, self._now = pause_seconds(now - self._now), now
+        for seen in self._observed.values():  # no agent is lost because this host read no reports, or the log was unavailable
+            seen.observed_at += pause
         for name in self._observed.keys() - reports.keys():
             del self._observed[name]
         for name, report in reports.items():
