@@ -46,6 +46,7 @@ def test_a_repair_leader_that_is_gone_is_replaced(namespace: Namespace, monkeypa
     assert not Election(namespace, "first", 0.05).try_lead(), "it returns, and does not lead any more"
 
 
+@pytest.mark.slow
 def test_a_repair_leader_that_renews_stays(namespace: Namespace) -> None:
     """It is observed for long, but never the same term for long."""
     first, second = Election(namespace, "first", 1.0), Election(namespace, "second", 0.3)
@@ -56,6 +57,7 @@ def test_a_repair_leader_that_renews_stays(namespace: Namespace) -> None:
         assert first.try_lead()
 
 
+@pytest.mark.slow
 def test_the_repair_leader_repairs_within_its_rate(namespace: Namespace, tmp_path: Path) -> None:
     """A lost disk is rebuilt no faster than allowed: the writes take a second at least."""
     for i in range(4):

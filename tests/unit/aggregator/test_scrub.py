@@ -251,6 +251,7 @@ def test_a_record_that_reaches_a_member_during_the_scrub_is_no_finding(tmp_path:
     namespace.close()
 
 
+@pytest.mark.slow
 def test_a_repair_keeps_to_its_rate(tmp_path: Path) -> None:
     namespace = filled_namespace(tmp_path, "2x", 4)
     shutil.rmtree(next(tmp_path.glob("disk*/objects")))

@@ -175,6 +175,7 @@ def test_a_run_that_starts_from_zero_sets_the_old_steps_aside(tmp_path: Path) ->
         ckpt.save(state_of(900), tmp_path, 900)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [0, 1])
 def test_a_loop_that_starts_again_in_one_process_sets_old_steps_aside(tmp_path: Path, tiers: int) -> None:
     """This happens in a notebook: the Checkpointer of the first loop was not closed."""
@@ -241,6 +242,7 @@ def test_all_ranks_agree_on_the_order_after_a_roll_back(url: Path) -> None:
     assert newest(url) == 121
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_is_lost", [False, True])
 def test_tiers_follow_a_roll_back(tmp_path: Path, memory_is_lost: bool) -> None:
     url, near = tmp_path / "run", tmp_path / "near"

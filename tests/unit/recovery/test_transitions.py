@@ -122,6 +122,7 @@ def test_a_run_with_any_failures_ends(seed: int, hosts: int, fewer: int, spares:
     assert all(e.text for e in run.log if e.kind in ("decision", "failure", "end"))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(0, 2**32))
 def test_two_leaders_write_one_log(seed: int) -> None:

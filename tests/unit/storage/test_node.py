@@ -338,6 +338,7 @@ def test_an_unreachable_node_raises_unavailable() -> None:
             call()
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_never_sent_leaves_no_open_file(local_node: LocalNode, store: NodeStore) -> None:
     """A client may be gone before its answer begins."""
     store.put("a", DATA)

@@ -90,6 +90,7 @@ def test_messages_that_claim_more_than_they_contain_are_refused(data: bytes) -> 
         wire.unpack(data)
 
 
+@pytest.mark.slow
 def test_long_messages_are_unpacked() -> None:
     value = [[b"x" * 100, n] for n in range(100_000)]
     assert wire.unpack(msgpack.packb(value)) == value

@@ -55,6 +55,7 @@ def test_the_store_is_read_once_for_all_ranks(tmp_path: Path, codec: Any, share:
 CELL = 1 << 18
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_schedule_gives_each_rank_what_it_needs(data: st.DataObject) -> None:
     """Ranks need some runs of cells of blocks, or all: each cell is read once, by a rank that can verify it."""

@@ -103,6 +103,7 @@ def test_blocks_that_all_ranks_need_are_read_once(
         assert 0.9 * stored <= sum(progress) <= 1.05 * stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lacking", ["memfd_create", "the way to it"])
 def test_ranks_without_common_memory_read_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
     """The system may have no such memory, or one rank a container of its own: then all ranks do without."""
@@ -142,6 +143,7 @@ def test_a_store_in_memory_is_read_without_a_window(tmp_path: Path, monkeypatch:
     assert sorted(created_by) == ([] if kind is MemoryStore else [0, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["local.read=error@3", "load.window=error@2"])
 def test_an_error_of_one_rank_ends_the_load_on_all(tmp_path: Path, point: str) -> None:
     state = saved(tmp_path)
@@ -163,6 +165,7 @@ def test_different_share_reads_options_of_ranks_are_refused(tmp_path: Path) -> N
         assert "share_reads='auto' on rank 0 and False on rank 1" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["accept", "fetch"])
 def test_an_interrupt_or_damage_leaves_no_mapping_of_the_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str

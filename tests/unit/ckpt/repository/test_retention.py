@@ -105,6 +105,7 @@ def test_a_save_in_flight_keeps_the_packs_that_it_references(tmp_path: Path, slo
     assert_clean(tmp_path, folders=False)
 
 
+@pytest.mark.slow
 def test_concurrent_saves_and_deletions_keep_committed_steps(tmp_path: Path) -> None:
     """Commits and deletions at the same time never delete a file of a step that was just committed."""
     with ckpt.Checkpointer(tmp_path, in_flight=4, keep=3) as saver:

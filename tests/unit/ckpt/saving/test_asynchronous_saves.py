@@ -106,6 +106,7 @@ def test_a_save_beyond_in_flight_waits_for_an_earlier_one(tmp_path):
     assert ckpt.open(store).steps() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_state_larger_than_the_memory_budget_is_staged_in_parts(tmp_path):
     rng = np.random.default_rng(0)
     state = {f"l{i}": rng.integers(0, 255, 9 * MIB, dtype=np.uint8) for i in range(6)}
@@ -124,6 +125,7 @@ def test_a_budget_below_one_block_still_works(tmp_path):
     np.testing.assert_array_equal(ckpt.load(tmp_path / "r")["x"], state["x"])
 
 
+@pytest.mark.slow
 def test_lazy_staging_copies_before_the_optimizer_steps(tmp_path):
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.Adam(model.parameters())

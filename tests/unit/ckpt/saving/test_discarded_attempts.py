@@ -38,6 +38,7 @@ class _WaitsAndFails(LocalStore):
         super().put(name, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("later", [1, 9, 10])
 def test_a_failed_save_leaves_the_files_of_a_later_save_of_its_step(tmp_path: Path, later: int) -> None:
     """The name of a later attempt may begin with that of the earlier one, as 0-1-10 does with 0-1-1.

@@ -96,6 +96,7 @@ def test_unchanged_blocks_are_referenced_and_old_steps_deleted(tmp_path: Path) -
     assert_clean(tmp_path, folders=False)
 
 
+@pytest.mark.slow
 def test_steps_counted_in_seconds_are_the_same_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks whose clocks and speeds differ save the same steps."""
     monkeypatch.setattr("ckpt.training.save_schedule.LEAD_SECONDS", 0.2)

@@ -69,6 +69,7 @@ print(*sorted(str(warning.message).partition(" (")[0] for warning in caught), se
 """
 
 
+@pytest.mark.slow
 def test_packages_that_only_share_the_name_of_a_framework_break_no_save(tmp_path: Path) -> None:
     """A package of the user named keras, an empty torch, a paddle whose import has left a part of it, no tensorflow at all."""
     (tmp_path / "torch.py").touch()

@@ -78,6 +78,7 @@ def test_a_promotion_that_fails_once_is_tried_again(tier_folders: TierFolders, m
     tier_folders.check()
 
 
+@pytest.mark.slow
 def test_steps_that_are_too_fast_for_promotion_are_skipped(tier_folders: TierFolders) -> None:
     """The newest step is promoted next, and a step that is being copied is not deleted."""
     store = FullStore(LocalStore(tier_folders.run))
@@ -116,6 +117,7 @@ def test_a_save_to_a_full_near_tier_goes_to_the_next(tier_folders: TierFolders, 
     assert assert_all_load(tier_folders.run, 3) == [0, 1, 3]
 
 
+@pytest.mark.slow
 def test_saves_beyond_a_really_full_tmpfs_succeed(
     tier_folders: TierFolders, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
