@@ -40,6 +40,7 @@ def test_a_record_is_decoded_as_it_was_encoded(tmp_path: Path) -> None:
         file_record.decode_record("p", file_record.RegisterValue(b"\xc1", b""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redundancy", ["1x", "2x", "3x", "2+1", "4+2"])
 def test_a_file_of_many_stripes_is_read_at_any_offset(tmp_path: Path, redundancy: str) -> None:
     namespace = Namespace(directories(tmp_path, 6, redundancy=redundancy))

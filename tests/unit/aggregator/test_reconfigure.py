@@ -62,6 +62,7 @@ def test_joining_a_ring_drops_records_once(tmp_path: Path) -> None:
     assert [name for name, _ in registers.scan("")] == ["new", "ring/1"], "joining again drops nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [(0, 1, 3), (3, 4, 5), (0, 1, 2, 3, 4, 5), (0,), (1, 2)])
 def test_records_move_to_any_other_replica_set(tmp_path: Path, to: tuple[int, ...]) -> None:
     make_three_member_namespace(tmp_path, 6)
@@ -114,6 +115,7 @@ def test_a_returning_member_of_an_old_ring_answers_no_read(
     assert record_members(fresh) == {"disk0", "disk1", "disk2", "disk3"} - {f"disk{absent}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["0", "zzzz"])
 @pytest.mark.parametrize("after", [(0, 2, 3), (1, 2, 3)])
 def test_a_value_without_a_quorum_does_not_replace_a_later_one(tmp_path: Path, writer: str, after: tuple[int, ...]) -> None:

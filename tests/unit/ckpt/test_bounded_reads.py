@@ -37,6 +37,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern", ["ckpt.json", "steps/5/commit.json", "steps/5/manifest/*.parquet", "steps/5/manifest/*.json"]
 )

@@ -179,6 +179,7 @@ def test_views_of_all_kinds_are_restored(tmp_path):
     assert torch.equal(like["t"], state["t"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3000, 1500), (2, 3, 1 << 20), (1, 1 << 22), ((1 << 21) + 3, 2), (5, 1000, 1000)], ids=str)
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_large_arrays_of_many_blocks_are_restored(tmp_path, shape, order):

@@ -38,6 +38,7 @@ def test_a_leaf_of_one_rank_only_is_refused(tmp_path: Path) -> None:
         assert "ckpt.Shard" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["embed", "norm", "z"])
 @pytest.mark.parametrize("instead", ["", "another"])
 def test_a_missing_replica_is_named_with_its_rank(tmp_path: Path, lost: str, instead: str) -> None:
@@ -59,6 +60,7 @@ def test_a_missing_replica_is_named_with_its_rank(tmp_path: Path, lost: str, ins
         assert (f"leaf {instead} is on rank 2 but" in str(error)) == bool(instead)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lacking", [{0}, {1}, {3}, {1, 2, 3}, {0, 1, 2}], ids=str)
 @pytest.mark.parametrize("size", [1, 64, 500, 20_000])
 def test_a_missing_replica_of_any_size_is_refused(tmp_path: Path, size: int, lacking: set[int]) -> None:

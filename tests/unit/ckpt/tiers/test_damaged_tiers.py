@@ -18,6 +18,7 @@ from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.store import ALIGNMENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pack", "manifest/*.parquet", "manifest/*.json", "commit"])
 @pytest.mark.parametrize("which", ["memory", "nvme", "run", "memory nvme", "nvme run"])
 def test_a_flipped_byte_in_a_tier_is_avoided_and_its_copy_removed(
