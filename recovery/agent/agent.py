@@ -40,6 +40,7 @@ from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.recovery.run_log.run_spec import RunSpec
+from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.http_pages import HttpPages
 
 
@@ -59,6 +60,7 @@ class Agent:
         self._joined: Joined | None = None
         self._accounting: TimeAccounting | None = None
         self._loop: AgentLoop | None = None
+        self._printed_unlisted: frozenset[str] = frozenset()
 
     def run(self) -> int:
         """Run until the end of the job and return the exit status.
@@ -104,12 +106,19 @@ class Agent:
             lambda: make_report(identity, self._signals, ranks, self._memory),
         )  # fmt: skip
         joined = Joining(self._log, request, self._signals, self._messages.print).join()
-        if unlisted := self._memory.find_unlisted(self._log.entries):
+        self._has_unlisted_nodes()
+        return joined
+
+    def _has_unlisted_nodes(self) -> bool:
+        """Return whether nodes in the memory of this host may have steps although the log does not name them; print which."""
+        unlisted = self._memory.find_unlisted(self._log.entries)
+        if new := sorted(unlisted - self._printed_unlisted):
+            self._printed_unlisted |= unlisted
             self._messages.print(
-                f"{', '.join(sorted(unlisted))}: the log of the run does not name these nodes, but they have steps, so "
+                f"{', '.join(new)}: the log of the run does not name these nodes, but they have steps, so "
                 f"they are kept. If nobody needs them, remove their folders in {self._memory.nodes_folder} after this run"
             )
-        return joined
+        return bool(unlisted)
 
     def _run_joined(self, identity: AgentIdentity, surroundings: RankSurroundings, ranks: HostRanks, run_id: str) -> int:
         run_log, single_host = self._log.run_log, self._spec.hosts == 1
@@ -167,7 +176,14 @@ class Agent:
         run_state, has_ended = self._log.run_state, self._has_run_ended()
         can_leave_now = self._loop is not None and self._loop.can_free_memory()
         free = self._memory.is_unused(run_state) if has_ended else can_leave_now
-        self._memory.close_nodes(free)
+        self._memory.close_nodes()  # before the last look at them: nobody writes to them any more
+        try:
+            free = free and not self._has_unlisted_nodes()
+        except StoreError as error:
+            free = False
+            self._messages.print(f"the memory is kept, as it is not known what it has: {error}")
+        if free:
+            self._memory.remove_nodes()
         if not has_ended and not free and memory_placement.node_addresses(run_state.memory):
             self._messages.print("the run has not ended, and the memory is kept: start ckpt-run again")
 

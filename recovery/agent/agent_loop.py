@@ -64,6 +64,8 @@ class AgentLoop:
         self.status: int | None = None
         """The exit status of the run, once its log has an end."""
         self._is_leaving = False
+        self._is_log_current = False
+        """Whether the run log has answered the last time, so that the state of the run and the reports are those of now."""
         self._tidy_at = 0.0
 
     def run(self) -> int:
@@ -78,8 +80,10 @@ class AgentLoop:
             try:
                 while self.status is None and (self._follow_log() or self._coordinate()):
                     pass
+                self._is_log_current = True
                 parts.messages.forget_log_error()
             except StoreError as error:
+                self._is_log_current = False
                 self._handle_log_error(error)
             if self.status is not None:
                 return self.status
@@ -101,8 +105,11 @@ class AgentLoop:
             drain_host_memory(parts.memory, parts.log, parts.messages)
 
     def can_free_memory(self) -> bool:
-        """Return whether this agent leaves a run that continues, and that does not need the memory of this host."""
-        return self._is_leaving and not self._is_memory_needed()
+        """Return whether this agent leaves a run that continues, and that does not need the memory of this host.
+
+        While the run log does not answer, another host may have gone meanwhile, so that the memory is needed.
+        """
+        return self._is_leaving and self._is_log_current and not self._is_memory_needed()
 
     # --- this host -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckpt.recovery.agent.host_options import HostOptions
 from ckpt.recovery.memory_tier import local
-from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes, nodes_with_objects
+from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes, nodes_with_steps
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import LogEntry
@@ -43,14 +43,14 @@ class HostMemory:
         return None if self._nodes is None else self._nodes.folder
 
     def find_unlisted(self, entries: Sequence[LogEntry]) -> frozenset[str]:
-        """Return the nodes that have objects although no entry of the log names them.
+        """Return the nodes that may have steps although no entry of the log names them.
 
-        They are kept, because nothing proves that nobody needs them.
+        They are kept, because nothing proves that nobody needs them. Raises StoreError if the nodes can't be read.
         """
         if self._nodes is None:
             return frozenset()
         listed = {at for entry in entries for at in memory_placement.node_addresses(memories_of(entry))}
-        found = frozenset(self._nodes.node_address(path) for path in nodes_with_objects(self._nodes.folder))
+        found = frozenset(self._nodes.node_address(path) for path in nodes_with_steps(self._nodes.folder))
         self._unlisted = found - listed
         return self._unlisted
 
@@ -93,7 +93,12 @@ class HostMemory:
         """Return whether, after the end of the run, no step in the nodes is needed any more."""
         return not memory_placement.node_addresses(run_state.memory) and not self._unlisted
 
-    def close_nodes(self, remove: bool) -> None:
-        """End the process that serves the nodes. remove: also delete their data."""
+    def close_nodes(self) -> None:
+        """End the process that serves the nodes. Their data stays."""
         if self._nodes is not None:
-            self._nodes.close(remove)
+            self._nodes.close()
+
+    def remove_nodes(self) -> None:
+        """Delete the data of all nodes, after `close_nodes`."""
+        if self._nodes is not None:
+            self._nodes.remove()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.recovery.agent.followed_log import FollowedLog
-from ckpt.recovery.memory_tier.memory_nodes import nodes_with_objects
+from ckpt.recovery.memory_tier.memory_nodes import nodes_with_steps
 from ckpt.recovery.ranks.signals import Signals
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import REPORT_SECONDS, AgentReport, decode_reports, find_living_agents
@@ -111,7 +111,7 @@ class Joining:
 
     def _refuse_lost_log(self, run_state: RunState) -> None:
         folder = self._request.nodes_folder
-        if run_state.last is None and folder is not None and (nodes := nodes_with_objects(folder)):
+        if run_state.last is None and folder is not None and (nodes := nodes_with_steps(folder)):
             raise CkptError(
                 f"the log of the run is empty, but {nodes[0]} has steps of a run: the log was lost, or --state names another "
                 f"one; give the right --state, or another --run-dir; if nobody needs these steps, remove {folder}"

@@ -106,8 +106,8 @@ class MemoryNodes:
         """Return HOST:PORT of the node with this folder."""
         return f"{self._host}:{path.name}"
 
-    def close(self, remove: bool) -> None:
-        """End the process. remove: also delete the data of all nodes."""
+    def close(self) -> None:
+        """End the process. The data of the nodes stays."""
         if self._process is not None:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
@@ -117,8 +117,10 @@ class MemoryNodes:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        if remove:
-            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Delete the data of all nodes, after `close`."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
         command = [sys.executable, "-P", "-m", "ckpt.recovery.memory_tier.memory_nodes"]
@@ -263,15 +265,23 @@ class _ServedNodes:
             raise
 
 
-def nodes_with_objects(folder: Path) -> list[Path]:
-    """Return the folders of nodes in the memory of this host that have objects. Raises StoreError if they can't be read."""
-    from ckpt.storage.local.directory import LocalStore
-    from ckpt.storage.member.device import OBJECTS
+def nodes_with_steps(folder: Path) -> list[Path]:
+    """Return the folders of nodes in the memory of this host that may have steps. Raises StoreError if they can't be read.
 
-    with contextlib.suppress(FileNotFoundError):
+    A node has objects or registers if any rank has used it: small steps are in registers alone.
+    """
+    from ckpt.storage.local.directory import LocalStore
+    from ckpt.storage.member.device import OBJECTS, REGISTERS
+
+    try:
         nodes = [path for path in sorted(folder.iterdir()) if path.name.isdigit()]
-        return [path for path in nodes if next(iter(LocalStore(path / OBJECTS).list()), None) is not None]
-    return []
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(f"{folder} can't be read: {error.strerror}; check its permissions") from error
+    return [
+        path for path in nodes if (path / REGISTERS).exists() or next(iter(LocalStore(path / OBJECTS).list()), None) is not None
+    ]
 
 
 def _remove_node(server: NodeServer, path: Path) -> None:

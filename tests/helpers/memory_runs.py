@@ -36,6 +36,13 @@ class InMemory(Job):
         super().close()
         self.run_log.close()
 
+    def lose_log(self) -> None:
+        """Remove the run log and what the ranks wrote, while no agent runs."""
+        self.run_log.close()
+        for path in [*(self.folder / "run").glob("run.sqlite*"), *self.folder.glob("at-*"), *self.folder.glob("pid-*")]:
+            path.unlink()
+        self.run_log = open_run_log(self.folder / "run")
+
     def folder_of(self, name: str) -> Path:
         """Return the folder in memory of a host."""
         found = local.memory_folder(self.folder / "run", name)

@@ -196,8 +196,8 @@ class RecoverySimulation:
         }
         others = (
             (host_memory, "MemoryNodes", lambda folder, address, security: SimulatedNodes(world, world.actor, folder, address)),
-            (host_memory, "nodes_with_objects", lambda folder: world.nodes_with_steps(folder.name)),
-            (joining, "nodes_with_objects", lambda folder: world.nodes_with_steps(folder.name)),
+            (host_memory, "nodes_with_steps", lambda folder: world.nodes_with_steps(folder.name)),
+            (joining, "nodes_with_steps", lambda folder: world.nodes_with_steps(folder.name)),
             (local, "memory_folder", lambda folder, host="": Path("/memory", host)),
             (local, "drain_urls", world.drain),
         )

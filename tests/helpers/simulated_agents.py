@@ -107,10 +107,12 @@ class SimulatedNodes(MemoryNodes):
                 self._world.hosts[self._host].served.add(line.partition(" ")[2])
             self._handle_line(line)
 
-    def close(self, remove: bool) -> None:
-        self._world.step(self._actor, "frees its memory" if remove else "keeps its memory")
-        if remove:
-            self._world.free(self._host, sorted(self._world.hosts[self._host].memory))
+    def close(self) -> None:
+        self._world.step(self._actor, "ends its nodes")
+
+    def remove(self) -> None:
+        self._world.step(self._actor, "frees its memory")
+        self._world.free(self._host, sorted(self._world.hosts[self._host].memory))
 
 
 class SimulatedLease:

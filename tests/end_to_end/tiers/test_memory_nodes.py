@@ -192,7 +192,7 @@ def test_a_used_memory_node_restarts_at_its_port(tmp_path: Path) -> None:
     until(lambda: update_until_ready(first, used) and first.fresh != used)
     ckpt.save(state, f"ckpt://{used}/run", step=3)
     unused = first.fresh
-    first.close(remove=False)
+    first.close()
     second = MemoryNodes(tmp_path, "127.0.0.1", NodeSecurity())
     until(lambda: update_until_ready(second, used))
     assert used in second.nodes
@@ -200,7 +200,8 @@ def test_a_used_memory_node_restarts_at_its_port(tmp_path: Path) -> None:
     assert np.array_equal(ckpt.load(f"ckpt://{used}/run")["w"], state["w"])
     until(lambda: update_until_ready(second) and used not in second.nodes)
     until(lambda: not (tmp_path / used.rpartition(":")[2]).exists())
-    second.close(remove=True)
+    second.close()
+    second.remove()
     assert not tmp_path.exists()
 
 
@@ -214,7 +215,7 @@ def test_a_memory_node_whose_port_is_taken_gets_another(tmp_path: Path) -> None:
         assert nodes.nodes == (nodes.fresh,)
         assert not nodes.fresh.endswith(f":{port}")
         assert (tmp_path / str(port)).exists()
-        nodes.close(remove=False)
+        nodes.close()
 
 
 def test_memory_nodes_answer_although_nobody_reads_their_log(tmp_path: Path) -> None:

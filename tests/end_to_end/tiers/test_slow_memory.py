@@ -46,7 +46,8 @@ def test_a_restore_waits_for_stopped_memory_as_long_as_allowed(tmp_path: Path, m
             reader.join()
             assert [repo.steps() for repo in found[0]] == [[0]]
     finally:
-        nodes.close(remove=True)
+        nodes.close()
+        nodes.remove()
     monkeypatch.setenv(memory_folder.MEMORY_WAIT_VARIABLE, "x")
     with pytest.raises(ckpt.InvalidArgument, match="SECONDS URL"):
         previous_memory.previous_memories(record)

@@ -237,4 +237,5 @@ def test_a_restore_of_a_suspended_process_still_waits_for_the_memory_of_a_host(
                 os.kill(nodes._process.pid, signal.SIGCONT)
             finish(reader)
     finally:
-        nodes.close(remove=True)
+        nodes.close()
+        nodes.remove()

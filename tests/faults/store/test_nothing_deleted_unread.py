@@ -315,12 +315,15 @@ def test_a_rendezvous_with_a_damaged_record_is_not_deleted(tmp_path: Path) -> No
     assert set(store.list_folders(RENDEZVOUS_FOLDER)) == {"other-2-aa"}
 
 
-def test_nodes_with_objects_are_found_without_a_run_log(tmp_path: Path) -> None:
+def test_nodes_with_steps_are_found_without_a_run_log(tmp_path: Path) -> None:
     """An empty run log does not prove that no run needs them."""
-    from ckpt.recovery.memory_tier.memory_nodes import nodes_with_objects
+    from ckpt.recovery.memory_tier.memory_nodes import nodes_with_steps
 
-    assert nodes_with_objects(tmp_path / "none") == []
+    assert nodes_with_steps(tmp_path / "none") == []
     (tmp_path / "7001" / "objects").mkdir(parents=True)
     (tmp_path / "7002" / "objects" / "a").mkdir(parents=True)
     (tmp_path / "7002" / "objects" / "a" / "b").write_bytes(b"x")
-    assert nodes_with_objects(tmp_path) == [tmp_path / "7002"]
+    assert nodes_with_steps(tmp_path) == [tmp_path / "7002"]
+    (tmp_path / "7003").mkdir()
+    (tmp_path / "7003" / "registers.sqlite").write_bytes(b"")
+    assert nodes_with_steps(tmp_path) == [tmp_path / "7002", tmp_path / "7003"], "small steps are in registers alone"
