@@ -50,6 +50,7 @@ FRAMEWORK_FILES = {
     "storage/node/client.py": "pyarrow",
     "storage/node/server.py": "pyarrow",
     "storage/node/token_check.py": "pyarrow",
+    "storage/node/message_digests.py": "pyarrow",
 }
 """Files that are imported only where the framework is imported already."""
 

@@ -17,7 +17,7 @@ from ckpt.storage.base.errors import CkptError, IntegrityError, Refused, StoreEr
 from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors
 from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer, check_name, require_length
 from ckpt.storage.member.device import MemberInfo
-from ckpt.storage.node import wire
+from ckpt.storage.node import message_digests, wire
 from ckpt.storage.node.client_credentials import NodeCredentials, require_encryption
 from ckpt.storage.node.client_registers import CallCancelled, NodeRegisters
 from ckpt.storage.node.fd_passing_client import FdPassingClient
@@ -205,34 +205,38 @@ class NodeStore(Store):
     def call_parts(self, verb: str, *arguments: object, deadline: float | None = None) -> Sequence[Any]:
         """Call a verb of the node and return its answers."""
         with self.convert_flight_errors(verb, deadline):
-            action = flight.Action(verb, wire.pack(list(arguments)))
+            request = wire.pack(list(arguments))
+            options = self.call_options(deadline, message_digests.request_header(verb, request))
             client = self.next_connection()
-            return [wire.unpack(r.body) for r in client.do_action(action, self.call_options(deadline))]
+            bodies = [result.body for result in client.do_action(flight.Action(verb, request), options)]
+            return [wire.unpack(body) for body in message_digests.without_digest(bodies, f"{self.url} to {verb}")]
 
     def read(self, name: str, position: int, nbytes: int) -> Iterator[memoryview]:
         """Yield a range of the bytes of an object in parts; fewer bytes than requested only at its end."""
         with self.convert_flight_errors(f"reading {name}"):
-            ticket = flight.Ticket(wire.pack([name, position, nbytes]))
+            ticket = wire.pack([name, position, nbytes])
+            options = self.call_options(None, message_digests.request_header("get", ticket))
             client = self.next_connection()  # keep a reference: the connection must outlive its streams
-            for chunk in client.do_get(ticket, self.call_options()):
+            for chunk in client.do_get(flight.Ticket(ticket), options):
                 yield wire.from_record_batch(chunk.data)
 
     def append(self, key: str, data: memoryview) -> int:
         """Append to an upload, and return the position of the data in the object. Raises Unavailable without an answer."""
         with self.convert_flight_errors("an append"):
-            descriptor = flight.FlightDescriptor.for_command(wire.pack([key, len(data), transfer_digest(data)]))
+            command = wire.pack([key, len(data), transfer_digest(data)])
+            options = self.call_options(None, message_digests.request_header("put", command))
             client = self.next_connection()
-            writer, reader = client.do_put(descriptor, wire.SCHEMA, self.call_options())
+            writer, reader = client.do_put(flight.FlightDescriptor.for_command(command), wire.SCHEMA, options)
             try:
                 for start in range(0, len(data), _BATCH_BYTES):
                     writer.write_batch(wire.to_record_batch(data[start : start + _BATCH_BYTES]))
                 writer.done_writing()
-                answer = reader.read()
+                answers = list(iter(lambda: reader.read() or b"", b""))
             finally:
                 writer.close()  # raises the error of the node
-            if answer is None:
+            if not answers:
                 raise Unavailable(f"{self.url} closed an append without an answer; check that it runs")
-            position: int = wire.unpack(answer)
+            position: int = wire.unpack(message_digests.without_digest(answers, f"{self.url} to an append")[0])
             return position
 
     def next_connection(self) -> flight.FlightClient:
@@ -264,10 +268,11 @@ class NodeStore(Store):
         scheme = "grpc+tls" if access.ca is not None else "grpc+tcp"
         return flight.FlightClient(f"{scheme}://{self.address}", generic_options=options, **tls)
 
-    def call_options(self, seconds: float | None = None) -> flight.FlightCallOptions:
-        """Return the Flight options of one call: its deadline and the token."""
-        headers = [(b"authorization", f"Bearer {self._credentials.token}".encode())] if self._credentials.token else []
-        return flight.FlightCallOptions(timeout=seconds or self._credentials.deadline_seconds, headers=headers)
+    def call_options(self, seconds: float | None = None, *headers: tuple[bytes, bytes]) -> flight.FlightCallOptions:
+        """Return the Flight options of one call: its deadline, the token, and further headers."""
+        if self._credentials.token:
+            headers = (b"authorization", f"Bearer {self._credentials.token}".encode()), *headers
+        return flight.FlightCallOptions(timeout=seconds or self._credentials.deadline_seconds, headers=list(headers))
 
     @contextmanager
     def convert_flight_errors(self, action: str, deadline: float | None = None) -> Iterator[None]:

@@ -25,7 +25,7 @@ from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import check_name
 from ckpt.storage.base.threads import start_or_raise
 from ckpt.storage.member.device import Device
-from ckpt.storage.node import fd_passing_server, wire
+from ckpt.storage.node import fd_passing_server, message_digests, wire
 from ckpt.storage.node.outgoing_object import OutgoingObject
 from ckpt.storage.node.register_verbs import RegisterVerbs
 from ckpt.storage.node.token_check import TokenCheck
@@ -98,7 +98,8 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             tls_certificates=[options.certificate] if options.certificate else None,
             verify_client=options.client_ca is not None,
             root_certificates=options.client_ca,
-            middleware={"token": TokenCheck(options.tokens)} if options.tokens else None,
+            middleware={message_digests.DigestHeaders.NAME: message_digests.DigestHeaders()}
+            | ({"token": TokenCheck(options.tokens)} if options.tokens else {}),
         )
         self._stop = threading.Event()
         self._reaper = threading.Thread(target=self._expire_until_closed, name="ckpt-node-reaper", daemon=True)
@@ -152,9 +153,10 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     # --- Flight ------------------------------------------------------------------------------------------------
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
-        return self._run_handler(action.type, lambda: self._run_action(action))
+        return self._run_handler(action.type, lambda: self._run_action(context, action))
 
-    def _run_action(self, action: flight.Action) -> Iterator[flight.Result]:
+    def _run_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
+        has_digest = message_digests.require_unchanged(context, action.type, action.body)
         verb = self._handlers.get(action.type)
         if verb is None:
             raise InvalidArgument(
@@ -164,14 +166,15 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         if action.body.size > wire.MESSAGE_BYTES:
             raise InvalidArgument(f"a message of {action.body.size} bytes is too long; send at most {wire.MESSAGE_BYTES}")
         answer = verb(*wire.unpack(action.body))
-        for part in answer if isinstance(answer, _PartedAnswer) else [answer]:
-            yield flight.Result(wire.pack(part))
+        parts = map(wire.pack, answer if isinstance(answer, Iterator) else [answer])
+        yield from map(flight.Result, message_digests.with_digest(parts) if has_digest else parts)
 
     def do_put(
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor,
         reader: flight.MetadataRecordBatchReader, writer: flight.FlightMetadataWriter,
     ) -> None:  # fmt: skip
         def receive() -> Iterator[int]:
+            has_digest = message_digests.require_unchanged(context, "put", descriptor.command)
             key, nbytes, expected = wire.unpack(descriptor.command)
             if not 0 <= nbytes <= wire.MESSAGE_BYTES:
                 raise InvalidArgument(f"an append of {nbytes} bytes is refused; send at most {wire.MESSAGE_BYTES}")
@@ -189,14 +192,20 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
                     failpoint("node.append")
                     position = self.uploads.append(key, received)
             self.add_to_metric("bytes_received", "put", nbytes)
-            writer.write(pa.py_buffer(wire.pack(position)))
+            answer = [wire.pack(position)]
+            for message in message_digests.with_digest(answer) if has_digest else answer:
+                writer.write(pa.py_buffer(message))
             yield position
 
         for _ in self._run_handler("put", receive):
             pass
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
-        [stream] = self._run_handler("get", lambda: iter([self._stream_object(ticket)]))
+        def streams() -> Iterator[flight.FlightDataStream]:
+            message_digests.require_unchanged(context, "get", ticket.ticket)
+            yield self._stream_object(ticket)
+
+        [stream] = self._run_handler("get", streams)
         return stream
 
     def _stream_object(self, ticket: flight.Ticket) -> flight.FlightDataStream:
@@ -288,22 +297,21 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     def _verb_exists(self, name: str) -> bool:
         return self._device.store.exists(name)
 
-    def _verb_list(self, prefix: str) -> _PartedAnswer:
-        def parts() -> Iterator[list[list[object]]]:
-            part: list[list[object]] = []
-            for entry in self._device.store.list(prefix):
-                part.append([entry.name, entry.nbytes])
-                if len(part) == _LIST_ENTRIES:
-                    yield part
-                    part = []
-            yield part
+    def _verb_list(self, prefix: str) -> Iterator[list[list[object]]]:
+        """Yield the objects in parts, each object with its name and its length in bytes."""
+        part: list[list[object]] = []
+        for entry in self._device.store.list(prefix):
+            part.append([entry.name, entry.nbytes])
+            if len(part) == _LIST_ENTRIES:
+                yield part
+                part = []
+        yield part
 
-        return _PartedAnswer(parts())
-
-    def _verb_inventory(self) -> _PartedAnswer:
-        """Return all objects, each with its name, its length in bytes, and its age in seconds."""
-        entries = [[name, nbytes, age] for name, (nbytes, age) in self._device.inventory().items()]
-        return _PartedAnswer(entries[i : i + _LIST_ENTRIES] for i in range(0, max(1, len(entries)), _LIST_ENTRIES))
+    def _verb_inventory(self) -> Iterator[list[list[object]]]:
+        """Yield all objects in parts, each object with its name, its length in bytes, and its age in seconds."""
+        entries: list[list[object]] = [[name, *found] for name, found in self._device.inventory().items()]
+        for start in range(0, max(1, len(entries)), _LIST_ENTRIES):
+            yield entries[start : start + _LIST_ENTRIES]
 
     def _verb_folders(self, prefix: str) -> list[str]:
         return list(self._device.store.list_folders(prefix))
@@ -363,7 +371,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
 
 def _handlers_of(source: object) -> dict[str, Callable[..., object]]:
-    """Return the methods that answer calls, by verb: `_verb_a_b` answers a.b."""
+    """Return the methods that answer calls, by verb: `_verb_a_b` answers a.b. One that yields sends several messages."""
     names = [name for name in dir(source) if name.startswith("_verb_")]
     return {name.removeprefix("_verb_").replace("_", "."): getattr(source, name) for name in names}
 
@@ -382,13 +390,3 @@ def _log_and_convert_error(verb: str, error: Exception) -> CkptError:
         return client_error
     log.error("%s failed: %s", verb, error, exc_info=error)
     return StoreError(f"the node failed in {verb}: {error}; see its log")
-
-
-class _PartedAnswer:
-    """An answer that is sent in several messages."""
-
-    def __init__(self, parts: Iterator[object]) -> None:
-        self._parts = parts
-
-    def __iter__(self) -> Iterator[object]:
-        return self._parts

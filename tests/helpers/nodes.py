@@ -128,7 +128,7 @@ def quick(config: NamespaceConfig) -> Namespace:
 
 
 class Link:
-    """A TCP proxy before a node that can refuse, delay or block its traffic."""
+    """A TCP proxy before a node that can refuse, delay, block or change its traffic."""
 
     def __init__(self, address: str) -> None:
         host, port = address.rsplit(":", 1)
@@ -137,6 +137,9 @@ class Link:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.cut = False
         self.seconds = 0.0
+        self.changed_requests: tuple[bytes, bytes] = (b"", b"")
+        """Bytes of requests, and the bytes in their place."""
+        self.changed_answers: tuple[bytes, bytes] = (b"", b"")
         self._flow = threading.Event()
         self._flow.set()
         self._sockets: list[socket.socket] = []
@@ -169,15 +172,16 @@ class Link:
                 continue
             self._sockets += [accepted, connected]
             for a, b in ((accepted, connected), (connected, accepted)):
-                threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
+                threading.Thread(target=self._pump, args=(a, b, a is accepted), daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, is_request: bool) -> None:
         try:
             while data := source.recv(1 << 16):
                 self._flow.wait()
                 if self.seconds:
                     time.sleep(self.seconds)
-                target.sendall(data)
+                old, new = self.changed_requests if is_request else self.changed_answers
+                target.sendall(data.replace(old, new) if old else data)
         except OSError:
             pass
         for each in (source, target):
