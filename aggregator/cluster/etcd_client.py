@@ -20,8 +20,9 @@ from ckpt.storage.base.errors import InvalidArgument, NotFound, Refused, StoreEr
 from ckpt.storage.node.client_credentials import is_loopback
 
 _MAX_ANSWER_BYTES = 16 << 20
-_NOT_FOUND, _DENIED, _UNAUTHENTICATED = 5, {7, 16}, 16
+_NOT_FOUND, _DENIED, _OUT_OF_RANGE, _UNAUTHENTICATED = 5, {7, 16}, 11, 16
 """gRPC status codes."""
+_RANGE_TRIES = 3
 _OLD_TOKEN_MESSAGE = "revision of auth store is old"
 _PORT_ADVICE = "give the client port of etcd"
 _LOGIN_ADVICE = f"give {ETCD_VARIABLES['user']} and {ETCD_VARIABLES['password_file']}"
@@ -39,6 +40,14 @@ class EtcdItem:
 
 class _BadToken(Refused):
     """etcd refuses the token of this client: tokens expire, and are lost when etcd restarts."""
+
+
+class Compacted(StoreError):
+    """The requested revision is older than the last compaction, so etcd does not have it any more."""
+
+
+class _Full(Unavailable):
+    """etcd has reached its quota, and refuses writes until its NOSPACE alarm is disarmed. All endpoints do."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -88,6 +97,16 @@ class EtcdClient:
 
         page_keys: how many keys one call returns, so that no answer is too long; 0: all keys in one call.
         """
+        for tries_left in reversed(range(_RANGE_TRIES)):
+            try:
+                return self._range(prefix, first, page_keys)
+            except Compacted:  # between two pages
+                if not tries_left:
+                    raise
+        raise AssertionError
+
+    def _range(self, prefix: str, first: str, page_keys: int) -> list[EtcdItem]:
+        """Return the keys as `range` does. Raises Compacted if their revision is compacted between two pages."""
         end = prefix.encode()[:-1] + bytes([prefix.encode()[-1] + 1])
         message = {"key": _to_base64(first or prefix), "range_end": _to_base64(end), "limit": str(page_keys)}
         items: list[EtcdItem] = []
@@ -135,6 +154,15 @@ class EtcdClient:
         """Delete a key. It is no error if the key does not exist."""
         self._call("kv/deleterange", {"key": _to_base64(key)})
 
+    def current_revision(self, key: str) -> int:
+        """Return the current revision. key: any key that this client may read."""
+        answer = self._call("kv/range", {"key": _to_base64(key), "count_only": True})
+        return _parse_int(answer.get("header", {}), "revision")
+
+    def compact(self, revision: int) -> None:
+        """Make etcd forget what was replaced or deleted up to a revision. Raises Compacted if it has done so already."""
+        self._call("kv/compaction", {"revision": str(revision)})
+
     def grant_lease(self, lease_seconds: float) -> int:
         """Return a new lease. etcd makes it longer where it is shorter than its own election timeout."""
         return _parse_int(self._call("lease/grant", {"TTL": str(max(1, round(lease_seconds)))}), "ID")
@@ -167,6 +195,8 @@ class EtcdClient:
                 answer = self._ask_as_user(
                     self._endpoints[index], method, json.dumps(message).encode(), remaining_seconds / (count - attempt)
                 )
+            except _Full:
+                raise
             except Unavailable as error:
                 failures.append(str(error))
                 continue
@@ -256,6 +286,13 @@ def _http_error(endpoint: str, error: HTTPError) -> StoreError:
         return Refused(f"{endpoint}: {message}; {_LOGIN_ADVICE} of a user with the permission")
     if code == _NOT_FOUND:
         return NotFound(f"{endpoint}: {message}")
+    if code == _OUT_OF_RANGE and "has been compacted" in message:
+        return Compacted(f"{endpoint}: {message}; read it anew")
+    if "database space exceeded" in message:
+        return _Full(
+            f"etcd is full ({endpoint} has a NOSPACE alarm), and refuses writes; run `etcdctl compact REVISION`, "
+            "`etcdctl defrag` and `etcdctl alarm disarm`"
+        )
     return kind(f"{endpoint}: {message}; see the log of etcd")
 
 

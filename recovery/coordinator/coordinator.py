@@ -51,6 +51,7 @@ class Coordinator:
             return self._try_to_lead(run_state, view, own_report)
         drafts = draft_next_entries(view)
         if not drafts:
+            self._run_log.compact(now)
             return False
         failpoint(f"coordinator.{drafts[0].kind}")
         written = self._run_log.append(run_state.number, drafts)

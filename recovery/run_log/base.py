@@ -81,6 +81,12 @@ class RunLog(ABC):
     def remove_report(self, name: str) -> None:
         """Remove the report of an agent that has ended."""
 
+    def compact(self, now: float) -> None:  # noqa: B027
+        """Let the storage free what newer reports have replaced. The leader calls it often; mostly nothing is due.
+
+        It never raises Unavailable. now: the time by CLOCK_MONOTONIC.
+        """
+
     def endpoints(self) -> list[tuple[str, int]]:
         """Return host and port of all servers that store the log; none if it is a file."""
         return []

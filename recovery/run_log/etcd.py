@@ -19,6 +19,7 @@ from ckpt.aggregator.cluster.etcd_client import EtcdClient, EtcdItem
 from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog, placeholder_entry, require_state_url
 from ckpt.recovery.run_log.entry_schema import read_entry
 from ckpt.recovery.run_log.entry_signatures import Signer, UntrustedValue, strip_signature
+from ckpt.recovery.run_log.etcd_compaction import EtcdCompaction
 from ckpt.storage.base.checked_decode import Malformed, read_json
 from ckpt.storage.base.errors import Refused
 
@@ -46,6 +47,7 @@ class EtcdRunLog(RunLog):
         endpoints, name = parse_etcd_url(url)
         self._etcd = EtcdClient(endpoints, _TIMEOUT_SECONDS)
         self._prefix = f"/ckpt-run/{name}/"
+        self._compaction = EtcdCompaction(self._etcd, self._prefix)
         self._signer = Signer(token)
         self._accepts_unchecked = read_only and not self._signer.has_token
         self._warned: set[str] = set()
@@ -104,6 +106,9 @@ class EtcdRunLog(RunLog):
 
     def remove_report(self, name: str) -> None:
         self._etcd.delete(f"{self._prefix}agents/{name}")
+
+    def compact(self, now: float) -> None:
+        self._compaction.compact_if_due(now)
 
     def endpoints(self) -> list[tuple[str, int]]:
         return self._etcd.host_ports

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import logging
 import os
 import shutil
 import signal
@@ -155,7 +156,7 @@ def has_users(tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_log_and_members_work_with_user_and_password(
-    has_users: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_users: SecureEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts = has_users.endpoint.removeprefix("https://")
     with pytest.raises(Refused, match="CKPT_ETCD_USER"):
@@ -168,6 +169,10 @@ def test_a_run_log_and_members_work_with_user_and_password(
     assert state.append(0, [Draft(0, "note", "a")])
     with pytest.raises(Refused, match="permission denied"):
         EtcdRunLog(f"etcd://{hosts}/another").append(0, [Draft(0, "note", "a")])
+    with caplog.at_level(logging.WARNING, "ckpt.run"):
+        for minute in range(8):
+            state.compact(60.0 * minute)
+    assert caplog.messages == [], "this user may compact"
 
     has_users.kill()  # the restarted server has no tokens of before
     monkeypatch.setenv("CKPT_ETCD_USER", "root")
