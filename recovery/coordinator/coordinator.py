@@ -88,8 +88,8 @@ class Coordinator:
         if not self._single_host and now - self._reports_read_at >= (_LEADER_READ_SECONDS if leads else _FOLLOWER_READ_SECONDS):
             self._reports_read_at = now
             reports = decode_reports(self._run_log.reports())
-            others = {name: report for name, report in reports.items() if name != own_report.name}
-            self._liveness.observe(others, time.monotonic())
+            own = reports.pop(own_report.name, None)
+            self._liveness.observe(reports, time.monotonic(), own)
         own_reports = {own_report.name: own_report}
         self._living = self._liveness.living() | own_reports
         maybe_living = self._liveness.maybe_living() | own_reports

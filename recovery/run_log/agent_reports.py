@@ -178,10 +178,18 @@ class AgentLiveness:
     lost_seconds: float = LOST_SECONDS
     _observed: dict[str, _ObservedReport] = field(default_factory=dict)
     _now: float = 0.0
+    _own_beat: tuple[str, int] | None = None
+    _own_changed_at: float = 0.0
 
-    def observe(self, reports: Mapping[str, AgentReport], now: float) -> None:
-        """Record the newest reports of all agents. now: the time by CLOCK_MONOTONIC."""
-        pause, self._now = pause_seconds(now - self._now), now
+    def observe(self, reports: Mapping[str, AgentReport], now: float, own: AgentReport | None = None) -> None:
+        """Record the newest reports of the other agents.
+
+        now: the time by CLOCK_MONOTONIC.
+        own: the report of this agent, as the run log has it. While it is not replaced, the log accepts no report of any agent,
+            for example because etcd is full, so the silence of the others does not count.
+        """
+        gap, self._now = now - self._now, now
+        pause = gap if self._is_unwritable(own) else pause_seconds(gap)
         for seen in self._observed.values():  # no agent is lost because this host read no reports, or the log was unavailable
             seen.observed_at += pause
         for name in self._observed.keys() - reports.keys():
@@ -190,6 +198,14 @@ class AgentLiveness:
             before = self._observed.get(name)
             if before is None or (before.report.incarnation, before.report.beat) != (report.incarnation, report.beat):
                 self._observed[name] = _ObservedReport(report, now, before is not None)
+
+    def _is_unwritable(self, own: AgentReport | None) -> bool:
+        """Return whether the report of this agent is older than it should be."""
+        if own is None:
+            return False
+        if (beat := (own.incarnation, own.beat)) != self._own_beat:
+            self._own_beat, self._own_changed_at = beat, self._now
+        return self._now - self._own_changed_at > UNOBSERVED_SECONDS
 
     def living(self) -> dict[str, AgentReport]:
         """Return the reports of agents that were observed to publish a new report recently."""

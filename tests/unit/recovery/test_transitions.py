@@ -271,6 +271,18 @@ def test_hosts_live_by_the_clock_of_the_observer() -> None:
     assert set(liveness.living()) == {"a", "b"}, "it was the observer that received nothing for a minute"
 
 
+def test_no_host_is_lost_while_the_run_log_accepts_no_reports() -> None:
+    """An agent whose own report is not replaced can't judge others. Its silence counts again once its own report is new."""
+    liveness = AgentLiveness()
+    for i in range(60):
+        beat = min(i, 10)
+        liveness.observe({"b": agent("b", beat=beat)}, 100.0 + i * REPORT_SECONDS, agent("a", beat=beat))
+    assert set(liveness.living()) == {"b"}
+    for i in range(60, 70):
+        liveness.observe({"b": agent("b", beat=10)}, 100.0 + i * REPORT_SECONDS, agent("a", beat=i))
+    assert liveness.maybe_living() == {}
+
+
 def test_a_report_is_decoded_as_it_was_encoded() -> None:
     report = agent("a", wrong=HostFailure("hang", (1, 2), "x", 3.0), slowest=SlowestRank(1, 2, 3.0, "save"), leaving=15)
     assert decode_report(report.to_facts() | {"of a later version": 1}) == report
