@@ -156,7 +156,7 @@ def test_the_pace_of_a_job_includes_its_saves(tmp_path: Path) -> None:
         "mine.beat(step); time.sleep(1000)"
     )
     with monitor_until_failure(program, 2, tmp_path) as watch:
-        assert watch.step_seconds >= 0.14
+        assert watch.step_seconds > 0.07, "a step without its save takes 0.002 s; a late look misses a part of the first save"
 
 
 def test_ranks_that_do_not_use_ckpt_may_send_no_heartbeat(tmp_path: Path) -> None:
