@@ -134,20 +134,20 @@ class EtcdClient:
         puts = [{"request_put": {"key": _to_base64(key), "value": _to_base64(value)}} for key, value in values.items()]
         return bool(self._call("kv/txn", {"compare": absent, "success": puts}).get("succeeded"))
 
+    def replace(self, expected: EtcdItem, value: bytes) -> int:
+        """Write a key and return its new revision; return 0, and write nothing, if it was changed since `expected` was read."""
+        put = {"request_put": {"key": _to_base64(expected.key), "value": _to_base64(value)}}
+        answer = self._call("kv/txn", {"compare": [_is_unchanged(expected)], "success": [put]})
+        return _parse_int(answer.get("header", {}), "revision") if answer.get("succeeded") else 0
+
     def put_leased(self, expected: EtcdItem, value: bytes, lease: int, lasting_key: str) -> bool:
         """Write a value to a key with a lease and to a lasting key; return whether it was done.
 
         Neither is written if the first key was changed since `expected` was read.
         """
-        unchanged = {
-            "key": _to_base64(expected.key),
-            "target": "MOD",
-            "result": "EQUAL",
-            "mod_revision": str(expected.revision),
-        }
         leased = {"key": _to_base64(expected.key), "value": _to_base64(value), "lease": str(lease)}
         puts = [{"request_put": put} for put in (leased, {"key": _to_base64(lasting_key), "value": _to_base64(value)})]
-        answer = self._call("kv/txn", {"compare": [unchanged], "success": puts})
+        answer = self._call("kv/txn", {"compare": [_is_unchanged(expected)], "success": puts})
         return bool(answer.get("succeeded"))
 
     def delete(self, key: str) -> None:
@@ -304,6 +304,11 @@ def _parse_answer(endpoint: str, text: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise StoreError(f"{endpoint}: {len(text)} bytes are not an answer of etcd; {_PORT_ADVICE}")
     return message
+
+
+def _is_unchanged(item: EtcdItem) -> dict[str, str]:
+    """Return the condition of a transaction that a key was not changed since it was read."""
+    return {"key": _to_base64(item.key), "target": "MOD", "result": "EQUAL", "mod_revision": str(item.revision)}
 
 
 def _to_base64(value: str | bytes) -> str:

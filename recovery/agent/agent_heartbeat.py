@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 from ckpt.recovery.agent.host_lease import HostLease
+from ckpt.recovery.run_log.agent_name import NameTaken
 from ckpt.recovery.run_log.agent_reports import REPORT_SECONDS, AgentReport
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.storage.base.errors import StoreError, is_transient
@@ -54,6 +55,8 @@ class AgentHeartbeat:
             self._has_failed = False
             self._lease.renew(sent_at)
             self._lease.resolve_addresses()
+        except NameTaken:  # the coordinator finds the report of the other agent, and ends this one
+            return
         except Exception as error:
             if not isinstance(error, StoreError) and not is_transient(error):
                 raise
@@ -67,7 +70,7 @@ class AgentHeartbeat:
         self._changed.set()
         self._thread.join()
         with contextlib.suppress(StoreError):  # without this the agent counts as lost after LOST_SECONDS
-            self._run_log.remove_report(self._report.name)
+            self._run_log.remove_report(self._report.name, self._report.incarnation)
 
 
 def _without_progress(report: AgentReport) -> AgentReport:

@@ -12,7 +12,8 @@ from ckpt.recovery.agent.followed_log import FollowedLog
 from ckpt.recovery.memory_tier.memory_nodes import nodes_with_steps
 from ckpt.recovery.ranks.signals import Signals
 from ckpt.recovery.run_log import memory_placement
-from ckpt.recovery.run_log.agent_reports import REPORT_SECONDS, AgentReport, decode_reports, find_living_agents
+from ckpt.recovery.run_log.agent_name import NameTaken, holder_of
+from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, REPORT_SECONDS, AgentReport, decode_reports, find_living_agents
 from ckpt.recovery.run_log.entry_drafts import draft_lead, draft_run
 from ckpt.recovery.run_log.entry_facts import EndFacts, facts_of
 from ckpt.recovery.run_log.run_spec import RunSpec
@@ -78,6 +79,7 @@ class Joining:
         living = self._find_living(reports, can_join)
         self._refuse_conflict(living, run_state, is_under_way)
         if can_join:
+            self._take_name(reports)
             return Joined(run_state.run)
         # If steps are only in memory, another run is begun, which copies them to the repository.
         has_undrained_memory = not living and bool(memory_placement.node_addresses(run_state.memory))
@@ -92,13 +94,23 @@ class Joining:
     def _find_living(self, reports: Mapping[str, Mapping[str, object]], can_join: bool) -> dict[str, AgentReport]:
         """Return the reports of living agents if the decision depends on them, as it takes a while to find them."""
         is_locked = self._request.spec.hosts == 1 and not self._log.run_log.is_remote
-        must_observe = reports and not is_locked and (self._request.name in reports or not can_join)
-        return find_living_agents(self._log.run_log) if must_observe else {}
+        is_name_in_use = holder_of(reports.get(self._request.name)) not in ("", self._request.make_report().incarnation)
+        must_observe = reports and not is_locked and (is_name_in_use or not can_join)
+        # Another agent takes over the name only after the time after which the hosts of the run take the first one for lost.
+        seconds = LOST_SECONDS + REPORT_SECONDS if is_name_in_use else 3 * REPORT_SECONDS
+        return find_living_agents(self._log.run_log, seconds) if must_observe else {}
+
+    def _take_name(self, reports: Mapping[str, Mapping[str, object]]) -> None:
+        """Publish a first report. Raises NameTaken if another agent has done so since `reports` were read."""
+        name = self._request.name
+        replaces = holder_of(reports.get(name))
+        failpoint("agent.take_name")
+        self._log.run_log.publish_report(name, self._request.make_report().to_facts(), replaces)
 
     def _refuse_conflict(self, living: Mapping[str, AgentReport], run_state: RunState, is_under_way: bool) -> None:
         name, single_host = self._request.name, self._request.spec.hosts == 1
         if name in living:
-            raise CkptError(f"another host of this run is called {name}; give this one another --name")
+            raise NameTaken(name, living[name].to_facts())
         if is_under_way and living and (single_host or run_state.spec != self._request.spec):
             advice = (
                 "for one job on several hosts give --nnodes on each" if single_host
@@ -125,9 +137,7 @@ class Joining:
             draft_run(run_state.attempt + 1, run_id, spec, _unfinished_reports(run_state, reports)),
             draft_lead(run_state.attempt + 1, f"{name} leads the run", name),
         ]
-        own_report = self._request.make_report()
-        # Publish a report before leading: the other agents take an agent without reports for lost.
-        self._log.run_log.publish_report(name, own_report.to_facts())
+        self._take_name(reports)  # before leading: the other agents take an agent without reports for lost
         if not self._log.append(drafts):
             self._log.run_log.remove_report(name)
             return None
@@ -140,7 +150,7 @@ class Joining:
             )
         failpoint("agent.begun")
         for other in reports.keys() - living.keys() - {name}:
-            self._log.run_log.remove_report(other)
+            self._log.run_log.remove_report(other, holder_of(reports[other]))
         self._log.read()
         return Joined(run_id)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from ckpt.recovery.coordinator.decision_input import DecisionInput
 from ckpt.recovery.coordinator.transitions import draft_next_entries
+from ckpt.recovery.run_log.agent_name import NameTaken
 from ckpt.recovery.run_log.agent_reports import AgentLiveness, AgentReport, decode_reports, pause_seconds
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.recovery.run_log.entry_drafts import draft_lead
@@ -42,7 +43,10 @@ class Coordinator:
         self._coordinated_at = time.monotonic()
 
     def coordinate(self, run_state: RunState, own_report: AgentReport) -> bool:
-        """Append the entries that are due now, and return whether any were. Raises Unavailable if the log does not answer."""
+        """Append the entries that are due now, and return whether any were.
+
+        Raises Unavailable if the log does not answer, and CkptError if another agent has taken the name of this one.
+        """
         now = time.monotonic()
         self._note_pause(now)
         self._note_entry_time(run_state, now)
@@ -89,6 +93,7 @@ class Coordinator:
             self._reports_read_at = now
             reports = decode_reports(self._run_log.reports())
             own = reports.pop(own_report.name, None)
+            self._require_own_name(own, own_report)
             self._liveness.observe(reports, time.monotonic(), own)
         own_reports = {own_report.name: own_report}
         self._living = self._liveness.living() | own_reports
@@ -102,6 +107,14 @@ class Coordinator:
             self._liveness.silent(),
             self._silent_since_failure(run_state, maybe_living, now),
         )
+
+    def _require_own_name(self, found: AgentReport | None, own_report: AgentReport) -> None:
+        """Raise CkptError if another agent has taken the name of this one, as this one was silent for a while.
+
+        found: the report of this name that the run log has.
+        """
+        if found is not None and found.incarnation != own_report.incarnation:
+            raise NameTaken(found.name, found.to_facts()).after_a_pause()
 
     def _silent_since_failure(self, run_state: RunState, maybe_living: Mapping[str, AgentReport], now: float) -> frozenset[str]:
         """Return the agents without a new report since a failure was first seen.

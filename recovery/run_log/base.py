@@ -74,12 +74,17 @@ class RunLog(ABC):
         """Return the newest report of each agent, by its name."""
 
     @abstractmethod
-    def publish_report(self, name: str, facts: Mapping[str, object]) -> None:
-        """Replace the report of an agent. It need not be durable."""
+    def publish_report(self, name: str, facts: Mapping[str, object], replaces: str = "") -> None:
+        """Replace the report of an agent. It need not be durable.
+
+        replaces: the lost agent of this name whose report may be replaced, by its `incarnation`; "" none.
+
+        Raises NameTaken if the report that is there is of another agent.
+        """
 
     @abstractmethod
-    def remove_report(self, name: str) -> None:
-        """Remove the report of an agent that has ended."""
+    def remove_report(self, name: str, incarnation: str = "") -> None:
+        """Remove the report of an agent that has ended. incarnation: only if it is of this agent; "" of any."""
 
     def compact(self, now: float) -> None:  # noqa: B027
         """Let the storage free what newer reports have replaced. The leader calls it often; mostly nothing is due.

@@ -16,17 +16,21 @@ from collections.abc import Mapping, Sequence
 
 from ckpt.aggregator.cluster.etcd import parse_etcd_url
 from ckpt.aggregator.cluster.etcd_client import EtcdClient, EtcdItem
+from ckpt.recovery.run_log.agent_name import holder_of, require_holder
 from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog, placeholder_entry, require_state_url
 from ckpt.recovery.run_log.entry_schema import read_entry
 from ckpt.recovery.run_log.entry_signatures import Signer, UntrustedValue, strip_signature
 from ckpt.recovery.run_log.etcd_compaction import EtcdCompaction
 from ckpt.storage.base.checked_decode import Malformed, read_json
-from ckpt.storage.base.errors import Refused
+from ckpt.storage.base.errors import Refused, Unavailable
 
 log = logging.getLogger("ckpt.run")
 
 _TIMEOUT_SECONDS = 1.0
 """How long a call waits. The ranks continue while etcd does not answer; only decisions are delayed."""
+
+_REPORT_TRIES = 3
+"""How often a report is written again after another process has changed its key. Only the removal of a lost agent does so."""
 
 _PAGE_ENTRIES = 16
 """How many entries one call reads. An answer has at most 16 MiB, and the start of an attempt on 512 hosts about 0.1 MB."""
@@ -51,6 +55,8 @@ class EtcdRunLog(RunLog):
         self._signer = Signer(token)
         self._accepts_unchecked = read_only and not self._signer.has_token
         self._warned: set[str] = set()
+        self._report_revisions: dict[str, int] = {}
+        """The revision of the last report of each agent that was published through this object."""
         if not self._signer.has_token and not read_only and not self._etcd.is_loopback:
             self._warn_once(
                 url, "anyone who can write to %s controls this run, as there is no token to sign its entries; "
@@ -100,12 +106,32 @@ class EtcdRunLog(RunLog):
                 self._warn_once(item.key, f"%s in etcd is no report of an agent of this run ({error}): it is ignored")
         return found
 
-    def publish_report(self, name: str, facts: Mapping[str, object]) -> None:
+    def publish_report(self, name: str, facts: Mapping[str, object], replaces: str = "") -> None:
         key = f"{self._prefix}agents/{name}"
-        self._etcd.put(key, self._signer.sign(key, json.dumps(facts).encode()))
+        value = self._signer.sign(key, json.dumps(facts).encode())
+        for _ in range(_REPORT_TRIES):
+            revision = self._report_revisions.pop(name, None)
+            if revision is None:
+                item = self._etcd.get(key)
+                require_holder(name, self._read_report(item), facts, replaces)
+                revision = item.revision
+            if written := self._etcd.replace(EtcdItem(key, b"", revision), value):
+                self._report_revisions[name] = written
+                return
+        raise Unavailable(f"{key} in etcd changes again and again; find out who else writes to it")
 
-    def remove_report(self, name: str) -> None:
-        self._etcd.delete(f"{self._prefix}agents/{name}")
+    def remove_report(self, name: str, incarnation: str = "") -> None:
+        key = f"{self._prefix}agents/{name}"
+        if not incarnation or holder_of(self._read_report(self._etcd.get(key))) == incarnation:
+            self._etcd.delete(key)
+
+    def _read_report(self, item: EtcdItem) -> dict[str, object] | None:
+        """Return the report in an item; None if there is none, or it is not of an agent of this run."""
+        try:
+            facts = read_json(self._trusted_value(item)) if item.revision else None
+        except ValueError:  # UntrustedValue, Malformed
+            return None
+        return facts if isinstance(facts, dict) else None
 
     def compact(self, now: float) -> None:
         self._compaction.compact_if_due(now)

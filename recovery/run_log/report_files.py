@@ -39,15 +39,21 @@ class ReportFiles:
             return {}
         except OSError as error:
             raise self._unavailable("read", error) from error
+        for path in paths:
+            name = path.name.removesuffix(".json")
+            if (facts := self.read_one(name)) is not None:
+                found[name] = facts
+        return found
+
+    def read_one(self, name: str) -> dict[str, object] | None:
+        """Return the newest report of an agent; None if there is none, or a power cut has damaged it."""
         try:
-            for path in paths:
-                with contextlib.suppress(FileNotFoundError, Malformed):
-                    facts = read_json(_read_report(path))
-                    if isinstance(facts, dict):
-                        found[path.name.removesuffix(".json")] = facts
+            facts = read_json(_read_report(self._folder / f"{name}.json"))
+        except (FileNotFoundError, Malformed):
+            return None
         except OSError as error:
             raise self._unavailable("read", error) from error
-        return found
+        return facts if isinstance(facts, dict) else None
 
     def write(self, name: str, facts: Mapping[str, object]) -> None:
         """Replace the report of an agent."""

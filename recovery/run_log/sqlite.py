@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ckpt.recovery.run_log.agent_name import holder_of, require_holder
 from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog
 from ckpt.recovery.run_log.entry_schema import read_row
 from ckpt.recovery.run_log.report_files import ReportFiles
@@ -105,11 +106,13 @@ class SqliteRunLog(RunLog):
     def reports(self) -> dict[str, dict[str, object]]:
         return self._reports.read()
 
-    def publish_report(self, name: str, facts: Mapping[str, object]) -> None:
+    def publish_report(self, name: str, facts: Mapping[str, object], replaces: str = "") -> None:
+        require_holder(name, self._reports.read_one(name), facts, replaces)
         self._reports.write(name, facts)
 
-    def remove_report(self, name: str) -> None:
-        self._reports.remove(name)
+    def remove_report(self, name: str, incarnation: str = "") -> None:
+        if not incarnation or holder_of(self._reports.read_one(name)) == incarnation:
+            self._reports.remove(name)
 
     def close(self) -> None:
         self._db.close()

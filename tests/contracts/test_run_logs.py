@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.etcd_server import EtcdProcess, needs_etcd
 
+from ckpt.recovery.run_log.agent_name import NameTaken
 from ckpt.recovery.run_log.base import Draft, RunLog, open_run_log
 
 Opener = Callable[[], RunLog]
@@ -113,6 +114,26 @@ def test_a_report_replaces_the_report_of_the_same_agent(open_log: Opener) -> Non
     first.publish_report("a", {"beat": 2})
     assert second.reports() == first.reports() == {"a": {"beat": 2}, "b.example": {"beat": 1, "text": "雪"}}
     assert first.entries() == [], "a report is not an entry"
+
+
+def test_an_agent_replaces_and_removes_its_own_reports_only(open_log: Opener) -> None:
+    """Another agent of the same name is refused, unless it knows that the first one is lost."""
+    first, second = open_log(), open_log()
+    first.publish_report("a", {"incarnation": "one", "pid": 1, "address": "host-1", "joined": 1.5})
+    with pytest.raises(NameTaken, match=r"an agent called a runs already \(process 1 at host-1, since .*\); end it, or"):
+        second.publish_report("a", {"incarnation": "two"})
+    second.remove_report("a", "two")
+    first.publish_report("a", {"incarnation": "one", "beat": 2})
+    assert first.reports() == {"a": {"incarnation": "one", "beat": 2}}
+    second.publish_report("a", {"incarnation": "two"}, replaces="one")
+    with pytest.raises(NameTaken):
+        first.publish_report("a", {"incarnation": "one", "beat": 3})
+    second.publish_report("a", {"incarnation": "two", "beat": 1})
+    first.remove_report("a", "one")
+    assert first.reports() == {"a": {"incarnation": "two", "beat": 1}}
+    first.remove_report("a", "two")
+    second.publish_report("a", {"incarnation": "two", "beat": 2})
+    assert first.reports() == {"a": {"incarnation": "two", "beat": 2}}, "a report that was removed meanwhile is written again"
 
 
 def test_a_removed_report_is_missing(open_log: Opener) -> None:

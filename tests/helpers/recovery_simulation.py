@@ -22,6 +22,7 @@ from ckpt.recovery.agent.host_options import HostOptions
 from ckpt.recovery.coordinator import coordinator
 from ckpt.recovery.memory_tier import local, memory_nodes
 from ckpt.recovery.run_log import agent_reports
+from ckpt.recovery.run_log.agent_name import holder_of, require_holder
 from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog
 from ckpt.recovery.run_log.run_spec import RunSpec
 from ckpt.storage.base.errors import Unavailable
@@ -78,11 +79,19 @@ class SimulatedRunLog(RunLog):
     def reports(self) -> dict[str, dict[str, Any]]:
         return self._call("reads reports", lambda: dict(self._world.reports))
 
-    def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
-        self._call("reports", lambda: self._world.reports.update({name: dict(facts)}))
+    def publish_report(self, name: str, facts: Mapping[str, Any], replaces: str = "") -> None:
+        def publish() -> None:
+            require_holder(name, self._world.reports.get(name), facts, replaces)
+            self._world.reports[name] = dict(facts)
 
-    def remove_report(self, name: str) -> None:
-        self._call("removes its report", lambda: self._world.reports.pop(name, None))
+        self._call("reports", publish)
+
+    def remove_report(self, name: str, incarnation: str = "") -> None:
+        def remove() -> None:
+            if not incarnation or holder_of(self._world.reports.get(name)) == incarnation:
+                self._world.reports.pop(name, None)
+
+        self._call("removes its report", remove)
 
     def close(self) -> None: ...
 

@@ -174,6 +174,6 @@ class SimulatedHeartbeat:
 
     def close(self) -> None:
         try:
-            self._run_log.remove_report(self._report.name)
+            self._run_log.remove_report(self._report.name, self._report.incarnation)
         except StoreError:
             pass

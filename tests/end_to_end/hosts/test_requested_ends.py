@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
@@ -148,7 +149,8 @@ def test_a_second_host_of_the_same_name_is_refused(job: Callable[..., Job]) -> N
     run.start("a", files="elsewhere")
     try:
         assert run.ends("a") == {"a": 1}
-        assert "another host of this run is called a; give this one another --name" in run.messages("a")
+        advice = r"an agent called a runs already \(process \d+ at .*, since .*\); end it, or give this host another --name"
+        assert re.search(advice, run.messages("a"))
         assert first.poll() is None
     finally:
         first.kill()

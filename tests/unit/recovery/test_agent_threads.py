@@ -26,11 +26,11 @@ class _FailingRunLog(SqliteRunLog):
     error: Exception | None = None
     calls = 0
 
-    def publish_report(self, name: str, facts: Mapping[str, Any]) -> None:
+    def publish_report(self, name: str, facts: Mapping[str, Any], replaces: str = "") -> None:
         self.calls += 1
         if self.error is not None:
             raise self.error
-        super().publish_report(name, facts)
+        super().publish_report(name, facts, replaces)
 
 
 class _FailingGuard(OrphanGuard):
