@@ -96,7 +96,7 @@ class Checkpoints:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Open the repository. Lightning has connected all ranks before it calls this hook."""
-        if stage != "fit" or trainer.fast_dev_run:
+        if stage != "fit" or trainer.fast_dev_run or _is_tuning_only(trainer):
             return
         if self._is_from_environment and not _may_use_environment(self, trainer):
             return
@@ -104,7 +104,7 @@ class Checkpoints:
         self._close()
         self._trainer = trainer
         self._checkpointer = Checkpointer(**{"group": None if trainer.world_size == 1 else "auto", **self._options})
-        self._loops = LoopPoints(trainer, self._reached, self._restore, self._check_data)
+        self._loops = LoopPoints(trainer, self._reached, self._restore, self._in_trials, self._check_data)
         self._state = TrainerState(trainer, self._loops.state_dict)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
@@ -143,6 +143,10 @@ class Checkpoints:
             loops.remove()
         if checkpointer is not None:
             checkpointer.close()
+
+    def _in_trials(self) -> bool:
+        """Return whether the Trainer runs trial steps: a finder takes all callbacks away for them."""
+        return self not in self._trainer.callbacks
 
     # --- saving and restoring ----------------------------------------------------------------------------------
 
@@ -207,6 +211,15 @@ class Checkpoints:
         self._steps_seen = self._steps_saved = start
         lightning_packages.info(f"resumed from step {start - 1} of {repository.url}")
         return checkpoint
+
+
+_FINDERS = ("LearningRateFinder", "BatchSizeFinder")
+
+
+def _is_tuning_only(trainer: Any) -> bool:
+    """Return whether a Tuner calls this `fit`, which ends after the trial steps."""
+    finders = [each for each in trainer.callbacks if any(base.__name__ in _FINDERS for base in type(each).__mro__)]
+    return any(getattr(finder, "_early_exit", False) for finder in finders)
 
 
 def _make(arguments: dict[str, Any], is_from_environment: bool) -> Checkpoints:

@@ -29,6 +29,7 @@ class LoopPoints:
     trainer: the Trainer, in its setup hook.
     reached: is called with "batch" in the middle of an epoch, and with "epoch" between two epochs.
     restore: returns the checkpoint to resume from, or None. It is called when the Trainer would load one.
+    in_trials: returns whether a Tuner or a finder runs trial steps, which are no steps of the training.
     check_data: as for `FetcherPosition`.
     """
 
@@ -37,16 +38,23 @@ class LoopPoints:
         trainer: Any,
         reached: Callable[[Point], None],
         restore: Callable[[object], dict[str, Any] | None],
+        in_trials: Callable[[], bool],
         check_data: bool,
     ) -> None:
-        self._trainer, self._reached, self._restore = trainer, reached, restore
+        self._trainer, self._reached, self._restore, self._in_trials = trainer, reached, restore, in_trials
         self.point: Point = "epoch"
         self._position = FetcherPosition(check_data)
         self._resume_at: dict[str, Any] | None = None
         self._fit_loop_state: dict[str, Any] = {}
-        fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._checkpoint: dict[str, Any] | None = None
+        """The checkpoint to resume from, until the Trainer has loaded all of it."""
+        self._ends_trials = False
+        self._trial_fetcher: Any = None
+        connector, fit, epoch = trainer._checkpoint_connector, trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._wrapped: list[tuple[object, str, Callable[..., None]]] = [
-            (trainer._checkpoint_connector, "resume_start", self._resume_start),
+            (connector, "resume_start", self._resume_start),
+            (connector, "restore", self._restore_after_trials),
+            (connector, "restore_training_state", self._restore_training_state),
             (fit, "setup_data", self._setup_data),
             (fit, "on_advance_start", self._epoch_starts),
             (fit, "on_advance_end", self._epoch_ends),
@@ -55,7 +63,15 @@ class LoopPoints:
             (epoch, "on_advance_end", self._batch_ends),
         ]
         for owner, name, wrapper in self._wrapped:
-            setattr(owner, name, partial(wrapper, getattr(owner, name)))
+            setattr(owner, name, partial(self._call, wrapper, getattr(owner, name)))
+
+    def _call(self, wrapper: Callable[..., None], original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Call a method of the Trainer by its wrapper; in trial steps, the method alone."""
+        if self._in_trials():
+            original(*args, **kwargs)
+            self._trial_fetcher = self._trainer.fit_loop._data_fetcher
+        else:
+            wrapper(original, *args, **kwargs)
 
     def remove(self) -> None:
         """Give the loops their own methods again."""
@@ -74,6 +90,8 @@ class LoopPoints:
 
     def _resume_start(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
+        if self._ends_trials:
+            return
         path = args[0] if args else kwargs.get("checkpoint_path")
         checkpoint = self._restore(path)
         if checkpoint is not None:
@@ -81,13 +99,32 @@ class LoopPoints:
             self._fit_loop_state = checkpoint["loops"]["fit_loop"]
             if states := loader_states_ahead(self._resume_at.get("data", {})):
                 self._fit_loop_state["state_dict"]["combined_loader"] = states
-            self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint
+            self._trainer._checkpoint_connector._loaded_checkpoint = self._checkpoint = checkpoint
+
+    def _restore_after_trials(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Let a finder load the checkpoint that it has made before its trial steps."""
+        self._ends_trials = True
+        try:
+            original(*args, **kwargs)
+        finally:
+            self._ends_trials = False
+
+    def _restore_training_state(self, original: Callable[[], None]) -> None:
+        if self._checkpoint is not None and not self._ends_trials:
+            connector = self._trainer._checkpoint_connector
+            if not connector._loaded_checkpoint:  # a finder has loaded its own checkpoint meanwhile
+                connector._loaded_checkpoint = self._checkpoint
+                self._trainer.fit_loop._combined_loader = None  # its loader has no state of the resumed run
+            self._checkpoint = None
+        original()
 
     def _setup_data(self, original: Callable[[], None]) -> None:
         fit = self._trainer.fit_loop
         if self._resume_at is not None:
             fit._restarting = True  # otherwise Lightning does not load the state of dataloaders between epochs
         before = fit._data_fetcher
+        if before is not None and before is self._trial_fetcher:  # older versions of Lightning continue after the trial batches
+            fit._combined_loader = None
         with _call_before_iterator(type(fit), self._iterator_begins):
             original()
         if self._resume_at is not None and self._resume_at["point"] == "epoch" and fit._data_fetcher is not before:
