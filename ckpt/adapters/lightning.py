@@ -18,6 +18,7 @@ from ckpt import pulse
 from ckpt.adapters import lightning_packages
 from ckpt.adapters.adapt.intervals import interval_from_env
 from ckpt.adapters.lightning_deepspeed import is_between_updates
+from ckpt.adapters.lightning_end import has_ended, note_end, require_same_model
 from ckpt.adapters.lightning_io import CkptIO as CkptIO
 from ckpt.adapters.lightning_io import fabric_plugin_checks, plugin_checks
 from ckpt.adapters.lightning_loops import LoopPoints, Point
@@ -53,7 +54,8 @@ class Checkpoints:
 
     Raises:
         InvalidArgument: At the start of `fit`, for strategies other than one device, DDP, ModelParallelStrategy and
-            DeepSpeedStrategy, and for what `ckpt.adapters.deepspeed` refuses.
+            DeepSpeedStrategy, and for what `ckpt.adapters.deepspeed` refuses. Also if a fit of another model with this URL has
+            ended in this process, so that `fit` would train nothing.
         SaveFailed: An earlier save failed in the background; its error is the cause.
         FormatError: The newest step was not saved by this callback.
         CkptError: The data can't continue at the saved position.
@@ -127,8 +129,11 @@ class Checkpoints:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wait for the saves, and release the repository."""
-        if stage == "fit":
-            self._close()
+        if stage != "fit":
+            return
+        if self._checkpointer is not None:
+            note_end(self._checkpointer.repository.url, trainer.lightning_module)
+        self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Release the repository, without an error that would replace `exception`."""
@@ -208,6 +213,8 @@ class Checkpoints:
                 f"step {start - 1} of {repository.url} was not saved by Checkpoints with this strategy: give another URL, or "
                 "use ckpt.load"
             )
+        if has_ended(checkpoint, self._trainer.fit_loop):
+            require_same_model(repository.url, self._trainer.lightning_module)
         self._steps_seen = self._steps_saved = start
         lightning_packages.info(f"resumed from step {start - 1} of {repository.url}")
         return checkpoint

@@ -11,6 +11,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.tuner import Tuner
 
 import ckpt
+from ckpt.adapters import lightning_end
 
 
 def _lr(trainer: Any, model: SmallModel) -> None:
@@ -31,6 +32,7 @@ def test_the_tuner_neither_saves_nor_resumes(tmp_path: Path, monkeypatch: pytest
     trainer.fit(whole)
 
     for _ in range(2):  # the script, and its restart
+        monkeypatch.setattr(lightning_end, "_models", {})  # as in another process
         model = SmallModel()
         trainer = small_trainer(tmp_path / "run")
         steps = len(ckpt.open(tmp_path / "run").steps()) if (tmp_path / "run").exists() else 0
