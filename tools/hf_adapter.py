@@ -19,7 +19,7 @@ _MAGNITUDE = "lora_magnitude_vector"
 
 
 def find_adapter(names: Iterable[str], requested: str | None) -> str | None:
-    """Return the name of the adapter to export, None where the names are those of a model without adapters.
+    """Return the name of the adapter to export, None if the names are those of a model without adapters.
 
     requested: the name that the user asked for.
 
@@ -62,7 +62,7 @@ def _split(name: str) -> list[str]:
 
 
 def _adapter_index(parts: list[str]) -> int | None:
-    """Return the index of the adapter's name in the parts of a name; None where the name has none."""
+    """Return the index of the adapter's name in the parts of a name; None if the name has none."""
     for index in range(len(parts) - 1, 0, -1):
         before = parts[index - 1]
         if before == _REPLACED_MODULE or before.startswith(_PARAMETERS):

@@ -57,7 +57,7 @@ def _require_byte_order(file: IO[bytes], where: str) -> None:
         with zipfile.ZipFile(file) as archive:
             found = [record for record in archive.infolist() if record.filename.rpartition("/")[2] == "byteorder"]
             for record in found:
-                if not record.CRC:  # written without checksums; zipfile checks none where the attribute is missing
+                if not record.CRC:  # written without checksums; zipfile checks none if the attribute is missing
                     del record.CRC
             order = archive.read(found[0]).decode() if found else sys.byteorder
     except (*DAMAGE, OSError) as error:

@@ -184,7 +184,7 @@ def remove_announcement(
 
 
 def _parse_announcement(item: EtcdItem) -> AnnouncedNode | None:
-    """Return the node that a value describes. Log a warning and return None where it can't be read.
+    """Return the node that a value describes. Log a warning and return None if it can't be read.
 
     Fields that a newer version adds are ignored.
     """

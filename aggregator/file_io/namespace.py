@@ -217,7 +217,7 @@ class Namespace(NamespaceRecords):
     def _set_rename_token(self, path: str, version: str, old_token: str, new_token: str) -> PathRecord | None:
         """Change the rename token of a file from `old_token` to `new_token`.
 
-        Return the record after that; None where the path has another version.
+        Return the record after that; None if the path has another version.
         """
 
         def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:

@@ -17,7 +17,7 @@ from ckpt.storage.base.errors import AlreadyExists, Changed, CkptError, StoreErr
 from ckpt.storage.registers.base import RegisterValue
 
 Relink = Callable[[PathRecord], PathRecord | None]
-"""Called where members have another fence number now. Returns the file with objects that exist (`relink.py`); None where a
+"""Called where members have another fence number now. Returns the file with objects that exist (`relink.py`); None if a
 repair has deleted too many of them. Raises where the file may not be published any more for another reason."""
 
 
@@ -243,7 +243,7 @@ class _Work:
         return file_record.encode_record(replace(file, head=file_record.next_head(file.head, current), rename_token=token))
 
     def replaced_record(self, current: PathRecord | None) -> PathRecord | None:
-        """Return the record that the publication replaced; None where the current record does not show which one."""
+        """Return the record that the publication replaced; None if the current record does not show which one."""
         return file_record.replaced_record(self._replaced, current, self.file.head.version)
 
     def _may_be_stale(self, current: PathRecord | None) -> bool:

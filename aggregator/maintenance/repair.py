@@ -159,7 +159,7 @@ def select_fragments(layout: FileLayout, is_selected: Callable[[int, MemberObjec
 
 
 def _rebuild_file(namespace: Namespace, health: FileHealth, advance: ByteProgress) -> FileLayout | None:
-    """Rebuild the lost fragments of a file, and return its layout after that; None where the file was changed meanwhile.
+    """Rebuild the lost fragments of a file, and return its layout after that; None if the file was changed meanwhile.
 
     The layout is incomplete if there are too few members.
     """

@@ -99,7 +99,7 @@ def _encode_log(collection_log: CollectionLog) -> RegisterValue:
 
 
 def _decode_log(value: RegisterValue | None) -> CollectionLog | None:
-    """Return the log of an agreed value; None where it can't be read."""
+    """Return the log of an agreed value; None if it can't be read."""
     if value is None:
         return CollectionLog(0, ())
     try:

@@ -31,7 +31,7 @@ _TRIES = 5
 def begin_era(records: NamespaceRecords, min_number: int = 0) -> int | None:
     """Fence every member that keeps records by a new fence number above `min_number`, and return that number.
 
-    Returns None where a member does not answer, where the ring is changing, or where other clients begin eras at the same time.
+    Returns None if a member does not answer, if the ring is changing, or if other clients begin eras at the same time.
     """
     for _ in range(_TRIES):
         records.invalidate_ring()

@@ -143,7 +143,7 @@ def note_replaced(proposed: dict[str, PathRecord], current: PathRecord) -> None:
 
 
 def replaced_record(proposed: Mapping[str, PathRecord], after: PathRecord | None, version: str) -> PathRecord | None:
-    """Return the record that a version replaced; None where the record of the path after that does not show which one.
+    """Return the record that a version replaced; None if the record of the path after that does not show which one.
 
     It need not be the one that the last proposal replaces: an outdated member, or another proposal, may be the source of that.
 

@@ -41,7 +41,7 @@ class NamespaceRecords(Membership):
         return {path: ring.replica_set(path) for path in paths}
 
     def stat(self, path: str) -> PathRecord | None:
-        """Return the record of a path; None where no file or folder exists."""
+        """Return the record of a path; None if no file or folder exists."""
         return self.stat_all([path])[path]
 
     def stat_all(self, paths: Sequence[str]) -> dict[str, PathRecord | None]:

@@ -151,7 +151,7 @@ def find_ring(
 def _find_once(
     registers: Mapping[str, Registers], fan_out: FanOut, seconds: float, open_members: Callable[[RecordRing], bool]
 ) -> RecordRing | None:
-    """Return the newest ring of a namespace; None where all members answer and none has a ring.
+    """Return the newest ring of a namespace; None if all members answer and none has a ring.
 
     open_members: called with a ring that names members which `registers` lacks; returns whether it added them. Raises
     Unavailable if too few members answer to be sure, and InvalidArgument if they belong to different namespaces.
@@ -198,7 +198,7 @@ def highest_fence_number(ring: RecordRing, registers: Mapping[str, Registers], f
 
 
 def _max_fence_number(absent: Iterable[RegisterAnswer]) -> int:
-    """Return the highest fence number in members' answers for a register that does not exist; 0 where all are in era 0."""
+    """Return the highest fence number in members' answers for a register that does not exist; 0 if all are in era 0."""
     return max((answer.promised.round for answer in absent if isinstance(answer, Record)), default=0)
 
 
@@ -261,7 +261,7 @@ def publish_ring(registers: Mapping[str, Registers], ring: RecordRing, fan_out: 
 def _read_agreed_ring(
     registers: Mapping[str, Registers], ring: RecordRing, fan_out: FanOut, seconds: float
 ) -> RecordRing | None:
-    """Return the agreed ring with the number of `ring`, read from the members that vote on it; None where there is none."""
+    """Return the agreed ring with the number of `ring`, read from the members that vote on it; None if there is none."""
     replica_set = _founding_replica_set(ring) if ring.agreed_by is None else ring_electors(ring.agreed_by)
     if unknown := sorted(set(replica_set.members) - set(registers)):
         raise Unavailable(f"{', '.join(unknown)} keep records too, according to other members; list all of them in the URL")

@@ -52,7 +52,7 @@ _ELECTION_REGISTER = "collector"
 def collect_tombstones(records: NamespaceRecords, age_seconds: float | None = None) -> int:
     """Forget the records of files that were deleted at least `age_seconds` ago, and return the number of these files.
 
-    Returns 0 where a member that keeps records does not answer, or another client collects at the same time. Raises
+    Returns 0 if a member that keeps records does not answer, or another client collects at the same time. Raises
     Unavailable.
     """
     if records.ring.previous is not None:
@@ -76,7 +76,7 @@ def collect_tombstones(records: NamespaceRecords, age_seconds: float | None = No
 def _list_tombstones(records: NamespaceRecords, age_seconds: float) -> dict[str, dict[str, Record]]:
     """Return the registers to collect: by name, the record of each member of the replica set.
 
-    These are registers with a tombstone of at least this age, and registers without a value. Empty where a member is missing.
+    These are registers with a tombstone of at least this age, and registers without a value. Empty if a member is missing.
     """
     listed = _scan_registers(records)
     if lagging := [

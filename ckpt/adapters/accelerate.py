@@ -103,7 +103,7 @@ class AttachedAccelerator:
         return handle
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> int | None:
-        """Load a step into the objects of the Accelerator, and return its number; None where there is none.
+        """Load a step into the objects of the Accelerator, and return its number; None if there is none.
 
         A folder that accelerate has saved is loaded by accelerate, and has no number.
 

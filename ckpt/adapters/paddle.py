@@ -34,7 +34,7 @@ class ModelState:
 
     layer: a layer, or what `fleet.distributed_model` returns for it.
     optimizer: an optimizer of paddle.optimizer, or what `fleet.distributed_optimizer` returns for it.
-    hcg: the hybrid communicate group, which defines how the ranks divide the model; None where all ranks have the same one.
+    hcg: the hybrid communicate group, which defines how the ranks divide the model; None if all ranks have the same one.
 
     It knows tensor parallelism (`is_distributed` and `split_axis` of parameters), pipeline stages (PipelineLayer, shared layers
     too), data parallelism, the sharding of the optimizer (stage 1, with and without `split_param`), and what
@@ -161,7 +161,7 @@ class ModelState:
     def _targets(self, part: OptimizerPart, names: set[str], everything: bool) -> dict[str, Shard | Any] | None:
         """Return the tensors of one parameter for a load to fill; create those that do not exist yet.
 
-        None where the saved optimizer has made no step: stages 2 and 3 make the master weights earlier.
+        None if the saved optimizer has made no step: stages 2 and 3 make the master weights earlier.
         """
         have = paddle_optimizer.accumulators_of(self._optimizer, part.parameter)
         if not names <= have.keys():

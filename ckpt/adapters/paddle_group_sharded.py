@@ -64,7 +64,7 @@ class GroupSharding:
         )
 
     def slice_of(self, parameter: Any) -> Slice | None:
-        """Return the slice of a parameter that this rank has; None where it has the whole one."""
+        """Return the slice of a parameter that this rank has; None if it has the whole one."""
         if parameter.name not in self._slices or parameter.status == "all":  # gathered, as frozen ones are after a step
             return None
         return Slice(parameter.fw_storage, *self._range(parameter))

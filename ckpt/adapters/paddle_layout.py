@@ -98,7 +98,7 @@ class Layout:
     """The ranks of a hybrid parallelism and what of the model each has."""
 
     def __init__(self, topology: Any, rank: int, layer: Any) -> None:
-        """topology: a CommunicateTopology; None where all ranks have the same."""
+        """topology: a CommunicateTopology; None if all ranks have the same."""
         self._topology = topology
         self._layer = layer
         self._known_axes = _sequence_parallel_axes(layer)
@@ -141,7 +141,7 @@ class Layout:
         return Replica(ranks.index(self._rank), len(ranks), tuple(ranks), is_stored_whole)
 
     def _split_axis(self, tensor: Any) -> int | None:
-        """Return the axis along which tensor parallelism divides a parameter; None where all ranks have the whole one."""
+        """Return the axis along which tensor parallelism divides a parameter; None if all ranks have the whole one."""
         if self._topology is None or not getattr(tensor, "is_distributed", False) or self._topology.get_dim("model") == 1:
             return None
         axis = getattr(tensor, "split_axis", self._known_axes.get(id(tensor)))

@@ -78,7 +78,7 @@ class _Rule:
     """The ranks that divide the experts, in the order of the experts."""
     position: int
     copies: tuple[int, ...] | None
-    """None where they cannot be derived."""
+    """None if they cannot be derived."""
     are_derived: bool
     """Whether the copies were derived from the group, rather than given."""
     axis: int
@@ -113,7 +113,7 @@ class ExpertNames:
         return local_name if tensor is None else tensor.name
 
     def tensor(self, name: str) -> ExpertTensor | None:
-        """Return the tensor with this name in the whole model; None where it is not of an expert."""
+        """Return the tensor with this name in the whole model; None if it is not of an expert."""
         return self._by_name.get(name)
 
 

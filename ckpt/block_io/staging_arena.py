@@ -201,7 +201,7 @@ pool = ArenaPool()
 
 
 def available_memory() -> int:
-    """Return the bytes that can be allocated without swapping; 8 GiB where the system does not report it."""
+    """Return the bytes that can be allocated without swapping; 8 GiB if the system does not report it."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:

@@ -138,7 +138,7 @@ def _float_planes_claim(stored: memoryview) -> int | None:
 
 
 def zstd_content_bytes(stored: memoryview) -> int | None:
-    """Return the content size of the first frame; None where the header does not state it. RFC 8878, section 3.1.1.1."""
+    """Return the content size of the first frame; None if the header does not state it. RFC 8878, section 3.1.1.1."""
     if len(stored) < 6 or stored[:4] != _ZSTD_MAGIC:
         return None
     descriptor = stored[4]

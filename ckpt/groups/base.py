@@ -208,7 +208,7 @@ def timeout_error(group: Group, missing: Sequence[int], doing: str, seconds: flo
     """Return the error of a rank that has waited `seconds` for the missing ranks. doing: such as "a gather"."""
     return GroupError(
         f"{group!r}: {ranks_text(missing)} did not join {doing} within {seconds:g} s; every rank must make the same "
-        "call: check whether one has died, or give group=None where a process works alone"
+        "call: check whether one has died, or give group=None if a process works alone"
     )
 
 

@@ -30,7 +30,7 @@ class Hello:
         return not is_dead(self.owner, me.owner)
 
     def has_same_launcher(self, me: Hello) -> bool | None:
-        """Return whether one process started both ranks; None where that is unknown."""
+        """Return whether one process started both ranks; None if that is unknown."""
         if not is_alive(self.owner, me.owner) or me.parent <= 1 or not me.parent_started:
             return None
         return (self.parent, self.parent_started) == (me.parent, me.parent_started)
@@ -55,7 +55,7 @@ def own_hello() -> Hello:
 
 
 def decode_hello(data: bytes | None) -> Hello | None:
-    """Return the hello in `data`; None where it is missing or malformed."""
+    """Return the hello in `data`; None if it is missing or malformed."""
     try:
         fields = read_json(data or b"")
         parent, since = fields.pop("parent"), fields.pop("parent_started")

@@ -41,7 +41,7 @@ def remove(key: str) -> None:
 
 
 def read(key: str) -> bytes | None:
-    """Return the note under a key; None where there is none, or the folder belongs to another user."""
+    """Return the note under a key; None if there is none, or the folder belongs to another user."""
     folder = _folder()
     if not _is_mine(folder):
         return None

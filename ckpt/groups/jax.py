@@ -102,7 +102,7 @@ def process_count() -> int:
 
 
 def _distributed_state() -> Any:
-    """Return the private state of jax.distributed, None where this release of jax does not have it."""
+    """Return the private state of jax.distributed, None if this release of jax does not have it."""
     try:
         from jax._src.distributed import global_state
     except ImportError:

@@ -82,7 +82,7 @@ _LAUNCHERS = (
 
 
 def rank_from_env(environ: Environ = os.environ) -> EnvRank | None:
-    """Return rank, size and job as set by the first launcher found, None where no launcher has set them.
+    """Return rank, size and job as set by the first launcher found, None if no launcher has set them.
 
     Raises GroupError if rank and size do not match, or where another launcher has started more ranks than the first one.
     """

@@ -82,6 +82,6 @@ def _boot_clock_seconds() -> float:
 
 
 def _process_started_at() -> float | None:
-    """Return when this process started, in seconds since boot; None where the system does not provide it."""
+    """Return when this process started, in seconds since boot; None if the system does not provide it."""
     ticks = process_start_ticks(os.getpid())
     return int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None

@@ -49,7 +49,7 @@ def get_objects(store: Store, names: Sequence[str], limit: int) -> list[bytes | 
 
 
 def get_object(store: Store, name: str, limit: int = MAX_MARKER_BYTES) -> bytes | None:
-    """Return an object; None where it does not exist, and b"" for a marker that is too long.
+    """Return an object; None if it does not exist, and b"" for a marker that is too long.
 
     Raises GroupError if data of a gather are too long.
     """

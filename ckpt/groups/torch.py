@@ -127,7 +127,7 @@ def _key_value_store() -> dist.Store:
 
 
 def _gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of a gloo process group; None where this version of torch does not expose it."""
+    """Return the timeout of a gloo process group; None if this version of torch does not expose it."""
     import torch
 
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)

@@ -36,7 +36,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the common part of two boxes of one array; None where they have no element in common."""
+    """Return the common part of two boxes of one array; None if they have no element in common."""
     low = tuple(max(p, q) for p, q in zip(a.offset, b.offset, strict=True))
     high = tuple(min(p + m, q + n) for p, m, q, n in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
     extent = tuple(h - a for a, h in zip(low, high, strict=True))
@@ -44,7 +44,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contiguous_start(box: Box, shape: tuple[int, ...]) -> int | None:
-    """Return the index of the first element of `box` in the flattened array; None where the box is not contiguous in C order.
+    """Return the index of the first element of `box` in the flattened array; None if the box is not contiguous in C order.
 
     shape: that of the array.
     """

@@ -104,7 +104,7 @@ def usable_torch() -> ModuleType | None:
 
 
 def framework_function(value: object, name: str) -> Callable[[Any], Any] | None:
-    """Return a function of the file of the framework that defines the type of `value`; None where the file has none."""
+    """Return a function of the file of the framework that defines the type of `value`; None if the file has none."""
     file = framework_file(type(value))
     return None if file is None else getattr(file, name, None)
 

@@ -18,7 +18,7 @@ IndexRun = tuple[int, int]
 """First index and length, along one axis."""
 
 MeshSplit = tuple[int, int] | None
-"""How a mesh dimension shards an array: (axis, split factor); None where it replicates."""
+"""How a mesh dimension shards an array: (axis, split factor); None if it replicates."""
 
 
 @lru_cache(maxsize=4096)

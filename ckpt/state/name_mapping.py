@@ -123,7 +123,7 @@ class _Renamer:
         return {**node, "parameters": [found.get(name) for name in node["parameters"]]}
 
     def _saved_path(self, state: object, path: str) -> str | None:
-        """Return the path under which all entries of an object's state were saved; None where there is no such path."""
+        """Return the path under which all entries of an object's state were saved; None if there is no such path."""
         saved_paths = set()
         for inner in _entry_names(state, ""):
             name = self._rename(join_path(path, inner))

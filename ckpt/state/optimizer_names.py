@@ -47,7 +47,7 @@ NamedModules = Sequence[tuple[str, Any]]
 
 
 class ParameterNames(NamedTuple):
-    """The names of an optimizer's parameters, in the order of their numbers. None where they are unknown."""
+    """The names of an optimizer's parameters, in the order of their numbers. None if they are unknown."""
 
     by_path: list[str] | None
     """The names of the leaves, from the modules in the same state as the optimizer."""
@@ -56,7 +56,7 @@ class ParameterNames(NamedTuple):
 
 
 def names_by_path(optimizer: Any, modules: NamedModules) -> list[str] | None:
-    """Return the name of each parameter in the first module that has it; None where a parameter is in no module.
+    """Return the name of each parameter in the first module that has it; None if a parameter is in no module.
 
     The names are cached, because each save needs them and they change only with the parameters and the modules.
     """
@@ -86,7 +86,7 @@ def parameter_names(optimizer: Any, modules: NamedModules) -> ParameterNames:
 
 
 def names_by_group(groups: object) -> list[str] | None:
-    """Return the `param_names` of all parameter groups, one after the other; None where a group has none."""
+    """Return the `param_names` of all parameter groups, one after the other; None if a group has none."""
     found: list[str] = []
     for group in groups if isinstance(groups, list) else []:
         names = group.get("param_names") if isinstance(group, dict) else None

@@ -91,7 +91,7 @@ def _first_few(names: Collection[str]) -> str:
 
 
 def reorder_state(optimizer: Any, modules: NamedModules, node: Node, state: Node) -> Node | None:
-    """Return the saved state with the current numbers of an optimizer's parameters; None where no number changes.
+    """Return the saved state with the current numbers of an optimizer's parameters; None if no number changes.
 
     node: the saved node of the optimizer, with the names of its parameters.
     state: the node of its `state_dict()`, a part of `node`.

@@ -31,7 +31,7 @@ class Stateful:
 
 
 def get_attribute(value: object, name: str) -> Any:
-    """Return an attribute of an object of any class, None where the object has none of that name.
+    """Return an attribute of an object of any class, None if the object has none of that name.
 
     Any error counts as a missing attribute unless the class defines it: a dict whose entries are its attributes may raise
     KeyError. An error that may be temporary, such as MemoryError, is raised. Raises UnsupportedLeaf if the class defines the
@@ -55,7 +55,7 @@ def method(value: object, name: str) -> Callable[..., Any] | None:
 
 
 def as_stateful(value: Any, path: str) -> Stateful | None:
-    """Return the functions that read and set the state of `value`, None where it has no state.
+    """Return the functions that read and set the state of `value`, None if it has no state.
 
     Raises UnsupportedLeaf if reading its `state_dict` attribute fails, or where its framework keeps its state to itself.
     """

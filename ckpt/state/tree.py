@@ -82,7 +82,7 @@ class PerRank:
 def flatten(state: Any, rank: int | None = None) -> FlatState:
     """Return the tree and the leaves of a state.
 
-    rank: the rank of this process in its group; None where the process saves alone.
+    rank: the rank of this process in its group; None if the process saves alone.
 
     Raises UnsupportedLeaf with the path of a value that cannot be stored, and StagingFailed where memory for a copy is missing.
     """
@@ -370,7 +370,7 @@ def encode_key(key: object, path: str) -> Node:
 
 
 def _torch_metadata(value: dict[Any, Any]) -> dict[Any, Any] | None:
-    """Return the versions that a torch module adds to its state_dict, None where there are none."""
+    """Return the versions that a torch module adds to its state_dict, None if there are none."""
     found = get_attribute(value, "_metadata")
     return found if isinstance(found, dict) else None
 

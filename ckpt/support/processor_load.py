@@ -35,7 +35,7 @@ class ProcessorTimes:
 
 
 def read_processor_times() -> ProcessorTimes | None:
-    """Return the processor times of this host, None where the system does not have them."""
+    """Return the processor times of this host, None if the system does not have them."""
     try:
         with open(_STAT, encoding="ascii") as file:
             return parse_processor_times(file.readline(), os.cpu_count() or 1)

@@ -181,7 +181,7 @@ class DescriptorReader(Reader):
 class AppendFile:
     """A file that is open for writing; each append writes to its own range. It may be used from many threads.
 
-    direct_fd: the same file, opened with O_DIRECT; None where that is not possible.
+    direct_fd: the same file, opened with O_DIRECT; None if that is not possible.
     """
 
     def __init__(self, fd: int, direct_fd: int | None, where: str) -> None:

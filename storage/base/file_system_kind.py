@@ -56,7 +56,7 @@ def require_local_file_system(path: str | os.PathLike[str], what: str, advice: s
 
 
 def is_on_local_file_system(path: str) -> bool:
-    """Return whether `path` is on a file system of this host; True where the type is unknown (not Linux)."""
+    """Return whether `path` is on a file system of this host; True if the type is unknown (not Linux)."""
     found = _file_system_type(_existing_parent(path))
     return found is None or found in _LOCAL_TYPES
 
@@ -79,7 +79,7 @@ def _existing_parent(where: str) -> str:
 
 
 def _file_system_type(folder: str) -> int | None:
-    """Return the f_type of statfs(2); None where it is unknown (not Linux)."""
+    """Return the f_type of statfs(2); None if it is unknown (not Linux)."""
     statfs = _load_statfs()
     if statfs is None:
         return None

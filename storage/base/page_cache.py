@@ -14,7 +14,7 @@ _CACHESTAT = 451
 
 
 def in_page_cache(fd: int, position: int, nbytes: int = 1) -> bool:
-    """Return whether the bytes from `position` on are in the page cache; False where the system cannot tell.
+    """Return whether the bytes from `position` on are in the page cache; False if the system cannot tell.
 
     nbytes: how many of them to check where the file system has no reads that do not wait (tmpfs, FUSE, NFS); elsewhere only the
         first is.

@@ -299,7 +299,7 @@ class BucketRegisters(Registers):
         raise Unavailable(f"{self._store.url}/{object_key(name)} changes all the time; try again")
 
     def _read_record(self, name: str) -> tuple[RegisterAnswer | None, ObjectTag | None]:
-        """Return a register as it is stored, and the tag of its object; None where there is none."""
+        """Return a register as it is stored, and the tag of its object; None if there is none."""
         try:
             data, tag = self._store.get_tagged(object_key(name), _RECORD_BYTES)
         except NotFound:

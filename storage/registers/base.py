@@ -234,7 +234,7 @@ def require_same_value(record: RegisterAnswer, name: str, value: RegisterValue) 
 
 
 def with_promise(record: RegisterAnswer, ballot: Ballot) -> Record | None:
-    """Return the record after it has promised this ballot; None where it does not promise it."""
+    """Return the record after it has promised this ballot; None if it does not promise it."""
     if isinstance(record, DamagedRecord) or is_final(record) or record.promised >= ballot:
         return None
     return Record(ballot, record.accepted, record.value)

@@ -42,7 +42,7 @@ def advance_fence(current: int, number: int) -> int:
 
 
 def next_era(number: int, above: int = 0) -> int | None:
-    """Return the fence number of the next era of the same ring, higher than `above`; None where the eras are used up."""
+    """Return the fence number of the next era of the same ring, higher than `above`; None if the eras are used up."""
     found = max(order_key(number), above) + 1
     return found if ring_epoch(found) == ring_epoch(number) else None
 

@@ -316,7 +316,7 @@ def _decide(client: Client, value: RegisterValue | None) -> tuple[Client, Regist
 
 
 def _history_with(state: World, value: bytes) -> bytes | None:
-    """Return the history continued by what a value has more; None where the value lacks a change or brings one back."""
+    """Return the history continued by what a value has more; None if the value lacks a change or brings one back."""
     if value.startswith(state.history):
         return value
     for end in state.collected:

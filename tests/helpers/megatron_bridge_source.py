@@ -24,7 +24,7 @@ TAKEN = {
 
 
 def source() -> Path | None:
-    """Return the file of the module in the installed Megatron-Bridge, None where it is not installed."""
+    """Return the file of the module in the installed Megatron-Bridge, None if it is not installed."""
     try:
         found = files("megatron-bridge") or ()
     except PackageNotFoundError:

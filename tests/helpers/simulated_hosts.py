@@ -159,7 +159,7 @@ class World:
         return self.hosts[host_of(actor)]
 
     def begin_agent(self, actor: str) -> bool:
-        """Note that an agent begins; return False where its host has one, or where the run has ended."""
+        """Note that an agent begins; return False if its host has one, or if the run has ended."""
         host = self._host(actor)
         if host.agent or self.has_ended:
             return False

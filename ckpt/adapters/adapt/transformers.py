@@ -54,7 +54,7 @@ def _strategy(trainer: Any) -> str:
 
 
 def _interval(trainer: Any) -> Every:
-    """Return how often to save where the TrainingArguments turn saves off; None where they say when to save."""
+    """Return how often to save where the TrainingArguments turn saves off; None if they say when to save."""
     return interval_from_env() if _strategy(trainer) == "no" else None
 
 

@@ -122,7 +122,7 @@ class ArrayLeaf(ABC):
         """Raise TypeError for a leaf that stands for an array in `like` and has no data to save."""
 
     def identity(self) -> Hashable | None:
-        """Return a key that is equal for two leaves of one array (tied leaves); None where no other leaf can be the same."""
+        """Return a key that is equal for two leaves of one array (tied leaves); None if no other leaf can be the same."""
         memory = self.memory_layout()
         return None if memory is None else (self.kind, memory)
 
@@ -134,11 +134,11 @@ class ArrayLeaf(ABC):
         return None
 
     def memory_layout(self) -> MemoryLayout | None:
-        """Return the layout of the user's array, to which a target's `write` copies; None where no other array can share it."""
+        """Return the layout of the user's array, to which a target's `write` copies; None if no other array can share it."""
         return None
 
     def whole_memory(self) -> MemoryLayout | None:
-        """Return `memory_layout`, also of a shard that is the whole array; None where this process has only parts of it."""
+        """Return `memory_layout`, also of a shard that is the whole array; None if this process has only parts of it."""
         return self.memory_layout()
 
     def attributes(self) -> Mapping[str, str | bool]:
@@ -146,7 +146,7 @@ class ArrayLeaf(ABC):
         return {}
 
     def version(self) -> int | None:
-        """Return a number that grows with each in-place change; None where the framework does not count changes."""
+        """Return a number that grows with each in-place change; None if the framework does not count changes."""
         return None
 
     def is_frozen(self) -> bool:
@@ -158,7 +158,7 @@ class ArrayLeaf(ABC):
         return None
 
     def shards(self) -> list[LeafShard] | None:
-        """Return the local shards of a global array; None where this leaf has the whole array in its memory."""
+        """Return the local shards of a global array; None if this leaf has the whole array in its memory."""
         return None
 
     def layout(self) -> str:

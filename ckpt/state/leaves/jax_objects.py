@@ -78,7 +78,7 @@ def _equal_entries(value: object, get: Callable[[], dict[Any, Any]], put: Callab
 
 
 def static_fields(value: Any) -> frozenset[str]:
-    """Return the fields of a dataclass that its registration as a pytree makes static; none where it is not registered."""
+    """Return the fields of a dataclass that its registration as a pytree makes static; none if it is not registered."""
     children, structure = _flatten_one_level(value)
     if structure is None or not all(isinstance(path[0], jax.tree_util.GetAttrKey) for path, _ in children):
         return frozenset()

@@ -16,7 +16,7 @@ _GeneratorState = paddle.framework.core.GeneratorState
 
 
 def as_stateful(value: object) -> Stateful | None:
-    """Return the functions that read and set the state of an object of Paddle; None where its own methods are enough."""
+    """Return the functions that read and set the state of an object of Paddle; None if its own methods are enough."""
     if isinstance(value, paddle.nn.Layer):
         return Stateful(value.state_dict, lambda state: set_layer_state(value, state))
     if isinstance(value, paddle.optimizer.Optimizer):

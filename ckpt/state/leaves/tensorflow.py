@@ -219,7 +219,7 @@ def _children(value: Any, visited: set[int]) -> dict[str, Any]:
 
 
 def _child_entry(child: Any, visited: set[int]) -> Any:
-    """Return the entry of a trackable: itself where it has functions of its own for its state; None where it has no state."""
+    """Return the entry of a trackable: itself where it has functions of its own for its state; None if it has no state."""
     of_tensorflow = framework_file(type(child)) is framework_file(tf.Module)
     if not of_tensorflow or isinstance(child, tf.random.Generator) or _has_own_tensors(child):
         visited.add(id(child))

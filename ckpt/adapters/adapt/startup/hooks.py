@@ -215,7 +215,7 @@ _MOST_TRAININGS = 8
 
 @contextlib.contextmanager
 def training(what: str) -> Iterator[str | None]:
-    """Give a training run of this process its repository: its URL, or None where it is not adapted.
+    """Give a training run of this process its repository: its URL, or None if it is not adapted.
 
     The first training run has that at CKPT_DIR, the second that with the suffix "-2", and so on: a script that runs again
     then finds each of its training runs as it was.
