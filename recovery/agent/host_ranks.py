@@ -161,7 +161,8 @@ class HostRanks:
         for rank in monitor.ranks:
             with contextlib.suppress(KeyError):
                 self._surroundings.select.unregister(rank.pidfd)
-        stop_ranks(monitor.ranks, self._identity.mark)
+        fork_servers = self._surroundings.fork_servers
+        stop_ranks(monitor.ranks, self._identity.mark, [] if fork_servers is None else fork_servers.sessions)
         for rank in monitor.ranks:
             self._surroundings.orphan_guard.remove(rank.process.pid)
         # The address may be missing while the network is down. The present port then stays, and is mostly free.

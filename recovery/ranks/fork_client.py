@@ -291,6 +291,11 @@ class ForkServers:
         return None if self._current is None else self._current.fork(environ, log)
 
     @property
+    def sessions(self) -> list[int]:
+        """The sessions of the processes of all fork servers."""
+        return [client.pid for client in (self._current, self._next) if client is not None and client.pid is not None]
+
+    @property
     def status_text(self) -> str:
         """Text: whether the next start is a warm start, or why not."""
         if self._current is None:

@@ -44,7 +44,7 @@ the packages to leave out as JSON, and the script with its arguments."""
 PER_RANK_VARIABLES = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "CKPT_RUN", "CKPT_ATTEMPT", "CKPT_PULSE",
-    "CKPT_SKIP", "CKPT_BEFORE", "CKPT_SPIKE_LIMIT", "CKPT_MTBF", "CKPT_AGENT",
+    "CKPT_SKIP", "CKPT_BEFORE", "CKPT_SPIKE_LIMIT", "CKPT_MTBF",
     "CKPT_MEMORY", "CKPT_MEMORY_BEFORE", "CKPT_MEMORY_WAIT",
 })  # fmt: skip
 """Variables that differ between ranks or attempts."""

@@ -33,13 +33,16 @@ def adopt_orphans() -> None:
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_sessions(sessions: Iterable[int], mark: str = "") -> None:
-    """Kill all processes of some sessions, and those with a mark, also stopped ones."""
-    session_ids = list(sessions)
+def kill_sessions(sessions: Iterable[int], mark: str = "", spared_sessions: Iterable[int] = ()) -> None:
+    """Kill all processes of some sessions, and those with a mark, also stopped ones.
+
+    spared_sessions: their processes are not killed although they have the mark.
+    """
+    session_ids, spared = list(sessions), list(spared_sessions)
     kill_process_groups(session_ids)  # this reaches most at once; the loop finds those that have left their group
     for _ in range(200):  # a process that is just being started is found in the next pass
         try:
-            remaining = find_processes(session_ids, mark)
+            remaining = find_processes(session_ids, mark, spared)
         except OSError as error:  # e.g. too many open files: nothing is known about them
             log.warning("the processes of this host can't be listed, and are listed again: %s", error)
             time.sleep(_RETRY_SECONDS)

@@ -24,16 +24,21 @@ def _stat_fields(pid: int) -> list[str]:
         return []
 
 
-def find_processes(sessions: Iterable[int], mark: str = "") -> list[int]:
+def find_processes(sessions: Iterable[int], mark: str = "", spared_sessions: Iterable[int] = ()) -> list[int]:
     """Return all living processes of some sessions, and those with `mark` (NAME=value) in their environment.
 
     A descendant that has left its session still has the mark. Raises OSError if /proc can't be read now.
+
+    spared_sessions: their processes are left out although they have the mark.
     """
     session_ids, encoded_mark = {str(session) for session in sessions}, mark.encode()
+    spared = {str(session) for session in spared_sessions}
     found = []
     for name in os.listdir("/proc"):
         fields = _stat_fields(int(name)) if name.isdigit() else []
-        if fields and fields[0] != "Z" and (fields[3] in session_ids or _has_mark(int(name), encoded_mark)):
+        if not fields or fields[0] == "Z":
+            continue
+        if fields[3] in session_ids or (fields[3] not in spared and _has_mark(int(name), encoded_mark)):
             found.append(int(name))
     return found
 

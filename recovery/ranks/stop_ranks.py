@@ -14,9 +14,12 @@ _STUCK_SECONDS = 60.0
 """How long a killed rank may take to end before this is an error."""
 
 
-def stop_ranks(ranks: Sequence[RankProcess], mark: str) -> None:
-    """End the ranks, and all processes with the mark of this agent in their environment. Raises CkptError if that fails."""
-    process_kill.kill_sessions([rank.process.pid for rank in ranks], mark)
+def stop_ranks(ranks: Sequence[RankProcess], mark: str, spared_sessions: Sequence[int] = ()) -> None:
+    """End the ranks, and all processes with the mark of this agent in their environment. Raises CkptError if that fails.
+
+    spared_sessions: those of fork servers, which have the mark because the ranks are forks of them.
+    """
+    process_kill.kill_sessions([rank.process.pid for rank in ranks], mark, spared_sessions)
     until = time.monotonic() + _STUCK_SECONDS
     for rank in ranks:
         while rank.process.poll() is None:

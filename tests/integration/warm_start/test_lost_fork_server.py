@@ -16,6 +16,7 @@ from helpers.fork_servers import start_fork_server as start_fork_server
 
 from ckpt.recovery.ranks import process_kill, processes
 from ckpt.recovery.ranks.fork_client import ForkedRank
+from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 
 if sys.platform != "linux":
     pytest.skip("needs Linux: a fork server gives its children to another process", allow_module_level=True)
@@ -51,6 +52,44 @@ def test_forked_ranks_get_signals_and_report_their_status(start_fork_server: Sta
     assert second.poll() is None, "a rank has ended with the fork server"
     process_kill.kill_sessions([second.pid])
     assert second.wait() == -signal.SIGKILL
+
+
+FORKS_A_DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    print("daemon", os.getpid(), flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("ended_by", ["agent", "guard"])
+def test_a_process_that_left_the_session_of_a_forked_rank_ends_with_it(
+    start_fork_server: Starter, tmp_path: Path, ended_by: str
+) -> None:
+    """It runs no other program, so that its environment in /proc is that of the fork server, which goes on."""
+    mark = {"CKPT_AGENT": f"{os.getpid()}-{ended_by}"}
+    fork_server = start_fork_server([sys.executable, script(tmp_path, FORKS_A_DAEMON)], **mark)
+    log = tmp_path / "log"
+    rank = fork_server.fork(surroundings(**mark), log)
+    assert rank is not None, fork_server.reason
+    assert contains_soon(log, "daemon")
+    daemon = int(log.read_text().split()[1])
+    assert os.getsid(daemon) == daemon
+    mark_text = f"CKPT_AGENT={mark['CKPT_AGENT']}"
+    try:
+        if ended_by == "agent":
+            assert fork_server.pid is not None
+            process_kill.kill_sessions([rank.pid], mark_text, [fork_server.pid])
+            assert fork_server.is_ready, "the fork server was ended, too"
+        else:
+            guard = OrphanGuard(mark_text, tmp_path / "pages")
+            guard.add(rank.pid)
+            guard.close()
+        assert processes.process_state(daemon) in ("", "Z")
+        assert rank.wait() == -signal.SIGKILL
+    finally:
+        process_kill.kill_sessions([daemon, rank.pid])
 
 
 def test_a_rank_that_another_process_reaped_counts_as_failed() -> None:
