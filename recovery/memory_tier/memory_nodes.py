@@ -116,7 +116,7 @@ class MemoryNodes:
                 self._process.wait(_PROCESS_END_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait()
+                process_kill.wait_for_killed(self._process)
 
     def remove(self) -> None:
         """Delete the data of all nodes, after `close`."""

@@ -247,7 +247,7 @@ class ForkServerClient:
         self._output.close()
         if self._process is not None:
             process_kill.kill_sessions([self._process.pid])
-            self._process.wait()
+            process_kill.wait_for_killed(self._process)
 
 
 class ForkServers:

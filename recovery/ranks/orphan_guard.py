@@ -113,7 +113,7 @@ class OrphanGuard:
                 self._process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:  # it is stopped
                 self._process.kill()
-                self._process.wait()
+                process_kill.wait_for_killed(self._process)
 
 
 def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:

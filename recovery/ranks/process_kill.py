@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterable
 
@@ -15,6 +16,8 @@ from ckpt.recovery.ranks.processes import find_processes
 log = logging.getLogger("ckpt.run")
 
 _RETRY_SECONDS = 0.1
+_KILLED_SECONDS = 5.0
+"""How long a killed child is awaited. The agent must report to the run log meanwhile, and its loop waits here."""
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -60,6 +63,20 @@ def kill_process_groups(sessions: Iterable[int]) -> None:
     for leader in sessions:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
+
+
+def wait_for_killed(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a child that was killed, for some seconds at most.
+
+    A child that hangs in the kernel, or that a debugger traces, does not end before that does. Then a warning names it.
+    """
+    try:
+        process.wait(_KILLED_SECONDS)
+    except subprocess.TimeoutExpired:
+        log.warning(
+            "process %d was killed and has not ended for %g s: it hangs in the kernel, or a debugger traces it; it is left",
+            process.pid, _KILLED_SECONDS,
+        )  # fmt: skip
 
 
 def reap_orphans() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.fork_servers import Starter, have_ended, script, surroundings, write_packages
 from helpers.fork_servers import start_fork_server as start_fork_server
+from helpers.processes import python
 
 from ckpt.recovery.ranks import process_kill, processes
 from ckpt.recovery.ranks.fork_client import ForkedRank
@@ -52,6 +53,33 @@ def test_forked_ranks_get_signals_and_report_their_status(start_fork_server: Sta
     assert second.poll() is None, "a rank has ended with the fork server"
     process_kill.kill_sessions([second.pid])
     assert second.wait() == -signal.SIGKILL
+
+
+TRACES = """
+import ctypes, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+PTRACE_SEIZE = 0x4206
+print(libc.ptrace(PTRACE_SEIZE, int(sys.argv[1]), None, None), flush=True)
+time.sleep(3600)
+"""
+"""Traces a process as a debugger does. A traced process that is killed does not end before its tracer."""
+
+
+def test_a_fork_server_that_does_not_end_when_it_is_killed_is_left(
+    start_fork_server: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_kill, "_KILLED_SECONDS", 0.5)
+    fork_server = start_fork_server([sys.executable, script(tmp_path, SLEEPS)])
+    pid = fork_server.pid
+    with python(TRACES, pid) as tracer:
+        try:
+            assert tracer.stdout is not None
+            if tracer.stdout.readline() != "0\n":
+                pytest.skip("this user can't trace its processes")
+            fork_server.close()
+            assert f"process {pid} was killed and has not ended for 0.5 s" in caplog.text
+        finally:
+            tracer.kill()
 
 
 FORKS_A_DAEMON = """
