@@ -255,6 +255,7 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
 @state_option
 def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
     """Make a rank of this host fail, to see what happens: kill it, stop it, terminate it, or let it dump core."""
+    from ckpt.recovery.ranks.page_owner import signal_page_owner
     from ckpt.training.heartbeat_page import HeartbeatPage
 
     reports = _living_agents(run_dir, state).values()
@@ -268,10 +269,8 @@ def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
     if not pid:
         raise CkptError(f"rank {rank} has not opened a Checkpointer yet, so its process is unknown; try again when it has")
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "abort": signal.SIGABRT}[fault]
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError as error:
-        raise CkptError(f"rank {rank}, process {pid}, has just ended; try again after its restart") from error
+    if not signal_page_owner(page, pid, number):
+        raise CkptError(f"rank {rank}, process {pid}, has just ended; try again after its restart")
     emit(f"{number.name} was sent to rank {rank}, process {pid}")
     return 0
 

@@ -58,7 +58,8 @@ class HeartbeatPage:
 
         new: create the page. Other processes then see the complete page or none.
         """
-        made = f"{os.fspath(path)}.new" if new else path
+        self.path = os.fspath(path)
+        made = f"{self.path}.new" if new else path
         file = os.open(made, os.O_RDWR | (os.O_CREAT if new else 0), 0o600)
         try:
             if new:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckpt.recovery.ranks import processes
+from ckpt.recovery.ranks.page_owner import signal_page_owner
 from ckpt.recovery.ranks.rank_process import RankProcess
 from ckpt.storage.base.threads import WorkerThread, join_all, start_available
 from ckpt.training.heartbeat_page import STACKS_SIGNAL
@@ -44,8 +45,12 @@ def _save_stack(rank: RankProcess, beat: RankHeartbeat, py_spy: str | None) -> N
     if py_spy is not None and _dump_stacks(py_spy, rank):
         return
     if beat.pid == rank.pid and processes.process_state(rank.pid) != "T":
+        # The rank writes them into its own log. That of mpiexec is no child of this process: another one may have its number.
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.pid, STACKS_SIGNAL)  # the rank writes them into its own log
+            if not rank.is_shared:
+                os.kill(rank.pid, STACKS_SIGNAL)
+            elif not signal_page_owner(Path(rank.heartbeat_page.path), rank.pid, STACKS_SIGNAL):
+                return
             time.sleep(0.2)
 
 
