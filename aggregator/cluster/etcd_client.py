@@ -15,6 +15,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from ckpt.aggregator.cluster.etcd_access import ETCD_VARIABLES, EtcdCredentials, etcd_credentials_from_environment
+from ckpt.aggregator.cluster.etcd_connection import connection_handlers
 from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.errors import InvalidArgument, NotFound, Refused, StoreError, Unavailable
 from ckpt.storage.node.client_credentials import is_loopback
@@ -74,11 +75,13 @@ class EtcdClient:
         self._token = ""
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirect()]  # not by a proxy
         if any(endpoint.startswith("https://") for endpoint in self._endpoints):
-            handlers.append(urllib.request.HTTPSHandler(context=credentials.tls_context()))
+            handlers += connection_handlers(credentials.tls_context())
         elif credentials.cert_file or credentials.key_file:
             raise InvalidArgument(
                 f"etcd: {ETCD_VARIABLES['cert_file']} is used by https only; give {ETCD_VARIABLES['ca_file']}, too"
             )
+        else:
+            handlers += connection_handlers(None)
         self._opener = urllib.request.build_opener(*handlers)
 
     @property

@@ -60,7 +60,7 @@ class ContactLoss:
 class HostLease:
     """The lease of one host. Its thread also sends the heartbeats of the agent to the orphan guard.
 
-    All methods except `resolve_addresses` and `close` return at once.
+    All methods except `close` return at once.
 
     name: the name of this host.
     min_hosts: how many hosts are enough to continue.
@@ -92,10 +92,7 @@ class HostLease:
             self._contact = self._contact.after_acknowledgement(at)
 
     def resolve_addresses(self) -> None:
-        """Look up the addresses of the run log's servers and of the other hosts.
-
-        This may take long, so it is called after a report is published.
-        """
+        """Update the addresses of the run log's servers and of the other hosts, which are looked up in another thread."""
         found = [self._address_cache.look_up(name, port) for name, port in self._run_log.endpoints()]
         self._endpoints = tuple(address for addresses in found for address in addresses)
         others = {

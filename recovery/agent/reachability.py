@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ckpt.storage.base.name_lookup import NameLookup
 from ckpt.storage.node.client_credentials import is_loopback
 
 _UNREACHABLE_ERRORS = {
@@ -43,23 +44,23 @@ class AddressCache:
     """The addresses of host names. They are cached, because a host that is cut off can't look up names."""
 
     def __init__(self) -> None:
+        self._names = NameLookup()
         self._cache: dict[tuple[str, int], tuple[float, tuple[Address, ...]]] = {}
 
     def look_up(self, name: str, port: int) -> tuple[Address, ...]:
-        """Return the addresses of a name that belong to other machines.
+        """Return the addresses of a name that belong to other machines, without a wait.
 
-        A look-up may take long. If it fails, the cached addresses are returned.
+        If they are not known yet, or the look-up fails, the cached addresses are returned.
         """
         now = time.monotonic()
         at, found = self._cache.get((name, port), (-_CACHE_SECONDS, ()))
         if now - at < (float("inf") if found and _is_numeric(name) else _CACHE_SECONDS):
             return found
         try:
-            infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-            addresses = [Address(family, sockaddr) for family, _, _, _, sockaddr in infos]
+            addresses = [Address(family, sockaddr) for family, sockaddr in self._names.addresses(name, port)]
             found = tuple(address for address in addresses if _is_other_machine(address))
-        except (OSError, UnicodeError):  # no name server answers, or the name is malformed
-            pass
+        except OSError:  # the name server has not answered yet, or does not know the name
+            return found
         self._cache[name, port] = now, found
         return found
 

@@ -203,8 +203,7 @@ def named(lab: Callable[..., Lab]) -> Iterator[Callable[..., tuple[Lab, Callable
 
 
 def test_a_name_server_that_does_not_answer_ends_no_rank(named: Callable[..., tuple[Lab, Callable[[], None]]]) -> None:
-    """Calls to the run log take as long as the look-up, which is longer than the lease. The run log is reachable all the
-    same."""
+    """A look-up takes longer than the lease. The addresses that are known already are used meanwhile."""
     one, forget = named()
     one.start()
     forget()
@@ -215,8 +214,19 @@ def test_a_name_server_that_does_not_answer_ends_no_rank(named: Callable[..., tu
     assert not one.lost()
 
 
+def test_a_host_without_a_name_server_stays_in_the_run(named: Callable[..., tuple[Lab, Callable[[], None]]]) -> None:
+    """Its reports arrive, so that the other hosts do not take it for lost."""
+    one, _ = named("--min", "2")
+    one.start()
+    name = one.hosts.names[one.host_of(1)]
+    (Path("/etc/netns") / name / "hosts").write_text("127.0.0.1 localhost\n")
+    time.sleep(3 * LOST_SECONDS)
+    one.goes_on(20)
+    assert not failures(one.run.log())
+
+
 def test_a_host_cut_off_during_a_name_look_up_ends_its_ranks(named: Callable[..., tuple[Lab, Callable[[], None]]]) -> None:
-    """All calls of its agent are in a look-up, which takes 30 s: its ranks do not wait for it."""
+    """A look-up of its agent takes 30 s: its ranks do not wait for it."""
     one, forget = named("--min", "2")
     one.start()
     victim = one.host_of(1)
@@ -224,7 +234,6 @@ def test_a_host_cut_off_during_a_name_look_up_ends_its_ranks(named: Callable[...
     forget()
     one.hosts.unplug(victim)
     until(lambda: not any(processes.process_state(pid) not in ("", "Z") for pid in pids))
-    # Its main thread is mostly still in a look-up then. Between two calls it has reported the loss already.
     assert one.lost() in ([], ["abc"[victim]])
     one.hosts.plug(victim)
     until(lambda: one.lost() == ["abc"[victim]])
