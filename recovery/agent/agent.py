@@ -8,13 +8,14 @@ publishes reports. One agent also leads the run: its coordinator appends the ent
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import selectors
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckpt.recovery.agent import metrics
@@ -43,6 +44,8 @@ from ckpt.recovery.run_log.run_spec import RunSpec
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.http_pages import HttpPages
 
+log = logging.getLogger("ckpt.run")
+
 
 class Agent:
     """The agent of this host. It is used from the main thread only."""
@@ -60,6 +63,7 @@ class Agent:
         self._joined: Joined | None = None
         self._accounting: TimeAccounting | None = None
         self._loop: AgentLoop | None = None
+        self._has_ledger_failed = False  # of the threads that serve metrics
         self._printed_unlisted: frozenset[str] = frozenset()
 
     def run(self) -> int:
@@ -162,10 +166,24 @@ class Agent:
 
     def _render_metrics(self, ranks: HostRanks) -> str:
         """Return the metrics page. It is called from threads of the HTTP server."""
-        seconds = total_seconds_by_category(self._options.folder)
         return metrics.render_metrics(
-            self._log.entries, seconds, True, ranks.heartbeats, time.monotonic(), self._memory.used_bytes
+            self._log.entries, self._read_seconds(), True, ranks.heartbeats, time.monotonic(), self._memory.used_bytes
         )
+
+    def _read_seconds(self) -> Mapping[str, float]:
+        """Return the seconds of each category; none if a ledger can't be read now, as the other metrics are served anyway."""
+        try:
+            seconds = total_seconds_by_category(self._options.folder)
+        except OSError as error:
+            if not self._has_ledger_failed:
+                log.warning(
+                    "the metrics have no times: %s can't be read: %s; check the disk and the permissions of --run-dir",
+                    error.filename, error.strerror,
+                )  # fmt: skip
+            self._has_ledger_failed = True
+            return {}
+        self._has_ledger_failed = False
+        return seconds
 
     # --- close ---------------------------------------------------------------------------------------------------
 
