@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from ckpt.aggregator.cluster.etcd_access import ETCD_VARIABLES, EtcdCredentials, etcd_credentials_from_environment
 from ckpt.aggregator.cluster.etcd_connection import connection_handlers
 from ckpt.storage.base.checked_decode import read_json
-from ckpt.storage.base.errors import InvalidArgument, NotFound, Refused, StoreError, Unavailable
+from ckpt.storage.base.errors import InvalidArgument, LoginLost, NotFound, Refused, StoreError, Unavailable
 from ckpt.storage.node.client_credentials import is_loopback
 
 _MAX_ANSWER_BYTES = 16 << 20
@@ -39,7 +39,7 @@ class EtcdItem:
     """The revision of its last change; 0 where the key does not exist."""
 
 
-class _BadToken(Refused):
+class _BadToken(LoginLost):
     """etcd refuses the token of this client: tokens expire, and are lost when etcd restarts."""
 
 
@@ -230,14 +230,14 @@ class EtcdClient:
     def _read_password(self) -> str:
         """Return the password for a login. Its file may be missing or empty for a moment while it is being replaced.
 
-        Raises InvalidArgument before the first login, and Refused after it, because a later call reads the file again.
+        Raises InvalidArgument before the first login, and LoginLost after it, because a later call reads the file again.
         """
         try:
             return self._credentials.read_password()
         except InvalidArgument as error:
             if not self._token:
                 raise
-            raise Refused(f"no login to etcd: {error}") from error
+            raise LoginLost(f"no login to etcd: {error}") from error
 
     def _ask(self, endpoint: str, method: str, body: bytes, seconds: float, token: str = "") -> dict[str, Any]:
         headers = {"Content-Type": "application/json"} | ({"Authorization": token} if token else {})

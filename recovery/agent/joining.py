@@ -18,7 +18,7 @@ from ckpt.recovery.run_log.entry_drafts import draft_lead, draft_run
 from ckpt.recovery.run_log.entry_facts import EndFacts, facts_of
 from ckpt.recovery.run_log.run_spec import RunSpec
 from ckpt.recovery.run_log.run_state import RunState
-from ckpt.storage.base.errors import CkptError, Unavailable
+from ckpt.storage.base.errors import CkptError, LoginLost, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.plural import format_count
 
@@ -58,13 +58,16 @@ class Joining:
         self._log, self._request, self._signals, self._print = log, request, signals, print_line
 
     def join(self) -> Joined:
-        """Join the run that is under way, or begin one. If the run log does not answer, try again for a while."""
+        """Join the run that is under way, or begin one.
+
+        If the run log does not answer, or its server has forgotten the login, try again for a while.
+        """
         until = time.monotonic() + _JOIN_SECONDS
         while True:
             try:
                 if (joined := self._try_join()) is not None:
                     return joined
-            except Unavailable:
+            except (Unavailable, LoginLost):
                 if self._signals.first or time.monotonic() > until:
                     raise
                 time.sleep(REPORT_SECONDS)

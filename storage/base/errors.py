@@ -88,6 +88,10 @@ class Refused(StoreError):
     """A token, certificate, key or permission is wrong or missing, or the store is read-only: waiting does not help."""
 
 
+class LoginLost(Refused):
+    """An earlier login has ended, and there is no new one now, for example while a password is replaced: waiting may help."""
+
+
 class InvalidName(StoreError, ValueError):
     """A name that could escape the root of the store, or that not every store can represent."""
 

@@ -17,6 +17,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+from helpers.agent_worlds import agent
 from helpers.etcd_members import FACTS, configure_namespace
 from helpers.etcd_server import EtcdProcess, needs_etcd
 from helpers.host_runs import Job, starts
@@ -26,9 +27,13 @@ from helpers.processes import until
 from ckpt.aggregator.cluster import config, etcd
 from ckpt.aggregator.cluster.etcd_access import EtcdCredentials, etcd_credentials_from_environment
 from ckpt.aggregator.cluster.etcd_client import EtcdClient
+from ckpt.recovery.agent.followed_log import FollowedLog
+from ckpt.recovery.agent.joining import Joining, JoinRequest
+from ckpt.recovery.ranks.signals import Signals
 from ckpt.recovery.run_log.base import Draft
 from ckpt.recovery.run_log.etcd import EtcdRunLog
-from ckpt.storage.base.errors import InvalidArgument, Refused, StoreError, Unavailable
+from ckpt.recovery.run_log.run_spec import RunSpec
+from ckpt.storage.base.errors import InvalidArgument, LoginLost, Refused, StoreError, Unavailable
 
 pytestmark = [needs_etcd, pytest.mark.skipif(shutil.which("openssl") is None, reason="the program openssl is missing")]
 
@@ -253,6 +258,25 @@ def test_agents_continue_while_the_password_is_replaced(has_users: SecureEtcd, p
         assert len(starts(job.log())) == 2
     finally:
         job.close()
+
+
+def test_an_agent_that_must_log_in_again_while_it_joins_tries_again(has_users: SecureEtcd, password_file: Path) -> None:
+    """Its password is replaced after its first call: the file is missing for a moment."""
+    run_log = EtcdRunLog(f"etcd://{has_users.endpoint.removeprefix('https://')}/job")
+    request = JoinRequest("a", RunSpec(("train",), 1, 2, 2), False, None, lambda: agent("a"))
+    assert run_log.entries() == []
+    password_file.unlink()
+    _change_password(has_users)
+    with pytest.raises(LoginLost):
+        run_log.entries()
+    restore = threading.Timer(2.0, lambda: password_file.write_text(NEW_PASSWORD))
+    restore.start()
+    try:
+        joined = Joining(FollowedLog(run_log), request, Signals(), print).join()
+    finally:
+        restore.join()
+    assert joined.run_id
+    assert [entry.kind for entry in run_log.entries()] == ["run", "lead"]
 
 
 def test_a_namespace_keeps_its_members_while_the_password_is_replaced(
