@@ -103,6 +103,11 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
         else:
             self._ckpt_run.save()
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ckpt_run is not None:
+            kwargs["resume_from_checkpoint"] = self._ckpt_run.begin_loop(kwargs.get("resume_from_checkpoint"))
+        return super()._inner_training_loop(*args, **kwargs)
+
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         position = super()._init_training_state(*args, **kwargs)
         return position if self._ckpt_run is None else self._ckpt_run.position(*position)

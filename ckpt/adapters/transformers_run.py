@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import weakref
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -89,7 +90,9 @@ class TrainerRun:
         self._resume_position: list[int] = []
         self._resume_best: int | None = None
         self._state: dict[str, Any] | None = None
-        self._state_model: Any = None  # the model that `_state` has
+        self._state_objects: tuple[Any, ...] = ()  # those that `_state` has
+        self._attached: weakref.ref[Any] | None = None  # the optimizer for whose steps a save waits
+        self._has_begun = False
         self._folder: str | None = None  # the parent of the folders that `choose` has made
         self._stack = ExitStack()
 
@@ -190,6 +193,25 @@ class TrainerRun:
         """Return whether a folder is one that `choose` has made."""
         return None not in (checkpoint, self._folder) and str(checkpoint).startswith(f"{self._folder}{os.sep}")
 
+    def begin_loop(self, folder: str | None) -> str | None:
+        """Begin a loop of the Trainer, and return the folder from which it resumes.
+
+        A Trainer with `auto_find_batch_size` begins again with a smaller batch, and with new objects, if the memory does not
+        suffice. The objects of the loop before are then released, once its saves are committed.
+
+        folder: what `choose` has returned, or a folder of Trainer, or None.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            return folder
+        self._saver.wait()
+        self._state, self._state_objects, self._noted_step, self.loss = None, (), None, None
+        if not self.owns(folder):
+            self.best.resume(None)
+        elif self._resume_step not in self._saver.repository.step_numbers():  # a later step has taken its place
+            return self.choose(True)
+        return folder
+
     # --- saving and loading ------------------------------------------------------------------------------------
 
     def _make_state(self, is_model_only: bool) -> dict[str, Any]:
@@ -205,13 +227,11 @@ class TrainerRun:
         scaler = getattr(trainer.accelerator, "scaler", None)
         if scaler is not None:
             state["scaler"] = scaler
-        if not self._saver_is_attached:
+        if self._attached is None or self._attached() is not trainer.optimizer:
             if not trainer.is_deepspeed_enabled or only_step_changes_weights(trainer.model_wrapped):
                 self._saver.attach(trainer.optimizer)
-            self._saver_is_attached = True
+            self._attached = weakref.ref(trainer.optimizer)
         return state
-
-    _saver_is_attached = False
 
     def save(self) -> None:
         """Save the step that the Trainer has just made, in the background; and the model, if it is the best so far."""
@@ -222,17 +242,26 @@ class TrainerRun:
         self.best.step_saved(step)
 
     def _current_state(self) -> dict[str, Any]:
-        if self._state is None or self._state_model is not self._trainer.model:
+        objects = self._saved_objects()
+        if self._state is None or any(now is not before for now, before in zip(objects, self._state_objects, strict=True)):
             self._state = self._make_state(self._trainer.args.save_only_model)
-            self._state_model = self._trainer.model
+            self._state_objects = objects
         return self._state
+
+    def _saved_objects(self) -> tuple[Any, ...]:
+        """Return the objects of the Trainer that a state has; the Trainer may replace each of them."""
+        trainer = self._trainer
+        return (
+            trainer.model, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, _moving_reference(trainer),
+            getattr(trainer.accelerator, "scaler", None),
+        )  # fmt: skip
 
     def load(self) -> None:
         """Load the chosen step into the objects of the Trainer, which are complete by now."""
         assert self._resume_step is not None
         self._require_position()
         self.best.resume(self._resume_best)
-        self._state = None
+        self._state, self._state_objects = None, ()
         is_model_only = not self._has_training_state(self._resume_step)
         state = self._make_state(is_model_only) | {"trainer": self._progress.target()}
         self._saver.restore(state, step=self._resume_step)

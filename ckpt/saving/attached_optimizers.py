@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ class AttachedOptimizers:
     def __init__(self, before_step: Callable[..., None]) -> None:
         """before_step: called before each step of an attached optimizer."""
         self._before_step = before_step
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        """Weak ones, because a training loop may replace its optimizer to free memory."""
         self._hooks: list[RemovableHandle] = []
         self._tensors: list[torch.Tensor] = []
         """The parameters and moments."""
@@ -34,11 +36,11 @@ class AttachedOptimizers:
         """Attach an optimizer, or the one inside of wrappers; raise CkptError if there is no torch optimizer."""
         inner, hook = _register_step_hook(optimizer, self._before_step)
         self._hooks.append(hook)
-        self._optimizers.append(inner)
+        self._optimizers.append(weakref.ref(inner))
 
     def remove(self, optimizer: object) -> None:
         """Defer no copies of an optimizer's memory from now on. Its hook stays."""
-        self._optimizers = [other for other in self._optimizers if other is not optimizer]
+        self._optimizers = [other for other in self._optimizers if other() is not optimizer]
 
     def detach(self) -> None:
         """Remove the hooks of all optimizers."""
@@ -48,7 +50,10 @@ class AttachedOptimizers:
     def find_memory(self) -> None:
         """Find the memory of all parameters and moments, for one save: that of the next one may differ."""
         found: list[torch.Tensor] = []
-        for optimizer in self._optimizers:
+        for reference in self._optimizers:
+            optimizer = reference()
+            if optimizer is None:
+                continue
             for group in optimizer.param_groups:
                 found += map(_local, group["params"])
             for state in optimizer.state.values():

@@ -129,7 +129,13 @@ def write(suffix: str, row: list[Any]) -> None:
 class Recorder:
     """Writes the loss of each micro-batch; a base class of a Trainer."""
 
+    out_of_memory_at = OPTIONS.get("out_of_memory_at", {}).get(NAME)
+    """The update for which the memory does not suffice, once."""
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == Recorder.out_of_memory_at:  # type: ignore[attr-defined]
+            Recorder.out_of_memory_at = None
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         write("jsonl", [self.state.global_step, float(loss).hex()])  # type: ignore[attr-defined]
         return loss

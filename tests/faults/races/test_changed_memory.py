@@ -218,7 +218,8 @@ def test_a_save_keeps_no_memory_of_an_optimizer_alive(tmp_path: Path) -> None:
 def test_a_change_of_a_view_of_attached_memory_fails_the_save(tmp_path: Path) -> None:
     flat = torch.nn.Parameter(torch.zeros(40_000))
     saver = ckpt.Checkpointer(tmp_path)
-    saver.attach(torch.optim.SGD([flat], lr=0.1))
+    optimizer = torch.optim.SGD([flat], lr=0.1)
+    saver.attach(optimizer)
     with failing(SLOW):
         handle = saver.save(0, {"view": flat.detach()[20_000:]})
         flat.data[20_000:].add_(1)
@@ -233,7 +234,8 @@ def test_memory_that_only_begins_with_a_parameter_is_copied_before_save_returns(
     buffer = torch.zeros(40_000)
     weight = torch.nn.Parameter(buffer[:20_000])
     with failing(SLOW), ckpt.Checkpointer(tmp_path) as saver:
-        saver.attach(torch.optim.SGD([weight], lr=0.1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        saver.attach(optimizer)
         handle = saver.save(0, {"buffer": buffer})
         buffer.numpy()[20_100:39_000] = 1
         handle.result()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import product
 from typing import Any
 
@@ -18,7 +20,8 @@ torch = pytest.importorskip("torch")
 
 def attached(*tensors: Any) -> AttachedOptimizers:
     found = AttachedOptimizers(lambda *_: None)
-    found.add(torch.optim.SGD([torch.nn.Parameter(t) for t in tensors], lr=0.1))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(t) for t in tensors], lr=0.1)
+    found.add(optimizer)
     found.find_memory()
     return found
 
@@ -87,12 +90,29 @@ def test_memory_is_found_again_at_each_save() -> None:
     assert not is_deferred(optimizers, flat[10:20])
 
 
+def test_an_optimizer_that_the_training_replaces_is_released() -> None:
+    optimizers = AttachedOptimizers(lambda *_: None)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    old, new = torch.optim.SGD([parameter], lr=0.1), torch.optim.SGD([parameter], lr=0.1)
+    optimizers.add(old)
+    optimizers.add(new)
+    released = weakref.ref(old)
+    del old
+    gc.collect()
+    assert released() is None
+    optimizers.find_memory()
+    assert is_deferred(optimizers, parameter)
+
+
 def test_a_parameter_without_memory_has_none() -> None:
     """FSDP resizes the storage of a parameter to 0, and later to its full size."""
     flat = torch.zeros(100)
     weight = flat[20:]
     flat.untyped_storage().resize_(0)
-    optimizers = attached(weight, torch.zeros(0), torch.zeros(4))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(each) for each in (weight, torch.zeros(0), torch.zeros(4))], lr=0.1)
+    optimizers = AttachedOptimizers(lambda *_: None)
+    optimizers.add(optimizer)
+    optimizers.find_memory()
     assert not any(is_deferred(optimizers, other) for other in (torch.zeros(100), torch.zeros(4)))
     flat.untyped_storage().resize_(400)
     optimizers.find_memory()
