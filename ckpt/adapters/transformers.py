@@ -108,8 +108,15 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
             kwargs["resume_from_checkpoint"] = self._ckpt_run.begin_loop(kwargs.get("resume_from_checkpoint"))
         return super()._inner_training_loop(*args, **kwargs)
 
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        epochs, *others = super().set_initial_training_values(*args, **kwargs)
+        self._ckpt_epochs = epochs
+        has_ended = self._ckpt_run is not None and self._ckpt_run.has_ended(max_steps=others[-1])
+        return (0 if has_ended else epochs, *others)  # with 0 epochs, Trainer runs no update
+
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         position = super()._init_training_state(*args, **kwargs)
+        self.state.num_train_epochs = self._ckpt_epochs
         return position if self._ckpt_run is None else self._ckpt_run.position(*position)
 
     def _load_callback_state(self) -> None:

@@ -24,6 +24,7 @@ from ckpt.adapters.torch import ModelState
 from ckpt.adapters.transformers_best import BestModel
 from ckpt.adapters.transformers_data import DataPosition
 from ckpt.adapters.transformers_deepspeed import only_step_changes_weights, skipped_engine_loads
+from ckpt.adapters.transformers_end import reason_of_end
 from ckpt.adapters.transformers_model import model_state
 from ckpt.adapters.trl_samples import GeneratedSamples
 from ckpt.api import load_newest
@@ -85,9 +86,12 @@ class TrainerRun:
         self.best = BestModel(trainer, self._url, self._saver, limit)
         self._progress = _Progress(trainer, self.data, self.best)
         self._noted_step: int | None = None
+        self._is_noted_step_saved = False
         self._resume_step: int | None = None
         self._may_fall_back = self._is_loaded = False
         self._resume_position: list[int] = []
+        self._resume_json = ""  # the state of the Trainer
+        self._has_ended = False
         self._resume_best: int | None = None
         self._state: dict[str, Any] | None = None
         self._state_objects: tuple[Any, ...] = ()  # those that `_state` has
@@ -163,6 +167,7 @@ class TrainerRun:
 
     def _make_folder(self, step: int, state: dict[str, Any]) -> str:
         self._resume_step, self._resume_position = step, state["trainer"].position
+        self._resume_json = state["trainer"].text
         self._resume_best = state["trainer"].best_step
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="ckpt-")
@@ -178,7 +183,7 @@ class TrainerRun:
         its first pass.
         """
         saved = tuple(self._resume_position)
-        if len(saved) != 2 or self._trainer.args.ignore_data_skip or saved == (epoch, batches):
+        if self._has_ended or len(saved) != 2 or self._trainer.args.ignore_data_skip or saved == (epoch, batches):
             return epoch, batches
         if not has_length(self._trainer.train_dataset):
             return saved
@@ -192,6 +197,17 @@ class TrainerRun:
     def owns(self, checkpoint: str | None) -> bool:
         """Return whether a folder is one that `choose` has made."""
         return None not in (checkpoint, self._folder) and str(checkpoint).startswith(f"{self._folder}{os.sep}")
+
+    def has_ended(self, max_steps: int) -> bool:
+        """Return whether the training has ended in the step from which it resumes.
+
+        max_steps: how many updates the training has by the arguments of the script.
+        """
+        reason = None if self._resume_step is None else reason_of_end(self._trainer, self._resume_json, max_steps)
+        if reason is not None:
+            log.warning("step %d is the last one of the training, because %s", self._resume_step, reason)
+        self._has_ended = reason is not None
+        return self._has_ended
 
     def begin_loop(self, folder: str | None) -> str | None:
         """Begin a loop of the Trainer, and return the folder from which it resumes.
@@ -267,6 +283,8 @@ class TrainerRun:
         self._saver.restore(state, step=self._resume_step)
         self._progress.copy_from(state["trainer"])
         self._is_loaded = True
+        if self._has_ended and not is_model_only:
+            self.data.continue_random()
         if is_model_only:
             warn_user(
                 f"step {self._resume_step} has only the model (save_only_model): the optimizer, its schedule and the random "
@@ -311,11 +329,11 @@ class TrainerRun:
     def note_step(self) -> None:
         """Publish the heartbeat of a step; it may save the step and end the process where `ckpt-run` asks for that."""
         step = self._trainer.state.global_step
-        if step == self._noted_step:
-            return
-        self._noted_step = step
-        saved = self._saver.step(step, self._current_state(), loss=self.loss)
-        if self._every is not None and saved is None and step >= self._trainer.state.max_steps:
+        if step != self._noted_step:
+            self._noted_step = step
+            self._is_noted_step_saved = self._saver.step(step, self._current_state(), loss=self.loss) is not None
+        if self._every is not None and not self._is_noted_step_saved and self._trainer.control.should_training_stop:
+            self._is_noted_step_saved = True
             self.save()
 
 

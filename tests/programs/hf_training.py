@@ -109,6 +109,10 @@ class Killer(TrainerCallback):
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == OPTIONS.get("stop_at"):
+            control.should_save = control.should_training_stop = True
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in logs:
             write("logs.jsonl", [state.global_step, float(logs["loss"]).hex()])

@@ -1,0 +1,47 @@
+"""A Trainer whose training has ended, and which is started again: it trains only if the script asks for more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers  # noqa: F401  # children of this process then begin at once
+from helpers.hf_runs import finish, lines
+
+import ckpt
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
+EVALUATE = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True}, {"evaluate": True, "best_at": 2, "args": EVALUATE | BEST}])
+def test_a_run_that_reached_max_steps_in_an_epoch_trains_only_if_it_is_raised(tmp_path: Path, options: dict[str, Any]) -> None:
+    arguments = {"save_steps": 2, **options.pop("args", {})}
+    for name in ("first", "again"):
+        finish(tmp_path, name, resume=True, args=arguments | {"max_steps": 8}, **options)
+    assert lines(tmp_path, "again") == []
+    assert lines(tmp_path, "again", suffix="end.jsonl")[0][:4] == lines(tmp_path, "first", suffix="end.jsonl")[0][:4]
+    assert ckpt.open(tmp_path / "out/ckpt").latest().step == 8
+    finish(tmp_path, "more", resume=True, args=arguments | {"max_steps": 9}, **options)
+    assert {row[0] for row in lines(tmp_path, "more")} == {8}
+
+
+def test_a_run_that_an_early_stop_has_ended_trains_only_with_more_patience(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"evaluate": True, "resume": True}
+    arguments = EVALUATE | {"save_steps": 2}
+    for name, more in (("first", {}), ("again", {}), ("longer", {"num_train_epochs": 6})):
+        finish(tmp_path, name, patience=2, args=arguments | more, **options)
+    assert lines(tmp_path, "first")[-1][0] == 5
+    assert lines(tmp_path, "again") == lines(tmp_path, "longer") == []
+    assert lines(tmp_path, "again", suffix="end.jsonl")[0][:3] == lines(tmp_path, "first", suffix="end.jsonl")[0][:3]
+    finish(tmp_path, "patient", patience=3, args=arguments, **options)
+    assert {row[0] for row in lines(tmp_path, "patient")} == {6, 7}
+
+
+def test_a_run_that_a_callback_of_the_script_has_stopped_continues(tmp_path: Path) -> None:
+    """Such a callback may stop for a limit of time, and the next start of the script is meant to continue."""
+    for name in ("first", "again"):
+        finish(tmp_path, name, resume=True, stop_at=5, args={"save_steps": 2, "max_steps": 7})
+    assert lines(tmp_path, "first")[-1][0] == 4
+    assert {row[0] for row in lines(tmp_path, "again")} == {5, 6}
