@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ckpt.errors import LeafMismatch
 from ckpt.state.name_patterns import children
+from ckpt.state.optimizer_load import load_optimizer_state
 from ckpt.state.tree import Node, join_path
 from ckpt.storage.base.errors import InvalidArgument
 
@@ -79,12 +80,7 @@ def load_optimizer(optimizer: Any, names: dict[Any, str], saved: dict[str, Any])
                 f"options: {options}; divide them into groups as they were when saved"
             )
         groups.append({**group, **(options[0] if options else {})})
-    optimizer.load_state_dict({**packed, "state": state, "param_groups": groups})
-    # torch has cast the state to the dtype of the parameters. Restore the saved dtype, or wider moments would lose precision.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, values in state.items():
-        now = optimizer.state[parameters[number]]
-        now.update({k: v for k, v in values.items() if getattr(v, "dtype", None) != getattr(now.get(k), "dtype", None)})
+    load_optimizer_state(optimizer, optimizer.load_state_dict, {**packed, "state": state, "param_groups": groups})
 
 
 def _is_equal(a: object, b: object) -> bool:

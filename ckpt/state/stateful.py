@@ -13,6 +13,7 @@ import numpy as np
 
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.frameworks import framework_function, imported_files, usable_torch
+from ckpt.state.optimizer_load import load_optimizer_state, loads_by_parameter
 from ckpt.state.static_values import is_function, is_plain
 from ckpt.storage.base.errors import CkptError, first_line, is_transient
 
@@ -68,6 +69,8 @@ def as_stateful(value: Any, path: str) -> Stateful | None:
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"leaf {path or '(root)'}: {error}") from error.__cause__
     if callable(get) and callable(put):
+        if loads_by_parameter(value):
+            return Stateful(get, partial(load_optimizer_state, value, put))
         return Stateful(partial(_without_annealing, get), put) if _is_torch_scheduler(value) else Stateful(get, put)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # SystemRandom has no state
         return Stateful(value.getstate, lambda state: value.setstate(_nested_tuple(state)))

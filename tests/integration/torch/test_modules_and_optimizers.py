@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.torch_launches import torch, trained
@@ -127,3 +128,51 @@ def test_the_scheduler_of_weight_averaging_continues(tmp_path: Path, nested: boo
     optimizer, schedule = make()
     ckpt.load(tmp_path, like={"optimizer": optimizer, "schedule": schedule})
     assert steps(optimizer, schedule, 4) == expected
+
+
+class KeepsWideState(torch.optim.Optimizer):
+    """An optimizer with state of other types and shapes than its parameters, some of it nested."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "master": parameter.detach().float() + 1e-5, "count": torch.tensor(2**24 + 1), "mask": parameter > 0,
+                    "rows": torch.full(parameter.shape[:1], 1.0 + 1e-5), "step": torch.tensor(1.0),
+                    "nested": {"first": torch.full_like(parameter, 1.0 + 1e-5, dtype=torch.float32)},
+                    "several": [torch.tensor([1.0 + 1e-9], dtype=torch.float64)],
+                }  # fmt: skip
+            self.state[parameter]["count"] += 1
+
+
+def leaves_of(value: Any) -> list[Any]:
+    if isinstance(value, (dict, list, tuple)):
+        return [leaf for each in (value.values() if isinstance(value, dict) else value) for leaf in leaves_of(each)]
+    return [value]
+
+
+@pytest.mark.parametrize("with_names", [False, True], ids=["plain", "ModelState"])
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, KeepsWideState])
+@pytest.mark.parametrize("has_state", [False, True], ids=["new", "used"])
+def test_state_of_other_types_than_the_parameters_is_loaded_as_saved(
+    tmp_path: Path, kind: Any, with_names: bool, has_state: bool
+) -> None:
+    def made(steps: int) -> tuple[Any, Any]:
+        model = torch.nn.Linear(3, 2).bfloat16()
+        optimizer = kind(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+        state = {"train": ModelState(model, optimizer)} if with_names else {"model": model, "optimizer": optimizer}
+        return optimizer, state
+
+    saved, state = made(3)
+    ckpt.save(state, tmp_path, 1)
+    loaded, target = made(int(has_state))
+    ckpt.load(tmp_path, like=target)
+    pairs = list(zip(leaves_of(saved.state_dict()["state"]), leaves_of(loaded.state_dict()["state"]), strict=True))
+    assert len(pairs) > 2
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
