@@ -129,7 +129,8 @@ class Agent:
         coordinator = Coordinator(run_log, single_host)
         self._accounting = TimeAccounting(self._options.folder, identity.name, single_host, self._log, coordinator)
         with contextlib.closing(HostLease(run_log, surroundings.orphan_guard, identity.name, self._spec.least)) as lease:
-            heartbeat = AgentHeartbeat(run_log, make_report(identity, self._signals, ranks, self._memory), lease)
+            report = make_report(identity, self._signals, ranks, self._memory)
+            heartbeat = AgentHeartbeat(run_log, report, lease, single_host)
             parts = AgentParts(
                 identity=identity,
                 spec=self._spec,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from dataclasses import replace
 
 from ckpt.recovery.agent.host_lease import HostLease
+from ckpt.recovery.agent.loop_watch import LoopWatch
 from ckpt.recovery.run_log.agent_name import NameTaken
 from ckpt.recovery.run_log.agent_reports import REPORT_SECONDS, AgentReport
 from ckpt.recovery.run_log.base import RunLog
@@ -19,10 +21,20 @@ log = logging.getLogger("ckpt.run")
 
 
 class AgentHeartbeat:
-    """Republishes the newest report until it is closed. Each acknowledged report renews the lease of this host."""
+    """Republishes the newest report until it is closed. Each acknowledged report renews the lease of this host.
 
-    def __init__(self, run_log: RunLog, report: AgentReport, lease: HostLease) -> None:
+    If the loop of the agent hangs, nothing is published, so that the other hosts continue without this one, and the lease ends
+    the ranks. Both last until the loop ticks again.
+
+    single_host: whether the run has no other host, so that nobody would continue without this one.
+    """
+
+    def __init__(self, run_log: RunLog, report: AgentReport, lease: HostLease, single_host: bool = False) -> None:
         self._lease = lease
+        self._watch = LoopWatch(time.monotonic())
+        if single_host:
+            self._watch.end()
+        self._is_loop_hung = False
         self._run_log = run_log
         self._report = report
         self._beat = 0
@@ -39,13 +51,37 @@ class AgentHeartbeat:
         if _without_progress(before) != _without_progress(report):
             self._changed.set()
 
+    def tick(self) -> None:
+        """Note that the loop of the agent runs. It calls this several times a second."""
+        self._watch.tick(time.monotonic())
+
+    def end_watch(self) -> None:
+        """Publish from now on even if the loop does not tick, because the run has ended."""
+        self._watch.end()
+
     def _run(self) -> None:
         while True:
             self._changed.wait(REPORT_SECONDS)
             self._changed.clear()
             if self._closed:
                 return
-            self._publish()
+            if not self._check_loop():
+                self._publish()
+
+    def _check_loop(self) -> bool:
+        """Return whether the loop hangs. Then the ranks are ended."""
+        seconds = self._watch.hung_seconds(time.monotonic())
+        if seconds:
+            if not self._is_loop_hung:
+                log.error(
+                    "the loop of this agent hangs in %s for %.0f s: its ranks are ended, and it sends no reports; check the "
+                    "file system of --run-dir", _main_thread_place(), seconds,
+                )  # fmt: skip
+            self._lease.suspend(seconds)
+        elif self._is_loop_hung:
+            self._lease.resume()
+        self._is_loop_hung = seconds > 0
+        return self._is_loop_hung
 
     def _publish(self) -> None:
         self._beat += 1
@@ -71,6 +107,14 @@ class AgentHeartbeat:
         self._thread.join()
         with contextlib.suppress(StoreError):  # without this the agent counts as lost after LOST_SECONDS
             self._run_log.remove_report(self._report.name, self._report.incarnation)
+
+
+def _main_thread_place() -> str:
+    """Return the file and the line that the main thread executes."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "an unknown place"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _without_progress(report: AgentReport) -> AgentReport:

@@ -99,6 +99,7 @@ class AgentLoop:
         self._stop_ranks()
         if self.status is None:
             return
+        parts.heartbeat.end_watch()  # a drain takes as long as it takes
         if parts.memory.folder is None:
             self._drain_shared_memory()
         else:
@@ -123,7 +124,7 @@ class AgentLoop:
             parts.ranks.tidy()
 
     def _handle_contact_loss(self) -> None:
-        """If the host lease has killed the ranks after a loss of contact, clean up after them and report it."""
+        """If the host lease has killed the ranks, clean up after them and report it."""
         parts = self._parts
         parts.lease.set_reports(parts.coordinator.reports())
         loss = parts.lease.take_loss()
@@ -141,6 +142,7 @@ class AgentLoop:
 
     def _wait(self) -> None:
         """Wait for the end of a rank or for a signal, at most one tick."""
+        self._parts.heartbeat.tick()
         for key, _ in self._parts.select.select(_TICK_SECONDS):
             if key.data is self._parts.signals:
                 self._parts.signals.clear_wakeup()

@@ -1,4 +1,4 @@
-"""`HostLease`, a thread that ends the ranks of this host when it has lost contact with the other hosts.
+"""`HostLease`, a thread that ends the ranks of this host when the other hosts may continue without it.
 
 The lease of a host begins with its last report that the run log has acknowledged. coordinator/lost_contact.py decides what an
 expired lease means. The thread waits only for the network.
@@ -57,6 +57,27 @@ class ContactLoss:
         return "1 other host" if self.hosts == 1 else f"{self.hosts} other hosts"
 
 
+@dataclass(frozen=True, slots=True)
+class LoopHang:
+    """A hang of the agent's loop, because of which the ranks of this host were ended."""
+
+    seconds: float
+    """How long the loop had been without a tick."""
+
+    @property
+    def detail(self) -> str:
+        """The text about this host that follows "host X"."""
+        return f"had an agent that hung for {self.seconds:.0f} s, and ended its ranks"
+
+    @property
+    def user_message(self) -> str:
+        """The message for the user of this host."""
+        return (
+            f"this agent hung for {self.seconds:.0f} s or longer, and runs again. The ranks here were ended, as the others "
+            "continue without them. Check the file system of --run-dir; this host takes part again"
+        )
+
+
 class HostLease:
     """The lease of one host. Its thread also sends the heartbeats of the agent to the orphan guard.
 
@@ -70,10 +91,11 @@ class HostLease:
         self._run_log, self._orphan_guard, self._name = run_log, orphan_guard, name
         self._address_cache = AddressCache()
         self._lock = threading.Lock()
-        """Guards `_contact`, `_sessions` and `_loss`."""
+        """Guards `_contact`, `_sessions`, `_loss` and `_hang`."""
         self._contact = Contact(time.monotonic(), min_hosts)
         self._sessions: frozenset[int] = frozenset()
-        self._loss: ContactLoss | None = None
+        self._loss: ContactLoss | LoopHang | None = None
+        self._hang: LoopHang | None = None
         # The following are replaced as a whole, each by one thread, so that the others read them without the lock.
         self._reports: Mapping[str, AgentReport] = {}
         self._endpoints: tuple[Address, ...] = ()
@@ -116,9 +138,30 @@ class HostLease:
         """Set the sessions of the ranks to kill when contact is lost; none if there are no ranks any more."""
         with self._lock:
             self._sessions = frozenset(sessions)
+            self._kill_ranks_if_suspended()
 
-    def take_loss(self) -> ContactLoss | None:
-        """Return a loss of contact once; None if there was none since the last call."""
+    def suspend(self, seconds: float) -> None:
+        """End the ranks, and all that are started before `resume`: the loop of the agent hangs for some seconds.
+
+        The orphan guard gets no heartbeats meanwhile, so it ends processes that have left their session.
+        """
+        with self._lock:
+            self._hang = LoopHang(seconds)
+            self._kill_ranks_if_suspended()
+
+    def resume(self) -> None:
+        """Let ranks run again, because the loop of the agent runs again."""
+        with self._lock:
+            self._hang = None
+
+    def _kill_ranks_if_suspended(self) -> None:
+        """Kill the ranks while the loop of the agent hangs. Needs `_lock`."""
+        if self._hang is not None:
+            self._loss = self._hang
+            process_kill.kill_process_groups(self._sessions)
+
+    def take_loss(self) -> ContactLoss | LoopHang | None:
+        """Return once why the ranks were ended; None if they were not since the last call."""
         with self._lock:
             loss, self._loss = self._loss, None
         return loss
@@ -143,9 +186,11 @@ class HostLease:
 
     def _check_contact(self) -> float:
         """Send a heartbeat to the orphan guard, end the ranks if contact is lost; return the seconds until the next call."""
-        self._orphan_guard.send_heartbeat()
         with self._lock:
-            contact = self._contact
+            contact, is_suspended = self._contact, self._hang is not None
+        if is_suspended:
+            return _TICK_SECONDS
+        self._orphan_guard.send_heartbeat()
         if contact.silent_seconds(time.monotonic()) < _UNACKNOWLEDGED_SECONDS:
             self._find_reachable()
         elif self._hosts and self._endpoints:

@@ -201,7 +201,7 @@ class RecoverySimulation:
             "Signals": _Signals,
             "HostRanks": lambda *_: SimulatedRanks(world, world.actor),
             "HostLease": lambda run_log, guard, name, least: SimulatedLease(world, world.actor, least),
-            "AgentHeartbeat": lambda run_log, report, lease: SimulatedHeartbeat(world, run_log, report, lease),
+            "AgentHeartbeat": lambda run_log, report, lease, _: SimulatedHeartbeat(world, run_log, report, lease),
         }
         others = (
             (host_memory, "MemoryNodes", lambda folder, address, security: SimulatedNodes(world, world.actor, folder, address)),

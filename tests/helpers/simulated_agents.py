@@ -163,6 +163,10 @@ class SimulatedHeartbeat:
         if has_changed or self._world.now - self._sent_at >= REPORT_SECONDS:
             self._publish()
 
+    def tick(self) -> None: ...
+
+    def end_watch(self) -> None: ...
+
     def _publish(self) -> None:
         self._beat += 1
         self._sent_at = self._world.now
