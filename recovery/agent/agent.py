@@ -209,7 +209,7 @@ class Agent:
     def _has_run_ended(self) -> bool:
         if self._loop is not None:
             return self._loop.status is not None
-        return self._joined is not None and self._joined.status is not None
+        return self._joined is not None and self._joined.status is not None and self._log.run_state.has_ended
 
     def _close_accounting(self) -> None:
         if self._accounting is not None:

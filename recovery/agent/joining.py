@@ -33,7 +33,7 @@ class Joined:
     run_id: str
     """The random name of the run that this agent takes part in; "" none."""
     status: int | None = None
-    """The exit status of the run if it has already ended, so that there is nothing to do."""
+    """The exit status of the run if it has already ended, so that there is nothing to do; 128 + n if signal n came first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +56,27 @@ class Joining:
 
     def __init__(self, log: FollowedLog, request: JoinRequest, signals: Signals, print_line: Callable[[str], None]) -> None:
         self._log, self._request, self._signals, self._print = log, request, signals, print_line
+        self._is_wait_printed = False
 
     def join(self) -> Joined:
         """Join the run that is under way, or begin one.
 
-        If the run log does not answer, or its server has forgotten the login, try again for a while.
+        If the run log does not answer, or its server has forgotten the login, try again for a while. While a run is drained,
+        wait for its end.
         """
         until = time.monotonic() + _JOIN_SECONDS
         while True:
             try:
                 if (joined := self._try_join()) is not None:
                     return joined
+                until = time.monotonic() + _JOIN_SECONDS
             except (Unavailable, LoginLost):
                 if self._signals.first or time.monotonic() > until:
                     raise
                 time.sleep(REPORT_SECONDS)
 
     def _try_join(self) -> Joined | None:
-        """Try once. Return None if another agent has begun a run at the same time."""
+        """Try once. Return None if it must be tried again: another agent has begun a run, or one is drained now."""
         self._log.read()
         run_state, spec, single_host = self._log.run_state, self._request.spec, self._request.spec.hosts == 1
         reports = self._log.run_log.reports()
@@ -84,6 +87,8 @@ class Joining:
         if can_join:
             self._take_name(reports)
             return Joined(run_state.run)
+        if is_under_way and run_state.end_request and living:
+            return self._wait_for_drain(run_state)
         # If steps are only in memory, another run is begun, which copies them to the repository.
         has_undrained_memory = not living and bool(memory_placement.node_addresses(run_state.memory))
         is_over = run_state.is_final and not single_host and run_state.spec == spec
@@ -109,6 +114,16 @@ class Joining:
         replaces = holder_of(reports.get(name))
         failpoint("agent.take_name")
         self._log.run_log.publish_report(name, self._request.make_report().to_facts(), replaces)
+
+    def _wait_for_drain(self, run_state: RunState) -> Joined | None:
+        """Wait a moment, because the ranks of the other hosts save now. Return a result only if a signal has arrived."""
+        if self._signals.first:
+            return Joined("", 128 + self._signals.first)
+        if not self._is_wait_printed:
+            self._is_wait_printed = True
+            self._print(f"this host waits until the run has ended on {run_state.end_request}; then it begins the next run")
+        time.sleep(REPORT_SECONDS)
+        return None
 
     def _refuse_conflict(self, living: Mapping[str, AgentReport], run_state: RunState, is_under_way: bool) -> None:
         name, single_host = self._request.name, self._request.spec.hosts == 1

@@ -8,8 +8,10 @@ import subprocess
 import time
 from collections.abc import Callable
 
+import pytest
 from helpers.host_runs import ETCD, RUN, Job, assert_result, starts
 from helpers.host_runs import job as job
+from helpers.processes import until
 
 
 @ETCD
@@ -74,6 +76,30 @@ def test_drain_ends_a_run_after_an_agreed_step(job: Callable[..., Job]) -> None:
     (stop_line,) = [line for line in run.ask("why").stdout.splitlines() if "  stop  " in line]
     assert stop_line.endswith(f"  stop  drain, after step {agreed}")
     assert "have saved and ended on drain" in log[-1].text
+
+
+@ETCD
+def test_a_host_that_arrives_during_a_drain_waits_for_its_end(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of the other hosts save before they end. A waiting agent ends at once when it is asked to."""
+    monkeypatch.setenv("CKPT_TEST_SLOW", "300")
+    run = job("--grace", "3000", hosts=2, steps=10_000)
+    for name in "ab":
+        run.start(name)
+    run.until_step(0)
+    assert run.ask("drain").returncode == 0
+    run.start("c")
+    run.start("d")
+    until(lambda: all("this host waits until the run has ended on drain" in run.messages(name) for name in "cd"))
+    run.agents["d"].send_signal(signal.SIGTERM)
+    assert run.ends("d") == {"d": 128 + signal.SIGTERM}
+    assert [entry.kind for entry in run.log() if entry.kind == "run"] == ["run"], "the drain is in progress"
+    assert run.ends(*"ab") == {"a": 0, "b": 0}
+    run.until(lambda log: [entry.kind for entry in log].count("run") == 2, "the waiting host begins the next run")
+    log = run.log()
+    ended = next(i for i, entry in enumerate(log) if entry.kind == "end")
+    assert "have saved and ended on drain" in log[ended].text
+    assert [entry.kind for entry in log[ended + 1 :]][:2] == ["run", "lead"]
+    assert log[ended + 2].facts["name"] == "c"
 
 
 def test_status_and_plan_describe_the_run_and_change_nothing(job: Callable[..., Job]) -> None:
