@@ -53,17 +53,21 @@ class HangLimits:
     """Seconds without a heartbeat after which a rank counts as hung."""
 
     factor: float = USUAL_FACTOR
-    """The limit as a multiple of the median duration. The limit is also at least three times the longest duration."""
+    """The limit as a multiple of the median duration. The limit is also at least three times the longest duration so far."""
     least_seconds: float = 10.0
     """The shortest limit of a step. That of the other phases is `factor` times as long."""
     initial_limit_seconds: Mapping[str, float] = field(default_factory=lambda: INITIAL_LIMIT_SECONDS)
     """Limits before enough durations are known. A learned limit is never longer."""
     _samples: Mapping[str, deque[float]] = field(default_factory=_no_samples)
+    """The newest durations of each phase."""
+    _longest: dict[str, float] = field(default_factory=dict)
+    """The longest duration of each phase so far. It never becomes shorter: an evaluation may come after any number of steps."""
 
     def learn(self, phase: str, seconds: float) -> None:
         """Record the time from one heartbeat to the next."""
         if phase in self._samples:
             self._samples[phase].append(seconds)
+            self._longest[phase] = max(seconds, self._longest.get(phase, 0.0))
 
     def learn_hang(self, phase: str, seconds: float) -> None:
         """Record that a rank counted as hung after this time.
@@ -88,4 +92,4 @@ class HangLimits:
         if len(samples) < _ENOUGH_SAMPLES:
             return initial
         least = _least_seconds(phase, self.least_seconds, self.factor)
-        return max(self.least_seconds, min(initial, max(least, self.factor * median(samples), 3 * max(samples))))
+        return max(self.least_seconds, min(initial, max(least, self.factor * median(samples), 3 * self._longest[phase])))

@@ -17,7 +17,7 @@ from ckpt.recovery.policy.hang_limits import (
 from ckpt.training.heartbeat_page import PHASES
 
 
-def test_limits_follow_the_longest_recent_times() -> None:
+def test_limits_follow_the_longest_times() -> None:
     limits = HangLimits(factor=30, least_seconds=2)
     assert limits.limit_seconds("step") == 900
     for _ in range(20):
@@ -29,6 +29,16 @@ def test_limits_follow_the_longest_recent_times() -> None:
         limits.learn("step", 400.0)
     assert limits.limit_seconds("step") == 900, "never more than the initial limit"
     assert limits.limit_seconds("end") == float("inf")
+
+
+@pytest.mark.parametrize("steps", [10, 300, 10_000])
+def test_the_longest_step_is_not_forgotten(steps: int) -> None:
+    """An evaluation without a phase of its own may come after any number of fast steps."""
+    limits = HangLimits(least_seconds=2)
+    limits.learn("step", 100.0)
+    for _ in range(steps):
+        limits.learn("step", 0.01)
+    assert limits.limit_seconds("step") == 300
 
 
 @pytest.mark.parametrize("phase", ["step", "save", "load", "eval", "compile"])
