@@ -8,31 +8,48 @@ from ckpt.recovery.policy.hang_limits import HangLimits
 from ckpt.recovery.ranks import processes
 from ckpt.recovery.ranks.rank_exit_text import last_line
 from ckpt.recovery.ranks.rank_process import RankProcess
-from ckpt.recovery.run_log.agent_reports import HostFailure, SlowestRank
+from ckpt.recovery.run_log.agent_reports import UNOBSERVED_SECONDS, HostFailure, SlowestRank
 from ckpt.training.heartbeat_records import RankHeartbeat
 
 _SILENT_SECONDS = 0.1
 """A rank with a heartbeat within this time is not stopped."""
 _STOPPED_SECONDS = 0.5
 """A rank that is stopped for longer counts as failed. A debugger that attaches stops it only for a moment."""
+_STOPPED_GAP_SECONDS = 0.25
+"""How much of a gap with a pause counts as the time of a stopped rank. When a suspended job continues, the agent may run before
+its ranks."""
 
 
 class HangDetector:
     """Finds the first rank of a host that is stopped or hangs.
 
-    observed_since: the time by CLOCK_MONOTONIC since when this process has run without a pause.
+    heartbeats: the first heartbeat of each rank, by its number.
     """
 
-    def __init__(self, ranks: Sequence[RankProcess], limits: HangLimits) -> None:
-        self.observed_since = 0.0
+    def __init__(self, ranks: Sequence[RankProcess], limits: HangLimits, heartbeats: Mapping[int, RankHeartbeat]) -> None:
         self._ranks = tuple(ranks)
         self._limits = limits
+        self.silent_since = {number: beat.since for number, beat in heartbeats.items()}
+        """The time of the last heartbeat of each rank, later by the pauses since."""
         self._stopped: dict[int, float] = {}
+        """Since when a rank is stopped, later by the pauses since."""
 
-    def restart_observation(self, now: float) -> None:
-        """Count no time before `now`: this process or the whole host was stopped until then."""
-        self.observed_since = now
-        self._stopped.clear()
+    def add_pause(self, seconds: float) -> None:
+        """Count this much less of the time until now as silence: this process or the whole host was stopped."""
+        for number in self.silent_since:
+            self.silent_since[number] += seconds
+        if seconds:
+            for number in self._stopped:
+                self._stopped[number] += seconds + UNOBSERVED_SECONDS - _STOPPED_GAP_SECONDS
+
+    def note_heartbeat(self, number: int, since: float, earliest: float) -> float:
+        """Note a new heartbeat of a rank. Returns the time since the one before, without pauses.
+
+        since: the time of the heartbeat by CLOCK_MONOTONIC.
+        earliest: the time of the poll before, later by the pause since, as that may have followed the heartbeat.
+        """
+        before, self.silent_since[number] = self.silent_since[number], max(since, earliest)
+        return self.silent_since[number] - before
 
     def find(
         self, running: Mapping[int, RankProcess], heartbeats: Mapping[int, RankHeartbeat], now: float
@@ -41,7 +58,7 @@ class HangDetector:
         for rank in running.values():
             beat = heartbeats[rank.number]
             if (
-                (beat.pid and self._silent_seconds(beat, now) < _SILENT_SECONDS)
+                (beat.pid and now - self.silent_since[rank.number] < _SILENT_SECONDS)
                 or not rank.pid
                 or processes.process_state(rank.pid) != "T"
             ):
@@ -53,16 +70,13 @@ class HangDetector:
                 return HostFailure("stopped", (rank.number,), detail, now - heartbeats[rank.number].since)
         beats = {number: heartbeats[number] for number in running}
         least = self._limits.floor_seconds
-        late = {number: beat for number, beat in beats.items() if beat.pid and self._silent_seconds(beat, now) > least}
-        late = {
-            number: beat
-            for number, beat in late.items()
-            if self._silent_seconds(beat, now) > self._limits.limit_seconds(beat.phase)
-        }
+        silent = {number: now - self.silent_since[number] for number, beat in beats.items() if beat.pid}
+        silent = {number: seconds for number, seconds in silent.items() if seconds > least}
+        late = {n: beats[n] for n, seconds in silent.items() if seconds > self._limits.limit_seconds(beats[n].phase)}
         if not late:
             return None
-        for beat in late.values():
-            self._limits.learn_hang(beat.phase, self._silent_seconds(beat, now))
+        for number, beat in late.items():
+            self._limits.learn_hang(beat.phase, silent[number])
         # The rank that is behind is the cause: the others wait for it, in a collective or for its part of a save.
         slowest = find_slowest_rank(heartbeats, running, now, late)
         assert slowest is not None
@@ -71,10 +85,6 @@ class HangDetector:
             more += f"; its log ends with: {line}"  # an exception may have ended its training loop
         detail = slowest.describe(str(self._ranks[0].log.parent), more)
         return HostFailure("hang", (slowest.rank,), detail, slowest.silent_seconds)
-
-    def _silent_seconds(self, beat: RankHeartbeat, now: float) -> float:
-        """Return the seconds since a heartbeat, without times in which this process did not run."""
-        return now - max(beat.since, self.observed_since)
 
 
 def find_slowest_rank(

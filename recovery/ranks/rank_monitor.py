@@ -18,7 +18,7 @@ from ckpt.recovery.ranks import processes, rank_stacks
 from ckpt.recovery.ranks.hang_detection import HangDetector, find_slowest_rank
 from ckpt.recovery.ranks.rank_exit_text import describe_end
 from ckpt.recovery.ranks.rank_process import RankProcess
-from ckpt.recovery.run_log.agent_reports import UNOBSERVED_SECONDS, HostFailure, SlowestRank
+from ckpt.recovery.run_log.agent_reports import HostFailure, SlowestRank, pause_seconds
 from ckpt.training.heartbeat_records import RankHeartbeat
 
 _SIGTERM_SECONDS = 1.0
@@ -48,9 +48,9 @@ class RankMonitor:
         self.is_leaving = False
         """Whether the agent was requested to end, so that a stop request will follow."""
         self._limits = limits
-        self._hangs = HangDetector(ranks, limits)
         self._best_step = best_step
         self._heartbeats = {rank.number: rank.heartbeat_page.read() for rank in ranks}
+        self._hangs = HangDetector(ranks, limits, self._heartbeats)
         self._pace_meters = {rank.number: PaceMeter(rank.number, straggler_seconds) for rank in ranks}
         self._running = {rank.number: rank for rank in ranks}
         self._oom_kills = processes.oom_kill_count()
@@ -158,15 +158,14 @@ class RankMonitor:
 
     def poll(self, now: float) -> list[RankProcess]:
         """Update the state of all ranks and return those that have ended since. now: the time by CLOCK_MONOTONIC."""
-        previous_poll = self._polled_at
-        if now - previous_poll > UNOBSERVED_SECONDS:  # this process or the whole host was stopped
-            self._hangs.restart_observation(now)
-        self._polled_at = now
+        pause = pause_seconds(now - self._polled_at)
+        counted_from, self._polled_at = self._polled_at + pause, now
+        self._hangs.add_pause(pause)
         ended = [rank for rank in self._running.values() if rank.has_ended()]
         for rank in ended:
             rank.heartbeat_page.publish_ended()
             del self._running[rank.number]
-        self._read_heartbeats(previous_poll)
+        self._read_heartbeats(counted_from)
         if (newest := self.newest) >= 0 and (not self._step_times or newest > self._step_times[-1][1]):
             self._step_times.append((now, newest))
             while len(self._step_times) > 2 and now - self._step_times[0][0] > _PACE_SECONDS:
@@ -185,16 +184,19 @@ class RankMonitor:
                 self.failure = self._find_signalled(now) or self._hangs.find(self._running, self._heartbeats, now)
         return ended
 
-    def _read_heartbeats(self, previous_poll: float) -> None:
-        """Read the heartbeats, and learn how long phases and steps take. previous_poll: the time of the last poll."""
+    def _read_heartbeats(self, counted_from: float) -> None:
+        """Read the heartbeats, and learn how long phases and steps take.
+
+        counted_from: the time of the last poll, later by the pause since.
+        """
         for rank in self.ranks:
             before, beat = self._heartbeats[rank.number], rank.heartbeat_page.read()
             if beat.beats != before.beats:
+                lasted = counted_from - self._hangs.silent_since[rank.number]
+                took = self._hangs.note_heartbeat(rank.number, beat.since, counted_from)
                 if before.pid:
                     # The average, if there were several beats since the last poll. The phase lasted at least until that poll.
-                    took = (beat.since - before.since) / (beat.beats - before.beats)
-                    if before.since >= self._hangs.observed_since:
-                        self._limits.learn(before.phase, max(took, previous_poll - before.since))
+                    self._limits.learn(before.phase, max(took / (beat.beats - before.beats), lasted))
                     self._pace_meters[rank.number].learn(before, beat)
                 self._heartbeats[rank.number] = beat
             elif _fields_without_heartbeat(beat) != _fields_without_heartbeat(before):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from helpers.runs import start as start
 from helpers.thread_limits import refused_threads
 
 from ckpt.recovery.policy.hang_limits import HangLimits, uniform_initial_limits
+from ckpt.recovery.ranks import processes
 from ckpt.recovery.ranks.launch import start as start_ranks
 from ckpt.recovery.ranks.rank_environment import LaunchSpec
 from ckpt.recovery.ranks.rank_monitor import RankMonitor
@@ -173,6 +176,74 @@ def test_ranks_that_do_not_use_ckpt_may_send_no_heartbeat(tmp_path: Path) -> Non
         while watch._heartbeats[0].beats < 80:  # at least eight seconds
             next(polls)
             assert watch.failure is None
+
+
+SILENT = (
+    "import ckpt.training.heartbeat_page as p, time\np.own_page().attach_process(); p.own_page().beat(2, 1)\ntime.sleep(1000)"
+)
+
+
+@pytest.mark.parametrize("gap", [1.0, 1.5, 4.0])
+def test_a_hang_is_found_while_each_look_is_late(tmp_path: Path, gap: float) -> None:
+    """The run log may answer slowly, so that each look comes more than a second after the one before."""
+    with monitored(SILENT, 1, tmp_path, HangLimits(initial_limit_seconds=uniform_initial_limits(5))) as (watch, polls):
+        while watch._heartbeats[0].step != 1:
+            next(polls)
+        now = time.monotonic()
+        for looks in range(1, 12):
+            watch.poll(now + looks * gap)
+            if watch.failure is not None:
+                break
+        assert watch.failure is not None
+        assert watch.failure.cause == "hang"
+        assert looks >= 5, "of each gap a second counts"
+
+
+def test_a_pause_of_the_whole_host_is_no_hang(tmp_path: Path) -> None:
+    with monitored(SILENT, 1, tmp_path, HangLimits(initial_limit_seconds=uniform_initial_limits(5))) as (watch, polls):
+        while watch._heartbeats[0].step != 1:
+            next(polls)
+        now = time.monotonic()
+        watch.poll(now + 1000.0)
+        for looks in range(6):
+            watch.poll(now + 1000.0 + looks / 2)
+        assert watch.failure is None, "four seconds, and a pause"
+        for looks in range(6, 12):
+            watch.poll(now + 1000.0 + looks / 2)
+        assert watch.failure is not None
+
+
+def test_a_stopped_rank_is_found_while_each_look_is_late(tmp_path: Path) -> None:
+    """A suspended job is not taken for a stopped rank, although its agent may run before its ranks do."""
+    with monitored(SILENT, 1, tmp_path, HangLimits()) as (watch, polls):
+        while watch._heartbeats[0].step != 1:
+            next(polls)
+        os.kill(watch.ranks[0].pid, signal.SIGSTOP)
+        while processes.process_state(watch.ranks[0].pid) != "T":
+            time.sleep(0.01)
+        now = time.monotonic() + 1.0
+        for at in (0.0, 1000.0, 1000.05, 1000.1):
+            watch.poll(now + at)
+            assert watch.failure is None
+        for looks in range(1, 5):
+            watch.poll(now + 1000.0 + 1.5 * looks)
+        assert watch.failure is not None
+        assert watch.failure.cause == "stopped"
+
+
+def test_steps_are_learned_while_each_look_is_late(tmp_path: Path) -> None:
+    program = (
+        "import ckpt.training.heartbeat_page as p, time\np.own_page().attach_process()\n"
+        "for step in range(10 ** 6):\n    p.own_page().beat(2, step); time.sleep(0.05)"
+    )
+    limits = HangLimits(least_seconds=2)
+    with monitored(program, 1, tmp_path, limits) as (watch, polls):
+        while watch._heartbeats[0].step < 1:
+            next(polls)
+        for _ in range(9):
+            time.sleep(1.1)
+            next(polls)
+    assert limits.limit_seconds("step") < limits.initial_limit_seconds["step"]
 
 
 def test_a_rank_that_waits_after_its_save_is_not_blamed(tmp_path: Path) -> None:
