@@ -19,6 +19,7 @@ from ckpt.adapters import lightning_packages
 from ckpt.adapters.adapt.intervals import interval_from_env
 from ckpt.adapters.lightning_deepspeed import is_between_updates
 from ckpt.adapters.lightning_end import has_ended, note_end, require_same_model
+from ckpt.adapters.lightning_epoch import is_finder
 from ckpt.adapters.lightning_io import CkptIO as CkptIO
 from ckpt.adapters.lightning_io import fabric_plugin_checks, plugin_checks
 from ckpt.adapters.lightning_loops import LoopPoints, Point
@@ -220,13 +221,9 @@ class Checkpoints:
         return checkpoint
 
 
-_FINDERS = ("LearningRateFinder", "BatchSizeFinder")
-
-
 def _is_tuning_only(trainer: Any) -> bool:
     """Return whether a Tuner calls this `fit`, which ends after the trial steps."""
-    finders = [each for each in trainer.callbacks if any(base.__name__ in _FINDERS for base in type(each).__mro__)]
-    return any(getattr(finder, "_early_exit", False) for finder in finders)
+    return any(is_finder(each) and each._early_exit for each in trainer.callbacks)
 
 
 def _make(arguments: dict[str, Any], is_from_environment: bool) -> Checkpoints:

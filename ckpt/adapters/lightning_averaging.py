@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging of Lightning: its learning rates in the middle of an epoch, and its state."""
+"""StochasticWeightAveraging of Lightning: its learning rates in a resumed run, and its state."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from typing import Any
 
 _NAME = "StochasticWeightAveraging"
 _SCHEDULER, _FUNCTION = "scheduler_state", "anneal_func"
-
-
-def continue_weight_averaging(trainer: Any) -> None:
-    """Let the callback restore its scheduler in the middle of an epoch; Lightning calls it at the start of one."""
-    for callback in trainer.callbacks:
-        if any(base.__name__ == _NAME for base in type(callback).__mro__) and callback._scheduler_state is not None:
-            with same_learning_rates(trainer):
-                callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from ckpt.adapters import lightning_packages
 from ckpt.adapters.epoch_random import PERSISTENT_WORKERS
-from ckpt.adapters.lightning_averaging import continue_weight_averaging, same_learning_rates
+from ckpt.adapters.lightning_averaging import same_learning_rates
 from ckpt.adapters.lightning_data import FetcherPosition, loader_states_ahead, set_random_snapshot
+from ckpt.adapters.lightning_epoch import repeated_epoch_start
 
 Point = Literal["batch", "epoch"]
 """After which of them a state was saved."""
@@ -46,6 +47,7 @@ class LoopPoints:
         self._position = FetcherPosition(check_data)
         self._resume_at: dict[str, Any] | None = None
         self._fit_loop_state: dict[str, Any] = {}
+        self._callback_states: dict[str, Any] = {}
         self._checkpoint: dict[str, Any] | None = None
         """The checkpoint to resume from, until the Trainer has loaded all of it."""
         self._ends_trials = False
@@ -97,6 +99,7 @@ class LoopPoints:
         if checkpoint is not None:
             self._resume_at = checkpoint.pop("ckpt")
             self._fit_loop_state = checkpoint["loops"]["fit_loop"]
+            self._callback_states = checkpoint.get("callbacks", {})
             if states := loader_states_ahead(self._resume_at.get("data", {})):
                 self._fit_loop_state["state_dict"]["combined_loader"] = states
             self._trainer._checkpoint_connector._loaded_checkpoint = self._checkpoint = checkpoint
@@ -137,7 +140,12 @@ class LoopPoints:
 
     def _epoch_starts(self, original: Callable[[], None]) -> None:
         resume_at = self._resume_at
-        if resume_at is not None and resume_at["point"] == "epoch":
+        if resume_at is not None and resume_at["point"] == "batch":
+            with repeated_epoch_start(self._trainer, self._callback_states):
+                _clear_stage(self._trainer.fit_loop)  # otherwise newer versions of Lightning do not call the hooks
+                original()
+            return
+        if resume_at is not None:
             self._resume_at = None
             self._set_counters()
             if "data" in resume_at:
@@ -160,7 +168,6 @@ class LoopPoints:
             return
         original(fetcher)
         self._set_counters()
-        continue_weight_averaging(self._trainer)
         self._position.go_to(fetcher, resume_at["data"])
 
     def _batch_ends(self, original: Callable[[Any], None], fetcher: Any) -> None:
@@ -194,11 +201,15 @@ def _clear_restart(loop: Any) -> None:
     for name in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
         if hasattr(loop, name):
             setattr(loop, name, False)
-    if hasattr(loop, "reset_restart_stage"):
-        loop.reset_restart_stage()
+    _clear_stage(loop)
     for child in list(vars(loop).values()):
         if hasattr(child, "on_save_checkpoint") and hasattr(child, "_restarting"):
             _clear_restart(child)
+
+
+def _clear_stage(loop: Any) -> None:
+    if hasattr(loop, "reset_restart_stage"):
+        loop.reset_restart_stage()
 
 
 @contextmanager
