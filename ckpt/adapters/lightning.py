@@ -214,10 +214,12 @@ class Checkpoints:
                 f"step {start - 1} of {repository.url} was not saved by Checkpoints with this strategy: give another URL, or "
                 "use ckpt.load"
             )
-        if has_ended(checkpoint, self._trainer.fit_loop):
+        if is_at_end := has_ended(checkpoint, self._trainer.fit_loop):
             require_same_model(repository.url, self._trainer.lightning_module)
         self._steps_seen = self._steps_saved = start
         lightning_packages.info(f"resumed from step {start - 1} of {repository.url}")
+        if is_at_end:
+            lightning_packages.info(f"this fit has ended with step {start - 1}: a larger max_epochs or max_steps continues it")
         return checkpoint
 
 

@@ -8,8 +8,21 @@ from typing import Any
 from ckpt.storage.base.errors import InvalidArgument
 
 
+def limits(fit_loop: Any) -> list[int | None]:
+    """Return the numbers of epochs and of optimizer steps at which a fit ends; callbacks may change them during the fit."""
+    return [fit_loop.max_epochs, fit_loop.max_steps]
+
+
+def was_stopped_early(checkpoint: dict[str, Any], fit_loop: Any) -> bool:
+    """Return whether EarlyStopping had ended the saved fit. A fit with other limits is another one, which continues."""
+    end = checkpoint["ckpt"].get("end", {})
+    return bool(end.get("stopped_early")) and end["limits"] == limits(fit_loop)
+
+
 def has_ended(checkpoint: dict[str, Any], fit_loop: Any) -> bool:
     """Return whether a fit that is resumed from a checkpoint would train nothing."""
+    if was_stopped_early(checkpoint, fit_loop):
+        return True
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     return _is_reached(epochs, fit_loop.max_epochs) or _is_reached(checkpoint["global_step"], fit_loop.max_steps)
 

@@ -18,6 +18,7 @@ from ckpt.adapters import lightning_packages
 from ckpt.adapters.epoch_random import PERSISTENT_WORKERS
 from ckpt.adapters.lightning_averaging import same_learning_rates
 from ckpt.adapters.lightning_data import FetcherPosition, loader_states_ahead, set_random_snapshot
+from ckpt.adapters.lightning_end import limits, was_stopped_early
 from ckpt.adapters.lightning_epoch import repeated_epoch_start
 
 Point = Literal["batch", "epoch"]
@@ -50,7 +51,8 @@ class LoopPoints:
         self._callback_states: dict[str, Any] = {}
         self._checkpoint: dict[str, Any] | None = None
         """The checkpoint to resume from, until the Trainer has loaded all of it."""
-        self._ends_trials = False
+        self._ends_trials = self._is_stopped_early = False
+        self._limits = limits(trainer.fit_loop)
         self._trial_fetcher: Any = None
         connector, fit, epoch = trainer._checkpoint_connector, trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._wrapped: list[tuple[object, str, Callable[..., None]]] = [
@@ -64,6 +66,8 @@ class LoopPoints:
             (epoch, "on_run_start", self._batches_start),
             (epoch, "on_advance_end", self._batch_ends),
         ]
+        check = "_run_early_stopping_check"
+        self._wrapped += [(each, check, self._check_early_stopping) for each in trainer.callbacks if hasattr(each, check)]
         for owner, name, wrapper in self._wrapped:
             setattr(owner, name, partial(self._call, wrapper, getattr(owner, name)))
 
@@ -82,11 +86,13 @@ class LoopPoints:
         self._wrapped = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the point and the position in the data."""
-        fetcher = self._trainer.fit_loop._data_fetcher
-        if fetcher is None:  # the training has ended, or not begun
-            return {"point": self.point}
-        return {"point": self.point, "data": self._position.state_dict(fetcher, self.point == "batch")}
+        """Return the point, the position in the data, and whether EarlyStopping has ended the training."""
+        fit = self._trainer.fit_loop
+        is_stopped_early = self._is_stopped_early and self._trainer.should_stop and fit._can_stop_early
+        found = {"point": self.point, "end": {"stopped_early": is_stopped_early, "limits": self._limits}}
+        if fit._data_fetcher is not None:  # otherwise the training has ended, or not begun
+            found["data"] = self._position.state_dict(fit._data_fetcher, self.point == "batch")
+        return found
 
     # --- wrappers of the Trainer's methods ---------------------------------------------------------------------
 
@@ -97,12 +103,20 @@ class LoopPoints:
         path = args[0] if args else kwargs.get("checkpoint_path")
         checkpoint = self._restore(path)
         if checkpoint is not None:
+            if was_stopped_early(checkpoint, self._trainer.fit_loop):
+                self._trainer.should_stop = True
             self._resume_at = checkpoint.pop("ckpt")
             self._fit_loop_state = checkpoint["loops"]["fit_loop"]
             self._callback_states = checkpoint.get("callbacks", {})
             if states := loader_states_ahead(self._resume_at.get("data", {})):
                 self._fit_loop_state["state_dict"]["combined_loader"] = states
             self._trainer._checkpoint_connector._loaded_checkpoint = self._checkpoint = checkpoint
+
+    def _check_early_stopping(self, original: Callable[[Any], None], trainer: Any) -> None:
+        """Note whether this callback stops the training. A stop by other code may be a pause, which a restart continues."""
+        before = trainer.should_stop
+        original(trainer)
+        self._is_stopped_early = self._is_stopped_early or (trainer.should_stop and not before)
 
     def _restore_after_trials(self, original: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         """Let a finder load the checkpoint that it has made before its trial steps."""
