@@ -125,8 +125,7 @@ class Checkpoints:
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step."""
-        if self._steps_seen > self._steps_saved:
-            self._save_last()
+        self._save_last()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wait for the saves, and release the repository."""
@@ -166,13 +165,15 @@ class Checkpoints:
         self._steps_seen = steps
         if self._checkpointer.step(steps - 1, self._entries(), loss=self._loss) is not None:
             self._steps_saved = steps
-        elif point == "batch" and (
-            0 < trainer.max_steps <= steps or (trainer.should_stop and trainer.fit_loop._can_stop_early)
-        ):
+        if point == "batch" and (0 < trainer.max_steps <= steps or (trainer.should_stop and trainer.fit_loop._can_stop_early)):
             self._save_last()  # the counters count the end of the epoch before `on_train_end`
 
     def _save_last(self) -> None:
-        if self._checkpointer is not None and (self._loss is None or math.isfinite(self._loss)):
+        """Save the last step, if it is not saved. All ranks call this, and none saves if the loss of one is not finite."""
+        if self._checkpointer is None:
+            return
+        is_due = self._steps_seen > self._steps_saved and (self._loss is None or math.isfinite(self._loss))
+        if self._trainer.strategy.reduce_boolean_decision(is_due, all=True):
             self._checkpointer.save(self._steps_seen - 1, self._entries())
             self._steps_saved = self._steps_seen
 

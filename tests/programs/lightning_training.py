@@ -41,6 +41,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--val-interval", type=float, default=1.0)
     parser.add_argument("--manual", action="store_true", help="manual optimization with two optimizers")
+    parser.add_argument("--nan-at", type=int, help="the step of which the last rank has no finite loss")
+    parser.add_argument("--timeout", type=float, default=600, help="of a save, in seconds")
     parser.add_argument("--no-callback", action="store_true")
     parser.add_argument("--ckpt-path", default=None)
     parser.add_argument("--deepspeed-stage", type=int)
@@ -158,6 +160,8 @@ class Model(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch if isinstance(batch, list) else [torch.cat(each) for each in zip(*batch.values(), strict=True)]
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
+        if self.global_step == options.nan_at and self.global_rank == options.ranks - 1:
+            loss = loss * float("nan")
         self.log("train_loss", loss, on_step=True, on_epoch=False)
         if options.manual:
             for optimizer in self.optimizers():
@@ -260,7 +264,7 @@ def main() -> None:
     if not options.no_callback:
         from ckpt.adapters.lightning import Checkpoints
 
-        callbacks.append(Checkpoints(options.url, every=options.every, keep=options.keep))
+        callbacks.append(Checkpoints(options.url, every=options.every, keep=options.keep, timeout=options.timeout))
     trainer = pl.Trainer(
         accelerator="cpu", devices=options.ranks, strategy=strategy(), precision=options.precision,
         max_epochs=options.epochs, max_steps=options.max_steps, callbacks=callbacks, logger=False,

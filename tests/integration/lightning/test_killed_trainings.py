@@ -50,6 +50,14 @@ def test_losses_of_two_processes_after_a_kill(tmp_path: Path) -> None:
     Training(tmp_path, "--ranks=2", "--every=2", "--epochs=5").killed_and_resumed(9, ranks=2)
 
 
+def test_last_step_is_saved_by_no_process_if_one_has_a_bad_loss(tmp_path: Path) -> None:
+    """The other one would wait for its part of the step until the timeout, and fail."""
+    training = Training(tmp_path, "--ranks=2", "--every=1000", "--epochs=1", "--nan-at=5", "--timeout=30")
+    training.run("one")
+    assert len(training.losses("one", rank=1)) == 6
+    assert ckpt.open(training.url("one")).steps() == []
+
+
 @needs_fsdp2
 def test_losses_of_two_processes_with_fsdp2_after_a_kill(tmp_path: Path) -> None:
     Training(tmp_path, "--sharded", "--ranks=2", "--every=2", "--epochs=5").killed_and_resumed(9, ranks=2)
