@@ -90,6 +90,8 @@ class LoopPoints:
         fit = self._trainer.fit_loop
         is_stopped_early = self._is_stopped_early and self._trainer.should_stop and fit._can_stop_early
         found = {"point": self.point, "end": {"stopped_early": is_stopped_early, "limits": self._limits}}
+        if self._trainer.reload_dataloaders_every_n_epochs:
+            found["loader_epoch"] = fit._last_train_dl_reload_epoch
         if fit._data_fetcher is not None:  # otherwise the training has ended, or not begun
             found["data"] = self._position.state_dict(fit._data_fetcher, self.point == "batch")
         return found
@@ -142,10 +144,29 @@ class LoopPoints:
         before = fit._data_fetcher
         if before is not None and before is self._trial_fetcher:  # older versions of Lightning continue after the trial batches
             fit._combined_loader = None
-        with _call_before_iterator(type(fit), self._iterator_begins):
+        with _call_before_iterator(type(fit), self._iterator_begins), self._epoch_of_loader():
             original()
         if self._resume_at is not None and self._resume_at["point"] == "epoch" and fit._data_fetcher is not before:
             _clear_restart(fit)
+
+    @contextmanager
+    def _epoch_of_loader(self) -> Iterator[None]:
+        """Let the user make the dataloader of a resumed run in the epoch in which the saved run has made it."""
+        progress = self._trainer.fit_loop.epoch_progress.current
+        epoch = progress.completed
+        if self._resume_at is not None and not self._is_reload_due():
+            progress.completed = self._resume_at.get("loader_epoch", epoch)
+        try:
+            yield
+        finally:
+            progress.completed = epoch
+
+    def _is_reload_due(self) -> bool:
+        """Return whether the saved run would make another dataloader at the start of the epoch."""
+        if self._resume_at is None or self._resume_at["point"] == "batch" or "loader_epoch" not in self._resume_at:
+            return False
+        epochs = self._trainer.reload_dataloaders_every_n_epochs
+        return bool(epochs) and self._trainer.current_epoch - self._resume_at["loader_epoch"] >= epochs
 
     def _iterator_begins(self, combined_loader: Any) -> None:
         if self._resume_at is not None:
@@ -160,10 +181,13 @@ class LoopPoints:
                 original()
             return
         if resume_at is not None:
+            fit, is_reload_due = self._trainer.fit_loop, self._is_reload_due()
             self._resume_at = None
             self._set_counters()
             if "data" in resume_at:
-                set_random_snapshot(self._trainer.fit_loop._combined_loader, resume_at["data"]["now"])
+                set_random_snapshot(None if is_reload_due else fit._combined_loader, resume_at["data"]["now"])
+            if is_reload_due:
+                fit._combined_loader = None
         with nullcontext() if resume_at is None else same_learning_rates(self._trainer):
             original()
 
