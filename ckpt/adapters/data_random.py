@@ -1,18 +1,23 @@
-"""The random generators that dataloaders, their samplers and datasets have as attributes."""
+"""The random generators that dataloaders, their samplers, datasets, collate functions and transforms have as attributes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import MethodType
 from typing import Any
 
 from ckpt.state.stateful import Stateful, as_stateful, is_random_generator
 
-_PARTS = ("sampler", "batch_sampler", "dataset", "generator")
-"""The attributes of a DataLoader, and of its samplers, that may have random generators."""
+_PARTS = ("sampler", "batch_sampler", "dataset", "generator", "collate_fn", "transform", "target_transform")
+"""The attributes of a DataLoader, and of its parts, that may have random generators."""
+
+_LISTS = ("datasets", "transforms")
+"""The attributes whose elements are parts, as those of a ConcatDataset and of a Compose."""
 
 
 def own_generator_states(loaders: Iterable[object]) -> dict[str, Any]:
-    """Return the states of the generators that are attributes of dataloaders, samplers and datasets."""
+    """Return the states of the generators that are attributes of dataloaders and of their parts."""
     return {
         key: copied_state(stateful.get())
         for name, part in parts_of_loaders(loaders)
@@ -29,7 +34,7 @@ def set_own_generators(loaders: Iterable[object], states: dict[str, Any]) -> Non
 
 
 def parts_of_loaders(loaders: Iterable[object]) -> Iterator[tuple[str, Any]]:
-    """Yield the dataloaders, their samplers and datasets, with their names."""
+    """Yield the dataloaders and their parts, with their names: samplers, datasets, collate functions and transforms."""
     seen: set[int] = set()
 
     def below(name: str, value: object) -> Iterable[tuple[str, Any]]:
@@ -39,17 +44,44 @@ def parts_of_loaders(loaders: Iterable[object]) -> Iterator[tuple[str, Any]]:
         yield name, value
         for part in _PARTS:
             yield from below(f"{name}.{part}", getattr(value, part, None))
+        for part in _LISTS:
+            elements = getattr(value, part, None)
+            for index, element in enumerate(elements if isinstance(elements, (list, tuple)) else ()):
+                yield from below(f"{name}.{part}.{index}", element)
+        if isinstance(value, (partial, WatchedCollate)):
+            yield from below(f"{name}.func", value.func)
+        if isinstance(value, MethodType):
+            yield from below(f"{name}.self", value.__self__)
 
     for number, loader in enumerate(loaders):
         yield from below(str(number), loader)
 
 
-def generators_of_part(name: str, part: object) -> Iterator[tuple[str, Stateful]]:
-    """Yield the random generators that are attributes of an object, and a sampler that has a state of its own."""
+class WatchedCollate:
+    """A collate function that reports each batch that it has made."""
+
+    def __init__(self, collate: Callable[[Any], Any], report: Callable[[], None]) -> None:
+        self.func, self._report = collate, report
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.func(samples)
+        self._report()
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "func":
+            raise AttributeError(name)
+        return getattr(self.func, name)
+
+
+def generators_of_part(name: str, part: Any) -> Iterator[tuple[str, Stateful]]:
+    """Yield the random generators that are attributes of an object, and a sampler that has a state or a seed of its own."""
     if is_random_generator(part) or ("sampler" in name.rpartition(".")[2] and hasattr(part, "load_state_dict")):
         if (stateful := as_stateful(part, name)) is not None:
             yield name, stateful
         return
+    if "sampler" in name.rpartition(".")[2] and isinstance(getattr(part, "initial_seed", None), int):  # that of accelerate
+        yield f"{name}.initial_seed", Stateful(lambda: part.initial_seed, lambda seed: setattr(part, "initial_seed", seed))
     for key, value in getattr(part, "__dict__", {}).items():
         if key not in _PARTS and is_random_generator(value) and (stateful := as_stateful(value, key)) is not None:
             yield f"{name}.{key}", stateful

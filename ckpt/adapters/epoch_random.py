@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
 class RandomSnapshot(RandomState):
     """The random generators at one moment, as an entry of a state. A load keeps them until `apply`.
 
-    These are the global ones, and those that are attributes of `loaders`, of their samplers and of their datasets.
+    These are the global ones, and those that are attributes of `loaders` and of their parts: see `data_random`.
     """
 
     def __init__(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
+from ckpt.adapters.data_random import WatchedCollate
 from ckpt.adapters.epoch_random import EpochRandom, WatchedBatchSampler, ignore
 from ckpt.adapters.trl_samples import GeneratedSamples
 
@@ -88,7 +89,7 @@ class DataPosition:
         self._random.use_order_of(loader)
         in_this_process = inner.num_workers == 0
         if in_this_process:
-            inner.collate_fn = _WatchedCollate(inner.collate_fn, self._after_fetch)
+            inner.collate_fn = WatchedCollate(inner.collate_fn, self._after_fetch)
         if not getattr(loader, "split_batches", True):  # one rank fetches the batches of all
             self._fetches_of_batch = loader.state.num_processes
         self._is_stream = isinstance(inner.dataset, IterableDataset)
@@ -121,20 +122,3 @@ class DataPosition:
         elif self._resume_at is not None and number == self._resume_at + 1:
             self._random.continue_from_save()
             self._marks_passed += 1
-
-
-class _WatchedCollate:
-    """A collate function that reports each batch that it has made."""
-
-    def __init__(self, collate: Callable[[Any], Any], report: Callable[[], None]) -> None:
-        self._collate, self._report = collate, report
-
-    def __call__(self, samples: Any) -> Any:
-        batch = self._collate(samples)
-        self._report()
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._collate, name)

@@ -132,13 +132,18 @@ def main() -> None:
         cpu=True, gradient_accumulation_steps=2, dataloader_config=loaders,
         **({"deepspeed_plugin": deepspeed_plugin(OPTIONS["stage"])} if "stage" in OPTIONS else {}),
     )  # fmt: skip
-    torch.manual_seed(3)
+    torch.manual_seed(OPTIONS.get("seed_of_resume", 3) if OPTIONS.get("resume") else 3)
     random.seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    options: dict[str, Any]
     rows, options = (Stream(), {}) if "stream" in OPTIONS else (Rows(), {"shuffle": True})
-    data = torch.utils.data.DataLoader(rows, batch_size=2, **({"sampler": OwnSampler()} if OPTIONS.get("own") else options))
+    if OPTIONS.get("own") == "generator":
+        options["generator"] = torch.Generator().manual_seed(9)
+    elif OPTIONS.get("own"):
+        options = {"sampler": OwnSampler()}
+    data = torch.utils.data.DataLoader(rows, batch_size=2, **options)
     model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
     if accelerator.is_fsdp2:
         fsdp2_on_cpu.require_fsdp2(accelerator, model)
@@ -169,6 +174,8 @@ def main() -> None:
                 accelerator.save_state(f"step_{progress.step}")
                 write("digests.jsonl", [progress.step, fsdp2_on_cpu.digest(model, [optimizer])])
         progress.epoch, progress.batch = epoch + 1, 0
+        if progress.step in OPTIONS.get("saves_after_epoch", []):
+            accelerator.save_state(f"step_{progress.step}")
     accelerator.end_training()
 
 

@@ -40,6 +40,17 @@ def test_order_of_a_generator_that_goes_on_from_epoch_to_epoch(tmp_path: Path, o
     check_loop_continuation(tmp_path / "last", saves=[7], saved=7, kill_at=8, first=(1, 0), **options)
 
 
+@pytest.mark.parametrize("options", [{"own": True}, {"own": "generator"}, {"stream": "own"}, {"seedable": True}])
+def test_saved_after_the_loop_of_an_epoch(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The next epoch has the order that it had, also from a generator of the loader or sampler."""
+    check_loop_continuation(tmp_path, saves=[], saves_after_epoch=[7], saved=7, kill_at=8, first=(1, 0), **options)
+
+
+def test_order_of_a_seed_that_the_resumed_process_does_not_have(tmp_path: Path) -> None:
+    """SeedableRandomSampler takes the seed of the process, which a script may never set."""
+    check_loop_continuation(tmp_path, seedable=True, seed_of_resume=4)
+
+
 def test_data_without_a_length_dispatched_to_two_processes(tmp_path: Path) -> None:
     check_loop_continuation(tmp_path, 2, stream="permuted", samples=27)
 
