@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -177,9 +177,17 @@ def _nested_tuple(state: Any) -> Any:
     return tuple(_nested_tuple(s) for s in state) if isinstance(state, (list, tuple)) else state
 
 
+def _accelerators(torch: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the module of each kind of device that torch can use. Those of an extension need not exist."""
+    for name in ("cuda", "xpu", "npu"):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_available():
+            yield name, module
+
+
 class RandomState:
-    """The global random generators of Python, numpy, torch (host and every CUDA device) and each other framework that the
-    process has imported, as one entry of a state.
+    """The global random generators of Python, numpy, torch (host and every CUDA, XPU, NPU or MPS device) and each other
+    framework that the process has imported, as one entry of a state.
 
     A save reads the generators; a load with the entry in `like` sets them. In a group, each rank stores its own.
 
@@ -192,8 +200,9 @@ class RandomState:
         torch = usable_torch()
         if torch is not None:
             found["torch"] = torch.get_rng_state()
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                found["cuda"] = torch.cuda.get_rng_state_all()
+            found.update({name: module.get_rng_state_all() for name, module in _accelerators(torch) if module.is_initialized()})
+            if torch.backends.mps.is_available():
+                found["mps"] = torch.mps.get_rng_state()
         found.update({name: file.random_state() for name, file in imported_files().items() if hasattr(file, "random_state")})
         return found
 
@@ -204,8 +213,11 @@ class RandomState:
         torch = usable_torch()
         if torch is not None and "torch" in state:
             torch.set_rng_state(state["torch"])
-            if "cuda" in state and torch.cuda.is_available():
-                torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+            for name, module in _accelerators(torch):
+                if name in state:
+                    module.set_rng_state_all(state[name][: module.device_count()])
+            if "mps" in state and torch.backends.mps.is_available():
+                torch.mps.set_rng_state(state["mps"])
         for name, file in imported_files().items():
             if name in state and hasattr(file, "set_random_state"):
                 file.set_random_state(state[name])

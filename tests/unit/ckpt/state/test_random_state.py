@@ -1,0 +1,48 @@
+"""The global generators of devices that this machine does not have, with modules of torch that stand for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import ckpt
+
+torch = pytest.importorskip("torch")
+
+
+class Device(SimpleNamespace):
+    """A module such as torch.xpu, with two devices. The state of each is one number."""
+
+    def __init__(self, is_initialized: bool = True) -> None:
+        super().__init__(is_available=lambda: True, is_initialized=lambda: is_initialized, device_count=lambda: 2)
+        self.states = [torch.tensor([1], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)]
+        self.get_rng_state_all = lambda: [state.clone() for state in self.states]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        self.states = list(states)
+
+
+@pytest.mark.parametrize("name", ["xpu", "npu"])
+def test_generators_of_other_devices_are_saved_and_set(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    device = Device()
+    monkeypatch.setattr(torch, name, device, raising=False)
+    saved = ckpt.RandomState().state_dict()
+    device.states = [torch.tensor([8], dtype=torch.uint8)] * 2
+    ckpt.RandomState().load_state_dict(saved)
+    assert [int(state) for state in device.states] == [1, 2]
+
+
+def test_a_device_that_the_process_has_not_used_is_not_initialized_by_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "xpu", Device(is_initialized=False))
+    assert "xpu" not in ckpt.RandomState().state_dict()
+
+
+def test_the_generator_of_mps_is_saved_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.tensor([1], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])
+    monkeypatch.setattr(torch.mps, "set_rng_state", states.append)
+    saved = ckpt.RandomState().state_dict()
+    ckpt.RandomState().load_state_dict(saved)
+    assert [int(state) for state in states] == [1, 1]
