@@ -275,7 +275,8 @@ class TrainerRun:
     def load(self) -> None:
         """Load the chosen step into the objects of the Trainer, which are complete by now."""
         assert self._resume_step is not None
-        self._require_position()
+        if not self._has_ended:
+            self._require_position()
         self.best.resume(self._resume_best)
         self._state, self._state_objects = None, ()
         is_model_only = not self._has_training_state(self._resume_step)
