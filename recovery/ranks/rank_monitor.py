@@ -89,9 +89,13 @@ class RankMonitor:
 
     @property
     def step_seconds(self) -> float:
-        """The recent duration of a step, including the saves between steps; before the first steps, the usual duration."""
+        """The recent duration of a step, including the saves between steps.
+
+        Before the second step it is the usual time between heartbeats, and at least a second: the time between a first step
+        and its save is no duration of a step.
+        """
         if len(self._step_times) < 2:
-            return self._limits.usual_step_seconds()
+            return max(1.0, self._limits.usual_step_seconds())
         (began, first), *_, (ended, last) = self._step_times
         return (ended - began) / (last - first)
 

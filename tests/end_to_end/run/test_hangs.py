@@ -162,6 +162,19 @@ def test_the_pace_of_a_job_includes_its_saves(tmp_path: Path) -> None:
         assert watch.step_seconds > 0.07, "a step without its save takes 0.002 s; a late look misses a part of the first save"
 
 
+def test_the_time_between_a_first_step_and_its_save_is_not_the_pace_of_a_job(tmp_path: Path) -> None:
+    """Otherwise a stop that is requested then lies hundreds of long steps ahead."""
+    program = (
+        "import ckpt.training.heartbeat_page as p, time\nmine = p.own_page()\nmine.attach_process()\n"
+        "step, save = map(p.PHASES.index, ('step', 'save'))\n"
+        "mine.beat(step, 0); time.sleep(0.6); mine.beat(save); time.sleep(0.6); mine.beat(step); time.sleep(1000)"
+    )
+    with monitored(program, 1, tmp_path, HangLimits()) as (watch, polls):
+        while watch._heartbeats[0].beats < 3:
+            next(polls)
+        assert watch.step_seconds >= 1.0
+
+
 def test_ranks_that_do_not_use_ckpt_may_send_no_heartbeat(tmp_path: Path) -> None:
     """One rank uses ckpt, and continues; the others have no heartbeat page."""
     program = (
