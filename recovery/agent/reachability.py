@@ -7,14 +7,13 @@ and a refused connection proves as much as an accepted one.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import select
 import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckpt.storage.base.name_lookup import NameLookup
+from ckpt.storage.base.name_lookup import NameLookup, is_numeric_address
 from ckpt.storage.node.client_credentials import is_loopback
 
 _UNREACHABLE_ERRORS = {
@@ -54,7 +53,7 @@ class AddressCache:
         """
         now = time.monotonic()
         at, found = self._cache.get((name, port), (-_CACHE_SECONDS, ()))
-        if now - at < (float("inf") if found and _is_numeric(name) else _CACHE_SECONDS):
+        if now - at < (float("inf") if found and is_numeric_address(name) else _CACHE_SECONDS):
             return found
         try:
             addresses = [Address(family, sockaddr) for family, sockaddr in self._names.addresses(name, port)]
@@ -96,14 +95,6 @@ def find_unreachable(addresses: Iterable[Address], seconds: float) -> frozenset[
     finally:
         for tried, _ in pending.values():
             tried.close()
-
-
-def _is_numeric(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_other_machine(address: Address) -> bool:

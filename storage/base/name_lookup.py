@@ -48,7 +48,7 @@ class NameLookup:
 
         seconds: how long to wait if none are known yet.
         """
-        if _is_numeric(name):
+        if is_numeric_address(name):
             return _look_up(name, port)
         with self._lock:
             entry = self._names.setdefault((name, port), _Name())
@@ -120,7 +120,8 @@ def _look_up(name: str, port: int) -> tuple[SocketAddress, ...]:
     return tuple((family, sockaddr) for family, _, _, _, sockaddr in infos)
 
 
-def _is_numeric(name: str) -> bool:
+def is_numeric_address(name: str) -> bool:
+    """Return whether a host is given by its IP address, which needs no look-up."""
     try:
         ipaddress.ip_address(name.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""An agent whose loop hangs counts as lost, like a dead one, and its ranks do not run beside the new ones."""
+"""An agent whose loop hangs: its host counts as lost, and its ranks end before the job starts again without it."""
 
 from __future__ import annotations
 
