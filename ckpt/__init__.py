@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StateChanged,
         StepNotFound,
         StepRefused,
+        StepSkipped,
         UnsupportedLeaf,
     )
     from ckpt.repository.checkpoint import Checkpoint, LazyArray, LeafInfo
@@ -64,7 +65,8 @@ _MODULES = {
     "ckpt.checkpointer": "Checkpointer",
     "ckpt.errors": (
         "Fenced FormatError GroupError LeafMismatch LeafNotFound NotFinite RanksMissing RepositoryBusy "
-        "SaveFailed SignatureError StagingFailed StateChanged StepNotFound StepRefused UnsupportedLeaf"
+        "SaveFailed SignatureError StagingFailed StateChanged StepNotFound StepRefused StepSkipped "
+        "UnsupportedLeaf"
     ),
     "ckpt.repository.checkpoint": "Checkpoint LazyArray LeafInfo",
     "ckpt.repository.repository": "Repository",
@@ -135,6 +137,7 @@ __all__ = [
     "StateChanged",
     "StepNotFound",
     "StepRefused",
+    "StepSkipped",
     "StoreError",
     "Tier",
     "UnknownScheme",

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt.api import check_step, load_newest, load_step
-from ckpt.errors import FormatError
+from ckpt.errors import FormatError, StepSkipped
 from ckpt.format.codec import CodecOption
 from ckpt.format.signature import KeyOption, as_keys
 from ckpt.loading.group_load import LoadRequest
@@ -266,11 +266,7 @@ class Checkpointer:
             if self._heartbeat_page is not None:
                 self._idle_window = self._idle_window_after(step, self._heartbeat_page)
             return None
-        if (reason := reason_not_to_save(self._loss_monitor, step, loss)) is not None:
-            log.warning("step %d is not saved: %s; %s", step, reason, _CONTINUE_HINT)
-            self._skip_step(step, reason)
-            return None
-        return self._save(step, state, False, False, is_loss_finite=loss is not None)
+        return self._save_unless_bad(step, state, loss, all_tiers=False)
 
     def _idle_window_after(self, step: int, page: heartbeat_page.HeartbeatPage) -> IdleWindow | None:
         """Return the window in which a step needs only a heartbeat, because no save runs or is due; None if unknown."""
@@ -303,19 +299,51 @@ class Checkpointer:
                 self._skip_step(step, why)
                 log.warning("step %d is not saved (%s), and the job ends as requested; %s", step, why, _CONTINUE_HINT)
             else:
-                self.save(step, state, blocking=True).result()
-                log.warning("step %d is saved, and the job ends as requested", step)
+                try:
+                    self.save(step, state, blocking=True).result()
+                    log.warning("step %d is saved, and the job ends as requested", step)
+                except StepSkipped as error:
+                    log.warning("%s; the job ends as requested", error)
             raise SystemExit(0)
 
     def _skip_step(self, step: int, reason: str) -> None:
-        """Publish that this rank does not save the step, so that the other ranks do not wait for its part."""
+        """Publish that this rank does not save the step, so that no rank saves it and the other ranks do not wait."""
         session = self._require_open()
-        if session.group.size > 1 and self._tiers is not None:
-            self._tiers.skip_step(check_step(step), CkptError(reason))
-        elif session.group.size > 1:
-            skip_step(session, check_step(step), CkptError(reason))
+        if session.group.size > 1:
+            error = StepSkipped(f"step {step} is not saved because rank {session.group.rank} leaves it out: {reason}")
+            if self._tiers is not None:
+                self._tiers.skip_step(check_step(step), error)
+            else:
+                skip_step(session, check_step(step), error)
         if self._schedule is not None:
             self._schedule.save_skipped(step)
+
+    def save_unless_bad(self, step: int, state: Any, *, loss: Any) -> SaveHandle | None:
+        """Save `state` now, to every tier, unless the loss of a rank is bad: then no rank saves the step.
+
+            ck.save_unless_bad(last, state, loss=loss)
+
+        This is for the last step of a training run. All ranks call it.
+
+        step, state: as for `save`.
+        loss: as for `step`.
+
+        Returns:
+            The handle of the save, or None if the loss of this rank is bad. If that of another rank is bad, `result()` of the
+            handle raises StepSkipped.
+
+        Raises:
+            SaveFailed: An earlier save failed in the background; its error is the cause.
+            CkptError: As for `save`.
+        """
+        return self._save_unless_bad(check_step(step), state, loss, all_tiers=True)
+
+    def _save_unless_bad(self, step: int, state: Any, loss: Any, all_tiers: bool) -> SaveHandle | None:
+        if (reason := reason_not_to_save(self._loss_monitor, step, loss)) is not None:
+            log.warning("step %d is not saved: %s; %s", step, reason, _CONTINUE_HINT)
+            self._skip_step(step, reason)
+            return None
+        return self._save(step, state, False, all_tiers, is_loss_finite=loss is not None)
 
     def save(self, step: int, state: Any, *, blocking: bool = False) -> SaveHandle:
         """Save `state` now, to every tier, and replace the step if it exists.

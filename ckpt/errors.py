@@ -117,6 +117,10 @@ class StepRefused(CkptError):
         return not self.may_be_committed
 
 
+class StepSkipped(StepRefused):
+    """A rank has left the step out, for example because its loss is not finite, so no rank saves it. Nothing has failed."""
+
+
 class RanksMissing(StepRefused):
     """Some ranks did not publish their part of a step in time."""
 

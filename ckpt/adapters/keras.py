@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -180,8 +179,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             if self._position.batch:
                 self._position.epoch, self._position.batch = self._position.epoch + 1, 0
             self._position.ended = True
-            if self._loss is None or math.isfinite(self._loss):
-                self._checkpointer.save(self._position.step - 1, self._fit_state)
+            self._checkpointer.save_unless_bad(self._position.step - 1, self._fit_state, loss=self._loss)
         self._position.fit += 1
         _urls_of_ended_fits.add(self._checkpointer.repository.url)
         self._has_ended_fit = True
@@ -198,7 +196,8 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         done, before = self._position.step, self._steps_seen
         self._steps_seen = done
         if isinstance(self._every, int) and done % self._every and done // self._every > before // self._every:
-            self._checkpointer.save(done - 1, self._fit_state)  # one execution of several steps has passed the due one
+            # One execution of several steps has passed the due one.
+            self._checkpointer.save_unless_bad(done - 1, self._fit_state, loss=self._loss)
         else:
             self._checkpointer.step(done - 1, self._fit_state, loss=self._loss)
 

@@ -8,7 +8,6 @@ It works with the packages `lightning` and `pytorch_lightning`.
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from contextlib import ExitStack
@@ -172,9 +171,9 @@ class Checkpoints:
         """Save the last step, if it is not saved. All ranks call this, and none saves if the loss of one is not finite."""
         if self._checkpointer is None:
             return
-        is_due = self._steps_seen > self._steps_saved and (self._loss is None or math.isfinite(self._loss))
-        if self._trainer.strategy.reduce_boolean_decision(is_due, all=True):
-            self._checkpointer.save(self._steps_seen - 1, self._entries())
+        # A rank whose loss is bad at a step that is due counts it as not saved, and the others count it as saved.
+        if self._trainer.strategy.reduce_boolean_decision(self._steps_seen > self._steps_saved, all=True):
+            self._checkpointer.save_unless_bad(self._steps_seen - 1, self._entries(), loss=self._loss)
             self._steps_saved = self._steps_seen
 
     def _entries(self) -> object:

@@ -7,7 +7,6 @@ callback wraps two methods of the running model, until its training ends.
 from __future__ import annotations
 
 import logging
-import math
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
@@ -163,10 +162,11 @@ class Checkpoints(Callback):  # type: ignore[misc]
         if self._checkpointer is None:  # used without Model.train
             return
         position = self._position
-        if position.step > self._steps_restored and _is_finite(run_context.original_args().net_outputs):
+        if position.step > self._steps_restored:
             position.ended = True
             position.epoch += position.step % position.batches == 0
-            self._checkpointer.save(position.steps_before + position.step - 1, self._fit_state)
+            loss = _loss_of(run_context.original_args().net_outputs)
+            self._checkpointer.save_unless_bad(position.steps_before + position.step - 1, self._fit_state, loss=loss)
         self._position = _Position(position.training + 1, steps_before=position.steps_before + position.step)
 
     # --- the training ------------------------------------------------------------------------------------------
@@ -293,8 +293,3 @@ def _loss_of(outputs: object) -> float | None:
     """Return the loss of what a training step returns: a tensor, or a tuple that begins with it."""
     first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
     return float(first.asnumpy()) if isinstance(first, ms.Tensor) and first.size == 1 else None
-
-
-def _is_finite(outputs: object) -> bool:
-    loss = _loss_of(outputs)
-    return loss is None or math.isfinite(loss)

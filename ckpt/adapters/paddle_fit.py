@@ -7,7 +7,6 @@ wraps two methods of the running model and one of its list of callbacks, until t
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -153,12 +152,12 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         checkpointer, position = self._checkpointer, self._position
         if checkpointer is None:
             return
-        if position.step > self._steps_saved and (self._loss is None or math.isfinite(self._loss)):
+        if position.step > self._steps_saved:
             position.ended = True
             if position.batch == self._batches:  # otherwise num_iters has ended the fit
                 position.epoch, position.batch = position.epoch + 1, 0
                 self._note_epoch_begin()
-            checkpointer.save(position.step - 1, self._fit_state)
+            checkpointer.save_unless_bad(position.step - 1, self._fit_state, loss=self._loss)
         _urls_of_ended_fits.add(checkpointer.repository.url)
         self._close(None)
         if self._random_at_end is not None:  # the code after a skipped fit draws the same random numbers as in the first run

@@ -16,7 +16,7 @@ from ckpt.groups.base import Group, ranks_text
 from ckpt.repository.group_lease import GroupLease, rank_0_ended_error
 from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import Attempt
-from ckpt.saving.failure_reports import ended_ranks, give_up_reason, noted_failure, read_failure
+from ckpt.saving.failure_reports import ended_ranks, noted_failure, rank_0_error, read_failure
 from ckpt.saving.rank_part_files import ListedPart, list_parts, other_step_text
 from ckpt.storage.base.call_timeout import WaitTimer
 from ckpt.storage.base.errors import IntegrityError, NotFound
@@ -43,8 +43,7 @@ def gather_parts(
     def find_all_parts() -> list[ListedPart] | None:
         for part in list_parts(repo.store, attempt):
             if part.digest is None and part.rank != lease.rank:
-                reason = read_failure(repo.store, part.name)
-                raise StepRefused(give_up_reason(attempt, part.rank, reason))
+                raise rank_0_error(attempt, part.rank, read_failure(repo.store, part.name))
             found[part.rank] = part
         return [found[rank] for rank in sorted(found)] if len(found) == lease.size else None
 

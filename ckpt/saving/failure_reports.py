@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from ckpt.errors import RanksMissing, StepRefused, UnsupportedLeaf
+from ckpt.errors import RanksMissing, StepRefused, StepSkipped, UnsupportedLeaf
 from ckpt.format import json_records
 from ckpt.groups.base import Group
 from ckpt.repository.group_lease import GroupLease
@@ -27,7 +27,13 @@ def publish_failure(store: Store, lease: GroupLease, group: Group, attempt: Atte
     if attempt.rank == 0 and (unreachable or isinstance(error, UnsupportedLeaf) or not isinstance(error, CkptError)):
         reason = give_up_reason(attempt, 0, reason)
     is_uncertain = attempt.name in lease.writer.unsettled_attempts()  # its record may still take effect
-    failure = {"reason": reason, "missing": isinstance(error, RanksMissing), "rank": attempt.rank, "uncertain": is_uncertain}
+    failure = {
+        "reason": reason,
+        "missing": isinstance(error, RanksMissing),
+        "skipped": isinstance(error, StepSkipped),
+        "rank": attempt.rank,
+        "uncertain": is_uncertain,
+    }
     data = json_records.encode("failure", failure)
     group.leave_note(_note_key(lease, attempt, attempt.rank == 0), data)
     store.put(f"{part_stem(attempt)}-failed.json", data)
@@ -65,14 +71,20 @@ def noted_failure(lease: GroupLease, group: Group, attempt: Attempt) -> StepRefu
         return None
     try:
         failure = json_records.decode("failure", data, "a note of another rank")
-        reason, rank = str(failure["reason"]), int(failure["rank"])
-        refusal = _refusal(failure)
+        rank, refusal = int(failure["rank"]), _refusal(failure)
     except (CkptError, KeyError, TypeError, ValueError) as error:
         log.debug("ignoring a note of another rank: %s", error)
         return None
     if lease.rank == 0:
-        return StepRefused(give_up_reason(attempt, rank, reason))
+        return rank_0_error(attempt, rank, refusal)
     return refusal
+
+
+def rank_0_error(attempt: Attempt, rank: int, refusal: StepRefused) -> StepRefused:
+    """Return the error of rank 0 for an attempt that another rank ends. refusal: the error that the rank has reported."""
+    if isinstance(refusal, StepSkipped):
+        return refusal  # its text is for all ranks
+    return StepRefused(give_up_reason(attempt, rank, refusal))
 
 
 def give_up_reason(attempt: Attempt, rank: int, reason: object) -> str:
@@ -92,7 +104,8 @@ def read_failure(store: Store, name: str) -> StepRefused:
 def _refusal(failure: Mapping[str, object]) -> StepRefused:
     """Return the error of a report. Raises KeyError if it has no reason."""
     reason = str(failure["reason"])
-    error = RanksMissing(reason) if failure.get("missing") else StepRefused(reason)
+    kind = RanksMissing if failure.get("missing") else StepSkipped if failure.get("skipped") else StepRefused
+    error = kind(reason)
     if isinstance(error, RanksMissing):
         error.given_up = True
     error.may_be_committed = bool(failure.get("uncertain"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ckpt.errors import SaveFailed
+from ckpt.errors import SaveFailed, StepSkipped
 from ckpt.storage.base.call_timeout import STORE_TIMEOUT_VARIABLE, StallTimer, store_timeout_seconds
 from ckpt.support.fork_check import CreatorProcess
 
@@ -147,7 +147,11 @@ class SaveHandle:
 
     def has_unseen_error(self) -> bool:
         """Return whether the save failed and the user has not seen its error."""
-        return self._error is not None and not self._is_error_seen
+        return self._error is not None and not self._is_error_seen and not self.is_skipped()
+
+    def is_skipped(self) -> bool:
+        """Return whether the save has ended because another rank leaves the step out, which is no failure."""
+        return isinstance(self._error, StepSkipped)
 
     def supersede_error(self) -> None:
         """Let the next save supersede an error of this one, which then counts only if no later save follows."""

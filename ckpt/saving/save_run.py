@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+from ckpt.errors import StepSkipped
 from ckpt.format import manifest_encoding
 from ckpt.format.difference_choice import automatic_range
 from ckpt.format.digest import is_cryptographic
@@ -137,7 +138,8 @@ class SaveRun:
         if not deferred.numbers:
             self._handle.staged.set()
         self._memory.writing_allowed.set()
-        if self._failure.error is not None:  # the caller has not returned yet: raise it now
+        if self._failure.error is not None and not isinstance(self._failure.error, StepSkipped):
+            # The caller has not returned yet: raise it now.
             thread.join()
             failed = self._handle.take_error()
             assert failed is not None
@@ -160,6 +162,8 @@ class SaveRun:
         finally:  # before the arena is returned: the caller and the stager may still copy into it
             self._eager_staged.wait()
             join_all([staging_thread], self._failure.report)
+            if isinstance(self._failure.error, StepSkipped):
+                log.warning("%s", self._failure.error)
             self._end_attempt(checkpoint)
 
     def _end_attempt(self, checkpoint: Checkpoint | None) -> None:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
-from ckpt.errors import SaveFailed
+from ckpt.errors import SaveFailed, StepSkipped
 from ckpt.format.signature import NO_KEYS, Keys
 from ckpt.groups.base import Group
 from ckpt.repository.damage_registry import damaged_steps
@@ -222,13 +222,9 @@ class TierManager:
             self._step_bytes = planned_bytes(flatten_state(state, self._group), options, self._group) * self._group.size
         tier.require_room(self._step_bytes)
 
-    def skip_step(self, step: int, error: BaseException) -> None:
+    def skip_step(self, step: int, error: StepSkipped) -> None:
         """Publish that this rank does not save a step that the other ranks may save."""
-        number = self._choose_first_tier()
-        tier = self._open_tiers[number]
-        skip_step(tier.session, step, error)
-        if number < len(self._open_tiers) - 1:  # for the other ranks, this step fails in the tier
-            tier.skip_next_saves()
+        skip_step(self._open_tiers[self._choose_first_tier()].session, step, error)
 
     def _choose_first_tier(self) -> int:
         """Wait for the end of the previous save, and return the first tier to try next; it is the same on all ranks."""

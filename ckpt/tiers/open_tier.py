@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckpt.errors import RanksMissing, StepRefused
+from ckpt.errors import RanksMissing, StepRefused, StepSkipped
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import NoSpace, StoreError
@@ -86,4 +86,4 @@ def can_fall_through(error: BaseException, group_size: int) -> bool:
     if group_size == 1:
         return isinstance(error, StoreError)
     full = isinstance(error, NoSpace) or getattr(error.__cause__, "errno", None) == errno.ENOSPC
-    return full or (isinstance(error, StepRefused) and not isinstance(error, RanksMissing))
+    return full or (isinstance(error, StepRefused) and not isinstance(error, (RanksMissing, StepSkipped)))

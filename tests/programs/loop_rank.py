@@ -3,6 +3,8 @@
 Usage:
 
     loop_rank.py FOLDER STEPS SECONDS EVERY [LOSSES]       EVERY: a number of steps, or "auto"
+
+LOSSES is a file of JSON: the losses of the ranks by step ("7"), or of one rank ("1:7").
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def main() -> None:
             time.sleep(seconds * uneven.uniform(0, 2))
             state["w"].local[...] += np.sin(step + rank)
             state["step"] = step
-            ck.step(step, state, loss=losses.get(str(step), 1.0 + 0.01 * uneven.random()))
+            loss = 1.0 + 0.01 * uneven.random()
+            ck.step(step, state, loss=losses.get(f"{rank}:{step}", losses.get(str(step), loss)))
         ck.wait()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from helpers.bad_last_loss import check_last_step_with_a_bad_loss
 
 import ckpt
 from ckpt.adapters.keras import Checkpoints
@@ -178,3 +179,7 @@ def test_a_warning_names_a_shuffle_that_is_not_repeated(tmp_path: Path, caplog: 
     context.set_global_seed(None)
     fit(model, Checkpoints(tmp_path / "b"), epochs=1)
     assert "fit shuffles in an order that a resumed run will not repeat" in caplog.text
+
+
+def test_last_step_is_saved_by_no_rank_if_one_has_a_bad_loss(tmp_path: Path) -> None:
+    check_last_step_with_a_bad_loss("keras", tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from helpers.bad_last_loss import check_last_step_with_a_bad_loss
 from helpers.folders import PROGRAMS
 from helpers.refusal import refused
 from paddle import nn
@@ -168,3 +169,7 @@ def test_other_models_and_data_are_refused(tmp_path: Path) -> None:
     finally:
         paddle.disable_static()
     assert ckpt.open(tmp_path).steps()[-1] == 2
+
+
+def test_last_step_is_saved_by_no_rank_if_one_has_a_bad_loss(tmp_path: Path) -> None:
+    check_last_step_with_a_bad_loss("paddle", tmp_path)
