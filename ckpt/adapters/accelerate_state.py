@@ -75,9 +75,9 @@ class PreparedObjects:
         self._random.apply()
 
     def _watch_loaders(self) -> None:
-        for loader in self._accelerator._dataloaders:
-            if id(loader) not in self._positions:
-                self._positions[id(loader)] = LoaderPosition(loader)
+        """Watch new loaders, and forget those that the Accelerator no longer has, as after `free_memory`."""
+        loaders = {id(loader): loader for loader in self._accelerator._dataloaders}
+        self._positions = {key: self._positions.get(key) or LoaderPosition(loader) for key, loader in loaders.items()}
 
 
 def _model_states(models: Sequence[Any], optimizers: Sequence[Any]) -> list[ModelState]:

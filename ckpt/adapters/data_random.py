@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any
 
 from ckpt.state.stateful import Stateful, as_stateful, is_random_generator
+from ckpt.support.user_warning import warn_user
 
 _PARTS = ("sampler", "batch_sampler", "dataset", "generator", "collate_fn", "transform", "target_transform")
 """The attributes of a DataLoader, and of its parts, that may have random generators."""
@@ -26,11 +27,22 @@ def own_generator_states(loaders: Iterable[object]) -> dict[str, Any]:
 
 
 def set_own_generators(loaders: Iterable[object], states: dict[str, Any]) -> None:
-    """Set these generators; those that have no state in `states` stay unchanged."""
+    """Set these generators; those that have no state in `states` stay unchanged.
+
+    A generator that its owner makes at the first use does not exist yet. A warning names it, as it can't be set.
+    """
+    parts, existing = set[str](), set[str]()
     for name, part in parts_of_loaders(loaders):
+        parts.add(name)
         for key, stateful in generators_of_part(name, part):
+            existing.add(key)
             if key in states:
                 stateful.set(copied_state(states[key]))
+    if missing := sorted(key for key in states if key not in existing and key.rpartition(".")[0] in parts):
+        warn_user(
+            f"the random generators of the loaders ({', '.join(missing)}) are not made yet, so they do not continue from the "
+            "saved step: make them in __init__, and not at their first use"
+        )
 
 
 def parts_of_loaders(loaders: Iterable[object]) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import FormatError
+
 log = logging.getLogger("ckpt")
 
 _CONTAINERS: dict[str, type[Any]] = {
@@ -119,7 +121,9 @@ def _from_stored(value: Any, current: Any) -> Any:
     if _KIND not in value:
         inner = current if isinstance(current, dict) else {}
         return {key: _from_stored(item, inner.get(key)) for key, item in value.items()}
-    kind = _CONTAINERS[value[_KIND]]
+    kind = _CONTAINERS.get(value[_KIND])
+    if kind is None:
+        raise FormatError(f"a callback was saved with a {value[_KIND]}, which this version of ckpt can't load: update ckpt")
     if kind is deque:
         return deque((_from_stored(item, None) for item in value["items"]), value["maxlen"])
     if not issubclass(kind, dict):

@@ -49,6 +49,7 @@ class GeneratedSamples:
                 "those of a run without a restart",
                 trainer.args.world_size,
             )
+            trainer._buffered_inputs = None  # those of an earlier attempt in this process belong to other batches
             return
         samples = _on_device(state["samples"], trainer.accelerator.device)
         trainer._step, trainer._buffered_inputs = int(state["step"]), samples

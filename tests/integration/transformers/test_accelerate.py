@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +201,18 @@ def test_a_hook_that_changes_the_weights_is_refused(tmp_path: Path) -> None:
         accelerator.save_state("step_1")
     attached.close()
     assert ckpt.open(tmp_path / "run").steps() == []
+
+
+def test_loaders_of_an_attempt_that_ran_out_of_memory_are_forgotten(tmp_path: Path) -> None:
+    """`find_executable_batch_size` calls `free_memory` before each attempt, and the dataset may take much of the memory."""
+    accelerator = Accelerator(cpu=True)
+    attach(accelerator, tmp_path)
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2))
+    accelerator.save_state()
+    watched = weakref.ref(data)
+    del data, loader
+    accelerator.free_memory()
+    accelerator.prepare(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 2)), batch_size=1))
+    gc.collect()
+    assert watched() is None

@@ -11,6 +11,7 @@ import pytest
 
 import ckpt
 from ckpt.adapters.other_callbacks import OtherCallbacks
+from ckpt.errors import FormatError
 
 
 class Counting:
@@ -84,3 +85,9 @@ def test_container_that_cannot_be_stored_is_named_once(tmp_path: Path, caplog: p
         "Queueing.recent is not saved, because the deque has values other than numbers, texts and arrays: a resumed training "
         "begins without them; keep numbers there"
     ]
+
+
+def test_container_of_a_newer_version_is_refused_by_name() -> None:
+    saved = {"Counting_0": {"recent": {"container of a callback": "ring", "items": [1]}}}
+    with pytest.raises(FormatError, match="saved with a ring, which this version of ckpt can't load: update ckpt"):
+        OtherCallbacks([Counting()]).restore(saved)

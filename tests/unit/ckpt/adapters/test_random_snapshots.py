@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import warnings
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Subset
 
-from ckpt.adapters.data_random import WatchedCollate, own_generator_states
+from ckpt.adapters.data_random import WatchedCollate, own_generator_states, set_own_generators
 from ckpt.adapters.epoch_random import RandomSnapshot
 
 
@@ -97,3 +99,32 @@ def test_generators_of_collate_functions_are_repeated() -> None:
 def test_a_list_of_samples_is_not_searched() -> None:
     sample = Draws("python")
     assert own_generator_states([DataLoader([sample])]) == {}  # type: ignore[arg-type]
+
+
+class LateDraws(Dataset[float]):
+    """A dataset that makes its generator at the first use."""
+
+    random: np.random.Generator
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        if not hasattr(self, "random"):
+            self.random = np.random.default_rng(3)
+        return float(self.random.random())
+
+
+def test_generator_that_does_not_exist_yet_is_named() -> None:
+    """Another process can't set it: the dataset will make it anew, and its numbers repeat those of the start."""
+    saved, resumed = DataLoader(LateDraws()), DataLoader(LateDraws())
+    list(saved)
+    states = own_generator_states([saved])
+    with pytest.warns(UserWarning, match=r"generators of the loaders \(0.dataset.random\) are not made yet"):
+        set_own_generators([resumed], states)
+    list(resumed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_own_generators([resumed], states)
+        set_own_generators([DataLoader(range(4))], {"1.dataset.random": states["0.dataset.random"]})  # type: ignore[arg-type]
+    assert [float(each) for each in saved] == [float(each) for each in resumed]
