@@ -310,7 +310,9 @@ class Checkpointer:
         """Publish that this rank does not save the step, so that no rank saves it and the other ranks do not wait."""
         session = self._require_open()
         if session.group.size > 1:
-            error = StepSkipped(f"step {step} is not saved because rank {session.group.rank} leaves it out: {reason}")
+            error = StepSkipped(
+                f"step {step} is not saved because rank {session.group.rank} leaves it out: {reason}; look at its log"
+            )
             if self._tiers is not None:
                 self._tiers.skip_step(check_step(step), error)
             else:

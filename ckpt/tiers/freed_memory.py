@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from ckpt.errors import DAMAGE_ADVICE, Fenced
 from ckpt.groups.base import Group
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.repository import Repository, commit_name, step_folder
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.tiers.open_tier import OpenTier
 from ckpt.tiers.tier_spec import MEMORY
@@ -16,7 +16,9 @@ from ckpt.tiers.tier_spec import MEMORY
 log = logging.getLogger("ckpt")
 
 
-def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest: tuple[int, int] | None) -> None:
+def free_memory(
+    open_tiers: Sequence[OpenTier], group: Group, step: int, newest: tuple[int, int] | None, skipped: int | None = None
+) -> None:
     """Delete the steps in memory tiers, after a check that the repository of record has the newest step.
 
     A memory that a newer job has taken over stays: it may have later steps of that job. A memory with a newer step than this
@@ -24,6 +26,7 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
 
     step: the number of the newest step, which the repository of record must have; -1 if there is none.
     newest: training line and number of the step that this job restored or saved last.
+    skipped: a later step that this rank has left out. The other ranks may still write it, and delete their files then.
     """
     record = open_tiers[-1].session.repo
     try:
@@ -42,10 +45,13 @@ def free_memory(open_tiers: Sequence[OpenTier], group: Group, step: int, newest:
                 names = [entry.name for entry in store.list("steps")]
                 if group.size > 1 and newest is not None:  # another rank may still wait for this record
                     names = [name for name in names if name != commit_name(newest[1])]
+                if skipped is not None:
+                    names = [name for name in names if not name.startswith(f"{step_folder(skipped)}/")]
                 tier.session.writer_lease.require_newest()  # after the listing, so that no later step is in it
                 store.delete([name for name in names if name.endswith("/commit.json")])
                 store.delete(names)
-                store.sweep_temporaries("")
+                if skipped is None:
+                    store.sweep_temporaries("")
             except (Fenced, StoreError) as error:
                 log.warning("the memory at %s could not be freed: %s", tier.url, error)
 

@@ -68,6 +68,8 @@ class TierManager:
         self._open_tiers: list[OpenTier] = []
         self._at_end = ExitStack()
         self._last_save: SaveHandle | None = None
+        self._skipped_step: int | None = None
+        """A step that this rank has left out since the last save: the other ranks may still write it."""
         self._step_bytes: int | None = None
         """The bytes of a step of all ranks; None before they are known."""
         self._line_and_step: tuple[int, int] | None = None
@@ -202,7 +204,7 @@ class TierManager:
                 if self._group.size > 1 and not blocking:  # the other ranks learn of the failure only after this step
                     return self._failed_handle(tier, step, error)
                 continue
-            self._last_save = handle
+            self._last_save, self._skipped_step = handle, None
             handle.when_done(partial(self._save_ended, handle, number, further_tiers))
             return handle
         raise AssertionError("the last tier raises")
@@ -225,6 +227,7 @@ class TierManager:
     def skip_step(self, step: int, error: StepSkipped) -> None:
         """Publish that this rank does not save a step that the other ranks may save."""
         skip_step(self._open_tiers[self._choose_first_tier()].session, step, error)
+        self._skipped_step = step
 
     def _choose_first_tier(self) -> int:
         """Wait for the end of the previous save, and return the first tier to try next; it is the same on all ranks."""
@@ -393,4 +396,4 @@ class TierManager:
 
     def _free_memory(self, step: int) -> None:
         """Delete the steps in memory tiers, after a check that the repository of record has the newest step."""
-        free_memory(self._open_tiers, self._group, step, self._line_and_step)
+        free_memory(self._open_tiers, self._group, step, self._line_and_step, self._skipped_step)

@@ -30,7 +30,8 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 60.0
 _END_SECONDS = 30.0
 """How long `OrphanGuard.close` waits for the end of the process, which first ends all ranks."""
 _LOST_TEXT = (
-    "ckpt-run: this agent was stopped for {seconds:g} s, so its ranks are ended: the other hosts continue without this host"
+    "ckpt-run: this agent was stopped or hung for {seconds:g} s, so its ranks are ended: the other hosts continue without "
+    "this host"
 )
 
 
@@ -39,7 +40,8 @@ class OrphanGuard:
 
     mark: the environment variable (NAME=value) of the ranks and of all processes that they start.
     pages: the folder of the heartbeat pages, which is removed with the ranks.
-    lost_seconds: the ranks are also ended after this time without a line from the agent; 0 never.
+    lost_seconds: the ranks are also ended after this time without a line from the agent; 0 never. The time begins with the
+        first line: an agent that joins a run has no ranks yet, and may take longer.
     """
 
     def __init__(self, mark: str, pages: Path, lost_seconds: float = 0.0) -> None:
@@ -122,7 +124,7 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
         signal.signal(number, signal.SIG_IGN)
     write_stderr_in_background()
     sessions: set[int] = set()
-    is_reported = False
+    has_begun = is_reported = False
     last_input_at = polled_at = time.monotonic()
     data = b""
     while True:
@@ -133,7 +135,7 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
             more = os.read(0, 65536)
             if not more:
                 break
-            last_input_at = now
+            last_input_at, has_begun = now, True
             *lines, data = (data + more).split(b"\n")
             for line in lines:
                 if line[:1] == b"+":
@@ -142,7 +144,7 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
                     sessions.discard(int(line[1:]))
         elif gap > 2 * _POLL_SECONDS:
             last_input_at = now  # the whole host was suspended, not only the agent
-        elif lost_seconds and now - last_input_at > lost_seconds:
+        elif lost_seconds and has_begun and now - last_input_at > lost_seconds:
             process_kill.kill_sessions(sessions, mark)  # the other hosts take this one for lost and continue without it
             if sessions and not is_reported:
                 is_reported = True

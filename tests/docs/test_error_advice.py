@@ -23,7 +23,7 @@ USER_ERRORS = frozenset(
         r"\s+",
         "CkptError InvalidArgument IntegrityError Unavailable StoreError FormatError UnsupportedLeaf LeafMismatch LeafNotFound "
         "StepNotFound StepRefused GroupError Refused SignatureError UnknownScheme SaveFailed NoSpace StagingFailed InvalidName "
-        "RepositoryBusy Fenced RanksMissing NotFinite Untrusted StateChanged TimeoutError UsageError BadParameter "
+        "RepositoryBusy Fenced RanksMissing StepSkipped NotFinite Untrusted StateChanged TimeoutError UsageError BadParameter "
         "ClickException TreeError",
     )
 )
@@ -47,9 +47,7 @@ NOT_RAISED_TO_USERS = {
 
 FROM_ELSEWHERE = {
     "ckpt/adapters/torch_experts.py": "the texts are those of the calls of _Rule.error, which this test reads",
-    "ckpt/checkpointer.py": "the reason is that of ckpt.training, which is logged with advice",
     "ckpt/groups/rendezvous_notes.py": "another rank's error",
-    "ckpt/saving/commit_wait.py": "another rank's error",
     "ckpt/saving/failure_reports.py": "another rank's error",
     "ckpt/saving/rank_part_merge.py": "replica_check.missing_copies_text ends with advice",
     "ckpt/state/leaves/mindspore.py": "the texts of the table _COMPOSITES end with advice",

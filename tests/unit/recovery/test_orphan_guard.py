@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -112,3 +113,13 @@ def test_the_guard_ends_later_ranks_although_nobody_reads_its_message(tmp_path: 
         finally:
             later.kill()
             guard.kill()
+
+
+def test_the_guard_ends_no_rank_before_the_first_heartbeat(tmp_path: Path, rank: subprocess.Popen[bytes]) -> None:
+    """An agent may take long to join a run. The guard could find its first ranks before it reads their sessions."""
+    guard = OrphanGuard(MARK, tmp_path / "pages", lost_seconds=0.1)
+    time.sleep(3.0)  # the guard looks twice a second
+    assert rank.poll() is None
+    guard.send_heartbeat()
+    assert rank.wait(300) == -signal.SIGKILL
+    guard.close()

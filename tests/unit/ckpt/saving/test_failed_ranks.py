@@ -175,11 +175,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step(tmp_path: Path) 
             saver.step(1, {"a": np.zeros(9)}, loss=float("nan") if group.rank == 2 else 1.0)
             saver.wait()
 
-    found = on_ranks(3, work)
-    assert found[2] is None
-    for error in found[:2]:
-        assert isinstance(error, ckpt.SaveFailed)
-        assert "rank 2 failed: its loss is nan" in str(error)
+    all_well(on_ranks(3, work))  # a wait raises no error: nothing has failed
     assert ckpt.open(tmp_path).steps() == [0]
 
 

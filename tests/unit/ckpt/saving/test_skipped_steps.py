@@ -43,7 +43,7 @@ def test_training_of_all_ranks_goes_on_after_a_bad_loss_of_one(
 
     handles = all_well(on_ranks(RANKS, work))
     assert ckpt.open(tmp_path).steps() == [step for step in range(1, 12, 2) if step != bad_step]
-    text = f"step {bad_step} is not saved because rank {bad_rank} leaves it out: its loss is nan"
+    text = f"step {bad_step} is not saved because rank {bad_rank} leaves it out: its loss is nan; look at its log"
     assert [handle is None for handle in handles] == [rank == bad_rank for rank in range(RANKS)]
     for handle in filter(None, handles):
         with pytest.raises(ckpt.StepSkipped, match=text):
