@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.fd_io import describe_os_error
 from ckpt.storage.base.plural import format_count
 from ckpt.tools import common
 from ckpt.tools.common import emit
@@ -283,11 +284,18 @@ def inject(fault: str, rank: int, run_dir: Path, state: str | None) -> int:
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a plot into this file.")
 def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, png: Path | None) -> int:
     """Print how a run spent its time, or draw it."""
-    from ckpt.recovery.goodput.ledger import goodput, read_ledgers, total_seconds_by_category
+    from ckpt.recovery.goodput.ledger import goodput, read_ledgers, seconds_by_category
     from ckpt.recovery.goodput.time_category import TIME_CATEGORIES
     from ckpt.recovery.run_log.run_state import is_failure
 
-    entries, seconds = _read_entries(run_dir, state), total_seconds_by_category(run_dir)
+    entries = _read_entries(run_dir, state)
+    try:
+        spans = read_ledgers(run_dir)
+    except OSError as error:
+        raise CkptError(
+            f"the ledger in {run_dir} can't be read: {describe_os_error(error)}; check the folder, or use the user of ckpt-run"
+        ) from error
+    seconds = seconds_by_category(spans)
     failures = sum(map(is_failure, entries))
     missing_hosts = _hosts_without_ledger(run_dir, entries)
     if state is not None and not seconds:
@@ -299,7 +307,7 @@ def report(run_dir: Path, state: str | None, as_json: bool, prometheus: bool, pn
         common.require_plot(png)
         from ckpt.tools.run_plots import draw_run
 
-        draw_run(read_ledgers(run_dir), entries, png)
+        draw_run(spans, entries, png)
     if prometheus:
         from ckpt.recovery.agent.metrics import render_metrics
 

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -239,8 +239,13 @@ def merge_ledgers(ledgers: Sequence[Sequence[LedgerSpan]]) -> list[LedgerSpan]:
 
 def total_seconds_by_category(folder: Path) -> Mapping[str, float]:
     """Return the seconds of each category in the ledgers of a folder."""
+    return seconds_by_category(read_ledgers(folder))
+
+
+def seconds_by_category(spans: Iterable[LedgerSpan]) -> Mapping[str, float]:
+    """Return the seconds of each category in these spans."""
     totals: dict[str, float] = defaultdict(float)
-    for span in read_ledgers(folder):
+    for span in spans:
         totals[span.name] += span.seconds
     return totals
 

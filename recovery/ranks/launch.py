@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import random
 import re
@@ -11,6 +12,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckpt.recovery.ranks import mpi, process_kill
 from ckpt.recovery.ranks.fork_client import ForkedRank, ForkServers, NotForkable, ScriptNotFound, split_python_command
@@ -145,14 +147,22 @@ def free_port(address: str) -> int:
 def _try_bind(address: str, port: int) -> int:
     """Return the port if it is free, else 0. Port 0 means any port."""
     try:
-        family, _, _, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, (host, _, *others) = _own_address(address)
         with socket.socket(family) as probe:
-            probe.bind(sockaddr)
+            probe.bind((host, port, *others))
             return int(probe.getsockname()[1])
     except OSError as error:
         if error.errno == errno.EADDRINUSE and port:
             return 0
+        _own_address.cache_clear()  # the address of this host may have changed
         raise CkptError(f"{address} can't be listened on: {error.strerror}; give one of this host as --address") from error
+
+
+@functools.lru_cache(maxsize=8)
+def _own_address(name: str) -> tuple[int, tuple[Any, ...]]:
+    """Return family and address of this host. They are kept, because the name server may be gone when ranks are restarted."""
+    family, _, _, _, sockaddr = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+    return family, sockaddr
 
 
 def _first_ephemeral_port() -> int:

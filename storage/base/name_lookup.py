@@ -107,8 +107,8 @@ class NameLookup:
         found, error = entry.addresses, ""
         try:
             found = _look_up(name, port)
-        except (OSError, UnicodeError) as failure:  # the name is unknown or malformed, or no name server answers
-            error = str(getattr(failure, "strerror", None) or failure)
+        except (OSError, UnicodeError, MemoryError) as failure:  # e.g. the name is unknown, or no name server answers
+            error = str(getattr(failure, "strerror", None) or failure) or "there is no memory to look it up"
         with self._lock:
             entry.addresses, entry.error, entry.is_looked_up = found, error, False
             entry.due_at = time.monotonic() + (_NAME_RETRY_SECONDS if error else _KEEP_SECONDS)

@@ -103,6 +103,15 @@ def test_a_report_names_the_hosts_whose_ledger_is_missing(run_asked_to_end: Path
     assert json.loads(capfd.readouterr().out)["not_here"] == ["a"]
 
 
+def test_a_report_names_the_folder_whose_ledger_cannot_be_read(run_asked_to_end: Path) -> None:
+    ledger = run_asked_to_end / ledger_file_name("a")
+    ledger.unlink()
+    ledger.mkdir()
+    for options in ((), ("--json",), ("--prometheus",)):
+        with pytest.raises(CkptError, match=f"the ledger in {run_asked_to_end} can't be read: .*; check the folder"):
+            query(run_queries.report, run_asked_to_end, *options)
+
+
 def test_a_report_without_a_ledger_names_the_hosts_that_have_one(
     run_asked_to_end: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,30 @@ def test_a_name_that_is_unknown_at_first_is_looked_up_again(monkeypatch: pytest.
     until(is_found, "the name is found")
 
 
+def test_a_look_up_that_runs_out_of_memory_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name_lookup, "_NAME_RETRY_SECONDS", 0.0)
+    outcomes: list[Any] = [MemoryError(), KNOWN]
+
+    def look_up(*_: Any, **__: Any) -> Any:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", look_up)
+    names = NameLookup()
+    with pytest.raises(OSError, match="there is no memory to look it up"):
+        names.addresses("host.example", 7, 300)
+
+    def is_found() -> bool:
+        try:
+            return bool(names.addresses("host.example", 7, 300))
+        except OSError:
+            return False
+
+    until(is_found, "the name is found")
+
+
 def test_a_connection_is_made_to_a_name_and_to_a_numeric_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
