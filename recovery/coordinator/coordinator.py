@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ckpt.recovery.coordinator.decision_input import DecisionInput
 from ckpt.recovery.coordinator.transitions import draft_next_entries
-from ckpt.recovery.run_log.agent_name import NameTaken
+from ckpt.recovery.run_log.agent_name import name_lost_error
 from ckpt.recovery.run_log.agent_reports import AgentLiveness, AgentReport, decode_reports, pause_seconds
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.recovery.run_log.entry_drafts import draft_lead
@@ -114,7 +114,7 @@ class Coordinator:
         found: the report of this name that the run log has.
         """
         if found is not None and found.incarnation != own_report.incarnation:
-            raise NameTaken(found.name, found.to_facts()).after_a_pause()
+            raise name_lost_error(found.name, found.to_facts())
 
     def _silent_since_failure(self, run_state: RunState, maybe_living: Mapping[str, AgentReport], now: float) -> frozenset[str]:
         """Return the agents without a new report since a failure was first seen.

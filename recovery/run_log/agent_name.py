@@ -16,15 +16,19 @@ class NameTaken(CkptError):
     """Another agent holds the name. report: the facts of its newest report."""
 
     def __init__(self, name: str, report: Mapping[str, object]) -> None:
-        self.name, self.holder = name, _describe_holder(report)
-        super().__init__(f"an agent called {name} runs already ({self.holder}); end it, or give this host another --name")
+        holder = _describe_holder(report)
+        super().__init__(f"an agent called {name} runs already ({holder}); end it, or give this host another --name")
 
-    def after_a_pause(self) -> CkptError:
-        """Return the error of an agent that had the name before, and whose reports did not arrive for a while."""
-        return CkptError(
-            f"another agent took the name {self.name} while this one was silent ({self.holder}); this one ends; "
-            "if both are needed, give one of them another --name"
-        )
+
+def name_lost_error(name: str, report: Mapping[str, object]) -> CkptError:
+    """Return the error of an agent that had the name before, and whose reports did not arrive for a while.
+
+    report: the facts of the newest report of the agent that has the name now.
+    """
+    return CkptError(
+        f"another agent took the name {name} while this one was silent ({_describe_holder(report)}); this one ends; "
+        "if both are needed, give one of them another --name"
+    )
 
 
 def holder_of(report: Mapping[str, object] | None) -> str:
