@@ -19,6 +19,7 @@ from ckpt.adapters.adapt.intervals import interval_from_env
 from ckpt.adapters.lightning_deepspeed import is_between_updates
 from ckpt.adapters.lightning_end import has_ended, note_end, require_same_model
 from ckpt.adapters.lightning_epoch import is_finder
+from ckpt.adapters.lightning_finetuning import freeze_parts
 from ckpt.adapters.lightning_io import CkptIO as CkptIO
 from ckpt.adapters.lightning_io import fabric_plugin_checks, plugin_checks
 from ckpt.adapters.lightning_loops import LoopPoints, Point
@@ -93,6 +94,7 @@ class Checkpoints:
         self._validation = ExitStack()
         self._loss: Any = None
         self._steps_seen = self._steps_saved = 0
+        self._frozen: dict[str, str] = {}
 
     # --- hooks of the Trainer ----------------------------------------------------------------------------------
 
@@ -108,6 +110,10 @@ class Checkpoints:
         self._checkpointer = Checkpointer(**{"group": None if trainer.world_size == 1 else "auto", **self._options})
         self._loops = LoopPoints(trainer, self._reached, self._restore, self._in_trials, self._check_data)
         self._state = TrainerState(trainer, self._loops.state_dict)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Freeze what was frozen at the save; only now, because the optimizers are made of what is frozen at the start."""
+        freeze_parts(trainer, self._frozen)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
         """Remember the loss, for the decision whether a step may be saved."""
@@ -217,6 +223,7 @@ class Checkpoints:
         if is_at_end := has_ended(checkpoint, self._trainer.fit_loop):
             require_same_model(repository.url, self._trainer.lightning_module)
         self._steps_seen = self._steps_saved = start
+        self._frozen = checkpoint["ckpt"].get("frozen", {})
         lightning_packages.info(f"resumed from step {start - 1} of {repository.url}")
         if is_at_end:
             lightning_packages.info(f"this fit has ended with step {start - 1}: a larger max_epochs or max_steps continues it")

@@ -9,6 +9,7 @@ from typing import Any
 from ckpt.adapters.deepspeed_state import EngineState
 from ckpt.adapters.lightning_averaging import without_annealing_functions
 from ckpt.adapters.lightning_deepspeed import require_supported_options, strategy_engine_state, uses_deepspeed
+from ckpt.adapters.lightning_finetuning import frozen_parts
 from ckpt.adapters.torch import ModelState
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.stateful import RandomState
@@ -46,7 +47,9 @@ class TrainerState:
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         found = {key: value if key in _SHARED else _own_small_tensors(value) for key, value in checkpoint.items()}
         found = storable(found, self._left_out)
-        found["ckpt"] = {**_own_small_tensors(self._extra()), "random": RandomState()}
+        found["ckpt"] = {
+            **_own_small_tensors(self._extra()), "random": RandomState(), "frozen": frozen_parts(self._trainer),
+        }  # fmt: skip
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--mode", default="max_size_cycle", help="of the combined loaders")
     parser.add_argument("--averaging", action="store_true", help="a moving average of the weights")
     parser.add_argument("--swa", action="store_true", help="StochasticWeightAveraging from the second epoch on")
+    parser.add_argument("--finetuning", action="store_true", help="the first layers are frozen before the third epoch")
     parser.add_argument("--persistent-workers", action="store_true")
     parser.add_argument("--noise", action="store_true", help="samples with random noise")
     parser.add_argument("--accumulate", type=int, default=1)
@@ -182,11 +183,22 @@ class Model(pl.LightningModule):
         self.log("val_loss", torch.nn.functional.mse_loss(self.layers(x + torch.randn_like(x)), y), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+        optimizer = torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], 0.05)
         if options.manual:
             return [optimizer, torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)]
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss", "interval": "epoch"}}
+
+
+class Finetuning(pl.callbacks.BaseFinetuning):
+    """Freezes the first layers and the batch norm at the start, and unfreezes them at the third epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(list(pl_module.layers[:2]), train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(list(pl_module.layers[:2]), optimizer, lr=0.01, train_bn=True)
 
 
 class Kill(pl.Callback):
@@ -261,6 +273,8 @@ def main() -> None:
         callbacks.append(pl.callbacks.EMAWeightAveraging(decay=0.9))
     if options.swa:
         callbacks.append(pl.callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2))
+    if options.finetuning:
+        callbacks.append(Finetuning())
     if not options.no_callback:
         from ckpt.adapters.lightning import Checkpoints
 

@@ -1,0 +1,45 @@
+"""What a BaseFinetuning callback of Lightning has frozen, which Lightning does not restore in a resumed run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def frozen_parts(trainer: Any) -> dict[str, str]:
+    """Return the names of the frozen parameters and batch norms, one a line; an empty dict without such a callback.
+
+    The callback freezes layers at the start and unfreezes them at the start of an epoch, which a resumed run has passed. A
+    frozen batch norm has no running statistics.
+    """
+    if not _has_finetuning(trainer):
+        return {}
+    model = trainer.lightning_module
+    return {
+        "parameters": "\n".join(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
+        "norms": "\n".join(name for name, norm in _norms(model) if not norm.track_running_stats),
+    }
+
+
+def freeze_parts(trainer: Any, frozen: dict[str, str]) -> None:
+    """Freeze these parts of the model, and unfreeze the others, if the Trainer has such a callback.
+
+    frozen: what `frozen_parts` returned; empty if the saved run had no such callback.
+    """
+    if not frozen or not _has_finetuning(trainer):
+        return
+    parameters, norms = (set(frozen[key].split("\n")) for key in ("parameters", "norms"))
+    for name, parameter in trainer.lightning_module.named_parameters():
+        parameter.requires_grad = name not in parameters
+    for name, norm in _norms(trainer.lightning_module):
+        norm.track_running_stats = name not in norms
+
+
+def _has_finetuning(trainer: Any) -> bool:
+    return any(base.__name__ == "BaseFinetuning" for callback in trainer.callbacks for base in type(callback).__mro__)
+
+
+def _norms(model: Any) -> list[tuple[str, Any]]:
+    """Return the batch norms of a model, with their names."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
