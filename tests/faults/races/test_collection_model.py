@@ -55,7 +55,7 @@ def test_a_deletion_while_its_tombstone_is_collected() -> None:
     ],
     ids=["direct", "stopped", "two writers", "write and delete"],
 )
-def test_larger_models_of_a_collection(model: CollectionModel, count_cases: CountCases) -> None:
+def test_a_collection_breaks_no_promise_in_larger_models(model: CollectionModel, count_cases: CountCases) -> None:
     found = explore(model, MAX_STATES)
     count_cases(found.states)
     found.require_correct()

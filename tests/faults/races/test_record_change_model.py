@@ -31,7 +31,7 @@ def test_a_second_change_in_two_phases() -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="by make soak: 30 to 80 s")
 @pytest.mark.parametrize("value", [b"", b"9"])
-def test_two_direct_changes(value: bytes, count_cases: CountCases) -> None:
+def test_two_direct_changes_break_no_promise(value: bytes, count_cases: CountCases) -> None:
     found = explore(RegisterModel(2, value=value), MAX_STATES)
     count_cases(found.states)
     found.require_correct()
@@ -40,14 +40,14 @@ def test_two_direct_changes(value: bytes, count_cases: CountCases) -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="by make soak: 30 to 80 s")
 @pytest.mark.parametrize("options", [{}, {"is_direct": False}, {"value": b"9", "is_direct": False}])
-def test_a_change_while_a_member_is_replaced(options: dict[str, object], count_cases: CountCases) -> None:
+def test_a_change_while_a_member_is_replaced_breaks_no_promise(options: dict[str, object], count_cases: CountCases) -> None:
     found = explore(RegisterModel(1, movers=1, **options), MAX_STATES)  # type: ignore[arg-type]
     count_cases(found.states)
     found.require_correct()
     assert {"accept", "scan", "unfence", "forget", "drop"} <= found.kinds
 
 
-def test_a_change_while_a_member_is_replaced_without_delays() -> None:
+def test_a_change_while_a_member_is_replaced_without_delays_breaks_no_promise() -> None:
     found = explore(RegisterModel(1, movers=1, is_direct=False, delays=0), MAX_STATES)
     found.require_correct()
     assert {"accept", "scan", "unfence", "forget", "drop"} <= found.kinds
@@ -55,7 +55,7 @@ def test_a_change_while_a_member_is_replaced_without_delays() -> None:
 
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="by make soak: 15 to 60 s")
-def test_a_change_while_the_mover_is_killed_and_another_one_completes(count_cases: CountCases) -> None:
+def test_a_change_whose_mover_is_killed_breaks_no_promise_when_another_one_completes(count_cases: CountCases) -> None:
     found = explore(RegisterModel(1, movers=2, is_killed=True, is_direct=False, delays=0), MAX_STATES)
     count_cases(found.states)
     found.require_correct()

@@ -82,7 +82,9 @@ def test_a_reply_that_is_lost_or_late(kind: str, steps: int | tuple[int, ...], f
 @pytest.mark.parametrize("kind", ["local", "bucket"])
 @pytest.mark.parametrize("writers", [NEXT, ROLL_BACK, [1, 1, 1]])
 @pytest.mark.parametrize("bounds", [Bounds(preemptions=2), Bounds(preemptions=1, kills=1), Bounds(preemptions=1, faults=1)])
-def test_writers_in_many_schedules(kind: str, writers: Writers, bounds: Bounds, folder: Path, count_cases: CountCases) -> None:
+def test_writers_break_no_promise_in_many_schedules(
+    kind: str, writers: Writers, bounds: Bounds, folder: Path, count_cases: CountCases
+) -> None:
     count_cases(run_schedules(kind, folder, writers, bounds))
 
 
