@@ -91,7 +91,7 @@ def a_sweep_ignores_steps_that_are_to_be_promoted(patch: pytest.MonkeyPatch) -> 
 
 def memory_is_freed_without_a_look_at_the_record(patch: pytest.MonkeyPatch) -> None:
     free_memory = freed_memory.free_memory
-    patch.setattr(manager, "free_memory", lambda tiers, group, step, newest: free_memory(tiers, group, -1, newest))
+    patch.setattr(manager, "free_memory", lambda tiers, group, step, *options: free_memory(tiers, group, -1, *options))
 
 
 def a_fenced_copier_commits(patch: pytest.MonkeyPatch) -> None:
