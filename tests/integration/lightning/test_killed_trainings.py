@@ -38,7 +38,7 @@ OTHER_PACKAGE = "--package=pytorch_lightning"
         pytest.param(48, ["--swa"], id="stochastic weight averaging, in the epoch for the batch norms"),
         pytest.param(17, ["--averaging"], id="a moving average of the weights", marks=needs_average),
         pytest.param(17, ["--finetuning"], id="layers that are frozen"),
-        pytest.param(27, ["--finetuning"], id="layers that are no longer frozen"),
+        pytest.param(38, ["--finetuning"], id="layers that are no longer frozen"),
         pytest.param(17, ["--workers=2", "--noise"], id="random samples of workers"),
         pytest.param(17, ["--accumulate=3"], id="accumulated gradients"),
         pytest.param(17, ["--manual"], id="manual optimization"),

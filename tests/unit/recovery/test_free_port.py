@@ -34,7 +34,7 @@ def test_ranks_start_again_although_the_name_server_is_gone(monkeypatch: pytest.
         assert launch.free_port("localhost") != port
 
 
-def test_an_address_that_is_no_longer_one_of_this_host_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_another_host_has_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = [("192.0.2.1", 0), ("127.0.0.1", 0)]
 
     def look_up(*_: Any, **__: Any) -> Any:
