@@ -20,7 +20,7 @@ from ckpt.format.codec import CodecOption
 from ckpt.format.signature import KeyOption, as_keys
 from ckpt.loading.group_load import LoadRequest
 from ckpt.loading.shared_read import ShareReads
-from ckpt.repository.damage_registry import mark_damaged
+from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.saving import session_registry
@@ -67,14 +67,14 @@ class Checkpointer:
     url: as for `ckpt.save`.
     every: when a step is saved: every so many steps, after a timedelta, "auto", or None to save only by `save`. "auto" is the
         interval that loses the least time. It follows from the measured cost of a save and from the time between failures,
-        which `ckpt-run` measures.
+        which `ckpt-run` measures; without `ckpt-run` it is taken as three hours.
     keep: how many of the newest steps to keep, or a `ckpt.Keep`; None keeps all.
     memory: bytes of staging memory; a larger state is staged in several parts.
     in_flight: the number of saves that may run at once. Two saves of one step never do.
     codec, digest, group, timeout, verify_replicas, full_every, key: as for `ckpt.save`.
-    nan: as for `ckpt.save`. A step with a finite loss is saved without a warning.
-    tiers: stores in front of `url`, the nearest first; see `ckpt.Tier`. A save ends in the nearest one. Steps are copied to
-        `url` in the background: those that `every` selects, those of `save`, and the newest one at the end.
+    nan: as for `ckpt.save`. If the loss of a step is finite, a NaN in its state gives no warning.
+    tiers: stores in front of `url`, the nearest first; see `ckpt.Tier`. A save is complete in the nearest one. Steps are copied
+        to `url` in the background: those that `every` selects, those of `save`, and the newest one at the end.
     scrub: bytes per second that the background scrub reads; None turns it off. It reads blocks that earlier steps wrote and
         newer steps refer to, and pauses during a save. It logs a damaged block, and the next save writes that block again. With
         tiers, rank 0 scrubs the repository at `url`.
@@ -207,9 +207,9 @@ class Checkpointer:
                     found = load_newest(repo, strict, request, restore_step_limit)
                 start, loaded = (0, state) if found is None else (found[0] + 1, found[1])
                 if restore_step_limit is not None and start <= restore_step_limit:
-                    # No save may refer to blocks of the later steps, and retention must not count them as complete.
+                    # The later steps may have bad weights: no save may refer to their blocks, and `keep` must not count them.
                     later = [n for n in repo.step_numbers() if n >= restore_step_limit]
-                    mark_damaged(session.repo, later)
+                    mark_damaged_in_all_tiers(repo, later)
             session.lineage.note_restored(start - 1)  # all tiers share this lineage
             if self._tiers is not None:
                 self._tiers.load_ended(start - 1)
@@ -219,6 +219,8 @@ class Checkpointer:
             self._heartbeat_page.publish_restored(start - 1, again=self._has_restored_or_saved)
             self._heartbeat_page.beat(_COMPILE, start - 1)  # the first step may compile, which takes longer than a step
         self._has_restored_or_saved, self._last_step = True, start - 1
+        if self._schedule is not None:
+            self._schedule.restored()
         return loaded, start
 
     # --- saving ------------------------------------------------------------------------------------------------
@@ -291,13 +293,16 @@ class Checkpointer:
         if self._import_reports_left and (
             self._import_reports_left == 2 or (self._last_save is not None and self._last_save.done())
         ):
-            # Reported at the first step and after the first save: a load imports what that save has imported.
+            # The fork server imports these modules before the next start. A load needs those that the first save has imported.
             self._import_reports_left -= 1
             import_report.write_report()
         if page.should_stop(step):
             if (why := reason_not_to_save(self._loss_monitor, step, loss)) is not None:
                 self._skip_step(step, why)
-                log.warning("step %d is not saved (%s), and the job ends as requested; %s", step, why, _CONTINUE_HINT)
+                log.warning(
+                    "step %d is not saved (%s), and the job ends as requested; start it again to continue from the newest "
+                    "complete step", step, why,
+                )  # fmt: skip
             else:
                 try:
                     self.save(step, state, blocking=True).result()
@@ -342,7 +347,8 @@ class Checkpointer:
 
     def _save_unless_bad(self, step: int, state: Any, loss: Any, all_tiers: bool) -> SaveHandle | None:
         if (reason := reason_not_to_save(self._loss_monitor, step, loss)) is not None:
-            log.warning("step %d is not saved: %s; %s", step, reason, _CONTINUE_HINT)
+            hint = _CONTINUE_HINT if self._heartbeat_page is None else "ckpt-run restarts all ranks"
+            log.warning("step %d is not saved: %s; %s", step, reason, hint)
             self._skip_step(step, reason)
             return None
         return self._save(step, state, False, all_tiers, is_loss_finite=loss is not None)

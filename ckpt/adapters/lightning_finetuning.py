@@ -6,10 +6,10 @@ from typing import Any
 
 
 def frozen_parts(trainer: Any) -> dict[str, str]:
-    """Return the names of the frozen parameters and batch norms, one a line; an empty dict without such a callback.
+    """Return the names of frozen parameters ("parameters") and of batch norms that keep their statistics ("norms"), one a line.
 
-    The callback freezes layers at the start and unfreezes them at the start of an epoch, which a resumed run has passed. A
-    frozen batch norm has no running statistics.
+    It is an empty dict without a BaseFinetuning callback. Such a callback freezes layers at the start, and unfreezes them at
+    the start of an epoch, which a resumed run has passed.
     """
     if not _has_finetuning(trainer):
         return {}
@@ -21,9 +21,9 @@ def frozen_parts(trainer: Any) -> dict[str, str]:
 
 
 def freeze_parts(trainer: Any, frozen: dict[str, str]) -> None:
-    """Freeze these parts of the model, and unfreeze the others, if the Trainer has such a callback.
+    """Freeze these parts of the model, and unfreeze the others, if the Trainer has a BaseFinetuning callback.
 
-    frozen: what `frozen_parts` returned; empty if the saved run had no such callback.
+    frozen: what `frozen_parts` returned.
     """
     if not frozen or not _has_finetuning(trainer):
         return

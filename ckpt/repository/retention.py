@@ -38,7 +38,10 @@ class Keep:
         ckpt.Checkpointer(url, every=100, keep=ckpt.Keep(last=3, every=1000))
 
     last: how many of the newest complete steps to keep. A step that is known to be damaged does not count.
-    every: keep every step whose number is a multiple of this, permanently; None keeps no such steps.
+    every: keep one of this many steps permanently: a step whose number is a multiple of this, or otherwise the one whose number
+        is one below, as that is the multiple if steps are counted from 0. A Checkpointer with every=100 saves 99, 199, …, so
+        Keep(…, every=1000) keeps 999, 1999, … Steps that are chosen by time hardly ever have such a number. None keeps no such
+        steps.
     copies: how many copies of an unchanged block to keep. Each step shares blocks only with the step that is `copies` saves
         before it, so that a damaged block affects only one in `copies` steps.
 
@@ -84,10 +87,20 @@ def expired_steps(steps: Iterable[int], complete: Iterable[int], keep: Keep, ord
     order: all steps from the oldest to the newest, if that is not the order of their numbers; abandoned steps come first.
     """
     age: Callable[[int], int] = _by_number if order is None else {step: at for at, step in enumerate(order)}.__getitem__
+    complete = set(complete)
     kept_steps = sorted(complete, key=age)[-keep.last :]
     if len(kept_steps) < keep.last:
         return []
-    return [s for s in sorted(steps, key=age) if age(s) < age(kept_steps[0]) and not (keep.every and s % keep.every == 0)]
+    return [
+        step for step in sorted(steps, key=age) if age(step) < age(kept_steps[0]) and not _is_permanent(step, keep, complete)
+    ]
+
+
+def _is_permanent(step: int, keep: Keep, complete: Collection[int]) -> bool:
+    """Return whether `keep.every` keeps a step. Its number is that of the last update, or how many updates there were."""
+    if keep.every is None:
+        return False
+    return step % keep.every == 0 or ((step + 1) % keep.every == 0 and step + 1 not in complete)
 
 
 def _by_number(step: int) -> int:

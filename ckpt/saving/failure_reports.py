@@ -23,7 +23,7 @@ def publish_failure(store: Store, lease: GroupLease, group: Group, attempt: Atte
     unreachable = isinstance(error, (StoreError, OSError))
     if unreachable and store.url not in reason:
         reason = f"{store.url}: {reason}"
-    # For another rank, the committer adds this text. Other errors of rank 0 already describe what is wrong with all ranks.
+    # Rank 0 adds this text to the reports of other ranks. Its own errors need it unless they already name the ranks.
     if attempt.rank == 0 and (unreachable or isinstance(error, UnsupportedLeaf) or not isinstance(error, CkptError)):
         reason = give_up_reason(attempt, 0, reason)
     is_uncertain = attempt.name in lease.writer.unsettled_attempts()  # its record may still take effect
@@ -97,8 +97,10 @@ def read_failure(store: Store, name: str) -> StepRefused:
     try:
         failure = json_records.load(store, "failure", name)
         return _refusal(failure)
-    except (NotFound, IntegrityError, KeyError) as error:
+    except (NotFound, IntegrityError) as error:
         return StepRefused(str(error))
+    except KeyError:
+        return StepRefused(f"{store.url}/{name} gives no reason; look at the log of that rank")
 
 
 def _refusal(failure: Mapping[str, object]) -> StepRefused:
@@ -113,6 +115,6 @@ def _refusal(failure: Mapping[str, object]) -> StepRefused:
 
 
 def ended_ranks(lease: GroupLease, group: Group) -> set[int]:
-    """Return the rank that has left a note that it ended its saves: on rank 0 one of the others, elsewhere rank 0."""
+    """Return the rank that has left a note that it ended its saves: on rank 0 the last one of the others, elsewhere rank 0."""
     text = group.note(_end_key(lease, lease.rank != 0)) or b""
     return {int(text)} if text.isdigit() else set()

@@ -1,4 +1,4 @@
-"""What earlier jobs have left in nearer tiers, and is due in a further one."""
+"""Steps that only nearer tiers have: those of earlier jobs that are due in a further one, and that of a failed program."""
 
 from __future__ import annotations
 
@@ -45,3 +45,18 @@ def _find_earlier_step(tier: OpenTier, nearer: Iterable[Repository], restored: t
     # `nearer` is empty once the memories of earlier attempts are released and no tier is open.
     newest = max((repo.newest(has_due_number) for repo in nearer), default=newest_in_tier)
     return newest[1] if newest > newest_in_tier and (restored is None or newest <= restored) else None
+
+
+def warn_of_unpromoted_step(record: Repository, newest: tuple[int, int]) -> None:
+    """Log that only a nearer tier has the newest step, which nothing copies after a failure of the program.
+
+    record: the repository of record.
+    newest: training line and number of the step that this job restored or saved last.
+    """
+    if newest[1] < 0 or newest <= (newest_in_record := record.newest()):
+        return
+    has = f"has step {newest_in_record[1]}" if newest_in_record[1] >= 0 else "has no step"
+    log.warning(
+        "step %d is in a nearer tier, and %s %s: give the next job the same tiers to continue from the newest", newest[1],
+        record.url, has,
+    )  # fmt: skip

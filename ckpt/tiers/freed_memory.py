@@ -26,7 +26,8 @@ def free_memory(
 
     step: the number of the newest step, which the repository of record must have; -1 if there is none.
     newest: training line and number of the step that this job restored or saved last.
-    skipped: a later step that this rank has left out. The other ranks may still write it, and delete their files then.
+    skipped: a later step that this rank has left out. The other ranks may still write files of it, which they delete when they
+        learn that it is left out.
     """
     record = open_tiers[-1].session.repo
     try:

@@ -4,8 +4,7 @@ A save ends when the nearest tier has committed it. Rank 0 copies committed step
 (background_copier.py). Each tier has its own `every` and `keep`. A load reads each block from the nearest undamaged copy
 (block_io/replicated_store.py).
 
-The ranks of a group agree without messages. Which steps are due follows from their numbers. The tier of a save follows from the
-results of earlier saves, which every rank knows.
+All ranks of a group choose the same tier for a save. It follows from the results of earlier saves, which every rank knows.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from ckpt.storage.base.store import Store
 from ckpt.support.user_warning import warn_user
 from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.copy_check import remove_damaged_copies
-from ckpt.tiers.earlier_steps import offer_earlier_steps
+from ckpt.tiers.earlier_steps import offer_earlier_steps, warn_of_unpromoted_step
 from ckpt.tiers.freed_memory import free_memory, remove_freed_commits
 from ckpt.tiers.open_tier import OpenTier, can_fall_through, cancel_promotion, publish_durable
 from ckpt.tiers.previous_memory import previous_memories
@@ -230,7 +229,10 @@ class TierManager:
         self._skipped_step = step
 
     def _choose_first_tier(self) -> int:
-        """Wait for the end of the previous save, and return the first tier to try next; it is the same on all ranks."""
+        """Wait for the end of the previous save, and return the first tier to try next; it is the same on all ranks.
+
+        It counts one skipped save of each tier in front of that one.
+        """
         if self._last_save is not None:
             self._last_save.require_end()
         for number, tier in enumerate(self._open_tiers[:-1]):
@@ -304,7 +306,8 @@ class TierManager:
     def catch_up(self) -> None:
         """Promote, once, the newest step that an earlier job left in a nearer tier and that is due in a further one.
 
-        If a tier can't be read now, a later call tries again; a save does so after a pause only, since it waits for that tier.
+        If a tier can't be read now, a later call tries again. A save does so after CATCH_UP_PAUSE_SECONDS only, because the
+        training waits while that tier is read.
         """
         if not self._has_caught_up:
             read_only = [*self._read_only_tiers, *self._previous_memories]
@@ -329,7 +332,10 @@ class TierManager:
             raise errors[0]
 
     def wait_ignoring_errors(self) -> None:
-        """Wait for the running saves and copies; a later call raises their errors."""
+        """Wait for the running saves and copies; a later call raises their errors.
+
+        Raises SaveFailed if a save makes no progress any more.
+        """
         for tier in self._open_tiers:
             tier.session.wait()
         for copier in self._copiers:
@@ -361,7 +367,8 @@ class TierManager:
                 self.wait(progress)
                 self._free_memory(step)
             else:
-                self._warn_of_unpromoted_step()
+                if self._group.rank == 0 and self._line_and_step is not None:
+                    warn_of_unpromoted_step(self.record, self._line_and_step)
                 self.raise_failed()
             for tier in self._open_tiers:
                 tier.session.raise_last_failure()
@@ -384,15 +391,6 @@ class TierManager:
         if step >= 0 and not self._is_newest_in_record:
             record.copier.offer(step)
         return step
-
-    def _warn_of_unpromoted_step(self) -> None:
-        """Log where the newest step is. After a failure of the program, nothing waits for the copy of that step."""
-        record, newest = self._open_tiers[-1].session.repo, self._line_and_step
-        if self._group.rank == 0 and newest is not None and newest > (newest_in_record := record.newest()):
-            log.warning(
-                "step %d is in %s, and %s has step %d: give the next job the same tiers to continue from the newest", newest[1],
-                self._open_tiers[0].url, record.url, newest_in_record[1],
-            )  # fmt: skip
 
     def _free_memory(self, step: int) -> None:
         """Delete the steps in memory tiers, after a check that the repository of record has the newest step."""

@@ -77,6 +77,11 @@ class SaveSchedule:
         """Record that this rank did not save a step that was due."""
         self._last_step, self._pending_save, self._due_step = step, None, step + self._gap_steps
 
+    def restored(self) -> None:
+        """Begin anew, because all ranks have restored a step: the step that was due may be far ahead."""
+        self._due_step = self._last_step = self._pending_save = None
+        self._step_count = self._stride = 0
+
     def propose_next_step(self) -> int:
         """Return the step to save next. Rank 0 calls it when it commits."""
         passed = max(1, self._step_count - 1)

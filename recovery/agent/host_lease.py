@@ -1,7 +1,7 @@
 """`HostLease`, a thread that ends the ranks of this host when the other hosts may continue without it.
 
 The lease of a host begins with its last report that the run log has acknowledged. coordinator/lost_contact.py decides what an
-expired lease means. The thread waits only for the network.
+expired lease means. The thread waits for nothing but the network, so that it can end the ranks while a disk or the agent hangs.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ class HostLease:
             self._kill_ranks_if_suspended()
 
     def suspend(self, seconds: float) -> None:
-        """End the ranks, and all that are started before `resume`: the loop of the agent hangs for some seconds.
+        """End the ranks, and all that are started before `resume`, because the loop of the agent hangs.
+
+        seconds: how long it has hung so far.
 
         The orphan guard gets no heartbeats meanwhile, so it ends processes that have left their session.
         """

@@ -30,7 +30,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 60.0
 _END_SECONDS = 30.0
 """How long `OrphanGuard.close` waits for the end of the process, which first ends all ranks."""
 _LOST_TEXT = (
-    "ckpt-run: this agent was stopped or hung for {seconds:g} s, so its ranks are ended: the other hosts continue without "
+    "ckpt-run: this agent was stopped or hung for {seconds:.0f} s, so its ranks are ended: the other hosts continue without "
     "this host"
 )
 
@@ -40,8 +40,8 @@ class OrphanGuard:
 
     mark: the environment variable (NAME=value) of the ranks and of all processes that they start.
     pages: the folder of the heartbeat pages, which is removed with the ranks.
-    lost_seconds: the ranks are also ended after this time without a line from the agent; 0 never. The time begins with the
-        first line: an agent that joins a run has no ranks yet, and may take longer.
+    lost_seconds: the ranks are also ended after this time without a line from the agent; 0 means never. The time begins with
+        the first line: an agent that joins a run has no ranks yet, and may take longer.
     """
 
     def __init__(self, mark: str, pages: Path, lost_seconds: float = 0.0) -> None:
@@ -63,7 +63,7 @@ class OrphanGuard:
     def ensure_running(self) -> None:
         """Start another guard process if the current one has ended. The agent calls this twice a second while ranks run.
 
-        After each start, the next one waits twice as long, up to a minute, in case that the guard can't run here.
+        After each start, the next one waits twice as long, up to a minute, because the guard may be unable to run here.
         """
         with self._lock:
             status, now = self._process.poll(), time.monotonic()
@@ -119,7 +119,10 @@ class OrphanGuard:
 
 
 def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
-    """Run the guard process. When its input closes, end the ranks that are left, remove their pages, and exit."""
+    """Run the guard process. When its input closes, end the ranks that are left, remove their pages, and exit.
+
+    If no input comes for `lost_seconds`, it ends the ranks, and continues: the agent may run again and start others.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     write_stderr_in_background()
@@ -135,7 +138,7 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
             more = os.read(0, 65536)
             if not more:
                 break
-            last_input_at, has_begun = now, True
+            last_input_at, has_begun, is_reported = now, True, False
             *lines, data = (data + more).split(b"\n")
             for line in lines:
                 if line[:1] == b"+":
@@ -149,7 +152,7 @@ def guard_sessions(mark: str, pages: str, lost_seconds: float) -> None:
             if sessions and not is_reported:
                 is_reported = True
                 with contextlib.suppress(OSError):
-                    print(_LOST_TEXT.format(seconds=lost_seconds), file=sys.stderr, flush=True)
+                    print(_LOST_TEXT.format(seconds=now - last_input_at), file=sys.stderr, flush=True)
     process_kill.kill_sessions(sessions, mark)
     shutil.rmtree(pages, ignore_errors=True)
     os._exit(0)

@@ -7,6 +7,7 @@ forever, lets another thread make the call.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import time
@@ -71,24 +72,31 @@ class StallTimer:
     """Counts the seconds for which work has made no progress.
 
     It adds up waited seconds rather than reading a clock: a process that was stopped for an hour has not waited for an hour.
+    Several threads may wait for the same work; what they wait at the same time counts once.
     """
 
     def __init__(self, progress: int = 0) -> None:
         """progress: a number that grows while the work makes progress."""
         self.seconds = 0.0
         self._progress = progress
+        self._counted_until = -math.inf
+        self._lock = threading.Lock()
+        """Guards all attributes."""
 
     def next_wait_seconds(self) -> float:
         """Return the seconds to wait before the next call of `has_timed_out`."""
         return min(1.0, max(0.0, store_timeout_seconds() - self.seconds))
 
     def has_timed_out(self, waited_seconds: float, progress: int) -> bool:
-        """Add the seconds of one wait; return whether there was no progress for CKPT_STORE_TIMEOUT seconds."""
-        if progress != self._progress:
-            self._progress, self.seconds = progress, 0.0
-            return False
-        self.seconds += waited_seconds
-        return self.seconds >= store_timeout_seconds()
+        """Add the seconds of one wait that ends now; return whether there was no progress for CKPT_STORE_TIMEOUT seconds."""
+        with self._lock:
+            now = time.monotonic()
+            waited_seconds, self._counted_until = min(waited_seconds, now - self._counted_until), now
+            if progress != self._progress:
+                self._progress, self.seconds = progress, 0.0
+                return False
+            self.seconds += waited_seconds
+            return self.seconds >= store_timeout_seconds()
 
 
 def call_in_thread(call: Callable[[], T], what: str) -> T:

@@ -23,13 +23,12 @@ _NAME_RETRY_SECONDS = 5.0
 class _Name:
     addresses: tuple[SocketAddress, ...] = ()
     error: str = ""
-    """Why the last look-up failed; "" it did not."""
+    """Why the last look-up failed; "" if it did not."""
     due_at: float = 0.0
     """When the name is looked up again, by CLOCK_MONOTONIC."""
-    is_looked_up: bool = False
-    """Whether a thread looks it up now."""
-    changed: threading.Event = field(default_factory=threading.Event)
-    """Set at the end of the first look-up."""
+    is_lookup_running: bool = False
+    lookup_ended: threading.Event = field(default_factory=threading.Event)
+    """Set while no look-up runs, once there was one."""
 
 
 class NameLookup:
@@ -52,13 +51,16 @@ class NameLookup:
             return _look_up(name, port)
         with self._lock:
             entry = self._names.setdefault((name, port), _Name())
-            if not entry.is_looked_up and time.monotonic() >= entry.due_at:
+            if not entry.is_lookup_running and time.monotonic() >= entry.due_at:
                 self._start(name, port, entry)
-        if not entry.addresses:
-            entry.changed.wait(seconds)
+            is_lookup_running = entry.is_lookup_running
+        if not entry.addresses and is_lookup_running:
+            entry.lookup_ended.wait(seconds)
         with self._lock:
             if entry.addresses:
                 return entry.addresses
+            if not entry.is_lookup_running and not entry.error:
+                raise OSError(f"{name} can't be looked up now: the system has no thread left")
             raise OSError(entry.error or f"the name server does not answer about {name}")
 
     def connect(self, address: tuple[str, int], seconds: float, source_address: tuple[str, int] | None = None) -> socket.socket:
@@ -98,8 +100,9 @@ class NameLookup:
         """Look a name up in a thread. The lock is held."""
         thread = WorkerThread(target=self._run, args=(name, port, entry), name="ckpt-names", daemon=True)
         try:
+            entry.lookup_ended.clear()
             thread.start()
-            entry.is_looked_up = True
+            entry.is_lookup_running, entry.error = True, ""
         except (RuntimeError, MemoryError):  # no thread is left now; the next call tries again
             pass
 
@@ -110,9 +113,9 @@ class NameLookup:
         except (OSError, UnicodeError, MemoryError) as failure:  # e.g. the name is unknown, or no name server answers
             error = str(getattr(failure, "strerror", None) or failure) or "there is no memory to look it up"
         with self._lock:
-            entry.addresses, entry.error, entry.is_looked_up = found, error, False
+            entry.addresses, entry.error, entry.is_lookup_running = found, error, False
             entry.due_at = time.monotonic() + (_NAME_RETRY_SECONDS if error else _KEEP_SECONDS)
-        entry.changed.set()
+        entry.lookup_ended.set()
 
 
 def _look_up(name: str, port: int) -> tuple[SocketAddress, ...]:

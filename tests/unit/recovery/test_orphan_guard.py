@@ -123,3 +123,16 @@ def test_the_guard_ends_no_rank_before_the_first_heartbeat(tmp_path: Path, rank:
     guard.send_heartbeat()
     assert rank.wait(300) == -signal.SIGKILL
     guard.close()
+
+
+def test_the_guard_reports_each_loss(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "ckpt.recovery.ranks.orphan_guard", MARK, str(tmp_path / "pages"), "0.5"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as guard:
+        assert guard.stdin is not None
+        assert guard.stderr is not None
+        for _ in range(2):
+            rank = start_rank()
+            os.write(guard.stdin.fileno(), f"+{rank.pid}\n".encode())
+            assert rank.wait(300) == -signal.SIGKILL
+            assert b"was stopped or hung for 1 s, so its ranks are ended" in guard.stderr.readline()
+        guard.stdin.close()

@@ -92,6 +92,34 @@ def test_a_look_up_that_runs_out_of_memory_is_repeated(monkeypatch: pytest.Monke
     until(is_found, "the name is found")
 
 
+def test_a_second_look_up_is_waited_for_as_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name_lookup, "_NAME_RETRY_SECONDS", 0.0)
+    pause, calls = threading.Event(), 0
+
+    def look_up(*_: Any, **__: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        pause.wait(0.5)
+        return KNOWN
+
+    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", look_up)
+    names = NameLookup()
+    with pytest.raises(OSError, match="Temporary failure"):
+        names.addresses("host.example", 7, 300)
+    assert names.addresses("host.example", 7, 300) == ((socket.AF_INET, ("127.0.0.1", 7)),)
+
+
+def test_a_look_up_without_a_thread_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(name_lookup.WorkerThread, "start", refuse)
+    with pytest.raises(OSError, match="host.example can't be looked up now: the system has no thread left"):
+        NameLookup().addresses("host.example", 7, 1e6)
+
+
 def test_a_connection_is_made_to_a_name_and_to_a_numeric_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -54,6 +54,14 @@ def test_keep_is_a_number_or_a_rule() -> None:
     assert expired_steps(range(0, 50, 5), range(0, 50, 5), Keep(2, every=20)) == [5, 10, 15, 25, 30, 35]
 
 
+def test_steps_counted_from_zero_are_kept_where_no_multiple_exists() -> None:
+    counted = range(9, 60, 10)
+    assert expired_steps(counted, counted, Keep(2, every=20)) == [9, 29]
+    both = range(18, 61)
+    kept = set(both) - set(expired_steps(both, both, Keep(2, every=20)))
+    assert kept == {20, 40, 59, 60}, "of 19 and 20, one is enough"
+
+
 def test_expired_steps_are_returned_from_the_oldest() -> None:
     assert expired_steps([4, 1, 3, 2, 5], [5, 2, 4], Keep(2)) == [1, 2, 3]
     assert expired_steps([1, 2, 3], [1, 2, 3], Keep(3)) == []

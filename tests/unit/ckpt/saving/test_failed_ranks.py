@@ -12,8 +12,10 @@ from helpers.processes import finish, python
 from helpers.rank_threads import all_well, on_ranks, one_array, refused
 
 import ckpt
+from ckpt.format import json_records
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
+from ckpt.saving.failure_reports import read_failure
 from ckpt.storage.local.directory import LocalStore
 
 
@@ -177,6 +179,13 @@ def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step(tmp_path: Path) 
 
     all_well(on_ranks(3, work))  # a wait raises no error: nothing has failed
     assert ckpt.open(tmp_path).steps() == [0]
+
+
+def test_failure_report_without_a_reason_is_named(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("steps/3/part/1-1-0-failed.json", json_records.encode("failure", {"rank": 1}))
+    error = read_failure(store, "steps/3/part/1-1-0-failed.json")
+    assert str(error) == f"{store.url}/steps/3/part/1-1-0-failed.json gives no reason; look at the log of that rank"
 
 
 class Unreliable(LocalStore):

@@ -17,7 +17,9 @@ from helpers.tier_folders import TierFolders, close_as_if_failed, train, train_a
 from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
+from ckpt.repository.damage_registry import damaged_steps
 from ckpt.tiers.tier_spec import memory_folder_name
+from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 
 
 def test_each_tier_keeps_its_own_steps(tier_folders: TierFolders) -> None:
@@ -163,3 +165,30 @@ def test_without_ckpt_run_memory_is_a_folder_of_this_user(tmp_path: Path, monkey
         assert memory.parent.stat().st_mode & 0o077 == 0
     finally:
         shutil.rmtree(memory, ignore_errors=True)
+
+
+@pytest.mark.parametrize("has_saved", [False, True])
+def test_a_failed_program_names_the_step_that_only_a_nearer_tier_has(
+    tier_folders: TierFolders, caplog: pytest.LogCaptureFixture, has_saved: bool
+) -> None:
+    with pytest.raises(ZeroDivisionError), tier_folders.open() as ck:
+        ck.restore(state_of(0))
+        if has_saved:
+            ck.step(0, state_of(0)).result()
+        raise ZeroDivisionError
+    warnings = [record.getMessage() for record in caplog.records if "the same tiers" in record.getMessage()]
+    text = f"step 0 is in a nearer tier, and {tier_folders.run.as_uri()} has no step: give the next job the same tiers"
+    assert [message.startswith(text) for message in warnings] == [True] * has_saved
+
+
+def test_steps_after_a_roll_back_by_ckpt_run_are_marked_in_all_tiers(
+    tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have bad weights, and the next save may go to any tier."""
+    with tier_folders.open() as ck:
+        train_and_wait(ck, range(8))
+    monkeypatch.setenv(RESTORE_STEP_LIMIT_VARIABLE, "5")
+    with tier_folders.open() as ck:
+        assert ck.restore(state_of(0))[1] <= 5
+        assert {7} <= set(damaged_steps(ckpt.open(tier_folders.nvme)))
+        assert {7} <= set(damaged_steps(ckpt.open(tier_folders.run)))

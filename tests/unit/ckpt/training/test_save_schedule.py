@@ -5,6 +5,8 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from helpers.rank_threads import all_well, on_ranks
+from helpers.tier_folders import shard_of
 
 import ckpt
 from ckpt.training.save_interval import daly_interval_seconds
@@ -17,6 +19,15 @@ def test_keep_last_and_every_combine(tmp_path):
             ck.step(step, {"x": np.full(10, step)})
             ck.wait()
     assert ckpt.open(tmp_path / "r").steps() == [0, 5, 10, 11, 12]
+
+
+def test_keep_every_counts_steps_as_the_loop_does(tmp_path):
+    """Number 99 is the 100th step, and a loop with every=10 saves no multiple of 100."""
+    with ckpt.Checkpointer(tmp_path / "r", every=10, keep=ckpt.Keep(last=2, every=100)) as ck:
+        for step in range(350):
+            if ck.step(step, {"x": np.full(10, step)}) is not None:
+                ck.wait()
+    assert ckpt.open(tmp_path / "r").steps() == [99, 199, 299, 339, 349]
 
 
 def test_a_step_is_replaced_only_on_request(tmp_path):
@@ -54,6 +65,29 @@ def test_steps_that_grow_by_more_than_one(tmp_path):
             ck.step(done - 1, {"x": np.zeros(1)})
             ck.wait()
     assert [step + 1 for step in ckpt.open(tmp_path / "r").steps()] == [6, 12, 15, 21, 27, 30]
+
+
+def test_schedule_of_a_group_begins_anew_after_a_restore():
+    """The due step may be far ahead of the restored one."""
+    schedule = SaveSchedule(lambda: 0.0)
+    assert schedule.is_due(5000)
+    schedule.save_skipped(5000)
+    assert schedule.next_due_step() == 5100
+    schedule.restored()
+    assert schedule.is_due(101)
+
+
+def test_ranks_that_save_by_time_save_the_first_step_after_a_restore(tmp_path):
+    def work(group):
+        with ckpt.Checkpointer(tmp_path / "r", every=timedelta(hours=1), group=group, timeout=60) as ck:
+            ck.step(0, shard_of(group.rank, 2, 0))
+            ck.step(1, shard_of(group.rank, 2, 1))
+            ck.wait()
+            ck.save(50, shard_of(group.rank, 2, 50))
+            ck.restore(shard_of(group.rank, 2, 0), step=0)
+            return [ck.step(step, shard_of(group.rank, 2, step)) is not None for step in (1, 2)]
+
+    assert all_well(on_ranks(2, work)) == [[True, False]] * 2
 
 
 def test_schedule_of_a_group_names_a_step_that_is_reported():
