@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from last_step import wait_before_last_step
+from whole_file import write_whole
 
 import ckpt
 from ckpt.storage.base.failpoints import set_failpoints
@@ -29,7 +30,7 @@ def main() -> None:
     if is_faulty and fault == "points":
         set_failpoints(argument)
     state = {"w": ckpt.Shard(np.zeros((4, 100)), (4 * size, 100), (4 * rank, 0))}
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    write_whole(folder / f"pid-{rank}", str(os.getpid()))
     with ckpt.Checkpointer(url, every=5, keep=2, tiers=tiers) as ck:
         state, start = ck.restore(state)
         with (folder / "begun").open("a") as file:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from last_step import wait_before_last_step
+from whole_file import write_whole
 
 import ckpt
 
@@ -25,10 +26,10 @@ def main() -> None:
     fault, at, faulty_rank = (sys.argv[4], int(sys.argv[5]), int(sys.argv[6])) if len(sys.argv) > 4 else ("", -1, -1)
     rank, size, attempt = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["CKPT_ATTEMPT"])
     state = {"w": ckpt.Shard(np.zeros((4, 100)), (4 * size, 100), (4 * rank, 0))}
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    write_whole(folder / f"pid-{rank}", str(os.getpid()))
     if fault == "child" and rank == faulty_rank:
         child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        (folder / "child").write_text(str(child.pid))
+        write_whole(folder / "child", str(child.pid))
     if fault == "always" and rank == faulty_rank:
         raise RuntimeError("there is no data")
     tiers = [ckpt.Tier("memory")] if "CKPT_TEST_TIER" in os.environ else []

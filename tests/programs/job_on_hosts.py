@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from last_step import wait_before_last_step
+from whole_file import write_whole
 
 import ckpt
 
@@ -30,7 +31,7 @@ def main() -> None:
     wide = int(os.environ.get("CKPT_TEST_COLUMNS", "0"))
     columns = wide or 100
     state = {"w": ckpt.Shard(np.zeros((each, columns)), (ROWS, columns), (rank * each, 0))}
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    write_whole(folder / f"pid-{rank}", str(os.getpid()))
     tiers = [ckpt.Tier("memory")] if wide else []
     every = int(os.environ.get("CKPT_TEST_EVERY", "20" if wide else "5"))
     with ckpt.Checkpointer(folder / "repo", every=every, keep=2, tiers=tiers) as ck:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from whole_file import write_whole
 
 import ckpt
 
@@ -22,7 +23,7 @@ def main() -> None:
         "w": ckpt.Shard(np.zeros((4, 100)), (4 * size, 100), (4 * rank, 0)),
         "large": ckpt.Shard(np.zeros(1 << 15), (size << 15,), (rank << 15,)),
     }
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    write_whole(folder / f"pid-{rank}", str(os.getpid()))
     with ckpt.Checkpointer(url, every=5, keep=2, tiers=[ckpt.Tier("memory", every=1)]) as ck:
         state, step = ck.restore(state)
         if not (state["large"].local == step).all():
