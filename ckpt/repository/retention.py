@@ -87,20 +87,21 @@ def expired_steps(steps: Iterable[int], complete: Iterable[int], keep: Keep, ord
     order: all steps from the oldest to the newest, if that is not the order of their numbers; abandoned steps come first.
     """
     age: Callable[[int], int] = _by_number if order is None else {step: at for at, step in enumerate(order)}.__getitem__
-    complete = set(complete)
+    steps, complete = set(steps), set(complete)
     kept_steps = sorted(complete, key=age)[-keep.last :]
     if len(kept_steps) < keep.last:
         return []
+    existing = steps | complete
     return [
-        step for step in sorted(steps, key=age) if age(step) < age(kept_steps[0]) and not _is_permanent(step, keep, complete)
+        step for step in sorted(steps, key=age) if age(step) < age(kept_steps[0]) and not _is_permanent(step, keep, existing)
     ]
 
 
-def _is_permanent(step: int, keep: Keep, complete: Collection[int]) -> bool:
+def _is_permanent(step: int, keep: Keep, existing: Collection[int]) -> bool:
     """Return whether `keep.every` keeps a step. Its number is that of the last update, or how many updates there were."""
     if keep.every is None:
         return False
-    return step % keep.every == 0 or ((step + 1) % keep.every == 0 and step + 1 not in complete)
+    return step % keep.every == 0 or ((step + 1) % keep.every == 0 and step + 1 not in existing)
 
 
 def _by_number(step: int) -> int:
