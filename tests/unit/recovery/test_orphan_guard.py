@@ -19,7 +19,7 @@ from helpers.unread_pipe import full_pipe
 from ckpt.recovery.ranks import orphan_guard
 from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 
-MARK = "CKPT_TEST_ORPHAN_GUARD=1"
+MARK = f"CKPT_TEST_ORPHAN_GUARD={os.getpid()}"  # a guard ends all processes with its mark, those of other workers of pytest too
 
 
 def start_rank() -> subprocess.Popen[bytes]:
