@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +53,14 @@ class Interrupted(Exception):
     """Ends a fit in the middle."""
 
 
+class Seen(list[str]):
+    """A list that is no part of a saved step, because it is of a class of its own."""
+
+
 class Losses(paddle.callbacks.Callback):
     def __init__(self, stop_after: int | None = None) -> None:
         super().__init__()
-        self.found: deque[str] = deque()  # no part of a saved step, unlike a list
-        self.calls: deque[str] = deque()
+        self.found, self.calls = Seen(), Seen()
         self._stop_after = stop_after
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
