@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,5 +135,6 @@ def test_the_guard_reports_each_loss(tmp_path: Path) -> None:
             rank = start_rank()
             os.write(guard.stdin.fileno(), f"+{rank.pid}\n".encode())
             assert rank.wait(300) == -signal.SIGKILL
-            assert b"was stopped or hung for 1 s, so its ranks are ended" in guard.stderr.readline()
+            # On a busy machine the guard looks later, and reports the longer time.
+            assert re.search(rb"was stopped or hung for [1-9]\d* s, so its ranks are ended", guard.stderr.readline())
         guard.stdin.close()
