@@ -10,7 +10,7 @@ from ckpt.recovery.agent.agent_heartbeat import AgentHeartbeat
 from ckpt.recovery.agent.agent_identity import AgentIdentity
 from ckpt.recovery.agent.end_of_run_drain import SharedMemoryDrain, drain_host_memory
 from ckpt.recovery.agent.followed_log import FollowedLog
-from ckpt.recovery.agent.host_lease import HostLease
+from ckpt.recovery.agent.host_lease import ContactLoss, HostLease, LoopHang
 from ckpt.recovery.agent.host_memory import HostMemory
 from ckpt.recovery.agent.host_ranks import HostRanks
 from ckpt.recovery.agent.time_accounting import TimeAccounting
@@ -127,14 +127,20 @@ class AgentLoop:
         """If the host lease has killed the ranks, clean up after them and report it."""
         parts = self._parts
         parts.lease.set_reports(parts.coordinator.reports())
+        if (loss := self._take_loss()) is not None:
+            self._stop_ranks()
+            parts.ranks.set_failure(HostFailure("lost", ranks=(), detail=loss.detail, silent_seconds=loss.seconds))
+            parts.heartbeat.set_report(self._make_report())
+
+    def _take_loss(self) -> ContactLoss | LoopHang | None:
+        """Print, and return once, why the host lease has killed the ranks; None if they run, or had ended by themselves."""
+        parts = self._parts
         loss = parts.lease.take_loss()
         ended_well = parts.ranks.have_ended and parts.ranks.failure is None
         if loss is None or not parts.ranks.are_started or ended_well:
-            return
+            return None
         parts.messages.print(loss.user_message)
-        self._stop_ranks()
-        parts.ranks.set_failure(HostFailure("lost", ranks=(), detail=loss.detail, silent_seconds=loss.seconds))
-        parts.heartbeat.set_report(self._make_report())
+        return loss
 
     def _stop_ranks(self) -> None:
         if self._parts.ranks.stop(self._parts.lease):
@@ -178,6 +184,7 @@ class AgentLoop:
         attempt_continues = last.kind in ("start", "stop") and run_state.attempt == parts.ranks.attempt
         if parts.ranks.are_started and not attempt_continues:
             self._account("decide")
+            self._take_loss()  # the log may answer, and say that the others continue, right after the ranks were killed
             if last.kind == "failure" or (run_state.failures and run_state.failures[-1].cause in ("hang", "stopped")):
                 parts.ranks.save_stacks()
             self._stop_ranks()

@@ -19,6 +19,7 @@ from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.storage.base.errors import is_transient
+from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.threads import WorkerThread
 
 log = logging.getLogger("ckpt.run")
@@ -224,6 +225,7 @@ class HostLease:
         return probe.ended - began
 
     def _kill_ranks_if_lost(self) -> None:
+        failpoint("lease.probed")
         now = time.monotonic()
         with self._lock:
             if self._sessions and self._contact.is_lost(now):

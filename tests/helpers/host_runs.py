@@ -197,4 +197,5 @@ class OnHosts(Job):
         with self._open_messages(name) as messages:
             self.agents[name] = self.hosts.run(
                 "abc".index(name), *RUN, *self.options, *arguments, "--", *program, stderr=messages, stdout=subprocess.DEVNULL,
+                env=os.environ | {"CKPT_FAILPOINTS": failpoints},
             )  # fmt: skip

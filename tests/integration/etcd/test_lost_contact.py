@@ -42,10 +42,10 @@ class Lab:
         self.run.hosts = hosts
         self._state = ["--state", f"etcd://{at or hosts.etcd_at(ETCD)}/lab"]
 
-    def start(self, step: int = 12) -> None:
+    def start(self, step: int = 12, failpoints: str = "") -> None:
         named, self.run.state = self.run.state, self._state
         for name in "abc":
-            self.run.start(name)
+            self.run.start(name, failpoints=failpoints)
         self.run.state = named
         self.run.until_step(step)
 
@@ -174,6 +174,21 @@ def test_a_host_stopped_beyond_its_lease_rejoins_as_it_wakes(lab: Callable[..., 
     log = one.ends_well(4)
     assert [(e.facts["cause"], e.facts["host"]) for e in failures(log)] == [("lost", "abc"[victim])]
     assert not one.lost()
+
+
+def test_a_host_that_reads_the_log_as_it_is_back_reports_the_lost_contact(lab: Callable[..., Lab]) -> None:
+    """Its agent waits for etcd while its ranks are killed, and gets an answer: the others have continued without it."""
+    one = lab("--min", "2", steps=600)
+    one.start(failpoints="lease.probed=sleep:1.5@*")  # the agent asks etcd for at most 5 s at a time
+    victim = one.host_of(1)
+    pids = [one.run.pid(rank) for rank in (2, 3)]
+    one.hosts.unplug(victim)
+    assert have_ended(pids)
+    one.hosts.plug(victim)
+    one.run.until(lambda log: len(starts(log)) == 2, "gone on")
+    log = one.ends_well(2 * len(starts(one.run.log())[1]))
+    assert [(e.facts["cause"], e.facts["host"]) for e in failures(log)] == [("lost", "abc"[victim])]
+    assert one.lost() == ["abc"[victim]]
 
 
 # --- host names that cannot be resolved -------------------------------------------------------------------------------
