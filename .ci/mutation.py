@@ -66,7 +66,7 @@ SUBJECTS = {
             "ckpt/repository/commit_publication.py",
             "ckpt/repository/completeness.py",
             "ckpt/saving/committer.py",
-            "ckpt/saving/box_coverage.py",
+            "ckpt/saving/tiling_check.py",
         ),
         (
             "tests/unit/ckpt/repository/test_commit_publication.py",
@@ -75,7 +75,7 @@ SUBJECTS = {
             "tests/unit/ckpt/saving/test_committer.py",
             "tests/unit/ckpt/saving/test_group_commit.py",
             "tests/unit/ckpt/saving/test_discarded_attempts.py",
-            "tests/unit/ckpt/saving/test_box_coverage.py",
+            "tests/unit/ckpt/saving/test_tiling_check.py",
         ),
     ),
     "retention": Subject(

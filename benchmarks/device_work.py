@@ -47,12 +47,12 @@ class FixedChoice:
 
             LocalStore.parallel_reads = self.count  # type: ignore[assignment, method-assign]
         elif self.kind == "requests":
-            from ckpt.block_io import tuned_reads
+            from ckpt.block_io import tuned_read_threads
             from ckpt.storage.tuning.choice import Choice, ChoiceSpace
 
             only = Choice(self.count, self.nbytes)
             space = ChoiceSpace((self.count,), (self.nbytes,), only, only.bytes_in_flight)
-            tuned_reads.DISK = tuned_reads.NETWORK = space
+            tuned_read_threads.DISK = tuned_read_threads.NETWORK = space
         elif self.kind == "appends":
             from ckpt.storage.base.store import Store
             from ckpt.storage.local.directory import LocalStore

@@ -16,16 +16,16 @@ from ckpt.format.signature import KeyOption
 from ckpt.groups import as_group
 from ckpt.loading.alias_check import check_aliasing
 from ckpt.loading.finish_functions import Finish
-from ckpt.loading.group_load import (
+from ckpt.loading.newest_step_load import load_newest_on_all_ranks
+from ckpt.loading.own_values import read_own_values
+from ckpt.loading.rank_agreement import (
     LoadRequest,
     open_agreed_checkpoint,
     require_same_step,
     run_on_all_ranks,
 )
-from ckpt.loading.own_values import read_own_values
 from ckpt.loading.read_ahead import reading_ahead
 from ckpt.loading.shared_read import BlockSource, ShareReads, read_shared
-from ckpt.loading.step_fallback import load_newest_on_all_ranks
 from ckpt.loading.target_matching import TargetMatcher
 from ckpt.loading.wrapped_values import split_off_wrapped_values
 from ckpt.repository.checkpoint import Checkpoint

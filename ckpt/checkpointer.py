@@ -18,7 +18,7 @@ from ckpt.api import check_step, load_newest, load_step
 from ckpt.errors import FormatError, StepSkipped
 from ckpt.format.codec import CodecOption
 from ckpt.format.signature import KeyOption, as_keys
-from ckpt.loading.group_load import LoadRequest
+from ckpt.loading.rank_agreement import LoadRequest
 from ckpt.loading.shared_read import ShareReads
 from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.repository import Repository, Url, open_repository, resolve_url

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.saving.box_coverage import are_tiled
+from ckpt.saving.tiling_check import are_tiled
 from ckpt.state.boxes import Box, contiguous_start, intersect
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes

@@ -20,7 +20,7 @@ from ckpt.adapters.accelerate_state import PreparedObjects
 from ckpt.api import load_step
 from ckpt.checkpointer import Checkpointer
 from ckpt.groups import as_group
-from ckpt.loading.group_load import LoadRequest
+from ckpt.loading.rank_agreement import LoadRequest
 from ckpt.repository.repository import Url
 from ckpt.repository.retention import Keep
 from ckpt.saving.handle import SaveHandle

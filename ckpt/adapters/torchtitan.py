@@ -26,7 +26,7 @@ from ckpt.api import load_newest, load_step
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import FormatError, LeafNotFound, StepNotFound
 from ckpt.groups import as_group
-from ckpt.loading.group_load import LoadRequest
+from ckpt.loading.rank_agreement import LoadRequest
 from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Repository, open_repository
 from ckpt.state.stateful import RandomState
 from ckpt.storage.base.errors import InvalidArgument

@@ -12,7 +12,7 @@ from ckpt.api import load_step
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import StepNotFound
 from ckpt.groups import as_group
-from ckpt.loading.group_load import LoadRequest
+from ckpt.loading.rank_agreement import LoadRequest
 from ckpt.repository.repository import Url, open_repository
 from ckpt.storage.base.errors import IntegrityError, InvalidArgument
 from ckpt.support.user_warning import warn_user

@@ -30,7 +30,7 @@ from ckpt.adapters.trl_samples import GeneratedSamples
 from ckpt.api import load_newest
 from ckpt.checkpointer import Checkpointer
 from ckpt.groups import as_group
-from ckpt.loading.group_load import LoadRequest
+from ckpt.loading.rank_agreement import LoadRequest
 from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, resolve_url
 from ckpt.state.name_patterns import children

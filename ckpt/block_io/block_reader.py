@@ -6,9 +6,10 @@ Blocks are read in the order of packs and positions. There are two ways:
   read-ahead of Linux loads whole blocks. It announces the other blocks to the store, which prefetches them. An uncompressed
   block with one contiguous destination is read directly into it, and hashed in chunks while each chunk is in the processor's
   cache.
-- Under a tuner (`tuned_reads.py`), which decides how many requests run at a time and how long they are: blocks from a network,
-  and blocks that one process reads, and only once. The latter bypass the page cache (`BlockRead.bypass_cache`). All threads
-  take the next block from one queue. The bytes are read into memory on huge pages, and hashed and copied from there in chunks.
+- Under a tuner (`tuned_read_threads.py`), which decides how many requests run at a time and how long they are: blocks from a
+  network, and blocks that one process reads, and only once. The latter bypass the page cache (`BlockRead.bypass_cache`). All
+  threads take the next block from one queue. The bytes are read into memory on huge pages, and hashed and copied from there in
+  chunks.
   Chunks that the page cache has are copied from it to where they belong.
 
 Before a difference is read, a second BlockReader reads and verifies its base, so that an error names the file that is damaged.
@@ -27,7 +28,7 @@ from ckpt.block_io.copy_slots import small_copy_slots
 from ckpt.block_io.pack_reader import PackReader, grown
 from ckpt.block_io.read_plan import BlockRead, CellSpan, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
 from ckpt.block_io.replicated_store import copies_of, from_nearest
-from ckpt.block_io.tuned_reads import ReadKind, read_kind, run_reads
+from ckpt.block_io.tuned_read_threads import ReadKind, read_kind, run_reads
 from ckpt.errors import DAMAGE_ADVICE, FormatError
 from ckpt.format import block_difference, codec
 from ckpt.format.digest import CELL_BYTES, checksum, digest, hasher

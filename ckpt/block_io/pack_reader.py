@@ -14,7 +14,7 @@ from ckpt.block_io.chunked_copy import BlockSource, longest_part
 from ckpt.block_io.copy_slots import copy_slots
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.block_io.staging_arena import round_up
-from ckpt.block_io.tuned_reads import ReadKind, TunedReads, tuned_reads
+from ckpt.block_io.tuned_read_threads import ReadKind, TunedReads, tuned_reads
 from ckpt.errors import DAMAGE_ADVICE
 from ckpt.format.limits import BLOCK_BYTES
 from ckpt.format.manifest import Row

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ckpt.block_io.block_reader import BlockReader, Progress
 from ckpt.block_io.read_plan import BlockRead, RowPiece
-from ckpt.block_io.tuned_reads import run_reads
+from ckpt.block_io.tuned_read_threads import run_reads
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.base import ArrayLeaf, Bytes

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckpt.block_io.block_reader import BlockReader
 from ckpt.block_io.read_plan import BlockRead, Target, plan_reads
-from ckpt.block_io.tuned_reads import ReadKind, most_threads
+from ckpt.block_io.tuned_read_threads import ReadKind, most_threads
 from ckpt.format.manifest import Manifest, Row, Saved
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.state.dtype_names import numpy_dtype

@@ -20,7 +20,7 @@ import numpy as np
 from ckpt.block_io.block_reader import BlockReader, Progress, read_blocks
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.block_io.replicated_store import copies_of
-from ckpt.block_io.tuned_reads import ReadKind, most_threads, read_kind
+from ckpt.block_io.tuned_read_threads import ReadKind, most_threads, read_kind
 from ckpt.groups.base import Group, Message, ranks_text
 from ckpt.loading.shared_read_schedule import (
     BlockKey,

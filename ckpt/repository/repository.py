@@ -306,7 +306,7 @@ class Repository:
 
             checkpoint = ckpt.open(url).latest()
 
-        A damaged step is skipped with a warning in the log. A load falls back in `ckpt/loading/step_fallback.py`.
+        A damaged step is skipped with a warning in the log. A load falls back in `ckpt/loading/newest_step_load.py`.
 
         Raises:
             StepNotFound: Nothing exists at the URL any more.

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ckpt.block_io.block_check import verify_stored_block
 from ckpt.block_io.replicated_store import from_nearest
+from ckpt.block_io.stored_block_check import verify_stored_block
 from ckpt.errors import bad_sectors_as_damage
 from ckpt.format.block_difference import BaseBlock
 from ckpt.format.manifest_encoding import StoredBlock

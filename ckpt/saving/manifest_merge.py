@@ -14,8 +14,8 @@ from ckpt.errors import StepRefused
 from ckpt.format import manifest_parquet
 from ckpt.format.row_index import RowIndex, index_rows
 from ckpt.groups.base import ranks_text
-from ckpt.saving.box_coverage import Flags, Ints, are_tiled, first_overlap, first_uncovered_box
 from ckpt.saving.replica_check import LeafDescription, require_same_description
+from ckpt.saving.tiling_check import Flags, Ints, are_tiled, first_overlap, first_uncovered_box
 from ckpt.state.boxes import Box, intersect
 from ckpt.support import arrow_columns
 

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 
-from ckpt.block_io.block_check import is_good_block
 from ckpt.block_io.replicated_store import remove_bad_copies
+from ckpt.block_io.stored_block_check import is_good_block
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest import Row

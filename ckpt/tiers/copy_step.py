@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
-from ckpt.block_io.block_check import is_good_block
 from ckpt.block_io.replicated_store import bad_files, clear_bad, from_nearest
+from ckpt.block_io.stored_block_check import is_good_block
 from ckpt.errors import DAMAGE_ADVICE, Fenced, bad_sectors_as_damage
 from ckpt.format.json_records import CommitRecord, FileRecord
 from ckpt.format.limits import MAX_BLOCK_BYTES

@@ -34,7 +34,7 @@ LEAVES = "ckpt/state/"
 """In this folder, a TypeError becomes an UnsupportedLeaf or a LeafMismatch, which add only the leaf and the step."""
 
 NOT_RAISED_TO_USERS = {
-    "ckpt/block_io/block_check.py": "saving/dedup.py logs it, and writes the block again",
+    "ckpt/block_io/stored_block_check.py": "saving/dedup.py logs it, and writes the block again",
     "ckpt/format/bounded_decode.py": "block_io/block_reader.py adds the leaf, the file and the advice",
     "ckpt/format/float_planes.py": "block_io/block_reader.py adds the leaf, the file and the advice",
     "aggregator/cluster/fanout.py": "a reason in the message about members that do not answer",

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.block_io.block_check import is_good_block
 from ckpt.block_io.replicated_store import from_nearest
+from ckpt.block_io.stored_block_check import is_good_block
 from ckpt.format.difference_choice import AutomaticChoices
 from ckpt.format.digest import digest
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.manifest import Row
 from ckpt.format.manifest_encoding import PlannedColumns, StoredBlock, build_table
-from ckpt.loading.group_load import LoadRequest
+from ckpt.loading.rank_agreement import LoadRequest
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.committer import Committer

@@ -37,8 +37,8 @@ from unittest.mock import patch
 
 from ckpt.format.json_records import CommitRecord, FileRecord, decode_commit
 from ckpt.groups.base import SingleProcessGroup
-from ckpt.loading.group_load import LoadRequest
-from ckpt.loading.step_fallback import load_newest_on_all_ranks
+from ckpt.loading.newest_step_load import load_newest_on_all_ranks
+from ckpt.loading.rank_agreement import LoadRequest
 from ckpt.repository import commit_publication, lease_records, repository
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.writer_lease import WriterLease

@@ -28,7 +28,7 @@ from helpers.two_writers import HOLDER_PROGRAM, is_zombie, take_over
 import ckpt
 from ckpt.format import json_records
 from ckpt.groups.process_identity import is_alive, is_dead, this_process
-from ckpt.loading import step_fallback
+from ckpt.loading import newest_step_load
 from ckpt.repository.group_lease import GroupLease
 from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import WriterLease, acquire_lease
@@ -380,7 +380,7 @@ def test_a_load_finds_a_step_where_a_writer_deletes_each_step_that_was_listed(
         return call
 
     for name in ("open_agreed_checkpoint", "_has_committed"):
-        monkeypatch.setattr(step_fallback, name, after_the_next_save(getattr(step_fallback, name)))
+        monkeypatch.setattr(newest_step_load, name, after_the_next_save(getattr(newest_step_load, name)))
     assert_same(ckpt.load(tmp_path, strict=True), state_of(4))
     assert saved == [0, 1, 2, 3, 4]
 

@@ -261,7 +261,7 @@ def test_a_signed_step_is_copied_between_tiers_and_checked(tmp_path: Path) -> No
 @pytest.mark.parametrize("codec", [{"id": "zlib", "level": 1}, None])
 def test_a_copy_to_another_tier_is_checked_by_the_digest(tmp_path: Path, codec: dict[str, Any] | None) -> None:
     """A stored block whose xxh3 checksum matches but whose digest does not is not copied."""
-    from ckpt.block_io.block_check import is_good_block
+    from ckpt.block_io.stored_block_check import is_good_block
 
     checkpoint = save(state(), tmp_path, 5, digest="blake3", codec=codec or "none")
     row = checkpoint.manifest().rows[0]

@@ -9,7 +9,7 @@ from helpers.rank_threads import on_ranks
 
 from ckpt.errors import GroupError, StepNotFound
 from ckpt.groups.base import Group
-from ckpt.loading.group_load import broadcast_from_rank_0
+from ckpt.loading.rank_agreement import broadcast_from_rank_0
 from ckpt.repository.repository import Repository
 from ckpt.saving.session_start import start_in_group
 from ckpt.storage.base.errors import IntegrityError, StoreError, Unavailable

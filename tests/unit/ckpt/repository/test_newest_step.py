@@ -17,7 +17,7 @@ from helpers.rank_threads import all_well, on_ranks
 import ckpt
 from ckpt.api import load_newest
 from ckpt.groups.base import Group, SingleProcessGroup
-from ckpt.loading.group_load import LoadRequest
+from ckpt.loading.rank_agreement import LoadRequest
 from ckpt.repository.repository import commit_name, open_repository
 from ckpt.storage.base.errors import IntegrityError, StoreError
 from ckpt.storage.local.directory import LocalStore

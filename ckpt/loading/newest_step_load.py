@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ckpt.errors import StepNotFound
 from ckpt.groups.base import Group
-from ckpt.loading.group_load import (
+from ckpt.loading.rank_agreement import (
     LoadRequest,
     RemoteStoreError,
     broadcast_from_rank_0,

@@ -10,8 +10,8 @@ from helpers.boxes import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.saving import box_coverage
-from ckpt.saving.box_coverage import are_tiled, first_overlap, first_uncovered_box
+from ckpt.saving import tiling_check
+from ckpt.saving.tiling_check import are_tiled, first_overlap, first_uncovered_box
 from ckpt.state.boxes import Box, intersect
 
 EXAMPLES = settings(max_examples=60, deadline=None)
@@ -84,7 +84,7 @@ def test_empty_boxes_cover_nothing() -> None:
 def test_many_arrays_are_checked_in_one_call(limits: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of a batch, and whether they are checked by corners or by pairs of boxes."""
     for name, value in limits.items():
-        monkeypatch.setattr(box_coverage, name, value)
+        monkeypatch.setattr(tiling_check, name, value)
     check_many_arrays()
 
 
