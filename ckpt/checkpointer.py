@@ -153,7 +153,7 @@ class Checkpointer:
     def _make_scrubber(self, bytes_per_second: int | None) -> Scrubber:
         session = self._require_open()
         if self._tiers is not None:
-            return Scrubber(self._tiers.record, None, None if session.group.rank else bytes_per_second)
+            return Scrubber(self._tiers.main_repo, None, None if session.group.rank else bytes_per_second)
         return Scrubber(session.repo, None if session.group.size == 1 else session.group.rank, bytes_per_second)
 
     @property
@@ -185,10 +185,13 @@ class Checkpointer:
             The state and the number of the next step. If no step exists, the unchanged state and 0.
 
         Raises:
+            InvalidArgument: An argument has a value that makes no sense.
             StepNotFound: `step` does not exist.
             LeafNotFound: `state` has a leaf that the step does not have.
             LeafMismatch: A leaf of `state` has another shape, dtype or kind than the saved one.
             IntegrityError: The step is damaged, and was named or `strict` is True; or all steps are damaged.
+            SaveFailed: A save that is still running makes no progress.
+            StoreError: The store failed.
             CkptError: This Checkpointer is closed, or belongs to the parent process.
         """
         check_switch("strict", strict)
@@ -243,9 +246,11 @@ class Checkpointer:
             The handle of the save, or None if no save is due or the loss is bad.
 
         Raises:
-            SaveFailed: An earlier save failed in the background; its error is the cause.
+            InvalidArgument: `step` is not a step number.
+            SaveFailed: An earlier save failed in the background, and its error is the cause; or it makes no progress.
+            UnsupportedLeaf: A save is due, and the state has a value that can't be stored without pickle.
             SystemExit: `ckpt-run` stops the job. The status is 0, and the step is saved unless its loss is bad.
-            CkptError: This Checkpointer is closed, or belongs to the parent process.
+            CkptError: This Checkpointer is closed, belongs to the parent process, or the save failed; see `ckpt.save`.
         """
         if (idle_window := self._idle_window) is not None:
             try:

@@ -32,7 +32,7 @@ from ckpt.training.save_interval import Every
 
 
 class Checkpoints:
-    """A Trainer callback that saves the whole training state in the background, and resumes from the newest whole step.
+    """A Trainer callback that saves the whole training state in the background, and resumes from the newest complete step.
 
         trainer = Trainer(callbacks=[Checkpoints("/data/run", every=100, keep=3)])
         trainer.fit(model, data)
@@ -46,8 +46,8 @@ class Checkpoints:
     generators of each process, and the position in the data. It is saved between two batches or between two epochs, after
     the validation and all other callbacks. The last step of a fit is saved, too.
 
-    `fit` resumes from the newest whole step. Where it is called with `ckpt_path`, it loads that path instead, with a warning if
-    the repository has steps.
+    `fit` resumes from the newest complete step. Where it is called with `ckpt_path`, it loads that path instead, with a warning
+    if the repository has steps.
 
     A resumed run continues in the middle of an epoch. Dataloaders with state_dict() and load_state_dict() continue from their
     state. Others start the epoch again with the random state that it had, and the batches that were done are discarded:
@@ -189,7 +189,7 @@ class Checkpoints:
         return {"trainer": self._state, "train": sharded_model(self._trainer)}
 
     def _load(self) -> tuple[Any, int]:
-        """Return the checkpoint of the newest whole step and the number of the next one. A sharded model is filled in place."""
+        """Return the checkpoint of the newest complete step and the number of the next; a sharded model is filled in place."""
         assert self._checkpointer is not None
         if not is_sharded(self._trainer.strategy):
             return self._checkpointer.restore(None)
@@ -203,7 +203,7 @@ class Checkpoints:
         return entries["trainer"], start
 
     def _restore(self, path: object) -> dict[str, Any] | None:
-        """Return the checkpoint of the newest whole step; None if there is none, or if `fit` loads a path."""
+        """Return the checkpoint of the newest complete step; None if there is none, or if `fit` loads a path."""
         assert self._checkpointer is not None
         repository = self._checkpointer.repository
         if path:

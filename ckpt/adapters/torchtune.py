@@ -72,7 +72,7 @@ class FullModelHFCheckpointer(_RepositoryCheckpointer, training.FullModelHFCheck
 
     All other options are those of torchtune, with the same meaning. The files of the model are read from `checkpoint_dir`, and
     written after the last epoch, as torchtune does. With `resume_from_checkpoint: True`, a recipe continues from the newest
-    whole step, also in the middle of an epoch. If there is no step yet, it continues from what torchtune has saved in
+    complete step, also in the middle of an epoch. If there is no step yet, it continues from what torchtune has saved in
     `output_dir`, or else begins as with False.
 
     A step has the trained parameters, buffers, optimizer, schedule, random generators of each rank, and the position in the

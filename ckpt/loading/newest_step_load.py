@@ -120,10 +120,8 @@ def _finish_fallback(
         raise type(newest)(f"every step of {repo.url} is damaged ({damaged}); the newest: {newest}") from newest
     for number, skipped in damage.items():
         assert found is not None
-        if before is None or found[0] < before:
-            message = f"loaded the older step {found[0]} because a newer one is damaged: {skipped}"
-        else:  # there is no other step below `before`
-            message = f"loaded step {found[0]} because step {number} is damaged: {skipped}"
+        loaded = "the older step" if before is None or found[0] < before else "step"  # there may be no step below `before`
+        message = f"step {number} is damaged, so {loaded} {found[0]} was loaded: {skipped}"
         log.error(message)
         warn_user(message)
     return found

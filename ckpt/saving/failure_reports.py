@@ -43,7 +43,7 @@ def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt:
     """Report, from rank 0, that the store failed during the commit, so that the other ranks check the record once more."""
     reason = (
         f"rank 0 failed while it committed step {attempt.step} of {store.url}, and can't find out whether the step exists: "
-        f"{error}"
+        f"{error}; look at the list of steps (ckpt-inspect) when the store answers"
     )
     failure = {"reason": reason, "missing": False, "rank": 0, "uncertain": True}
     group.leave_note(_note_key(lease, attempt, True), json_records.encode("failure", failure))

@@ -47,16 +47,16 @@ def _find_earlier_step(tier: OpenTier, nearer: Iterable[Repository], restored: t
     return newest[1] if newest > newest_in_tier and (restored is None or newest <= restored) else None
 
 
-def warn_of_unpromoted_step(record: Repository, newest: tuple[int, int]) -> None:
+def warn_of_unpromoted_step(main_repo: Repository, newest: tuple[int, int]) -> None:
     """Log that only a nearer tier has the newest step, which nothing copies after a failure of the program.
 
-    record: the repository of record.
+    main_repo: the repository of record.
     newest: training line and number of the step that this job restored or saved last.
     """
-    if newest[1] < 0 or newest <= (newest_in_record := record.newest()):
+    if newest[1] < 0 or newest <= (newest_there := main_repo.newest()):
         return
-    has = f"has step {newest_in_record[1]}" if newest_in_record[1] >= 0 else "has no step"
+    has = f"has step {newest_there[1]}" if newest_there[1] >= 0 else "has no step"
     log.warning(
         "step %d is in a nearer tier, and %s %s: give the next job the same tiers to continue from the newest", newest[1],
-        record.url, has,
+        main_repo.url, has,
     )  # fmt: skip

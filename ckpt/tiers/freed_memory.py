@@ -15,6 +15,8 @@ from ckpt.tiers.tier_spec import MEMORY
 
 log = logging.getLogger("ckpt")
 
+_DRAIN_ADVICE = "the job copies its steps when it is started again; to copy them without it, call ckpt.tiers.drain"
+
 
 def free_memory(
     open_tiers: Sequence[OpenTier], group: Group, step: int, newest: tuple[int, int] | None, skipped: int | None = None
@@ -29,22 +31,29 @@ def free_memory(
     skipped: a later step that this rank has left out. The other ranks may still write files of it, which they delete when they
         learn that it is left out.
     """
-    record = open_tiers[-1].session.repo
+    main_repo = open_tiers[-1].session.repo
     try:
-        if group.rank == 0 and step >= 0 and record.record(step).step != step:
-            raise IntegrityError(f"{record.url}/{commit_name(step)} is not the record of step {step}; {DAMAGE_ADVICE}")
+        if group.rank == 0 and step >= 0 and main_repo.record(step).step != step:
+            raise IntegrityError(
+                f"{main_repo.url}/{commit_name(step)} is not the commit record of step {step}; {DAMAGE_ADVICE}"
+            )
     except CkptError as error:
-        log.warning("the memory is not freed, because step %d can't be read from %s (%s)", step, record.url, error)
+        log.warning(
+            "the memory is not freed, because step %d can't be read from %s (%s); %s", step, main_repo.url, error, _DRAIN_ADVICE
+        )
         return
     for tier in open_tiers[:-1]:
         store = tier.session.repo.store
         if group.rank == 0 and tier.spec.url == MEMORY and tier.session.user_count == 1:
             try:
                 if newer := _newer_steps(tier.session.repo, step, newest):
-                    log.warning("the memory at %s is kept: it has step %d, which this job did not restore", tier.url, newer[-1])
+                    log.warning(
+                        "the memory at %s is kept: it has step %d, which this job did not restore; %s", tier.url, newer[-1],
+                        _DRAIN_ADVICE,
+                    )  # fmt: skip
                     continue
                 names = [entry.name for entry in store.list("steps")]
-                if group.size > 1 and newest is not None:  # another rank may still wait for this record
+                if group.size > 1 and newest is not None:  # another rank may still wait for this commit record
                     names = [name for name in names if name != commit_name(newest[1])]
                 if skipped is not None:
                     names = [name for name in names if not name.startswith(f"{step_folder(skipped)}/")]
@@ -54,13 +63,13 @@ def free_memory(
                 if skipped is None:
                     store.sweep_temporaries("")
             except (Fenced, StoreError) as error:
-                log.warning("the memory at %s could not be freed: %s", tier.url, error)
+                log.warning("the memory at %s could not be freed: %s; delete the folder when no job uses it", tier.url, error)
 
 
 def _newer_steps(repo: Repository, step: int, newest: tuple[int, int] | None) -> list[int]:
     """Return the steps that are or may be newer than the newest one of the job.
 
-    Where a record can't be read, the number of the step decides, unless it may be on a newer line.
+    Where a commit record can't be read, the number of the step decides, unless it may be on a newer line.
     """
     found = repo.lines()
     newer = [other for other, line in found.known.items() if newest is not None and (line.number, other) > newest]
@@ -68,16 +77,16 @@ def _newer_steps(repo: Repository, step: int, newest: tuple[int, int] | None) ->
     return sorted([*newer, *(other for other in found.errors if other > step or may_be_on_newer_line)])
 
 
-def remove_freed_commits(repo: Repository, record: Repository) -> None:
+def remove_freed_commits(repo: Repository, main_repo: Repository) -> None:
     """Remove commit records without files, which `free_memory` has left for ranks that were waiting for them.
 
-    A record is removed only if the repository of record has a readable record of the same save or a later one. Otherwise it may
-    be the only one.
+    A commit record is removed only if the repository of record has a readable one of the same save or a later one. Otherwise it
+    may be the only one.
     """
     for step in repo.step_numbers():
         name = commit_name(step)
         if [entry.name for entry in repo.store.list(f"steps/{step}")] != [name]:
             continue
         with suppress(NotFound, IntegrityError):
-            if record.record(step).save_order >= repo.record(step).save_order:
+            if main_repo.record(step).save_order >= repo.record(step).save_order:
                 repo.store.delete([name])

@@ -62,7 +62,7 @@ class TierManager:
     ) -> None:
         """Open all tiers. Every rank of the group must call it. The arguments are those of `Checkpointer`."""
         repos = open_repositories(url, keep, tiers, keys)
-        record = repos[-1]
+        main_repo = repos[-1]
         self._group = group
         self._open_tiers: list[OpenTier] = []
         self._at_end = ExitStack()
@@ -73,7 +73,7 @@ class TierManager:
         """The bytes of a step of all ranks; None before they are known."""
         self._line_and_step: tuple[int, int] | None = None
         """Training line and number of the step that this job restored or saved last."""
-        self._is_newest_in_record = False
+        self._is_newest_in_main_repo = False
         """Whether this job saved that step to the repository of record directly."""
         self._has_caught_up = False
         self._next_catch_up = 0.0
@@ -81,11 +81,11 @@ class TierManager:
         series = SerialCounter(repos)
         try:
             # The repository of record is first, so that a job which is refused there has changed nothing.
-            self._enter_tier(Tier(url, every, keep), record, series, record.store)
+            self._enter_tier(Tier(url, every, keep), main_repo, series, main_repo.store)
             require_shared_memory(tiers, group)
             for spec, repo in zip(reversed(tiers), reversed(repos[:-1]), strict=True):
                 try:
-                    self._enter_tier(spec, repo, series, record.store)
+                    self._enter_tier(spec, repo, series, main_repo.store)
                 except StoreError as error:  # all ranks of a group get the same error
                     message = f"the tier {repo.url} is not used, and saves go to the next tier: {error}"
                     log.error(message)
@@ -93,10 +93,10 @@ class TierManager:
             # A session that this process has already has a repository object of its own.
             entered = {tier.session.repo.url: tier.session.repo for tier in self._open_tiers}
             bind_to_repository(list(entered.values()), group.rank == 0)
-            self._previous_memories = previous_memories(record) if any(spec.url == MEMORY for spec in tiers) else []
-            self._read_only_tiers = [r for r in repos[:-1] if r.url not in entered and can_read_steps_of(r, record)]
+            self._previous_memories = previous_memories(main_repo) if any(spec.url == MEMORY for spec in tiers) else []
+            self._read_only_tiers = [r for r in repos[:-1] if r.url not in entered and can_read_steps_of(r, main_repo)]
             near = [entered.get(r.url, r) for r in repos[:-1] if r.url in entered or r in self._read_only_tiers]
-            self.repository = TieredRepository([*near, *self._previous_memories, entered[record.url]])
+            self.repository = TieredRepository([*near, *self._previous_memories, entered[main_repo.url]])
             # All tiers share one lineage: a save to the nearest tier may continue from a step restored from another tier.
             writer = self.nearest
             newest = max(tier.session.lineage.newest_step for tier in self._open_tiers)
@@ -131,11 +131,11 @@ class TierManager:
             spared_steps = partial(self._steps_to_promote_from, number)
             tier.session.spare(spared_steps)
             self._at_end.callback(tier.session.stop_sparing, spared_steps)
-            if number or (repo is self.record and len(self.repository.tiers) > 1):  # others may be nearer, and can only be read
+            if number or (repo is self.main_repo and len(self.repository.tiers) > 1):  # the others can only be read
                 tier.copier = BackgroundCopier(
                     self._repositories_except(repo), tier.session, as_keep(tier.spec.keep), partial(publish_durable, tier)
                 )
-            if repo is not self.record:
+            if repo is not self.main_repo:
                 tier.capacity_bytes = capacity_bytes(tier.spec, repo)
                 tier.measure_stored_bytes()
 
@@ -158,7 +158,7 @@ class TierManager:
         return self._open_tiers[0].session
 
     @property
-    def record(self) -> Repository:
+    def main_repo(self) -> Repository:
         """The repository of record."""
         return self._open_tiers[-1].session.repo
 
@@ -256,7 +256,7 @@ class TierManager:
         publish_durable(tier, handle.step)
         commit = handle.checkpoint().commit
         self._line_and_step = commit.line, handle.step
-        self._is_newest_in_record = tier is self._open_tiers[-1]
+        self._is_newest_in_main_repo = tier is self._open_tiers[-1]
         self._step_bytes = commit.raw_bytes
         with suppress(StoreError):
             tier.measure_stored_bytes()
@@ -299,7 +299,7 @@ class TierManager:
         step: the loaded step; -1 if there was none.
         """
         self._line_and_step = self.repository.training_line_of(step), step
-        self._is_newest_in_record = False
+        self._is_newest_in_main_repo = False
         remove_damaged_copies(self.repository)
         self.catch_up()
 
@@ -368,7 +368,7 @@ class TierManager:
                 self._free_memory(step)
             else:
                 if self._group.rank == 0 and self._line_and_step is not None:
-                    warn_of_unpromoted_step(self.record, self._line_and_step)
+                    warn_of_unpromoted_step(self.main_repo, self._line_and_step)
                 self.raise_failed()
             for tier in self._open_tiers:
                 tier.session.raise_last_failure()
@@ -380,16 +380,19 @@ class TierManager:
     def _promote_newest(self) -> int:
         """Start copying the newest step to the repository of record, and return its number; -1 if there is none."""
         self.catch_up()
-        record = self._open_tiers[-1]
-        if record.copier is None:
+        last_tier = self._open_tiers[-1]
+        if last_tier.copier is None:
             return -1
         newest = self._line_and_step
         if newest is None:
-            opened = (tier.session.repo for tier in self._open_tiers)
-            newest = max(repo.newest() for repo in [*opened, *self._read_only_tiers, *self._previous_memories])
+            found = [tier.session.repo.newest() for tier in self._open_tiers]
+            for repo in [*self._read_only_tiers, *self._previous_memories]:
+                with suppress(StoreError):  # what can't be read now stays there; `catch_up` has logged it
+                    found.append(repo.newest())
+            newest = max(found)
         step = newest[1]
-        if step >= 0 and not self._is_newest_in_record:
-            record.copier.offer(step)
+        if step >= 0 and not self._is_newest_in_main_repo:
+            last_tier.copier.offer(step)
         return step
 
     def _free_memory(self, step: int) -> None:

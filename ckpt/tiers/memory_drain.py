@@ -97,23 +97,23 @@ def _drain_repository(repo: Repository) -> tuple[str, bool]:
     if note is None:
         return "", False
     repos = [repo if url == repo.url else open_repository(url) for url in note.places]
-    record = repos[-1]
-    if record.identity() != note.id:
-        raise InvalidArgument(f"{record.url} is another repository now; {_EXPORT_ADVICE}")
+    main_repo = repos[-1]
+    if main_repo.identity() != note.id:
+        raise InvalidArgument(f"{main_repo.url} is another repository now; {_EXPORT_ADVICE}")
     has_steps = repo.newest()[1] >= 0
-    source = TieredRepository([r for r in repos if r is not record])
-    newest, there = _newest(source), record.newest()
+    source = TieredRepository([r for r in repos if r is not main_repo])
+    newest, there = _newest(source), main_repo.newest()
     step = newest[1]
     if step < 0:
         return "", has_steps
     with suppress(NotFound, IntegrityError):
-        newer = there > newest and record.record(there[1]).save_order > source.commit(step).save_order
-        if newer and not missing_packs(record, record.record(there[1])):
-            return f"{record.url} has step {there[1]} already, which is newer than step {step} in {repo.url}", has_steps
+        newer = there > newest and main_repo.record(there[1]).save_order > source.commit(step).save_order
+        if newer and not missing_packs(main_repo, main_repo.record(there[1])):
+            return f"{main_repo.url} has step {there[1]} already, which is newer than step {step} in {repo.url}", has_steps
     series = SerialCounter(repos)
     opened: list[Session] = []
     try:
-        opened.append(session_registry.enter(record, SingleProcessGroup(), series))
+        opened.append(session_registry.enter(main_repo, SingleProcessGroup(), series))
         for near in repos[:-1]:
             try:
                 opened.append(session_registry.enter(near, SingleProcessGroup(), series))
@@ -124,7 +124,9 @@ def _drain_repository(repo: Repository) -> tuple[str, bool]:
     finally:
         for session in opened:
             session_registry.leave(session)
-    report = f"step {step} was brought from {repo.url} to {record.url}" if done else f"{record.url} has step {step} already"
+    report = (
+        f"step {step} was brought from {repo.url} to {main_repo.url}" if done else f"{main_repo.url} has step {step} already"
+    )
     return report, has_steps
 
 

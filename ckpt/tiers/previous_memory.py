@@ -21,7 +21,7 @@ _ANSWER_SECONDS = 3.0
 """A host whose memory does not answer within this time counts as lost."""
 
 
-def previous_memories(record: Repository) -> list[Repository]:
+def previous_memories(main_repo: Repository) -> list[Repository]:
     """Return the memory of earlier attempts that has steps of the repository of record, the newest first.
 
     A memory that does not answer counts as lost, and is named in the log. Raises StoreError if a memory answers and its note
@@ -31,9 +31,9 @@ def previous_memories(record: Repository) -> list[Repository]:
     found = []
     seconds, awaited = _memory_wait_from_env()
     for url in os.environ.get(PREVIOUS_MEMORY_VARIABLE, "").split():
-        repo = open_repository(url_of_subfolder(url, memory_folder_name(record.url)), record.keys)
+        repo = open_repository(url_of_subfolder(url, memory_folder_name(main_repo.url)), main_repo.keys)
         try:
-            if _can_have_steps(repo.store, WaitTimer(seconds if url == awaited else 0.0)) and has_steps_of(repo, record):
+            if _can_have_steps(repo.store, WaitTimer(seconds if url == awaited else 0.0)) and has_steps_of(repo, main_repo):
                 found.append(repo)
                 log.info("also reading %s, the memory of the previous attempt", repo.url)
         except Unavailable as error:

@@ -24,21 +24,21 @@ def bind_to_repository(repos: Sequence[Repository], write_notes: bool) -> None:
 
     repos: the tiers, the nearest first; the last is the repository of record.
     """
-    *near, record = repos
-    identity = record.identity()
+    *near, main_repo = repos
+    identity = main_repo.identity()
     note = json_records.encode("tier", {"id": identity, "places": [repo.url for repo in repos]})
     for repo in near:
         try:
             known = read_tier_note(repo)
         except IntegrityError as error:
-            _require_shared_step(repo, record)
+            _require_shared_step(repo, main_repo)
             log.warning("%s; writing it again", error)
             continue
         if known is None:
-            _require_shared_step(repo, record)
+            _require_shared_step(repo, main_repo)
         elif known.id != identity and repo.step_numbers():
             raise InvalidArgument(
-                f"{repo.url} has steps of the repository that was at {known.places[-1]}, not of the one at {record.url}; "
+                f"{repo.url} has steps of the repository that was at {known.places[-1]}, not of the one at {main_repo.url}; "
                 "delete the folder if nobody needs these steps, or use another URL for this tier"
             )
     if write_notes:
@@ -46,27 +46,27 @@ def bind_to_repository(repos: Sequence[Repository], write_notes: bool) -> None:
             repo.store.put(TIER_NOTE_NAME, note)
 
 
-def _require_shared_step(repo: Repository, record: Repository) -> None:
-    """Raise InvalidArgument if a tier without a usable note has steps, and nothing else proves that they belong to `record`.
+def _require_shared_step(repo: Repository, main_repo: Repository) -> None:
+    """Raise InvalidArgument if a tier without a usable note has steps, and nothing else proves that they belong to `main_repo`.
 
     The `keep` of this job would delete the steps. In memory, the name of the folder is the proof, because it is derived from
     the URL of the repository. Elsewhere, one step must be the same in both.
     """
-    if repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}"):
+    if repo.url.rstrip("/").endswith(f"/{memory_folder_name(main_repo.url)}"):
         return
     steps = repo.step_numbers()
     for step in steps:
         with suppress(NotFound, IntegrityError):
-            if repo.record(step) == record.record(step):
+            if repo.record(step) == main_repo.record(step):
                 return
     if steps:
         raise InvalidArgument(
-            f"{repo.url} has steps, and nothing proves that they belong to {record.url}, as its {TIER_NOTE_NAME} is missing or "
-            "damaged: use another URL for this tier, or delete the folder; ckpt.load can read these steps"
+            f"{repo.url} has steps, and nothing proves that they belong to {main_repo.url}, as its {TIER_NOTE_NAME} is missing "
+            "or damaged: use another URL for this tier, or delete the folder; ckpt.load can read these steps"
         )
 
 
-def has_steps_of(repo: Repository, record: Repository) -> bool:
+def has_steps_of(repo: Repository, main_repo: Repository) -> bool:
     """Return whether steps of the repository of record can be read from a tier.
 
     Writing may still be impossible, for example if one of two nodes with a copy each is lost.
@@ -76,9 +76,9 @@ def has_steps_of(repo: Repository, record: Repository) -> bool:
     """
     try:
         note = read_tier_note(repo)
-        return note is not None and note.id == record.identity() and bool(repo.step_numbers())
+        return note is not None and note.id == main_repo.identity() and bool(repo.step_numbers())
     except IntegrityError:  # the name of a folder in memory is proof, too: it is derived from the URL of the repository
-        return repo.url.rstrip("/").endswith(f"/{memory_folder_name(record.url)}") and bool(repo.step_numbers())
+        return repo.url.rstrip("/").endswith(f"/{memory_folder_name(main_repo.url)}") and bool(repo.step_numbers())
 
 
 def read_tier_note(repo: Repository) -> TierNote | None:
@@ -91,10 +91,10 @@ def read_tier_note(repo: Repository) -> TierNote | None:
     return json_records.parse_body(TierNote, body, where)
 
 
-def can_read_steps_of(repo: Repository, record: Repository) -> bool:
+def can_read_steps_of(repo: Repository, main_repo: Repository) -> bool:
     """Return `has_steps_of`; False, with a line in the log, if a tier that can't be written can't be read, either."""
     try:
-        return has_steps_of(repo, record)
+        return has_steps_of(repo, main_repo)
     except (StoreError, FormatError) as error:
         log.warning("the tier %s is not read: %s", repo.url, error)
         return False

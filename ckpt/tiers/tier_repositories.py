@@ -17,15 +17,15 @@ def open_repositories(url: Url, keep: int | Keep | None, tiers: Sequence[Tier], 
 
     Raises InvalidArgument if two of them have the same URL, or if `Keep(copies=…)` is given.
     """
-    record = open_repository(url, keys)
-    repos = [*(open_repository(tier_location(tier, record.url), keys) for tier in tiers), record]
+    main_repo = open_repository(url, keys)
+    repos = [*(open_repository(tier_location(tier, main_repo.url), keys) for tier in tiers), main_repo]
     if any(kept is not None and kept.copies > 1 for kept in map(as_keep, (keep, *(tier.keep for tier in tiers)))):
         raise InvalidArgument(
             "ckpt.Keep(copies=…) with tiers: a save does not know which steps will be copied to a tier, so that all of "
             "those may refer to the same copy; leave copies= out, or the tiers"
         )
     if len({repo.url for repo in repos}) < len(repos):
-        raise InvalidArgument(f"tiers and {record.url}: two of them have the same URL; give each another one")
+        raise InvalidArgument(f"tiers and {main_repo.url}: two of them have the same URL; give each another one")
     return repos
 
 

@@ -81,11 +81,11 @@ def is_host_memory(tier: Tier) -> bool:
     return tier.url == MEMORY and not os.environ.get(MEMORY_VARIABLE)
 
 
-def tier_location(tier: Tier, record: str) -> Url:
-    """Return the URL or store of a tier of the repository at the URL `record`."""
+def tier_location(tier: Tier, repository_url: str) -> Url:
+    """Return the URL or store of a tier of the repository at `repository_url`."""
     if tier.url != MEMORY:
         return tier.url
-    name = memory_folder_name(record)
+    name = memory_folder_name(repository_url)
     if kept := os.environ.get(MEMORY_VARIABLE):
         return _memory_store(url_of_subfolder(kept, name))
     return MemoryStore(own_memory_folder() / name)
@@ -96,10 +96,10 @@ def _memory_store(url: str) -> Url:
     return MemoryStore(store.root) if type(store) is LocalStore else store
 
 
-def memory_folder_name(record: str) -> str:
+def memory_folder_name(repository_url: str) -> str:
     """Return the folder name in memory for the repository at a URL; it is readable, and differs for each URL."""
-    words = re.sub(r"[^A-Za-z0-9_-]+", "-", record.rstrip("/").rpartition("/")[2]).strip("-")[:40]
-    return f"{words or 'run'}-{hashlib.sha256(record.encode()).hexdigest()[:12]}"
+    words = re.sub(r"[^A-Za-z0-9_-]+", "-", repository_url.rstrip("/").rpartition("/")[2]).strip("-")[:40]
+    return f"{words or 'run'}-{hashlib.sha256(repository_url.encode()).hexdigest()[:12]}"
 
 
 def url_of_subfolder(url: str, name: str) -> str:

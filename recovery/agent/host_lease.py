@@ -39,6 +39,8 @@ class ContactLoss:
     """How long there had been no contact."""
     hosts: int
     """The number of other hosts that were unreachable."""
+    run_log: str
+    """HOST:PORT of each server of the run log."""
 
     @property
     def detail(self) -> str:
@@ -49,8 +51,9 @@ class ContactLoss:
     def user_message(self) -> str:
         """The message for the user of this host."""
         return (
-            f"no contact for {self.seconds:.1f} s: the run log and {self._other_hosts} can't be reached. The ranks here are "
-            "ended, as the others may continue without them. Check the network; this host takes part again when it is back"
+            f"the run log ({self.run_log}) and {self._other_hosts} could not be reached for {self.seconds:.1f} s, so the ranks "
+            "here are ended, as the others may continue without them; check the network: this host takes part again when it is "
+            "back"
         )
 
     @property
@@ -74,8 +77,8 @@ class LoopHang:
     def user_message(self) -> str:
         """The message for the user of this host."""
         return (
-            f"this agent hung for {self.seconds:.0f} s or longer, and runs again. The ranks here were ended, as the others "
-            "continue without them. Check the file system of --run-dir; this host takes part again"
+            f"this agent hung for {self.seconds:.0f} s or longer, so the ranks here were ended, as the others continue without "
+            "them; check the file system of --run-dir: this host takes part again"
         )
 
 
@@ -136,7 +139,7 @@ class HostLease:
             self._contact, self._loss = self._contact.after_acknowledgement(time.monotonic()), None
 
     def set_sessions(self, sessions: Collection[int]) -> None:
-        """Set the sessions of the ranks to kill when contact is lost; none if there are no ranks any more."""
+        """Set the process sessions (setsid(2)) of the ranks to kill when contact is lost; none without ranks."""
         with self._lock:
             self._sessions = frozenset(sessions)
             self._kill_ranks_if_suspended()
@@ -229,6 +232,7 @@ class HostLease:
         now = time.monotonic()
         with self._lock:
             if self._sessions and self._contact.is_lost(now):
-                self._loss = ContactLoss(self._contact.silent_seconds(now), len(self._contact.probes[-1].unreachable))
+                servers = ", ".join(f"{name}:{port}" for name, port in self._run_log.endpoints())
+                self._loss = ContactLoss(self._contact.silent_seconds(now), len(self._contact.probes[-1].unreachable), servers)
                 process_kill.kill_process_groups(self._sessions)
                 self._sessions = frozenset()

@@ -153,7 +153,7 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
         return Decision("restart", f"{what}; all ranks start again {source}", wait_seconds=wait, before=last.restored)
     source = (
         f"from a step before {before}" if before is not None
-        else f"from step {last.committed}, or a newer one" if last.committed >= 0
+        else f"from the newest saved step ({last.committed} or later)" if last.committed >= 0
         else "from the newest saved step, if there is one"
     )  # fmt: skip
     return Decision("restart", f"{what}; all ranks start again {source}", wait_seconds=wait)

@@ -11,10 +11,11 @@ ROOT = TESTS.parent
 PROGRAM = runpy.run_path(str(ROOT / ".ci/campaigns.py"))
 page, read_results, soak_tests = PROGRAM["page"], PROGRAM["read_results"], PROGRAM["soak_tests"]
 RESULTS = """<testsuites><testsuite timestamp="{day}T10:00:00+00:00">
-<testcase classname="tests.faults.kill.test_killed_saves" name="test_a_save_killed_at_a_random_moment_leaves_whole_steps[async]"
-  time="90"><properties><property name="cases" value="1200" /><property name="cases" value="1" /></properties>{child}</testcase>
+<testcase classname="tests.faults.kill.test_killed_saves"
+  name="test_a_save_killed_at_a_random_moment_leaves_complete_steps[async]" time="90">
+  <properties><property name="cases" value="1200" /><property name="cases" value="1" /></properties>{child}</testcase>
 <testcase classname="tests.faults.kill.test_killed_saves" time="30"
-  name="test_a_save_killed_at_a_random_moment_leaves_whole_steps[blocking]" />
+  name="test_a_save_killed_at_a_random_moment_leaves_complete_steps[blocking]" />
 <testcase classname="tests.faults.races.test_two_writers" name="test_of_two_writers_that_start_together_one_saves" time="1">
   <skipped /></testcase>
 <testcase time="0.003" />
@@ -38,7 +39,7 @@ def test_the_newest_result_of_each_test_counts(tmp_path: Path) -> None:
         (tmp_path / f"{day}.xml").write_text(RESULTS.format(day=day, child=child))
         results += read_results(tmp_path / f"{day}.xml")
     lines = page(results).splitlines()
-    name = "A save killed at a random moment leaves whole steps | `tests/faults/kill/test_killed_saves.py`"
+    name = "A save killed at a random moment leaves complete steps | `tests/faults/kill/test_killed_saves.py`"
     assert f"| {name} | 1,202 | 0 | 2.0 min | 2026-01-02 |" in lines
     assert (
         "| Of two writers that start together one saves | `tests/faults/races/test_two_writers.py` | | | | not run |" in lines

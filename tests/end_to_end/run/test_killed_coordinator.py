@@ -79,7 +79,7 @@ def test_ranks_continue_while_ckpt_run_is_stopped(start: Starter) -> None:
 
 
 @pytest.mark.parametrize("whom", ["ckpt-run", "ranks", "all"])
-def test_many_sigterms_during_a_save_leave_whole_steps(start: Starter, whom: str) -> None:
+def test_many_sigterms_during_a_save_leave_complete_steps(start: Starter, whom: str) -> None:
     """A scheduler may signal all processes of a job, again and again."""
     run = start(fault="points:0:save.append=sleep:2@2")
     repo = run.folder / "repo" / "steps"

@@ -42,7 +42,7 @@ def test_a_job_is_restarted_after_a_killed_rank(start: Callable[..., Run], rank:
     assert_result(run, 100)
     assert run.failures() == [("signal", [rank])]
     killed = rf"rank {rank} was killed by {number.name} after step \d+"
-    assert re.search(rf"{killed}; all ranks start again from step \d+, or a newer one", run.messages)
+    assert re.search(rf"{killed}; all ranks start again from the newest saved step \(\d+ or later\)", run.messages)
 
 
 def test_a_warm_start_forks_the_ranks(start: Callable[..., Run]) -> None:

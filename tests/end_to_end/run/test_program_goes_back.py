@@ -63,7 +63,7 @@ def test_saves_after_going_back_are_the_newest(tmp_path: Path, how: str, begun: 
     assert (tmp_path / "begun").read_text().splitlines() == begun
     assert [entry["facts"]["committed"] for entry in record if entry["kind"] == "failure"] == committed
     decisions = [entry["text"] for entry in record if entry["kind"] == "decision"]
-    assert all(f"from step {step}, or a newer one" in text for step, text in zip(committed, decisions, strict=True))
+    assert all(f"from the newest saved step ({step} or later)" in text for step, text in zip(committed, decisions, strict=True))
 
 
 def test_going_back_to_the_same_step_at_each_start_is_no_progress(tmp_path: Path) -> None:

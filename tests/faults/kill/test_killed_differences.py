@@ -52,7 +52,7 @@ def has_differences(root: Path) -> bool:
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_save_of_differences_killed_at_any_fail_point_leaves_whole_steps(
+def test_a_save_of_differences_killed_at_any_fail_point_leaves_complete_steps(
     killer: Killer, tmp_path: Path, point: str, mode: str, count_cases: CountCases
 ) -> None:
     with fast_folder(tmp_path) as fast:
@@ -75,7 +75,7 @@ def test_a_save_of_differences_killed_at_any_fail_point_leaves_whole_steps(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
-def test_a_save_of_differences_killed_at_a_random_moment_leaves_whole_steps(
+def test_a_save_of_differences_killed_at_a_random_moment_leaves_complete_steps(
     killer: Killer, tmp_path: Path, mode: str, count_cases: CountCases
 ) -> None:
     print(f"CKPT_SEED={SEED}")

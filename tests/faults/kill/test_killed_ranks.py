@@ -61,7 +61,9 @@ def check_killed_rank(root: Path, point: str, victim: int, k: int) -> None:
 
 
 @pytest.mark.soak
-def test_a_rank_killed_at_any_fail_point_ends_the_job_and_leaves_whole_steps(tmp_path: Path, count_cases: CountCases) -> None:
+def test_a_rank_killed_at_any_fail_point_ends_the_job_and_leaves_complete_steps(
+    tmp_path: Path, count_cases: CountCases
+) -> None:
     """The jobs mostly wait for the end of each other's ranks, so several jobs run at the same time."""
     with fast_folder(tmp_path) as fast, ThreadPoolExecutor(5) as pool:
         jobs = {case: pool.submit(check_killed_rank, fast / "-".join(map(str, case)), *case) for case in CASES}

@@ -53,7 +53,7 @@ def check_and_save_next(root: Path, acknowledged: list[int]) -> int:
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_save_killed_at_any_fail_point_leaves_whole_steps(
+def test_a_save_killed_at_any_fail_point_leaves_complete_steps(
     killer: Killer, fast: Path, point: str, mode: str, count_cases: CountCases
 ) -> None:
     """One repository is killed at the first pass of the point, then at the second, and so on."""
@@ -73,7 +73,7 @@ def test_a_save_killed_at_any_fail_point_leaves_whole_steps(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
-def test_a_save_killed_at_a_random_moment_leaves_whole_steps(
+def test_a_save_killed_at_a_random_moment_leaves_complete_steps(
     killer: Killer, tmp_path: Path, mode: str, count_cases: CountCases
 ) -> None:
     count = 200 if SOAK else 20

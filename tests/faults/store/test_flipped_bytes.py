@@ -264,7 +264,7 @@ def test_a_lazy_read_is_correct_or_refused(
 @pytest.mark.soak
 @settings(EXAMPLES, max_examples=300 if SOAK else 25)
 @given(data=st.data())
-def test_a_run_continues_after_damage_and_saves_whole_steps(
+def test_a_run_continues_after_damage_and_saves_complete_steps(
     sample: Sample, repaired: Callable[[], None], data: st.DataObject, count_cases: CountCases
 ) -> None:
     """The run falls back, reaches the damaged step again with the same state, and saves it whole.
@@ -309,7 +309,7 @@ def test_keep_deletes_a_damaged_newer_step_and_not_the_good_one(tmp_path: Path) 
         ckpt.save(state_of(step), tmp_path, step)
     (pack,) = tmp_path.glob("steps/5/pack/*.pack")
     pack.write_bytes(bytes(pack.stat().st_size))
-    with pytest.warns(UserWarning, match="step 1 because a newer one is damaged"):
+    with pytest.warns(UserWarning, match="step 5 is damaged, so the older step 1 was loaded"):
         assert_same(ckpt.load(tmp_path), state_of(1))
     ckpt.save(state_of(2), tmp_path, 2, keep=1)
     assert ckpt.open(tmp_path).steps() == [2], "the damaged step was skipped, so it is abandoned"
@@ -326,7 +326,7 @@ def test_a_damaged_commit_record_does_not_fill_the_disk(tmp_path: Path) -> None:
     record = tmp_path / "steps/1/commit.json"
     record.write_bytes(record.read_bytes().replace(b"1", b"2", 1))
     ckpt.save(state_of(3), tmp_path, 3, keep=3)
-    assert (tmp_path / "steps/0/commit.json").exists()  # 0, 2 and 3 are the whole steps
+    assert (tmp_path / "steps/0/commit.json").exists()  # 0, 2 and 3 are the complete steps
     ckpt.save(state_of(4), tmp_path, 4, keep=2)
     assert ckpt.open(tmp_path).steps() == [3, 4]
     assert_clean(tmp_path)

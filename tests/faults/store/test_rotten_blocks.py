@@ -180,7 +180,7 @@ def test_a_block_damaged_during_a_run_is_found_and_written_again(
         ck.save(3, state(3), blocking=True)
         assert not any(file.name == pack for file in ck.repository.commit(3).packs)
         assert is_whole(tmp_path, 3)
-        assert ck.repository.steps() == [1, 2, 3], "keep=2 does not keep two whole steps"
+        assert ck.repository.steps() == [1, 2, 3], "keep=2 does not keep two complete steps"
     assert pack in caplog.text
     assert "steps 1, 2 of" in caplog.text
 

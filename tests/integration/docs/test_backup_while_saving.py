@@ -1,4 +1,4 @@
-"""The commands of the page on backups copy whole steps while a job saves."""
+"""The commands of the page on backups copy complete steps while a job saves."""
 
 from __future__ import annotations
 

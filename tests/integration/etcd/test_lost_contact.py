@@ -26,7 +26,7 @@ pytestmark = needs_etcd
 
 ETCD = 3
 """The host that it runs on."""
-LOST = "The ranks here are ended"
+LOST = "so the ranks here are ended"
 NAME = "etcd0.example"
 
 

@@ -124,7 +124,7 @@ def test_only_matching_leaves_are_listed(made: Path) -> None:
     assert missing.stdout == ""
 
 
-def test_verify_reads_all_blocks_and_reports_whole_steps(made: Path) -> None:
+def test_verify_reads_all_blocks_and_reports_complete_steps(made: Path) -> None:
     done = run(made, "--verify")
     assert done.returncode == 0
     assert [line.split()[2] for line in done.stdout.splitlines()[:3]] == ["OK"] * 3

@@ -99,7 +99,7 @@ def test_damage_of_an_own_value_is_found(tmp_path: Path, commit: str) -> None:
     for pack in tmp_path.glob("steps/2/pack/1-*"):
         data = bytearray(pack.read_bytes())
         pack.write_bytes(bytes(byte ^ 1 for byte in data))
-    with pytest.warns(UserWarning, match="loaded the older step 1"):
+    with pytest.warns(UserWarning, match="so the older step 1 was loaded"):
         states = load(tmp_path, None, 2)
     assert [state["step"] for state in states] == [1, 1]
     with pytest.raises(ckpt.IntegrityError, match="does not match its digest"):

@@ -86,13 +86,15 @@ def test_the_wait_doubles_up_to_half_a_minute() -> None:
     assert [one.wait_seconds for one in made] == [0, 0, 0.5, 1, 2, 4, 8, 16, 30, 30, 0]
     assert {one.action for one in made[:-1]} == {"restart"}
     assert made[-1].action == "halt"
-    assert made[0].reason == "host a is silent after step 5; all ranks start again from step 4, or a newer one"
+    assert made[0].reason == "host a is silent after step 5; all ranks start again from the newest saved step (4 or later)"
 
 
 def test_the_text_says_from_where_the_ranks_start_again() -> None:
     first = decide([BEFORE_FIRST_STEP], Budget()).reason
     assert first.endswith("; all ranks start again from the newest saved step, if there is one")
-    assert decide([replace(EXIT, committed=0)], Budget()).reason.endswith("; all ranks start again from step 0, or a newer one")
+    assert decide([replace(EXIT, committed=0)], Budget()).reason.endswith(
+        "; all ranks start again from the newest saved step (0 or later)"
+    )
     assert decide([replace(EXIT, step=0)], Budget()).reason.startswith("rank 1 exited with status 1 after step 0; ")
     assert decide([EXIT], Budget(), before=9).reason.endswith("; all ranks start again from a step before 9")
 

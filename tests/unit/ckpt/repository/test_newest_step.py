@@ -76,7 +76,7 @@ def _record(url: Path, step: int) -> Path:
 
 def test_if_the_first_step_after_a_roll_back_is_damaged_a_load_falls_back_along_the_history(url: Path) -> None:
     _damage(_record(url, NEWEST))
-    with pytest.warns(UserWarning, match=f"loaded the older step {FORK} because a newer one is damaged"):
+    with pytest.warns(UserWarning, match=f"is damaged, so the older step {FORK} was loaded"):
         assert ckpt.load(url)["a"][0] == FORK
     with pytest.raises(IntegrityError):
         ckpt.load(url, strict=True)
@@ -89,7 +89,7 @@ def test_if_the_first_step_after_a_roll_back_is_damaged_a_load_falls_back_along_
 
 def test_after_such_a_fallback_the_run_continues_on_its_line(url: Path) -> None:
     _damage(_record(url, NEWEST))
-    with pytest.warns(UserWarning, match="loaded the older step"):
+    with pytest.warns(UserWarning, match="so the older step"):
         _continue_from(url, None, NEWEST, 203)
     assert open_repository(url).newest() == (LINE, NEWEST)
     assert _steps(url) == [ABANDONED, 1, FORK, NEWEST]
@@ -101,7 +101,7 @@ def test_if_all_steps_are_damaged_the_next_save_is_the_newest(url: Path) -> None
         _damage(_record(url, step))
     ckpt.save(_state(7), url, 1, overwrite=True)
     assert open_repository(url).newest() == (LINE + 1, 1)
-    with pytest.warns(UserWarning, match="loaded the older step 1 because a newer one is damaged"):
+    with pytest.warns(UserWarning, match="is damaged, so the older step 1 was loaded"):
         assert ckpt.load(url)["a"][0] == 7
 
 
@@ -148,7 +148,7 @@ def test_without_the_record_of_the_newest_line_its_history_is_unknown(url: Path)
     _damage(record)
     assert ckpt.load(url)["a"][0] == 103, "it is needed only if a step is unreadable"
     _damage(_record(url, NEWEST))
-    with pytest.warns(UserWarning, match=f"loaded the older step {ABANDONED} because a newer one is damaged"):
+    with pytest.warns(UserWarning, match=f"is damaged, so the older step {ABANDONED} was loaded"):
         assert ckpt.load(url)["a"][0] == ABANDONED
 
 
@@ -185,7 +185,7 @@ def test_a_commit_record_on_a_bad_sector_is_damage(tmp_path: Path) -> None:
     for step in (1, 2):
         ckpt.save(_state(step), tmp_path, step)
     put_on_bad_sector(_record(tmp_path, 2))
-    with pytest.warns(UserWarning, match="loaded the older step 1 because a newer one is damaged: .* I/O error"):
+    with pytest.warns(UserWarning, match="is damaged, so the older step 1 was loaded: .* I/O error"):
         assert ckpt.load(tmp_path)["a"][0] == 1
     ckpt.save(_state(7), tmp_path, 2)
     assert ckpt.load(tmp_path)["a"][0] == 7, "a save replaces it, as any damaged step"
@@ -251,11 +251,11 @@ def test_a_load_below_a_limit_that_falls_back_above_it_says_so(tmp_path: Path) -
     for step in (1, 2):
         _damage(_record(tmp_path, step))
     repo = ckpt.open(tmp_path)
-    with pytest.warns(UserWarning, match="loaded step 3") as warned:
+    with pytest.warns(UserWarning, match="step 3 was loaded") as warned:
         found = load_newest(repo, False, LoadRequest(None, group=SingleProcessGroup()), 3)
     assert found is not None
     assert found[0] == 3
     assert [str(w.message).partition(":")[0] for w in warned] == [
-        "loaded step 3 because step 2 is damaged",
-        "loaded step 3 because step 1 is damaged",
+        "step 2 is damaged, so step 3 was loaded",
+        "step 1 is damaged, so step 3 was loaded",
     ]

@@ -63,4 +63,4 @@ def test_a_load_that_passes_over_a_damaged_step_names_the_call_of_load(tmp_path:
         ckpt.load(tmp_path)
         with ckpt.Checkpointer(tmp_path) as saver:
             saver.restore({"x": np.zeros(100, int)})
-    assert [w.filename for w in seen if "loaded the older step 0" in str(w.message)] == [__file__, __file__]
+    assert [w.filename for w in seen if "so the older step 0 was loaded" in str(w.message)] == [__file__, __file__]

@@ -119,7 +119,7 @@ def test_rot_at_the_same_position_in_all_tiers_falls_back(tier_folders: TierFold
         for path in tier.glob("steps/7/pack/*.pack"):
             flip_bit(path, 0)
     with tier_folders.open() as ck:
-        with pytest.warns(UserWarning, match="loaded the older step 3"):
+        with pytest.warns(UserWarning, match="so the older step 3 was loaded"):
             state, start = ck.restore(state_of(0))
         assert start == 4
         assert_same(state, state_of(3))

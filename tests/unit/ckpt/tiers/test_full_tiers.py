@@ -195,6 +195,21 @@ def test_a_read_only_tier_is_restored_from(tier_folders: TierFolders) -> None:
     tier_folders.check()
 
 
+def test_a_job_that_did_nothing_ends_with_a_tier_that_can_not_be_read(tier_folders: TierFolders) -> None:
+    """It neither restored nor saved a step, and the tier can't be written, either: nothing can be lost."""
+    ck = tier_folders.open()
+    train_and_wait(ck, range(6))
+    close_as_if_failed(ck)
+    near = _Unreadable(LocalStore(tier_folders.nvme), "put_new", 1)
+    with pytest.warns(UserWarning, match="the tier .*nvme is not used"):
+        ck = tier_folders.open(near=near)
+    near.is_unreadable = True
+    ck.close()
+    near.is_unreadable = False
+    assert assert_all_load(near, 5)[-1] == 5, "its steps stay"
+    tier_folders.check()
+
+
 def test_a_step_that_is_gone_before_it_is_copied_is_reported(tier_folders: TierFolders) -> None:
     """The end of the job reports that the repository of record lacks the newest step."""
     ck = tier_folders.open(every=100)
