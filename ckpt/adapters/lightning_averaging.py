@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_NAME = "StochasticWeightAveraging"
+from ckpt.adapters.lightning_packages import has_callback
+
 _SCHEDULER, _FUNCTION = "scheduler_state", "anneal_func"
 
 
@@ -14,7 +15,7 @@ _SCHEDULER, _FUNCTION = "scheduler_state", "anneal_func"
 def same_learning_rates(trainer: Any) -> Iterator[None]:
     """Keep the learning rates of a resumed training run: the scheduler of the callback sets others when it is made again."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    if not any(base.__name__ == _NAME for callback in trainer.callbacks for base in type(callback).__mro__):
+    if not has_callback(trainer, "StochasticWeightAveraging"):
         groups = []
     rates = [group["lr"] for group in groups]
     yield

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt.adapters.deepspeed_state import EngineState
+from ckpt.adapters.lightning_packages import is_a
 from ckpt.storage.base.errors import InvalidArgument
 
 
 def uses_deepspeed(strategy: object) -> bool:
     """Return whether a strategy of Lightning trains with DeepSpeed."""
-    return any(base.__name__ == "DeepSpeedStrategy" for base in type(strategy).__mro__)
+    return is_a(strategy, "DeepSpeedStrategy")
 
 
 def require_supported_options(strategy: Any) -> None:

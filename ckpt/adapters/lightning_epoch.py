@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ckpt.adapters.lightning_packages import is_a
+
 FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 """Callbacks that run trial steps. What they have found is a part of the saved state."""
 
 
 def is_finder(callback: object) -> bool:
     """Return whether a callback searches a learning rate or a batch size by trial steps."""
-    return any(base.__name__ in FINDERS for base in type(callback).__mro__)
+    return is_a(callback, *FINDERS)
 
 
 @contextmanager

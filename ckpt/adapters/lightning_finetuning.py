@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt.adapters.lightning_packages import has_callback
+
 
 def frozen_parts(trainer: Any) -> dict[str, str]:
     """Return the names of frozen parameters ("parameters") and of batch norms that keep their statistics ("norms"), one a line.
@@ -11,7 +13,7 @@ def frozen_parts(trainer: Any) -> dict[str, str]:
     It is an empty dict without a BaseFinetuning callback. Such a callback freezes layers at the start, and unfreezes them at
     the start of an epoch, which a resumed run has passed.
     """
-    if not _has_finetuning(trainer):
+    if not has_callback(trainer, "BaseFinetuning"):
         return {}
     model = trainer.lightning_module
     return {
@@ -25,17 +27,13 @@ def freeze_parts(trainer: Any, frozen: dict[str, str]) -> None:
 
     frozen: what `frozen_parts` returned.
     """
-    if not frozen or not _has_finetuning(trainer):
+    if not frozen or not has_callback(trainer, "BaseFinetuning"):
         return
     parameters, norms = (set(frozen[key].split("\n")) for key in ("parameters", "norms"))
     for name, parameter in trainer.lightning_module.named_parameters():
         parameter.requires_grad = name not in parameters
     for name, norm in _norms(trainer.lightning_module):
         norm.track_running_stats = name not in norms
-
-
-def _has_finetuning(trainer: Any) -> bool:
-    return any(base.__name__ == "BaseFinetuning" for callback in trainer.callbacks for base in type(callback).__mro__)
 
 
 def _norms(model: Any) -> list[tuple[str, Any]]:

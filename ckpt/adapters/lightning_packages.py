@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from typing import Any
 
 from ckpt.storage.base.errors import CkptError
 
@@ -25,6 +26,16 @@ def packages() -> list[str]:
 def with_bases(cls: type, bases: list[type]) -> type:
     """Return a class derived from `cls` and the base classes of Lightning, with the name of `cls`."""
     return type(cls.__name__, (cls, *bases), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def is_a(value: object, *names: str) -> bool:
+    """Return whether the class of an object, or one that it is derived from, has one of these names, in either package."""
+    return any(base.__name__ in names for base in type(value).__mro__)
+
+
+def has_callback(trainer: Any, name: str) -> bool:
+    """Return whether a Trainer has a callback of a class with this name."""
+    return any(is_a(callback, name) for callback in trainer.callbacks)
 
 
 def callback_bases(kind: str = "Checkpoint") -> list[type]:

@@ -10,6 +10,7 @@ from ckpt.adapters.deepspeed_state import EngineState
 from ckpt.adapters.lightning_averaging import without_annealing_functions
 from ckpt.adapters.lightning_deepspeed import require_supported_options, strategy_engine_state, uses_deepspeed
 from ckpt.adapters.lightning_finetuning import frozen_parts
+from ckpt.adapters.lightning_packages import is_a
 from ckpt.adapters.torch import ModelState
 from ckpt.errors import UnsupportedLeaf
 from ckpt.state.stateful import RandomState
@@ -76,11 +77,7 @@ def sharded_model(trainer: Any) -> ModelState | EngineState:
 
 def is_sharded(strategy: object) -> bool:
     """Return whether a strategy of Lightning keeps only a part of the model on each rank."""
-    return uses_deepspeed(strategy) or _is_a(strategy, (_SHARDED_STRATEGY,))
-
-
-def _is_a(strategy: object, names: tuple[str, ...]) -> bool:
-    return any(base.__name__ in names for base in type(strategy).__mro__)
+    return uses_deepspeed(strategy) or is_a(strategy, _SHARDED_STRATEGY)
 
 
 @contextmanager
@@ -95,7 +92,7 @@ def _without_model(strategy: Any) -> Iterator[None]:
 
 def require_supported_strategy(strategy: Any) -> None:
     """Raise InvalidArgument for a strategy whose state Checkpoints does not know."""
-    if not _is_a(strategy, (*_STRATEGIES, _SHARDED_STRATEGY)):
+    if not is_a(strategy, *_STRATEGIES, _SHARDED_STRATEGY):
         advice = (
             "ModelParallelStrategy, which is FSDP2" if "FSDP" in type(strategy).__name__ else "strategy='ddp' or one device"
         )
