@@ -79,10 +79,10 @@ SUBJECTS = {
         ),
     ),
     "retention": Subject(
-        ("ckpt/repository/retention.py",),
+        ("ckpt/repository/retention.py", "ckpt/repository/permanent_steps.py"),
         tuple(
             f"tests/unit/ckpt/repository/test_{name}.py"
-            for name in ("expired_steps", "sweep", "sweep_of_expired_steps", "sweep_of_leftovers")
+            for name in ("expired_steps", "permanent_steps", "sweep", "sweep_of_expired_steps", "sweep_of_leftovers")
         ),
     ),
 }

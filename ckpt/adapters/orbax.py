@@ -36,7 +36,9 @@ class CheckpointManager:
 
     directory: the URL of the repository, as for `ckpt.save`.
     options: Orbax's CheckpointManagerOptions. The manager uses save_interval_steps, save_on_steps, should_save_fn, max_to_keep,
-        keep_period and enable_async_checkpointing. Names of directories, and how files are written, do not apply.
+        keep_period and enable_async_checkpointing. keep_period keeps multiples as in Orbax, and where a multiple was not
+        saved, the first step after it, as `ckpt.Keep(every=)` does. Names of directories, and how files are written, do not
+        apply.
     item_names: not needed; the names are those of the arguments.
     further: as for `ckpt.Checkpointer`, such as group and tiers.
 

@@ -95,10 +95,12 @@ def choose_differences(
 
 
 def automatic_range(step: int, previous_step: int | None, keep_every: int | None) -> int | None:
-    """Return how many step numbers share one base; None if there is no earlier step, or no range has room for two saves.
+    """Return how many step numbers share one base; None if this step is stored in full, whatever its number.
 
-    The interval from the previous step to this one is taken for all intervals. A step that `Keep(every=…)` keeps permanently
-    starts a range, so it is stored in full and keeps no files of an earlier step on the disk.
+    It is if there is no earlier step, or if no range has room for two saves. The interval from the previous step to this one is
+    taken for all intervals. A range begins at each multiple of `keep_every`, and the first step of each so many numbers is the
+    one that `Keep(every=…)` keeps permanently. So it is stored in full and keeps no files of an earlier step on the disk. The
+    step one below a multiple is the one that is kept if the next save is not the multiple, so it is stored in full, too.
     """
     if previous_step is None or previous_step >= step:
         return None
@@ -106,5 +108,7 @@ def automatic_range(step: int, previous_step: int | None, keep_every: int | None
     longest = SAVES_PER_BASE * interval
     if keep_every is None:
         return longest
+    if interval > 1 and (step + 1) % keep_every == 0:
+        return None
     found = next(keep_every // n for n in range(1, keep_every + 1) if keep_every % n == 0 and keep_every // n <= longest)
     return found if found > interval else None

@@ -12,13 +12,15 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from ckpt.errors import SignatureError
 from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, decode_commit
 from ckpt.format.pack import step_of_file
-from ckpt.format.training_lines import order_steps
+from ckpt.format.training_lines import TrainingLine, order_steps
 from ckpt.repository.completeness import is_complete
 from ckpt.repository.lease_records import obsolete_lease_records
+from ckpt.repository.permanent_steps import Windows
 from ckpt.repository.repository import Repository, commit_name, steps_text
 from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.base.conditional_store import RESERVATION_BYTES
@@ -38,16 +40,18 @@ class Keep:
         ckpt.Checkpointer(url, every=100, keep=ckpt.Keep(last=3, every=1000))
 
     last: how many of the newest complete steps to keep. A step that is known to be damaged does not count.
-    every: keep one of this many steps permanently: a step whose number is a multiple of this, or otherwise the one whose number
-        is one below, as that is the multiple if steps are counted from 0. A Checkpointer with every=100 saves 99, 199, …, so
-        Keep(…, every=1000) keeps 999, 1999, … Steps that are chosen by time hardly ever have such a number. None keeps no such
-        steps.
+    every: of each so many step numbers, keep permanently the first step that was saved. Keep(…, every=1000) keeps the first
+        step from 0 on, the first one from 1000 on, and so on, at whatever numbers or times the steps are saved. If steps are
+        counted from 0, the 1000th one has the number 999, so this step counts as the first one from 1000 on, unless step 1000
+        is saved next. A Checkpointer with every=100 saves 99, 199, …, of which 99, 999, 1999, … are kept. If the first step is
+        damaged, the next one that still exists is kept, too. None keeps no steps permanently.
     copies: how many copies of an unchanged block to keep. Each step shares blocks only with the step that is `copies` saves
         before it, so that a damaged block affects only one in `copies` steps.
 
     What was saved last is the newest, whatever its number. After a roll-back, abandoned steps count as older than all others.
-    They are deleted once `last` complete steps exist that are not abandoned. Steps of another run that were set aside are never
-    deleted.
+    They are deleted once `last` complete steps exist that are not abandoned, except those that `every` keeps: a permanent step
+    stays so after a roll-back, and the steps after the roll-back count for themselves. Steps of another run that were set aside
+    are never deleted.
 
     Raises:
         InvalidArgument: A number is not positive, or `copies` is larger than `last`.
@@ -76,7 +80,13 @@ def as_keep(keep: int | Keep | None) -> Keep | None:
     return Keep(number)
 
 
-def expired_steps(steps: Iterable[int], complete: Iterable[int], keep: Keep, order: Sequence[int] | None = None) -> list[int]:
+def expired_steps(
+    steps: Iterable[int],
+    complete: Iterable[int],
+    keep: Keep,
+    order: Sequence[int] | None = None,
+    is_permanent: Callable[[int], bool] | None = None,
+) -> list[int]:
     """Return the steps to delete, the oldest first. This is a pure function.
 
     steps: those that may be deleted. complete: those that count for `keep.last`.
@@ -85,23 +95,35 @@ def expired_steps(steps: Iterable[int], complete: Iterable[int], keep: Keep, ord
     deleted.
 
     order: all steps from the oldest to the newest, if that is not the order of their numbers; abandoned steps come first.
+    is_permanent: whether `keep.every` keeps a step. None: all steps are on one line and those of `complete` are whole.
     """
     age: Callable[[int], int] = _by_number if order is None else {step: at for at, step in enumerate(order)}.__getitem__
     steps, complete = set(steps), set(complete)
     kept_steps = sorted(complete, key=age)[-keep.last :]
     if len(kept_steps) < keep.last:
         return []
-    existing = steps | complete
-    return [
-        step for step in sorted(steps, key=age) if age(step) < age(kept_steps[0]) and not _is_permanent(step, keep, existing)
-    ]
+    if is_permanent is None:
+        line = TrainingLine()
+        is_permanent = _permanence(keep, dict.fromkeys(steps | complete, line), line, complete.__contains__)
+    return [step for step in sorted(steps, key=age) if age(step) < age(kept_steps[0]) and not is_permanent(step)]
 
 
-def _is_permanent(step: int, keep: Keep, existing: Collection[int]) -> bool:
-    """Return whether `keep.every` keeps a step. Its number is that of the last update, or how many updates there were."""
+def _permanence(
+    keep: Keep,
+    lines: Mapping[int, TrainingLine],
+    unknown_line: TrainingLine,
+    is_whole: Callable[[int], bool],
+    damaged: Collection[int] = (),
+    reserved: Collection[int] = (),
+) -> Callable[[int], bool]:
+    """Return a function that returns whether `keep.every` keeps a step.
+
+    reserved: numbers under which nothing was saved. The other arguments are those of `Windows`.
+    """
     if keep.every is None:
-        return False
-    return step % keep.every == 0 or ((step + 1) % keep.every == 0 and step + 1 not in existing)
+        return lambda _: False
+    windows = Windows(keep.every, lines, unknown_line, damaged)
+    return lambda step: step not in reserved and windows.is_permanent(step, is_whole)
 
 
 def _by_number(step: int) -> int:
@@ -240,10 +262,15 @@ def _delete_expired(
     deletable = ((commits.keys() - unsigned) | reserved | of_unknown_line) - set(spared_steps) - order.set_aside
     doubtful = {*order.set_aside, *damaged_steps, *unsigned}
     good = [s for s in order.steps if s in commits and s not in doubtful and has_all_files(commits[s], sizes)]
-    if expired_steps(deletable, good, keep, order.steps):  # before any is deleted, the kept ones must be complete
+    candidates, known_damage = {*good}, {s for s in known if s in damaged_steps or not has_all_files(commits[s], sizes)}
+    permanence = partial(_permanence, keep, known, order.newest_line, damaged=known_damage, reserved=reserved)
+    expired = expired_steps(deletable, good, keep, order.steps, permanence(candidates.__contains__))
+    if expired:  # before any is deleted, those that are kept instead must be complete
         good = _newest_complete(repo, [commits[s] for s in reversed(good)], keep.last)
+        is_whole = cache(lambda step: step in candidates and is_complete(repo.store, commits[step]))
+        expired = expired_steps(deletable, good, keep, order.steps, permanence(is_whole))
     deleted_files: set[str] = set()
-    for step in expired_steps(deletable, good, keep, order.steps):
+    for step in expired:
         lease.require_newest()  # a newer writer may have saved a step of this number, and no store has a conditional delete
         failpoint("delete.commit")
         repo.store.delete([commit_name(step)])

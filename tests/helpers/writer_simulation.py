@@ -8,6 +8,7 @@ checked after each step:
 * A record is never replaced by one of an older writer.
 * A writer that was replaced before a publication began never commits.
 * Once a newer writer has swept the repository, no new step of an older writer appears.
+* Of each window of `Keep(every=)`, a step stays.
 * A step whose save was acknowledged exists as long as no newer writer has deleted it by its `keep`. The exception is in the
   documentation: an older writer deletes a step of the same number, and is stopped, or its request, between the check of its
   lease and the deletion.
@@ -193,6 +194,10 @@ class Takeover:
                 later = sum(name.endswith("/commit.json") and int(name.split("/")[1]) > step for name in sizes)
                 is_expired = self._keep is not None and later >= self._keep.last
                 assert is_expired, f"step {step} of {attempt} was acknowledged, and is lost"
+                if self._keep is not None and self._keep.every is not None:
+                    steps = {int(name.split("/")[1]) for name in sizes if name.endswith("/commit.json")}
+                    is_kept = steps & _kept_instead(step, self._keep.every)
+                    assert is_kept, f"step {step} of {attempt} was the first of its window, and is lost"
                 is_right = self._is_deleted_by(self._newest[step])
                 assert is_right, f"step {step} of {attempt} was deleted by an older writer, and is lost"
                 del self._acknowledged[step]
@@ -210,6 +215,14 @@ class Takeover:
         *_, before, last, _ = [step.partition(": ")[2].removesuffix(" in run") for step in steps]
         has_checked = before == "list generations" and last.startswith("get generations/")
         return self._generations[writer] >= generation or has_checked
+
+
+def _kept_instead(step: int, every: int) -> set[int]:
+    """Return the steps of which one exists if a step has expired: the earlier ones of its window, or the multiple after it."""
+    if step % every == 0:
+        return set()
+    neighbours = {step + 1} if (step + 1) % every == 0 else set[int]()
+    return neighbours | {*range(step - step % every - 1, step)}
 
 
 def _discard(repo: Repository, lease: WriterLease, attempt: Attempt) -> None:

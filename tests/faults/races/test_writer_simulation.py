@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.writer_simulation import Takeover
 
 from ckpt.errors import Fenced
 from ckpt.repository import retention, writer_lease
+from ckpt.repository.permanent_steps import Windows
 from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep
 from ckpt.repository.writer_lease import WriterLease
@@ -32,6 +34,8 @@ def run(kind: str, folder: Path, seed: int) -> Takeover:
     """Run two or three writers. Fail with the seed and the steps where a promise is broken."""
     rng = random.Random(seed)
     keep = rng.choice([None, Keep(1), Keep(2)])
+    if keep is not None and random.Random(f"every of {seed}").random() < 0.4:
+        keep = replace(keep, every=3)
     takeover = Takeover(kind, folder, RandomScheduler(rng, kills=rng.choice([0.0, 0.01])), keep, seed)
     fault_draw = random.Random(f"faults of {seed}")
     for _ in range(fault_draw.choice([0, 0, 1, 3])):
@@ -71,6 +75,11 @@ def require_found(kind: str, folder: Path, known_seed: int) -> None:
 def test_a_fenced_writer_that_commits_is_found(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriterLease, "require_newest", lambda _: None)
     require_found(kind, tmp_path, known_seed=0)
+
+
+def test_a_first_step_of_a_window_that_is_deleted_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Windows, "is_permanent", lambda *_: False)
+    require_found("local", tmp_path, known_seed=0)
 
 
 def test_a_publication_that_is_not_revoked_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

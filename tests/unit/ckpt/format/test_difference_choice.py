@@ -41,6 +41,8 @@ def test_the_choice_for_each_machine(speed, in_full, store, encoders, budget, re
         (300, 200, 10_000, 1250),  # the longest range that begins at each step that is kept
         (300, 200, 200, 200),
         (300, 200, 100, None),  # every step is kept permanently
+        (299, 199, 300, None),  # it is kept as the 300th step of a loop that counts from 0
+        (299, 298, 300, 15),  # the next step is 300, and is kept in its place
         (300, 200, 1, None),
         (300, None, None, None),
         (300, 300, None, None),

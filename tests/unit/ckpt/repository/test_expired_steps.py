@@ -16,6 +16,14 @@ STEPS = st.sets(st.integers(0, 60), max_size=20)
 KEEPS = st.builds(Keep, st.integers(1, 5), st.none() | st.integers(1, 12))
 
 
+def is_permanent(step: int, steps: set[int], good: set[int], every: int) -> bool:
+    """Return whether no good step of the window is before a step, and it is not one below a good multiple."""
+    multiple, first = step + 1, step - step % every
+    if step % every == 0 or (multiple % every == 0 and multiple not in good):
+        return True
+    return not good & {*range(first, step), *({first - 1} if first not in steps else ())}
+
+
 @given(STEPS, st.data(), KEEPS)
 def test_retention_deletes_exactly_the_steps_that_it_may(steps: set[int], data: st.DataObject, keep: Keep) -> None:
     good = data.draw(st.sets(st.sampled_from(sorted(steps)))) if steps else set()
@@ -23,7 +31,7 @@ def test_retention_deletes_exactly_the_steps_that_it_may(steps: set[int], data: 
     newest = set(sorted(good)[-keep.last :])
     assert expired <= steps
     assert not expired & newest, "one of the newest good steps is deleted"
-    permanent = {s for s in steps if keep.every and (s % keep.every == 0 or ((s + 1) % keep.every == 0 and s + 1 not in steps))}
+    permanent = {step for step in steps if keep.every and is_permanent(step, steps, good, keep.every)}
     assert not expired & permanent, "a step is deleted that is kept permanently"
     assert not good or max(good) not in expired, "the last good step is deleted"
     assert len(good) >= keep.last or not expired, "a step is deleted though too few are known to be good"
@@ -57,10 +65,15 @@ def test_keep_is_a_number_or_a_rule() -> None:
 
 def test_steps_counted_from_zero_are_kept_where_no_multiple_exists() -> None:
     counted = range(9, 60, 10)
-    assert expired_steps(counted, counted, Keep(2, every=20)) == [9, 29]
+    assert expired_steps(counted, counted, Keep(2, every=20)) == [29]
     both = range(18, 61)
     kept = set(both) - set(expired_steps(both, both, Keep(2, every=20)))
-    assert kept == {20, 40, 59, 60}, "of 19 and 20, one is enough"
+    assert kept == {18, 20, 40, 59, 60}, "of 19 and 20, one is enough, and 18 is the first that was saved"
+
+
+def test_of_steps_without_a_multiple_the_first_of_each_window_is_kept() -> None:
+    irregular = [37, 61, 88, 121, 143, 312, 350, 388, 402, 455]
+    assert set(irregular) - set(expired_steps(irregular, irregular, Keep(1, every=100))) == {37, 121, 312, 402, 455}
 
 
 def test_expired_steps_are_returned_from_the_oldest() -> None:

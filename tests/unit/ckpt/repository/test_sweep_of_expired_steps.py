@@ -38,7 +38,7 @@ def test_expired_steps_are_deleted_with_their_files(repo: Repository, lease: Wri
     for step in (1, 2, 3, 4, 5, 6):
         put_step(repo.store, step)
     sweep(repo, lease, Keep(2, every=3))
-    assert files(repo) == files_of(3, 5, 6)
+    assert files(repo) == files_of(1, 3, 5, 6)
 
 
 def test_a_pack_to_which_a_kept_step_refers_stays(repo: Repository, lease: WriterLease) -> None:
@@ -115,6 +115,22 @@ def test_only_so_many_steps_are_read_as_are_kept(repo: Repository, lease: Writer
     sweep(repo, lease, Keep(3))
     assert repo.step_numbers() == [2, 3, 4]
     assert not [operation for operation in events.seen if operation.startswith("get steps/1/manifest")]
+
+
+def test_the_first_step_of_a_window_must_be_complete_and_is_read_only_if_another_one_would_expire(
+    repo: Repository, lease: WriterLease, events: Events, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_incomplete_step(repo.store, 103)
+    for step in (205, 207, 306, 307):
+        put_step(repo.store, step)
+    sweep(repo, lease, Keep(1, every=100))
+    assert repo.step_numbers() == [103, 205, 306, 307]
+    assert not [operation for operation in events.seen if operation.startswith("get steps/103/manifest")]
+    for step in (104, 105):
+        put_step(repo.store, step)
+    sweep(repo, lease, Keep(1, every=100))
+    assert repo.step_numbers() == [103, 104, 205, 306, 307]
+    assert "step 103 counts as damaged" in caplog.text
 
 
 # --- records that are no good --------------------------------------------------------------------------------------
@@ -209,8 +225,8 @@ def test_a_reservation_expires_like_a_step(tmp_path: Path, events: Events, caplo
     sweep(repo, lease)
     assert files(repo) == files_of(2) | {commit_name(1), commit_name(3)}
     assert not files(repo) & {*leftover}
-    sweep(repo, lease, Keep(1))
-    assert files(repo) == files_of(2) | {commit_name(3)}
+    sweep(repo, lease, Keep(1, every=10))
+    assert files(repo) == files_of(2) | {commit_name(3)}, "nothing was saved as step 1, so it is not the first of its window"
     assert messages(caplog) == []
 
 

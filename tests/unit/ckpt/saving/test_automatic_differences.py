@@ -67,11 +67,19 @@ def test_a_new_base_is_stored_every_16_saves_and_after_a_restart_too(slow_reposi
 
 def test_a_step_that_is_kept_for_ever_is_full(slow_repository: Path) -> None:
     save(slow_repository, *range(1, 9), keep=ckpt.Keep(last=2, every=4))
-    assert ckpt.open(slow_repository).steps() == [4, 7, 8]
+    assert ckpt.open(slow_repository).steps() == [1, 4, 7, 8]
     assert weight_row(slow_repository, 4).base is None
     assert weight_row(slow_repository, 8).base is None
     assert pack_step(base_of_weights(slow_repository, 7).pack) == 4
     assert_drifting_steps_load(slow_repository, 8)
+
+
+def test_of_irregular_steps_the_one_that_is_kept_for_ever_is_full(slow_repository: Path) -> None:
+    """So is the step 19, which is the 20th of a loop that counts from 0."""
+    save(slow_repository, 1, 4, 7, 9, 11, 13, 16, 19, 22, 25, keep=ckpt.Keep(last=2, every=10))
+    assert ckpt.open(slow_repository).steps() == [1, 9, 19, 22, 25]
+    assert [weight_row(slow_repository, step).base for step in (1, 9, 19)] == [None, None, None]
+    assert pack_step(base_of_weights(slow_repository, 25).pack) == 22
 
 
 @pytest.mark.parametrize(

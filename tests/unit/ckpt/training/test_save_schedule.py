@@ -1,5 +1,8 @@
 """Which steps a loop saves and keeps."""
 
+import os
+import random
+import time
 from datetime import timedelta
 
 import numpy as np
@@ -27,7 +30,37 @@ def test_keep_every_counts_steps_as_the_loop_does(tmp_path):
         for step in range(350):
             if ck.step(step, {"x": np.full(10, step)}) is not None:
                 ck.wait()
-    assert ckpt.open(tmp_path / "r").steps() == [99, 199, 299, 339, 349]
+    assert ckpt.open(tmp_path / "r").steps() == [9, 99, 199, 299, 339, 349]
+
+
+def test_of_steps_that_are_saved_by_time_the_first_of_each_window_is_kept(tmp_path):
+    seed = int.from_bytes(os.urandom(4))
+    print(f"seed {seed}")
+    rng, saved, step = random.Random(seed), list[int](), 0
+    with ckpt.Checkpointer(tmp_path / "r", every=timedelta(milliseconds=2), keep=ckpt.Keep(last=2, every=100)) as ck:
+        while step < 1500:
+            time.sleep(0.0005)
+            step += rng.randint(1, 9)
+            if ck.step(step, {"x": np.full(10, step)}) is not None:
+                ck.wait()
+                saved.append(step)
+    kept = ckpt.open(tmp_path / "r").steps()
+    assert len({s // 100 for s in saved}) > 10, f"seed {seed}: too few steps are saved"
+    of_window = {(s + ((s + 1) % 100 == 0 and s + 1 not in saved)) // 100: s for s in reversed(saved)}
+    assert kept == sorted({*of_window.values(), *saved[-2:]}), f"seed {seed}"
+
+
+def test_of_steps_that_grow_by_more_than_one_the_first_of_each_window_is_kept(tmp_path):
+    """The steps are the ends of epochs of 37 steps, and the loop is started again in between."""
+    for end in (12, 20, 30):
+        with ckpt.Checkpointer(tmp_path / "r", every=1, keep=ckpt.Keep(last=2, every=100)) as ck:
+            state, start = ck.restore({"x": np.zeros(3)})
+            for step in range(start + 36, 37 * end, 37):
+                state["x"] += 1
+                ck.step(step, state)
+                ck.wait()
+    firsts = [36, 110, 221, 332, 406, 517, 628, 702, 813, 924, 1035]
+    assert ckpt.open(tmp_path / "r").steps() == [*firsts, 1072, 1109]
 
 
 def test_a_step_is_replaced_only_on_request(tmp_path):
