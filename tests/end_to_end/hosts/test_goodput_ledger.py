@@ -65,7 +65,7 @@ def test_a_leader_killed_at_its_takeover_leaves_no_gap_in_the_ledger(job: Callab
     run.until_step(5)
     run.agents["a"].kill()
     run.until(lambda log: leader_of(log) == "b", "led by b")
-    run.until(lambda log: leader_of(log) in "cd" and len(starts(log)) > 1, "gone on without b")
+    run.until(lambda log: leader_of(log) in "cd" and len(starts(log)) > 1, "continued without b")
     assert run.ask("drain").returncode == 0
     assert set(run.ends(*"cd").values()) == {0}
     assert_accounted(run)
@@ -80,7 +80,7 @@ def test_the_time_to_detect_a_lost_host_is_in_the_ledger(job: Callable[..., Job]
     leader = leader_of(log)
     lost = next(name for name in starts(log)[0] if name != leader)
     run.agents[lost].kill()
-    run.until(lambda log: len(starts(log)) == 2, "gone on")
+    run.until(lambda log: len(starts(log)) == 2, "continued")
     assert run.ask("drain").returncode == 0
     assert set(run.ends(*(set("abc") - {lost})).values()) == {0}
     seconds, log = assert_accounted(run), run.log()
@@ -103,7 +103,7 @@ def test_steps_that_a_spare_repeats_are_no_useful_time(job: Callable[..., Job], 
     run.until(lambda log: (run.folder / "run" / "c.lock").exists(), "c has its lock file")
     first = starts(run.log())[0][0]
     run.agents[first].kill()
-    run.until(lambda log: len(starts(log)) == 2, "gone on")
+    run.until(lambda log: len(starts(log)) == 2, "continued")
     run.until_step(max(e.facts["step"] for e in run.log() if e.kind == "failure") + 10, 1)
     assert run.ask("drain").returncode == 0
     assert set(run.ends(*(set("abc") - {first})).values()) == {0}

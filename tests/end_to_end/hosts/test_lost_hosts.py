@@ -93,7 +93,7 @@ def test_a_stopped_agent_that_continues_becomes_a_spare(job: Callable[..., Job],
     victim = starts(run.log())[0][place]
     ranks = [run.pid(2 * place), run.pid(2 * place + 1)]
     os.kill(run.agents[victim].pid, signal.SIGSTOP)
-    run.until(lambda log: len(starts(log)) >= 2, "gone on")
+    run.until(lambda log: len(starts(log)) >= 2, "continued")
     assert have_ended(ranks)
     assert "its ranks are ended: the other hosts continue without this host" in run.messages(victim)
     os.kill(run.agents[victim].pid, signal.SIGCONT)
@@ -183,7 +183,7 @@ def test_a_host_cut_off_from_the_others_becomes_a_spare(tmp_path: Path) -> None:
         run.until_step(12)
         victim = starts(run.log())[0][1]
         hosts.cut("abc".index(victim), 3)
-        run.until(lambda log: len(starts(log)) == 2, "gone on")
+        run.until(lambda log: len(starts(log)) == 2, "continued")
         log = run.log()
         assert [(e.facts["cause"], e.facts["host"]) for e in log if e.kind == "failure"] == [("lost", victim)]
         run.until_step(12, attempt=1)

@@ -178,7 +178,7 @@ def test_a_job_continues_without_a_host_whose_connection_is_cut(job: Callable[..
         victim = starts(log)[0][1]
         assert all(at.startswith(f"{hosts.network}.") for _, at in memories_of(log)[0][0])
         hosts.unplug("abc".index(victim))
-        run.until(lambda log: len(starts(log)) == 2, "gone on")
+        run.until(lambda log: len(starts(log)) == 2, "continued")
         run.until_step(30, attempt=1)
         failure = failures(run.log())[0]
         assert (failure.facts["cause"], failure.facts["host"]) == ("lost", victim)

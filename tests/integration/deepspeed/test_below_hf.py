@@ -10,7 +10,7 @@ from helpers.hf_runs import check_continuation, check_loop_continuation
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(1, False), (3, True)])
-def test_a_killed_trainer_goes_on_as_before(tmp_path: Path, stage: int, bf16: bool) -> None:
+def test_a_killed_trainer_continues_as_before(tmp_path: Path, stage: int, bf16: bool) -> None:
     config = zero_config(
         stage, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", bf16={"enabled": "auto"}
     )
@@ -18,5 +18,5 @@ def test_a_killed_trainer_goes_on_as_before(tmp_path: Path, stage: int, bf16: bo
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_killed_loop_of_accelerate_goes_on_as_before(tmp_path: Path, stage: int) -> None:
+def test_a_killed_loop_of_accelerate_continues_as_before(tmp_path: Path, stage: int) -> None:
     check_loop_continuation(tmp_path, 2, samples=28, stage=stage)

@@ -56,7 +56,7 @@ class Lab:
         """Return the last step that a rank has done. This needs no reply of etcd."""
         return self.run._step(self.run.folder / f"at-{attempt}-{rank}")
 
-    def goes_on(self, steps: int, ranks: int = 6) -> None:
+    def wait_for_steps(self, steps: int, ranks: int = 6) -> None:
         """Wait until all ranks have done this many more steps."""
         begun = [self.step(rank) for rank in range(ranks)]
         until(lambda: all(self.step(rank) >= begun[rank] + steps for rank in range(ranks)))
@@ -95,7 +95,7 @@ def test_a_host_that_is_cut_off_ends_its_own_ranks(lab: Callable[..., Lab], posi
     assert have_ended(pids)
     assert max(one.step(rank) for rank in ranks) < one.run.steps - 1, "the ranks have ended by themselves"
     until(lambda: one.lost() == [name])
-    one.run.until(lambda log: len(starts(log)) == 2, "gone on")
+    one.run.until(lambda log: len(starts(log)) == 2, "continued")
     one.run.until_step(12, attempt=1)
     one.hosts.plug(victim)
     log = one.ends_well(4)
@@ -140,7 +140,7 @@ def test_a_run_continues_while_etcd_accepts_and_does_not_answer(lab: Callable[..
     one.start()
     os.kill(one.etcd.pid, signal.SIGSTOP)
     time.sleep(3 * LOST_SECONDS)
-    one.goes_on(20)
+    one.wait_for_steps(20)
     os.kill(one.etcd.pid, signal.SIGCONT)
     assert not failures(one.ends_well(6))
     assert not one.lost()
@@ -152,7 +152,7 @@ def test_a_run_continues_while_the_machine_of_etcd_is_cut_off(lab: Callable[...,
     one.start()
     one.hosts.unplug(ETCD)
     time.sleep(3 * LOST_SECONDS)
-    one.goes_on(20)
+    one.wait_for_steps(20)
     one.hosts.plug(ETCD)
     assert not failures(one.ends_well(6))
     assert not one.lost()
@@ -167,7 +167,7 @@ def test_a_host_stopped_beyond_its_lease_rejoins_as_it_wakes(lab: Callable[..., 
     assert len(pids) >= 4, "expected the agent, its orphan guard and two ranks"
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    one.run.until(lambda log: len(starts(log)) == 2, "gone on")
+    one.run.until(lambda log: len(starts(log)) == 2, "continued")
     one.run.until_step(5, attempt=1)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
@@ -185,7 +185,7 @@ def test_a_host_that_reads_the_log_as_it_is_back_reports_the_lost_contact(lab: C
     one.hosts.unplug(victim)
     assert have_ended(pids)
     one.hosts.plug(victim)
-    one.run.until(lambda log: len(starts(log)) == 2, "gone on")
+    one.run.until(lambda log: len(starts(log)) == 2, "continued")
     log = one.ends_well(2 * len(starts(one.run.log())[1]))
     assert [(e.facts["cause"], e.facts["host"]) for e in failures(log)] == [("lost", "abc"[victim])]
     assert one.lost() == ["abc"[victim]]
@@ -224,7 +224,7 @@ def test_a_name_server_that_does_not_answer_ends_no_rank(named: Callable[..., tu
     forget()
     pids = [one.run.pid(rank) for rank in range(6)]
     time.sleep(3 * LOST_SECONDS)
-    one.goes_on(20)
+    one.wait_for_steps(20)
     assert all(processes.process_state(pid) for pid in pids)
     assert not one.lost()
 
@@ -236,7 +236,7 @@ def test_a_host_without_a_name_server_stays_in_the_run(named: Callable[..., tupl
     name = one.hosts.names[one.host_of(1)]
     (Path("/etc/netns") / name / "hosts").write_text("127.0.0.1 localhost\n")
     time.sleep(3 * LOST_SECONDS)
-    one.goes_on(20)
+    one.wait_for_steps(20)
     assert not failures(one.run.log())
 
 

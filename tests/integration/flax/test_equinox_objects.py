@@ -157,7 +157,7 @@ def dataset(steps: Any = lambda d: d.batch(4)) -> Any:
 
 
 @pytest.mark.parametrize("make", [dataset, lambda: dataset(lambda d: d.filter(lambda x: x % 3).batch(3)), lambda: loader(0)])
-def test_an_iterator_of_grain_goes_on_where_it_was(tmp_path: Path, make: Any) -> None:
+def test_an_iterator_of_grain_continues_where_it_was(tmp_path: Path, make: Any) -> None:
     data, like = make(), make()
     for _ in range(7):
         next(data)

@@ -56,7 +56,7 @@ def train(net: Any, optimizer: Any, steps: range) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_goes_on_as_before(tmp_path: Path, kind: str) -> None:
+def test_an_optimizer_continues_as_before(tmp_path: Path, kind: str) -> None:
     net = net_of(1)
     optimizer = OPTIMIZERS[kind](net.trainable_params())
     train(net, optimizer, range(2))
@@ -147,7 +147,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_goes_on_as_before(tmp_path: Path, name: str) -> None:
+def test_every_schedule_continues_as_before(tmp_path: Path, name: str) -> None:
     def made() -> tuple[Any, Any]:
         optimizer = optim.SGD(net_of(0).trainable_params(), 0.5)
         return optimizer, SCHEDULES[name](optimizer)
@@ -212,7 +212,7 @@ def test_random_functions_go_on_as_before(tmp_path: Path) -> None:
     assert [draw(), draw()] == expected
 
 
-def test_a_generator_goes_on_as_before(tmp_path: Path) -> None:
+def test_a_generator_continues_as_before(tmp_path: Path) -> None:
     generator = ms.Generator().manual_seed(5)
     generator._step(ms.Tensor(12, ms.int64))
     ckpt.save({"g": generator}, tmp_path, 0)
@@ -235,7 +235,7 @@ def take(iterator: Any, count: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("epochs", [3, -1], ids=["epochs", "endless"])
 @pytest.mark.parametrize("count", [0, 3, 4, 6])
-def test_a_dataset_iterator_goes_on_where_it_was(tmp_path: Path, epochs: int, count: int) -> None:
+def test_a_dataset_iterator_continues_where_it_was(tmp_path: Path, epochs: int, count: int) -> None:
     iterator = iterator_of(epochs)
     take(iterator, count)
     ckpt.save({"data": iterator}, tmp_path, 0)

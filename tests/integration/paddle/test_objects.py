@@ -57,7 +57,7 @@ def train(layer: Any, optimizer: Any, steps: range) -> list[bytes]:
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_goes_on_as_before(tmp_path: Path, kind: str, stepped: bool) -> None:
+def test_an_optimizer_continues_as_before(tmp_path: Path, kind: str, stepped: bool) -> None:
     """Also one that has made no step, in a process whose counters of names differ."""
     layer = layer_of(1)
     optimizer = OPTIMIZERS[kind](layer.parameters())
@@ -125,7 +125,7 @@ def test_a_state_that_paddle_has_loaded_for_the_first_step_is_saved(tmp_path: Pa
     assert entry.numpy().tolist() == optimizer._accumulators["moment1"][layer.parameters()[0].name].numpy().tolist()
 
 
-def test_lbfgs_goes_on_as_before(tmp_path: Path) -> None:
+def test_lbfgs_continues_as_before(tmp_path: Path) -> None:
     def run(layer: Any, optimizer: Any, count: int) -> list[float]:
         x = paddle.to_tensor(np.random.default_rng(0).standard_normal((5, 3), np.float32))
 
@@ -171,7 +171,7 @@ SCHEDULES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "in an optimizer"])
-def test_every_schedule_goes_on_as_before(tmp_path: Path, name: str, alone: bool) -> None:
+def test_every_schedule_continues_as_before(tmp_path: Path, name: str, alone: bool) -> None:
     parameters = layer_of(0).parameters()
 
     def holder(schedule: Any) -> Any:

@@ -84,7 +84,7 @@ def test_a_warning_says_that_views_of_one_memory_come_from_rank_0(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_repository_goes_on(tmp_path: Path, commit: str, size: int) -> None:
+def test_the_repository_continues(tmp_path: Path, commit: str, size: int) -> None:
     """New steps refer to blocks of the old ones, which are then deleted."""
     states = load(tmp_path, None, size)
     for state in states:

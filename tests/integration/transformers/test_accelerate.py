@@ -18,7 +18,7 @@ from ckpt.adapters.accelerate import attach
 
 
 @pytest.mark.parametrize("seedable", [pytest.param(False, marks=pytest.mark.essential), True])
-def test_a_killed_loop_goes_on_as_before(tmp_path: Path, seedable: bool) -> None:
+def test_a_killed_loop_continues_as_before(tmp_path: Path, seedable: bool) -> None:
     check_loop_continuation(tmp_path, seedable=seedable)
 
 
@@ -37,7 +37,7 @@ def test_data_without_a_length(tmp_path: Path, dispatch: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{"stream": "own"}, {"own": True}])
-def test_order_of_a_generator_that_goes_on_from_epoch_to_epoch(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_order_of_a_generator_that_continues_from_epoch_to_epoch(tmp_path: Path, options: dict[str, Any]) -> None:
     check_loop_continuation(tmp_path, **options)
     check_loop_continuation(tmp_path / "last", saves=[7], saved=7, kill_at=8, first=(1, 0), **options)
 

@@ -52,7 +52,7 @@ def test_load_state_of_accelerate_by_other_ranks(tmp_path: Path) -> None:
     load_by_other_ranks(tmp_path, ACCELERATE, samples=28, kill_at=11, saved=9)
 
 
-def test_a_killed_trainer_goes_on_as_before(tmp_path: Path) -> None:
+def test_a_killed_trainer_continues_as_before(tmp_path: Path) -> None:
     kill_and_resume(tmp_path, TRAINER, 9, samples=44, args={"save_steps": 4})
 
 

@@ -28,7 +28,7 @@ EACH_BATCH = {"gradient_accumulation_steps": 1, "save_steps": 1, "logging_steps"
     ],
     ids=["in an epoch", "at its end", "at its first batch", "keeping one"],
 )
-def test_a_killed_training_goes_on_as_before(tmp_path: Path, kill_at: int, arguments: dict[str, object]) -> None:
+def test_a_killed_training_continues_as_before(tmp_path: Path, kill_at: int, arguments: dict[str, object]) -> None:
     check_continuation(tmp_path, kill_at, args=arguments)
     steps = [checkpoint.step for checkpoint in ckpt.open(tmp_path / "quiet/out/ckpt")]
     if arguments.get("save_total_limit"):
@@ -36,7 +36,7 @@ def test_a_killed_training_goes_on_as_before(tmp_path: Path, kill_at: int, argum
     assert not list((tmp_path / "quiet/out").glob("checkpoint-*"))
 
 
-def test_a_killed_training_of_two_processes_goes_on_as_before(tmp_path: Path) -> None:
+def test_a_killed_training_of_two_processes_continues_as_before(tmp_path: Path) -> None:
     check_continuation(tmp_path, 9, ranks=2, samples=44, args={"save_steps": 4})
 
 

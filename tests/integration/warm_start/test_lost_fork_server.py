@@ -95,7 +95,7 @@ time.sleep(3600)
 def test_a_process_that_left_the_session_of_a_forked_rank_ends_with_it(
     start_fork_server: Starter, tmp_path: Path, ended_by: str
 ) -> None:
-    """It runs no other program, so that its environment in /proc is that of the fork server, which goes on."""
+    """It runs no other program, so that its environment in /proc is that of the fork server, which continues."""
     mark = {"CKPT_AGENT": f"{os.getpid()}-{ended_by}"}
     fork_server = start_fork_server([sys.executable, script(tmp_path, FORKS_A_DAEMON)], **mark)
     log = tmp_path / "log"

@@ -69,7 +69,7 @@ def test_without_keep_nothing_is_deleted(url: Path) -> None:
     assert newest(url) == 112
 
 
-def test_a_second_job_goes_on_from_the_steps_after_a_roll_back(url: Path) -> None:
+def test_a_second_job_continues_from_the_steps_after_a_roll_back(url: Path) -> None:
     """The files alone show the roll-back; nothing depends on the memory of the process that rolled back."""
     save_steps(url, (115,), restore=RESTORED)
     assert newest(url) == 115

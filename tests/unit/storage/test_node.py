@@ -93,7 +93,7 @@ def test_an_oversized_message_is_refused(store: NodeStore) -> None:
         writer.close()
 
 
-def test_malformed_messages_are_refused_and_the_node_goes_on(local_node: LocalNode, store: NodeStore) -> None:
+def test_malformed_messages_are_refused_and_the_node_continues(local_node: LocalNode, store: NodeStore) -> None:
     with store.convert_flight_errors("test"):
         client = store.next_connection()
     garbage = [("list", wire.pack([5]))]

@@ -1,4 +1,4 @@
-"""A step that one rank leaves out, because its loss is bad: no rank saves it, and the training of all ranks goes on."""
+"""A step that one rank leaves out, because its loss is bad: no rank saves it, and the training of all ranks continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def loss_of(group: Group, step: int, bad_rank: int, bad_step: int) -> float:
 
 @pytest.mark.parametrize("bad_step", [3, 11])
 @pytest.mark.parametrize("bad_rank", range(RANKS))
-def test_training_of_all_ranks_goes_on_after_a_bad_loss_of_one(
+def test_training_of_all_ranks_continues_after_a_bad_loss_of_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, bad_rank: int, bad_step: int
 ) -> None:
     def work(group: Group) -> SaveHandle | None:

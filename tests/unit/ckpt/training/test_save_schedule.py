@@ -72,7 +72,7 @@ def test_a_step_is_replaced_only_on_request(tmp_path):
     assert len(list((tmp_path / "r/steps/5/pack").iterdir())) == 1
 
 
-def test_a_restarted_loop_saves_every_third_step_and_goes_on(tmp_path):
+def test_a_restarted_loop_saves_every_third_step_and_continues(tmp_path):
     for begin in (0, 7, 14):
         with ckpt.Checkpointer(tmp_path / "r", every=3, keep=3) as ck:
             state, start = ck.restore({"w": np.zeros(5), "step": -1})
