@@ -144,7 +144,7 @@ class SimulatedLease:
         if world.hosts[self._host].ranks_of is None or not self._contact.is_lost(world.now):
             return None
         world.end_ranks(self._host)
-        return ContactLoss(self._contact.silent_seconds(world.now), len(self._others))
+        return ContactLoss(self._contact.silent_seconds(world.now), len(self._others), "the simulated log")
 
     def close(self) -> None: ...
 
