@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mindspore as ms
@@ -81,10 +82,16 @@ def surroundings() -> Any:
 
 
 class Losses(Callback):
+    """Collects the losses of one run. The list is in an object that no step has: lists of callbacks are saved and restored."""
+
     def __init__(self, stop_after: int | None = None) -> None:
         super().__init__()
-        self.found: list[tuple[int, bytes]] = []
+        self._run: Any = SimpleNamespace(found=[])
         self._stop_after = stop_after
+
+    @property
+    def found(self) -> list[tuple[int, bytes]]:
+        return self._run.found
 
     def on_train_step_end(self, run_context: Any) -> None:
         arguments = run_context.original_args()
