@@ -121,10 +121,11 @@ class FanOut:
         """Guards `_running_calls`."""
         self._running_calls: dict[str, dict[object, float]] = {}  # by member: calls that run on a thread, and when each began
 
-    def submit(self, name: str, call: Callable[[], T]) -> Future[T]:
+    def submit(self, name: str, call: Callable[[], T], hides_errors: bool = False) -> Future[T]:
         """Start one call. It fails at once if the system refuses all threads.
 
-        It also fails at once if too many calls to the member are unanswered: they would take all threads.
+        It also fails at once if too many calls to the member are unanswered: they would take all threads. hides_errors: whether
+        the call also returns if the member did not answer.
         """
         with self._lock:
             running = self._running_calls.setdefault(name, {})
@@ -135,7 +136,7 @@ class FanOut:
             ):
                 return _failed(Unavailable(f"{name} has not answered {len(running)} calls"))
         try:
-            return self._pool.submit(contextvars.copy_context().run, self._run_call, name, call)
+            return self._pool.submit(contextvars.copy_context().run, self._run_call, name, call, hides_errors)
         except StoreError as error:
             return _failed(error)
 
@@ -198,7 +199,7 @@ class FanOut:
                 except StoreError as error:
                     yield name, error
 
-    def _run_call(self, name: str, call: Callable[[], T]) -> T:
+    def _run_call(self, name: str, call: Callable[[], T], hides_errors: bool) -> T:
         call_id = object()
         with self._lock:
             self._running_calls[name][call_id] = time.monotonic()
@@ -214,8 +215,15 @@ class FanOut:
         finally:
             with self._lock:
                 del self._running_calls[name][call_id]
-        self.health.record_answer(name)
+        if not hides_errors:
+            self.health.record_answer(name)
         return answer
+
+    def abort(self, writers: Mapping[str, Writer], timeout_seconds: float) -> None:
+        """Abort a writer of each member. Late calls continue in the background, and so do those of members that are down."""
+        is_down = {name: self.health.is_down(name) for name in writers}
+        calls = {name: self.submit(name, writer.abort, hides_errors=True) for name, writer in writers.items()}
+        wait([call for name, call in calls.items() if not is_down[name]], timeout_seconds)
 
     def close(self) -> None:
         """Accept no more calls, and wait for none."""

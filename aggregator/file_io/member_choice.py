@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, choose_members
-from ckpt.storage.base.errors import NoSpace, StoreError, Unavailable
+from ckpt.storage.base.errors import NoSpace, Refused, StoreError, Unavailable
 from ckpt.storage.base.plural import format_count
 
 log = logging.getLogger("ckpt")
@@ -75,4 +75,6 @@ class MemberChoice:
             is_first = member not in self._failed_members
             self._failed_members.setdefault(member, error)
         if is_first:
-            log.warning("%s of %s is written without %s: %s", self._path, self._member_io.url, member, error)
+            # A read-only member refuses every file.
+            level = self._member_io.refusal_log_level(member) if isinstance(error, Refused) else logging.WARNING
+            log.log(level, "%s of %s is written without %s: %s", self._path, self._member_io.url, member, error)

@@ -7,6 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from ckpt.aggregator.cluster.fanout import WARNING_INTERVAL_SECONDS, FanOut
 from ckpt.aggregator.cluster.open_member import OpenMember
@@ -17,8 +18,11 @@ from ckpt.aggregator.records.current_members import Membership
 from ckpt.aggregator.records.file_record import FileLayout
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.plural import format_count
+from ckpt.storage.base.store import Writer
 
 log = logging.getLogger("ckpt")
+
+T = TypeVar("T")
 
 _DISCARD_SECONDS = 3.0
 
@@ -39,6 +43,7 @@ class MemberIO:
         self.read_fan_out = FanOut(self.fan_out.health)
         self.scratch = ScratchPool()
         self._under_replication_warned_at = -math.inf
+        self._refusals_warned_at: dict[str, float] = {}
 
     @property
     def url(self) -> str:
@@ -83,6 +88,14 @@ class MemberIO:
             redundancy.total_fragments,
         )
 
+    def refusal_log_level(self, member: str) -> int:
+        """Return the level of a message that a member refuses a file: WARNING once in a minute for each member, else INFO."""
+        now = time.monotonic()
+        if now < self._refusals_warned_at.get(member, -math.inf) + WARNING_INTERVAL_SECONDS:
+            return logging.INFO
+        self._refusals_warned_at[member] = now
+        return logging.WARNING
+
     # --- objects that no record needs ------------------------------------------------------------------------------
 
     def discard(self, names: Mapping[str, Sequence[str]], wait_for_slow_nodes: bool = False) -> None:
@@ -93,16 +106,29 @@ class MemberIO:
         """
         open_members = self.open_members
         calls = {m: (lambda m=m, n=n: open_members[m].store.delete(n)) for m, n in names.items() if m in open_members and n}  # type: ignore[misc]
-        nodes = {m: call for m, call in calls.items() if open_members[m].member.address is not None and not wait_for_slow_nodes}
-        others = {m: call for m, call in calls.items() if m not in nodes}
         errors: dict[str, StoreError] = {}
-        for batch, seconds in (
-            (nodes, min(_DISCARD_SECONDS, self.commit_timeout_seconds)),
-            (others, self.commit_timeout_seconds),
-        ):
-            errors |= self.fan_out.ask(batch, seconds, skip_failed=True, mark_late=False)[1] if batch else {}
+        for batch, seconds in self._discard_batches(calls, wait_for_slow_nodes):
+            errors |= self.fan_out.ask(batch, seconds, skip_failed=True, mark_late=False)[1]
         for member, error in errors.items():
             log.info("%d objects stay on %s until the next repair: %s", len(names[member]), member, error)
+
+    def _discard_batches(
+        self, by_member: Mapping[str, T], wait_for_slow_nodes: bool = False
+    ) -> list[tuple[dict[str, T], float]]:
+        """Return the items of nodes and those of other members, each with the seconds to wait for them."""
+        awaited = {m for m, each in self.open_members.items() if wait_for_slow_nodes or each.member.address is None}
+        nodes = {m: each for m, each in by_member.items() if m not in awaited}
+        others = {m: each for m, each in by_member.items() if m not in nodes}
+        node_seconds = min(_DISCARD_SECONDS, self.commit_timeout_seconds)
+        return [each for each in ((nodes, node_seconds), (others, self.commit_timeout_seconds)) if each[0]]
+
+    def abort(self, writers: Mapping[str, Writer]) -> None:
+        """Abort unfinished objects, one of each member; as in `discard`, a slow node continues in the background.
+
+        An unfinished object of a member that does not answer expires there.
+        """
+        for batch, seconds in self._discard_batches(writers):
+            self.fan_out.abort(batch, seconds)
 
     def discard_layouts(self, layouts: Iterable[FileLayout], kept_objects: Collection[str] = ()) -> None:
         """Delete the objects of layouts except `kept_objects`, with one call of each member."""

@@ -18,7 +18,7 @@ from ckpt.aggregator.placement import erasure
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
 from ckpt.aggregator.records.file_record import FileLayout, Fragment, MemberObject, Stripe, drop_unused_objects, fragment_bytes
 from ckpt.storage.base.checksums import cell_checksums, find_bad_cells
-from ckpt.storage.base.errors import IntegrityError, StoreError, Unavailable
+from ckpt.storage.base.errors import IntegrityError, Refused, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import ALIGNMENT, Reader, Writer
 
@@ -222,21 +222,21 @@ class _NewObjects:
 
     def _mark_failed(self, member: str, index: int, error: StoreError) -> None:
         log.warning("%s: %s takes no more rebuilt fragments: %s", self._path, member, error)
-        self._member_io.fan_out.health.record_failure(member, error)
+        if not isinstance(error, Refused):  # a read-only member still answers reads
+            self._member_io.fan_out.health.record_failure(member, error)
         self.failed.add(self.objects[index].name)
 
     def commit(self) -> None:
         """Make the objects durable, and note those that fail in `failed`."""
-        calls = {member: commit_or_abort(writer) for member, (_, writer) in self._writers.items()}
+        created = {m: writer for m, (_, writer) in self._writers.items() if not isinstance(writer, _FailedWriter)}
+        calls = {member: commit_or_abort(writer) for member, writer in created.items()}
         _, errors = self._member_io.fan_out.ask(calls, self._member_io.commit_timeout_seconds)
         for member, error in errors.items():
             self._mark_failed(member, self._writers[member][0], error)
 
     def abort(self) -> None:
         """Delete the objects."""
-        for _, writer in self._writers.values():
-            with suppress(StoreError):
-                writer.abort()
+        self._member_io.abort({member: writer for member, (_, writer) in self._writers.items()})
 
 
 class _FailedWriter(Writer):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import numpy as np
 
@@ -268,9 +267,9 @@ class FileWriter(Writer):
         _, errors = self._member_io.fan_out.ask(commits, self._member_io.commit_timeout_seconds)
         for member, error in errors.items():
             self._choice.mark_failed(member, error)
-        empty = {self._objects[i].member: writer.abort for i, writer in own_writers.items() if i not in used}
+        empty = {self._objects[i].member: writer for i, writer in own_writers.items() if i not in used}
         # An empty object on a member that does not answer expires there, or a scrub finds it.
-        self._member_io.fan_out.ask(empty, _ABORT_SECONDS, mark_late=False)
+        self._member_io.fan_out.abort(empty, _ABORT_SECONDS)
         return {self._objects[i].name for i in own_writers if self._objects[i].member in errors}
 
     def abort(self) -> None:
@@ -278,12 +277,6 @@ class FileWriter(Writer):
             if self._is_finished:
                 return
             self._is_finished = True
-            writers = [w for w in self._writers if w is not None]
-        for writer in writers:
-            with suppress(StoreError):
-                writer.abort()
-        names: dict[str, list[str]] = {}
-        for member_object, own_writer in zip(self._objects, self._writers, strict=True):
-            if own_writer is not None:
-                names.setdefault(member_object.member, []).append(member_object.name)
-        self._member_io.discard(names)
+            own = [(o, writer) for o, writer in zip(self._objects, self._writers, strict=True) if writer is not None]
+        self._member_io.abort({member_object.member: writer for member_object, writer in own})
+        self._member_io.discard({member_object.member: [member_object.name] for member_object, _ in own})

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +26,7 @@ from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.file_record import FileLayout, MemberObject, drop_unused_objects, min_fragments
 from ckpt.aggregator.records.ring_change import complete_ring_change, ensure_record_redundancy
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
-from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
+from ckpt.storage.base.errors import CkptError, Unavailable
 from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord
 
 log = logging.getLogger("ckpt")
@@ -142,10 +143,16 @@ def _admit_restored_members(namespace: Namespace) -> None:
     except Unavailable as error:
         log.warning("the registers of %s are not complete yet: %s", ", ".join(incomplete), error)
         return
-    for member in incomplete:
-        log.warning("the registers of %s are complete again", member)
+
+    def admit(member: str) -> None:
         registers[member].learn(namespace.ring.register_name, record_ring.encode_ring(namespace.ring))
         registers[member].mark_complete()
+
+    admitted, errors = namespace.fan_out.ask({m: partial(admit, m) for m in incomplete}, namespace.commit_timeout_seconds)
+    for member in admitted:
+        log.warning("the registers of %s are complete again", member)
+    for member, failure in errors.items():
+        log.warning("the registers of %s are not complete yet: %s", member, failure)
 
 
 def select_fragments(layout: FileLayout, is_selected: Callable[[int, MemberObject], bool]) -> frozenset[tuple[str, int]]:
@@ -181,13 +188,25 @@ def _rebuild_file(namespace: Namespace, health: FileHealth, advance: ByteProgres
         return None
     if outcome is Replacement.OLD_NEEDED:
         return current_layout
-    for member, name in health.damaged_objects:
-        try:
-            if name not in {o.name for o in rebuilt.objects}:
-                namespace.open_members[member].quarantine(name)
-        except StoreError as error:
-            log.info("the damaged object %s on %s can't be quarantined: %s", name, member, error)
+    needed_names = {o.name for o in rebuilt.objects}
+    _quarantine(namespace, [each for each in health.damaged_objects if each[1] not in needed_names])
     return current_layout
+
+
+def _quarantine(namespace: Namespace, damaged_objects: Iterable[tuple[str, str]]) -> None:
+    """Move damaged objects, given as member and name, to the quarantines of their members."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for member, name in damaged_objects:
+        names[member].append(name)
+
+    def quarantine(member: str) -> None:
+        for name in names[member]:
+            namespace.open_members[member].quarantine(name)
+
+    calls = {member: partial(quarantine, member) for member in names}
+    _, errors = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds, skip_failed=True)
+    for member, error in errors.items():
+        log.info("damaged objects on %s (%s) can't be quarantined: %s", member, ", ".join(names[member]), error)
 
 
 class ByteRateLimiter:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import os
 import random
 import secrets
@@ -33,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ckpt.aggregator.cluster.fanout import FanOut
+from ckpt.aggregator.records.damaged_records import replace_damaged
 from ckpt.aggregator.records.register_update import Decide, OnRefused, RegisterUpdate, Superseded, choose_values, keep_value
 from ckpt.aggregator.records.replica_set import (
     ReplicaSet,
@@ -47,9 +47,7 @@ from ckpt.aggregator.records.replica_set import (
 from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.registers.base import (
-    REGISTERS_INCOMPLETE,
     Ballot,
-    DamagedRecord,
     DirectChange,
     Record,
     RegisterAnswer,
@@ -58,8 +56,6 @@ from ckpt.storage.registers.base import (
     can_propose_directly,
     floor_ballot,
 )
-
-log = logging.getLogger("ckpt")
 
 T = TypeVar("T")
 
@@ -331,26 +327,14 @@ class ReplicatedRegisters:
             ),
         )
         failpoint("register.accepted")
-        for path, proposal in proposals.items():
-            if replica_sets[path].can_write({m for m, yes in accepted[path].items() if yes}):
-                update.found[path] = proposal.value
-                self._repair_damaged(path, proposal.value, ballot, promises[path], fence_number)
-            else:
-                undecided.append(path)
-        return undecided, highest
-
-    def _repair_damaged(
-        self, path: str, value: RegisterValue, ballot: Ballot, answers: Mapping[str, RegisterAnswer], fence_number: int
-    ) -> None:
-        """Replace damaged records with the value. A quorum of the other members has promised its ballot and accepted it."""
-        for member, answer in answers.items():
-            if isinstance(answer, DamagedRecord):
-                try:
-                    self._registers[member].accept([(path, value)], ballot, repair_damaged=True, fence_number=fence_number)
-                    level = logging.INFO if answer == REGISTERS_INCOMPLETE else logging.WARNING  # INFO: one per file
-                    log.log(level, "the record of %s on %s was damaged (%s) and is restored", path, member, answer.reason)
-                except StoreError as error:
-                    log.info("the damaged record of %s on %s could not be restored: %s", path, member, error)
+        agreed = {
+            path: proposal.value
+            for path, proposal in proposals.items()
+            if replica_sets[path].can_write({m for m, yes in accepted[path].items() if yes})
+        }
+        update.found.update(agreed)
+        replace_damaged(self._registers, self._fan_out, agreed, promises, ballot, fence_number)
+        return [*undecided, *(path for path in proposals if path not in agreed)], highest
 
     # --- asking ------------------------------------------------------------------------------------------------
 

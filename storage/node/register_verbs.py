@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.base.errors import Refused
 from ckpt.storage.node import wire
 from ckpt.storage.registers.base import Ballot, Registers, RegisterValue
+
+
+def read_only_error() -> Refused:
+    """Return the error of a read-only node for a write. It answers reads, so clients must not take it as down."""
+    return Refused("this node is read-only: start it without --read-only")
 
 
 class RegisterVerbs:
@@ -69,4 +74,4 @@ class RegisterVerbs:
 
     def _require_writable(self) -> None:
         if self._read_only:
-            raise Unavailable("this node is read-only: start it without --read-only")
+            raise read_only_error()

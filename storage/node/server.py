@@ -27,7 +27,7 @@ from ckpt.storage.base.threads import start_or_raise
 from ckpt.storage.member.device import Device
 from ckpt.storage.node import fd_passing_server, message_digests, wire
 from ckpt.storage.node.outgoing_object import OutgoingObject
-from ckpt.storage.node.register_verbs import RegisterVerbs
+from ckpt.storage.node.register_verbs import RegisterVerbs, read_only_error
 from ckpt.storage.node.token_check import TokenCheck
 from ckpt.storage.node.upload_leases import FULL_ADVICE, SHUTTING_DOWN, UploadLeases
 
@@ -263,7 +263,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def _require_writable(self) -> None:
         if self._options.read_only:
-            raise Unavailable("this node is read-only: start it without --read-only")
+            raise read_only_error()
         if self.is_draining:
             raise Unavailable(SHUTTING_DOWN)
 

@@ -53,7 +53,7 @@ class SteppedFanOut(FanOut):
         super().__init__(MemberHealth(first_pause_seconds=0.0, max_pause_seconds=0.0))
         self._simulation = simulation
 
-    def submit(self, name: str, call: Callable[[], Any]) -> Future[Any]:
+    def submit(self, name: str, call: Callable[[], Any], hides_errors: bool = False) -> Future[Any]:
         made: Future[Any] = Future()
         try:
             made.set_result(self._simulation.call(name, call))

@@ -33,6 +33,7 @@ from ckpt.storage.node import wire
 from ckpt.storage.node.client import NodeStore
 from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.node.server import NodeOptions
+from ckpt.storage.registers.base import RegisterValue
 from ckpt.storage.testing import random_bytes, write_object
 
 
@@ -272,8 +273,11 @@ def test_a_read_only_node_refuses_writes(tmp_path: Path) -> None:
     node = LocalNode(tmp_path, NodeOptions(read_only=True))
     try:
         store = NodeStore(node.address)
-        for call in (lambda: store.put("a", b""), lambda: store.create("a"), lambda: store.delete(["a"])):
-            with pytest.raises(Unavailable, match="read-only"):
+        for call in (
+            lambda: store.put("a", b""), lambda: store.create("a"), lambda: store.delete(["a"]),
+            lambda: store.registers.learn("a", RegisterValue(b"")),
+        ):  # fmt: skip
+            with pytest.raises(Refused, match="read-only"):
                 call()
         assert store.info().state == "read-only"
     finally:

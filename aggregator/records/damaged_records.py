@@ -1,0 +1,59 @@
+"""The replacement of damaged records by the value on which the other members have agreed."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+from ckpt.aggregator.cluster.fanout import FanOut
+from ckpt.storage.base.plural import format_count
+from ckpt.storage.registers.base import (
+    REGISTERS_INCOMPLETE,
+    Ballot,
+    DamagedRecord,
+    RegisterAnswer,
+    Registers,
+    RegisterValue,
+)
+
+log = logging.getLogger("ckpt")
+
+_SECONDS = 5.0
+"""How long to wait for members to replace their damaged records; a slower one continues in the background."""
+
+
+def replace_damaged(
+    registers: Mapping[str, Registers],
+    fan_out: FanOut,
+    agreed: Mapping[str, RegisterValue],
+    promises: Mapping[str, Mapping[str, RegisterAnswer]],
+    ballot: Ballot,
+    fence_number: int,
+) -> None:
+    """Replace damaged records with the agreed values, by one call of each member that has any.
+
+    agreed: by path, the value that a quorum of the other members has accepted after it had promised the ballot. promises: the
+    answers of the members to the ballot, by path and member.
+    """
+    damaged: dict[str, dict[str, DamagedRecord]] = defaultdict(dict)
+    for path in agreed:
+        for member, answer in promises[path].items():
+            if isinstance(answer, DamagedRecord):
+                damaged[member][path] = answer
+
+    def accept_on(member: str) -> Callable[[], list[bool]]:
+        values = [(path, agreed[path]) for path in damaged[member]]
+        return lambda: registers[member].accept(values, ballot, repair_damaged=True, fence_number=fence_number)
+
+    if not damaged:
+        return
+    answers, errors = fan_out.ask({m: accept_on(m) for m in damaged}, _SECONDS, skip_failed=True, mark_late=False)
+    for member, accepted in answers.items():
+        for (path, answer), is_accepted in zip(damaged[member].items(), accepted, strict=True):
+            if is_accepted and answer == REGISTERS_INCOMPLETE:  # INFO: one per file
+                log.info("%s had no record of %s (its registers are new), and has one again", member, path)
+            elif is_accepted:
+                log.warning("the record of %s on %s was damaged (%s) and is restored", path, member, answer.reason)
+    for member, error in errors.items():
+        log.info("%s on %s could not be restored yet: %s", format_count(len(damaged[member]), "damaged record"), member, error)

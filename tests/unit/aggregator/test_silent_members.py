@@ -1,0 +1,140 @@
+"""Members that become silent while their records are restored, or while unfinished files are discarded."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.nodes import NodeProcess, nodes_config
+from helpers.processes import until
+from helpers.registers import new_registers, replicated_registers
+
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.records import damaged_records
+from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.node.client import NodeStore
+from ckpt.storage.registers.base import Record, Registers, RegisterValue
+from ckpt.storage.registers.sqlite import SqliteRegisters
+from ckpt.storage.testing import random_bytes
+
+PATHS = [f"p{i:03}" for i in range(100)]
+
+
+@pytest.fixture
+def registers(tmp_path: Path) -> dict[str, Registers]:
+    """Three members, of which m2 has got a new disk after the records were written."""
+    made: dict[str, Registers] = {f"m{i}": new_registers(tmp_path / f"{i}.sqlite") for i in range(2)}
+    made["m2"] = SqliteRegisters(str(tmp_path / "2.sqlite"))
+    replicated_registers(made).update(PATHS, lambda _, __: RegisterValue(b"", b"one"))
+    made["m2"].close()
+    for file in tmp_path.glob("2.sqlite*"):
+        file.unlink()
+    made["m2"] = SqliteRegisters(str(tmp_path / "2.sqlite"))
+    return made
+
+
+def test_the_records_of_a_new_disk_are_restored_by_one_call(
+    registers: dict[str, Registers], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ckpt")
+    calls: list[int] = []
+    accept = registers["m2"].accept
+
+    def counted(values: Sequence[Any], *arguments: Any, repair_damaged: bool = False, **options: Any) -> list[bool]:
+        if repair_damaged:
+            calls.append(len(values))
+        return accept(values, *arguments, repair_damaged=repair_damaged, **options)
+
+    registers["m2"].accept = counted  # type: ignore[method-assign]
+    replicated_registers(registers).settle(PATHS)
+    assert calls == [len(PATHS)]
+    assert all(isinstance(answer, Record) for answer in registers["m2"].read(PATHS))
+    assert f"m2 had no record of {PATHS[7]} (its registers are new), and has one again" in caplog.text
+    assert "was damaged" not in caplog.text
+
+
+def test_nothing_waits_for_a_new_disk_that_is_silent(
+    registers: dict[str, Registers], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "ckpt")
+    monkeypatch.setattr(damaged_records, "_SECONDS", 0.01)
+    over = threading.Event()
+    waits: list[bool] = []
+    accept = registers["m2"].accept
+
+    def silent(*arguments: Any, repair_damaged: bool = False, **options: Any) -> list[bool]:
+        if not repair_damaged:
+            return accept(*arguments, **options)
+        waits.append(over.wait(300))
+        raise Unavailable("no answer")
+
+    registers["m2"].accept = silent  # type: ignore[method-assign]
+    replicated_registers(registers).settle(PATHS)
+    assert waits == []
+    assert "100 damaged records on m2 could not be restored yet" in caplog.text
+    over.set()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[list[NodeProcess]]:
+    made = [NodeProcess(tmp_path / f"n{i}") for i in range(3)]
+    yield made
+    for process in made:
+        process.close()
+
+
+def test_a_writer_is_aborted_while_a_node_is_silent(processes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call to the silent node is still running when `abort` returns. The others have discarded their objects then."""
+    namespace = Namespace(nodes_config(processes, redundancy="3x", deadline_seconds=300.0))
+    writer = namespace.create("a")
+    writer.append(memoryview(random_bytes(100_000, 1)))
+    ended: list[str] = []
+    call = NodeStore.call
+
+    def noted(store: NodeStore, verb: str, *arguments: object, deadline: float | None = None) -> Any:
+        try:
+            return call(store, verb, *arguments, deadline=deadline)
+        finally:
+            if verb == "abort":
+                ended.append(store.address)
+
+    monkeypatch.setattr(NodeStore, "call", noted)
+    silent, *others = processes
+    silent.signal(signal.SIGSTOP)
+    writer.abort()
+    assert silent.stopped()
+    assert sorted(ended) == sorted(process.address for process in others)
+    silent.signal(signal.SIGCONT)
+    until(lambda: silent.address in ended, "the node discards its object, too")
+    namespace.close()
+
+
+def test_an_abort_does_not_show_that_a_member_answers(processes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It returns also if the member did not answer. That of a member that is down runs in the background."""
+    namespace = Namespace(nodes_config(processes, redundancy="3x"))
+    writer = namespace.create("a")
+    writer.append(memoryview(random_bytes(100_000, 1)))
+    lost = processes[0]
+    lost.kill()
+    namespace.fan_out.health.record_failure(lost.address, "no answer")
+    aborts: list[Future[Any]] = []
+    submit = namespace.fan_out.submit
+
+    def noted(name: str, *arguments: Any, **options: Any) -> Future[Any]:
+        future = submit(name, *arguments, **options)
+        if name == lost.address:
+            aborts.append(future)
+        return future
+
+    monkeypatch.setattr(namespace.fan_out, "submit", noted)
+    writer.abort()
+    (abort,) = aborts
+    abort.result(300)
+    assert namespace.fan_out.health.is_down(lost.address)
+    namespace.close()
