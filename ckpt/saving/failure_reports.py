@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from ckpt.errors import RanksMissing, StepRefused, StepSkipped, UnsupportedLeaf
+from ckpt.errors import RanksMissing, SaveFailed, StepRefused, StepSkipped, UnsupportedLeaf
 from ckpt.format import json_records
 from ckpt.groups.base import Group
 from ckpt.repository.group_lease import GroupLease
@@ -19,24 +19,30 @@ log = logging.getLogger("ckpt")
 
 def publish_failure(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
     """Report that this rank will write no part: first to the group, because the store may take long to fail."""
+    store.put(f"{part_stem(attempt)}-failed.json", note_failure(store, lease, group, attempt, error))
+
+
+def note_failure(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> bytes:
+    """Report through the group alone that this rank will write no part, and return the report. It calls no store."""
     reason = str(error) or type(error).__name__
     unreachable = isinstance(error, (StoreError, OSError))
     if unreachable and store.url not in reason:
         reason = f"{store.url}: {reason}"
     # Rank 0 adds this text to the reports of other ranks. Its own errors need it unless they already name the ranks.
-    if attempt.rank == 0 and (unreachable or isinstance(error, UnsupportedLeaf) or not isinstance(error, CkptError)):
+    needs_rank = unreachable or isinstance(error, (UnsupportedLeaf, SaveFailed)) or not isinstance(error, CkptError)
+    if attempt.rank == 0 and needs_rank:
         reason = give_up_reason(attempt, 0, reason)
     is_uncertain = attempt.name in lease.writer.unsettled_attempts()  # its record may still take effect
     failure = {
         "reason": reason,
-        "missing": isinstance(error, RanksMissing),
+        "missing": isinstance(error, (RanksMissing, SaveFailed)),  # no rank may use another tier for SaveFailed
         "skipped": isinstance(error, StepSkipped),
         "rank": attempt.rank,
         "uncertain": is_uncertain,
     }
     data = json_records.encode("failure", failure)
     group.leave_note(_note_key(lease, attempt, attempt.rank == 0), data)
-    store.put(f"{part_stem(attempt)}-failed.json", data)
+    return data
 
 
 def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
@@ -84,7 +90,8 @@ def rank_0_error(attempt: Attempt, rank: int, refusal: StepRefused) -> StepRefus
     """Return the error of rank 0 for an attempt that another rank ends. refusal: the error that the rank has reported."""
     if isinstance(refusal, StepSkipped):
         return refusal  # its text is for all ranks
-    return StepRefused(give_up_reason(attempt, rank, refusal))
+    kind = RanksMissing if isinstance(refusal, RanksMissing) else StepRefused  # the kind decides which tier is next
+    return kind(give_up_reason(attempt, rank, refusal))
 
 
 def give_up_reason(attempt: Attempt, rank: int, reason: object) -> str:

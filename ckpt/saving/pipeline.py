@@ -22,7 +22,7 @@ from ckpt.saving.options import Options
 from ckpt.saving.replica_check import compute_digests
 from ckpt.saving.save_plan import flatten_state, plan_save
 from ckpt.saving.save_run import SaveRun
-from ckpt.saving.skipped_step import give_up_attempt
+from ckpt.saving.skipped_step import give_up_attempt, give_up_without_store
 from ckpt.saving.writer_session import Session
 from ckpt.state.tree import FlatState
 from ckpt.support.runtime import collector_paused
@@ -46,9 +46,9 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     lease = session.group_lease
     handle = SaveHandle(step, lambda: lease.progress_count)
     attempt = lease.begin_attempt(step)
-    session.note_save_began(step)
     failed: SaveFailed | None = None
     try:
+        session.note_save_began(step)
         try:
             session.raise_failed()
         except SaveFailed as error:
@@ -65,17 +65,22 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
         raise
     try:
         session.add_save(handle, options.in_flight)
-    except SaveFailed:
-        lease.writer.end_attempt(attempt)  # no message to the other ranks: the store, which would carry it, does not answer
+    except SaveFailed as error:
+        give_up_without_store(session, attempt, error)
         raise
     except BaseException as error:
-        give_up_attempt(session, attempt, error)
+        run.abandon(error)
+        raise
+    try:
+        if blocking:
+            run.run_blocking()
+        else:
+            run.run_in_background()
+    except BaseException as error:
+        run.abandon(error)
         raise
     if blocking:
-        run.run_blocking()
         handle.result()
-    else:
-        run.run_in_background()
     if failed is not None:
         raise failed
     return handle

@@ -84,13 +84,14 @@ class SaveRun:
         self._eager_staged = threading.Event()
         """For a save in the background: set when all blocks but the deferred ones are staged, and the caller continues."""
         self._append_began = threading.Event()
+        self._background_thread: WorkerThread | None = None
         self._copied_seconds = 0.0
         """How long the caller copied. Set before the writers of a group begin, unless the arena was full before."""
 
     # --- blocking and in the background ------------------------------------------------------------------------
 
     def run_blocking(self) -> None:
-        """Save while the caller waits. Staging and writing overlap, in a small arena."""
+        """Save while the caller waits. Staging and writing overlap, in a small arena. On errors, call `abandon`."""
         staging_thread = WorkerThread(target=self._stager.stage_all, name="ckpt-stage", daemon=True)
         checkpoint: Checkpoint | None = None
         self._memory.writing_allowed.set()
@@ -107,34 +108,24 @@ class SaveRun:
             self._end_attempt(checkpoint)
 
     def run_in_background(self) -> None:
-        """Stage while the caller waits: all blocks, or as many as fit in the memory. A thread writes and commits them."""
+        """Stage while the caller waits: all blocks, or as many as fit in the memory. A thread writes and commits them.
+
+        On errors, call `abandon`.
+        """
         total = self._plan.total_bytes
         deferred = find_deferred_blocks(self._plan, self._options.deferrable)
         deferred_numbers = set(deferred.numbers)
         eager = [i for i in range(len(self._plan.blocks)) if i not in deferred_numbers]
         thread = WorkerThread(target=self._run_in_thread, args=(deferred,), name=f"ckpt-save-{self._plan.step}", daemon=True)
-        try:
-            self._memory.borrow(background_arena_bytes(total, self._options.memory), self._plan, self._where)
-            if self._memory.is_less_than(total):
-                self._memory.writing_allowed.set()
-            thread.start()
-        except BaseException as error:
-            self._failure.report(error)
-            if thread.has_begun:  # an interrupt came after that, and the thread ends the attempt
-                self._eager_staged.set()
-                thread.join()
-            else:
-                self._end_attempt(None)
-            self._handle.take_error()
-            raise
-        try:
-            began = time.monotonic()
-            self._stager.stage_in_parallel(eager)
-            self._copied_seconds = time.monotonic() - began
-        except BaseException as error:  # interrupted while it waited for the helper threads
-            self._failure.report(error)
-        finally:
-            self._eager_staged.set()
+        self._background_thread = thread
+        self._memory.borrow(background_arena_bytes(total, self._options.memory), self._plan, self._where)
+        if self._memory.is_less_than(total):
+            self._memory.writing_allowed.set()
+        thread.start()
+        began = time.monotonic()
+        self._stager.stage_in_parallel(eager)
+        self._copied_seconds = time.monotonic() - began
+        self._eager_staged.set()
         if not deferred.numbers:
             self._handle.staged.set()
         self._memory.writing_allowed.set()
@@ -144,6 +135,26 @@ class SaveRun:
             failed = self._handle.take_error()
             assert failed is not None
             raise failed
+
+    def abandon(self, error: BaseException) -> None:
+        """End the attempt and its handle after an error in the thread of the caller, unless they have ended.
+
+        If all eager blocks are staged, the save in the background continues instead.
+        """
+        thread = self._background_thread
+        if self._handle.done():
+            self._handle.take_error()
+        elif thread is None or thread.cancel():
+            self._failure.report(error)
+            self._end_attempt(None)
+            self._handle.take_error()
+        elif self._eager_staged.is_set():  # from now on, the thread may return the staging memory at any time
+            self._memory.writing_allowed.set()
+        else:
+            self._failure.report(error)
+            self._eager_staged.set()
+            thread.join()
+            self._handle.take_error()
 
     def _run_in_thread(self, deferred: DeferredBlocks) -> None:
         lower_thread_priority()

@@ -29,8 +29,19 @@ def require_same_step_as_rank_0(session: Session, step: int | None) -> None:
 def skip_step(session: Session, step: int, error: BaseException) -> None:
     """Publish that this rank does not save a step, so that the other ranks do not wait for it. error: the reason."""
     attempt = session.group_lease.begin_attempt(step)
-    session.note_save_began(step)
-    give_up_attempt(session, attempt, error)
+    try:
+        session.note_save_began(step)
+    finally:
+        give_up_attempt(session, attempt, error)
+
+
+def skip_step_without_store(session: Session, step: int, error: BaseException) -> None:
+    """Report through the group alone that this rank does not save a step. error: why the store does not answer."""
+    attempt = session.group_lease.begin_attempt(step)
+    try:
+        session.note_save_began(step)
+    finally:
+        give_up_without_store(session, attempt, error)
 
 
 def give_up_attempt(session: Session, attempt: Attempt, error: BaseException) -> None:
@@ -39,3 +50,10 @@ def give_up_attempt(session: Session, attempt: Attempt, error: BaseException) ->
     if session.group.size > 1:
         with suppress(CkptError, OSError):
             failure_reports.publish_failure(session.repo.store, session.group_lease, session.group, attempt, error)
+
+
+def give_up_without_store(session: Session, attempt: Attempt, error: BaseException) -> None:
+    """End an attempt that will not commit, and report its error through the group alone: the store does not answer."""
+    session.writer_lease.end_attempt(attempt)
+    if session.group.size > 1:
+        failure_reports.note_failure(session.repo.store, session.group_lease, session.group, attempt, error)

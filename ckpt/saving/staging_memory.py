@@ -96,5 +96,6 @@ class StagingMemory:
 
     def close(self) -> None:
         """Return the arena to the pool, when no thread uses it any more."""
-        if self._arena is not None:
-            staging_arena.pool.give_back(self._arena)
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            staging_arena.pool.give_back(arena)

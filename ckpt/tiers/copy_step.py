@@ -73,8 +73,8 @@ def promote(
     files_to_sweep.update(commit.files())
     target.prepare()
     attempt = target.group_lease.begin_own_attempt(step)
-    target.pin_packs(attempt, [*commit.files(), commit_name(step)])
     try:
+        target.pin_packs(attempt, [*commit.files(), commit_name(step)])
         copied = _copy_files(Checkpoint(source.store, commit), target, progress)
         failpoint("promote.commit")
         if commit.line:

@@ -41,7 +41,7 @@ from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.copy_check import remove_damaged_copies
 from ckpt.tiers.earlier_steps import offer_earlier_steps, warn_of_unpromoted_step
 from ckpt.tiers.freed_memory import free_memory, remove_freed_commits
-from ckpt.tiers.open_tier import OpenTier, can_fall_through, cancel_promotion, publish_durable
+from ckpt.tiers.open_tier import OpenTier, can_fall_through, cancel_promotion, next_tier, publish_durable, require_end_of
 from ckpt.tiers.previous_memory import previous_memories
 from ckpt.tiers.tier_note import bind_to_repository, can_read_steps_of, repair_marker
 from ckpt.tiers.tier_repositories import open_repositories, require_shared_memory
@@ -186,14 +186,14 @@ class TierManager:
             copier.raise_fenced()
         if time.monotonic() >= self._next_catch_up:
             self.catch_up()
-        start = self._choose_first_tier()
+        start = self._choose_first_tier(step)
         due = {n for n, tier in enumerate(self._open_tiers) if n and (all_tiers or tier.is_due(step))}
         for number, tier in enumerate(self._open_tiers[start:], start):
             further_tiers = [self._open_tiers[n] for n in due if n > number]
-            for other in further_tiers:
-                if other.copier is not None:
-                    other.copier.expect(step)
             try:
+                for other in further_tiers:
+                    if other.copier is not None:
+                        other.copier.expect(step)
                 handle = self._save_to_tier(tier, step, state, options, blocking)
             except BaseException as error:
                 cancel_promotion(further_tiers, step)
@@ -225,21 +225,17 @@ class TierManager:
 
     def skip_step(self, step: int, error: StepSkipped) -> None:
         """Publish that this rank does not save a step that the other ranks may save."""
-        skip_step(self._open_tiers[self._choose_first_tier()].session, step, error)
+        skip_step(self._open_tiers[self._choose_first_tier(step)].session, step, error)
         self._skipped_step = step
 
-    def _choose_first_tier(self) -> int:
-        """Wait for the end of the previous save, and return the first tier to try next; it is the same on all ranks.
+    def _choose_first_tier(self, step: int) -> int:
+        """Wait for the end of the previous save, and return the first tier to try for a step; it is the same on all ranks.
 
         It counts one skipped save of each tier in front of that one.
         """
         if self._last_save is not None:
-            self._last_save.require_end()
-        for number, tier in enumerate(self._open_tiers[:-1]):
-            if not tier.saves_to_skip:
-                return number
-            tier.saves_to_skip -= 1
-        return len(self._open_tiers) - 1
+            require_end_of(self._last_save, self._open_tiers, step)
+        return next_tier(self._open_tiers)
 
     def _save_ended(self, handle: SaveHandle, number: int, further_tiers: Sequence[OpenTier]) -> None:
         tier, error = self._open_tiers[number], handle.error()

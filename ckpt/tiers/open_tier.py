@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.errors import RanksMissing, StepRefused, StepSkipped
+from ckpt.errors import RanksMissing, SaveFailed, StepRefused, StepSkipped
 from ckpt.saving.handle import SaveHandle
+from ckpt.saving.skipped_step import skip_step_without_store
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import NoSpace, StoreError
 from ckpt.tiers.background_copier import BackgroundCopier
@@ -79,6 +80,27 @@ def cancel_promotion(tiers: Iterable[OpenTier], step: int) -> None:
     for tier in tiers:
         if tier.copier is not None:
             tier.copier.drop(step)
+
+
+def require_end_of(previous: SaveHandle, tiers: Sequence[OpenTier], step: int) -> None:
+    """Wait for the end of the previous save. If it makes no progress, report that this rank doesn't save, and raise SaveFailed.
+
+    The report is for the tier to which the other ranks save `step` if the previous save has succeeded there.
+    """
+    try:
+        previous.require_end()
+    except SaveFailed as error:
+        skip_step_without_store(tiers[next_tier(tiers)].session, step, error)
+        raise
+
+
+def next_tier(tiers: Sequence[OpenTier]) -> int:
+    """Return the index of the tier to try next, and count one skipped save of each tier in front of it."""
+    for number, tier in enumerate(tiers[:-1]):
+        if not tier.saves_to_skip:
+            return number
+        tier.saves_to_skip -= 1
+    return len(tiers) - 1
 
 
 def can_fall_through(error: BaseException, group_size: int) -> bool:

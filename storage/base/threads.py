@@ -49,9 +49,14 @@ class WorkerThread(threading.Thread):
         try:
             super().start()
         except BaseException:
-            if self._decision.acquire(blocking=False):
-                self._is_cancelled = True
+            self.cancel()
             raise
+
+    def cancel(self) -> bool:
+        """Return whether the thread never calls its target: it does not, unless it has begun."""
+        if self._decision.acquire(blocking=False):
+            self._is_cancelled = True
+        return self._is_cancelled
 
     def run(self) -> None:
         if not self._decision.acquire(blocking=False):

@@ -1,0 +1,94 @@
+"""A rank whose earlier save has stalled tells the other ranks why it takes no part in the next one, without its store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.rank_threads import all_well, on_ranks, one_array
+
+import ckpt
+from ckpt.groups.base import Group
+from ckpt.groups.threads import ThreadGroup
+from ckpt.storage.base.call_timeout import STORE_TIMEOUT_VARIABLE
+from ckpt.storage.base.store import Entry
+from ckpt.storage.local.directory import LocalStore
+
+
+class Hanging(LocalStore):
+    """A directory whose mount hangs after a rank has stored its last file of step 1, until `answers` is set."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._hangs = False
+        self.answers = threading.Event()
+
+    def put(self, name: str, data: Any) -> None:
+        self._call()
+        super().put(name, data)
+        self._hangs = self._hangs or (name.startswith("steps/1/part/1-") and name.endswith(".arrow"))
+
+    def publish(self, name: str, *args: Any) -> None:
+        self._call()
+        super().publish(name, *args)
+        self._hangs = self._hangs or name == "steps/1/commit.json"
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        self._call()
+        return super().list(prefix)
+
+    def get(self, name: str) -> bytes:
+        self._call()
+        return super().get(name)
+
+    def delete(self, *args: Any) -> None:
+        self._call()
+        super().delete(*args)
+
+    def _call(self) -> None:
+        if self._hangs:
+            assert self.answers.wait(600)
+
+
+@pytest.mark.parametrize("stalled_rank", [0, 1])
+@pytest.mark.parametrize("how", ["save", "Checkpointer", "tiers"])
+def test_other_ranks_get_the_reason_of_a_rank_whose_earlier_save_has_stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, stalled_rank: int
+) -> None:
+    monkeypatch.setenv(STORE_TIMEOUT_VARIABLE, "1")
+    folder = tmp_path / "near"
+    store = Hanging(folder)
+
+    def work(group: Group) -> list[BaseException | None]:
+        url = store if group.rank == stalled_rank else folder
+        if how == "save":
+            return saves(group.rank, lambda s: ckpt.save(one_array(s), url, s, blocking=False, group=group, timeout=300))
+        tiers = [ckpt.Tier(url)] if how == "tiers" else ()
+        main = tmp_path / "main" if tiers else url
+        saver = ckpt.Checkpointer(main, every=None, group=group, timeout=300, tiers=tiers)
+        errors = saves(group.rank, lambda step: saver.save(step, one_array(step)))
+        if saver._tiers is not None:
+            assert [tier.saves_to_skip for tier in saver._tiers._open_tiers] == [0, 0], "all ranks choose the same tier next"
+        return errors
+
+    def saves(rank: int, save: Any) -> list[BaseException | None]:
+        first = save(1)
+        if rank == stalled_rank:
+            with pytest.raises(ckpt.SaveFailed, match="saving step 1 has made no progress"):
+                save(2)
+            first.result(600)
+            return []
+        first.result(600)
+        second = save(2)
+        assert second.wait(600)
+        store.answers.set()
+        return [second.take_error()]
+
+    (error,) = all_well(on_ranks(2, work, ThreadGroup.make(2)))[1 - stalled_rank]
+    assert isinstance(error, ckpt.RanksMissing)
+    reason = f"step 2 is given up because rank {stalled_rank} failed: saving step 1 has made no progress for 1 s"
+    assert str(error).startswith(reason)
+    assert not list(folder.glob(f"steps/2/part/{stalled_rank}-*-failed.json")), "the stalled rank calls no store"
