@@ -157,6 +157,12 @@ class EtcdClient:
         """Delete a key. It is no error if the key does not exist."""
         self._call("kv/deleterange", {"key": _to_base64(key)})
 
+    def delete_unchanged(self, expected: EtcdItem) -> bool:
+        """Delete a key if it was not changed since `expected` was read; return whether it was done."""
+        delete = {"request_delete_range": {"key": _to_base64(expected.key)}}
+        answer = self._call("kv/txn", {"compare": [_is_unchanged(expected)], "success": [delete]})
+        return bool(answer.get("succeeded"))
+
     def current_revision(self, key: str) -> int:
         """Return the current revision. key: any key that this client may read."""
         answer = self._call("kv/range", {"key": _to_base64(key), "count_only": True})

@@ -156,8 +156,9 @@ class Joining:
             draft_lead(run_state.attempt + 1, f"{name} leads the run", name),
         ]
         self._take_name(reports)  # before leading: the other agents take an agent without reports for lost
+        failpoint("agent.named")
         if not self._log.append(drafts):
-            self._log.run_log.remove_report(name)
+            self._log.run_log.remove_report(name, self._request.make_report().incarnation)  # not that of a replacement
             return None
         if run_state.spec is not None and run_state.spec.command != spec.command:
             before = " ".join(run_state.spec.command)

@@ -122,8 +122,10 @@ class EtcdRunLog(RunLog):
 
     def remove_report(self, name: str, incarnation: str = "") -> None:
         key = f"{self._prefix}agents/{name}"
-        if not incarnation or holder_of(self._read_report(self._etcd.get(key))) == incarnation:
+        if not incarnation:
             self._etcd.delete(key)
+        elif holder_of(self._read_report(item := self._etcd.get(key))) == incarnation:
+            self._etcd.delete_unchanged(item)
 
     def _read_report(self, item: EtcdItem) -> dict[str, object] | None:
         """Return the report in an item; None if there is none, or it is not of an agent of this run."""

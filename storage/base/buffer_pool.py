@@ -110,8 +110,9 @@ class BufferPool:
                     self._allocated_bytes -= len(old)
                     old.close()
                 if self._allocated_bytes + length <= self._capacity_bytes or not self._allocated_bytes:
+                    memory = map_huge_pages(length)  # fails while the system has no memory
                     self._allocated_bytes += length
-                    return map_huge_pages(length)
+                    return memory
                 remaining_seconds = until - time.monotonic()
                 if remaining_seconds <= 0:
                     raise Unavailable(

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,10 +39,10 @@ from ckpt.storage.local.durable_writer import (
     O_DIRECT,
     LocalWriter,
     delete_temporaries_of,
-    is_temporary,
     link_new,
     temporary_name,
     try_open_direct,
+    walk_temporaries,
 )
 
 T = TypeVar("T")
@@ -354,12 +353,10 @@ class LocalStore(Store):
     @interruptible
     def sweep_temporaries(self, prefix: str, *, folders: bool = True) -> None:
         """Delete the temporary files of killed writers below `prefix`. Only the holder of the writer lease may call it."""
-        folder = self._folder(prefix)
-        for base, _, files in os.walk(folder, topdown=False) if folders else islice(os.walk(folder), 1):
-            for name in files:
-                if is_temporary(name):
-                    with suppress(NotFound), convert_os_errors("deleting", os.path.join(base, name)):
-                        os.unlink(os.path.join(base, name))
+        for base, names in walk_temporaries(self._folder(prefix), folders):
+            for name in names:
+                with suppress(NotFound), convert_os_errors("deleting", os.path.join(base, name)):
+                    os.unlink(os.path.join(base, name))
             self._remove_empty_folders(base)
 
     def _remove_empty_folders(self, folder: str) -> bool:

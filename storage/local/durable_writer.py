@@ -12,10 +12,11 @@ import errno
 import functools
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 
-from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.errors import StoreError, is_transient
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import AppendFile, convert_os_errors
 from ckpt.storage.base.fsync import sync_file, sync_nearest_folder
@@ -27,6 +28,25 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 def is_temporary(name: str) -> bool:
     """Return whether this is the name of a temporary file."""
     return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
+
+
+def walk_temporaries(folder: str, folders: bool) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder with the names of its temporary files, the innermost first.
+
+    folders: whether to yield the folders below `folder`, too.
+
+    Raises StoreError if a folder can't be listed now, for example without a free descriptor. A folder that this user may not
+    read, or that is damaged, is left out: it stops no other folder from being swept.
+    """
+    walk = os.walk(folder, topdown=not folders, onerror=_raise_if_transient)
+    for base, _, names in walk if folders else islice(walk, 1):
+        yield base, [name for name in names if is_temporary(name)]
+
+
+def _raise_if_transient(error: OSError) -> None:
+    if is_transient(error) and error.errno != errno.EIO:
+        with convert_os_errors("listing", str(error.filename)):
+            raise error
 
 
 def temporary_name(path: str) -> str:

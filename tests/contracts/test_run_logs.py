@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from helpers.etcd_server import EtcdProcess, needs_etcd
 
+from ckpt.aggregator.cluster.etcd_client import EtcdItem
 from ckpt.recovery.run_log.agent_name import NameTaken
 from ckpt.recovery.run_log.base import Draft, RunLog, open_run_log
+from ckpt.recovery.run_log.etcd import EtcdRunLog
 
 Opener = Callable[[], RunLog]
 """Opens the same run log once more, as another agent does."""
@@ -134,6 +136,22 @@ def test_an_agent_replaces_and_removes_its_own_reports_only(open_log: Opener) ->
     first.remove_report("a", "two")
     second.publish_report("a", {"incarnation": "two", "beat": 2})
     assert first.reports() == {"a": {"incarnation": "two", "beat": 2}}, "a report that was removed meanwhile is written again"
+
+
+@needs_etcd
+def test_a_report_that_is_replaced_during_its_removal_stays(etcd_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (EtcdRunLog(f"etcd://{etcd_endpoint}/{name}") for name in [secrets.token_hex(4)] * 2)
+    first.publish_report("a", {"incarnation": "one"})
+    get = first._etcd.get
+
+    def get_and_wait(key: str) -> EtcdItem:
+        item = get(key)
+        second.publish_report("a", {"incarnation": "two"}, replaces="one")
+        return item
+
+    monkeypatch.setattr(first._etcd, "get", get_and_wait)
+    first.remove_report("a", "one")
+    assert second.reports() == {"a": {"incarnation": "two"}}
 
 
 def test_a_removed_report_is_missing(open_log: Opener) -> None:

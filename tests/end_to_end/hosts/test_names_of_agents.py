@@ -48,6 +48,28 @@ def test_of_two_agents_of_one_name_that_start_together_one_is_refused(job: Calla
 
 
 @ETCD
+def test_an_agent_that_was_stopped_as_it_began_the_run_removes_no_report_of_its_replacement(job: Callable[..., Job]) -> None:
+    """Its replacement and the other host have begun the run meanwhile."""
+    run = job(hosts=2)
+    run.start("a", failpoints="agent.named=stop")
+    wait_until_stopped(run.agents["a"])
+    first = _start_another(run)
+    try:
+        run.start("b")
+        run.until_step(12)
+        os.kill(first.pid, signal.SIGCONT)
+        first.wait(timeout=600)
+        assert first.returncode == 1
+        assert "an agent called a runs already (process" in run.messages("first")
+        assert run.ends("a", "b") == {"a": 0, "b": 0}
+        assert _failures(run) == []
+        assert_result(run, 4)
+    finally:
+        first.kill()
+        first.wait()
+
+
+@ETCD
 def test_a_stopped_agent_whose_name_was_taken_ends_when_it_continues(job: Callable[..., Job]) -> None:
     """Its replacement has started after the lease, and runs on: the job restarts once, for the agent that was stopped."""
     run = job(hosts=2)

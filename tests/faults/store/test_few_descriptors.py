@@ -127,3 +127,29 @@ with few_descriptors():
 """,
         str(tmp_path),
     )
+
+
+def test_a_sweep_that_can_not_list_a_folder_fails(tmp_path: Path) -> None:
+    """The temporary files of killed writers would otherwise stay as long as this process runs."""
+    _run_without_descriptors(
+        """
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.local.directory import LocalStore
+
+store = LocalStore(sys.argv[1])
+store.put("steps/1/a", b"a")
+writer = store.create("steps/1/b")
+writer.append(memoryview(b"b"))
+folder = os.path.join(sys.argv[1], "steps/1")
+assert len(os.listdir(folder)) == 2
+with few_descriptors():
+    try:
+        store.sweep_temporaries("steps")
+    except StoreError as error:
+        assert "listing" in str(error), error
+    else:
+        raise AssertionError("it did nothing")
+store.sweep_temporaries("steps")
+assert os.listdir(folder) == ["a"]
+""", str(tmp_path)
+    )  # fmt: skip
