@@ -141,7 +141,7 @@ def _admit_restored_members(namespace: Namespace) -> None:
         if not settle_lagging(namespace) or begin_era(namespace) is None or not settle_lagging(namespace):
             return
     except Unavailable as error:
-        log.warning("the registers of %s are not complete yet: %s", ", ".join(incomplete), error)
+        log.warning("the records of %s are not complete yet: %s", ", ".join(incomplete), error)
         return
 
     def admit(member: str) -> None:
@@ -150,9 +150,9 @@ def _admit_restored_members(namespace: Namespace) -> None:
 
     admitted, errors = namespace.fan_out.ask({m: partial(admit, m) for m in incomplete}, namespace.commit_timeout_seconds)
     for member in admitted:
-        log.warning("the registers of %s are complete again", member)
+        log.warning("the records of %s are complete again", member)
     for member, failure in errors.items():
-        log.warning("the registers of %s are not complete yet: %s", member, failure)
+        log.warning("the records of %s are not complete yet: %s", member, failure)
 
 
 def select_fragments(layout: FileLayout, is_selected: Callable[[int, MemberObject], bool]) -> frozenset[tuple[str, int]]:

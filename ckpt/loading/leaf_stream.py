@@ -1,7 +1,7 @@
 """Streams leaves of a step one after the other, in the order of the packs, while threads read the next ones.
 
-The leaves are divided into batches. A batch is read when the bytes of all batches that are read, or are ready and not yet
-consumed, fit into a limit. Leaves that share a block are in one batch, so that each block is read once.
+The leaves are divided into batches. The next batch is begun only while it, the batches that are being read, and those that
+wait for the consumer fit into a limit of bytes together. Leaves that share a block are in one batch, so that each block is read once.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def stream_leaves(checkpoint: Checkpoint, names: Sequence[str], make: MakeLeaf, 
     """Yield leaves in the order of the packs, each verified.
 
     names: the leaves to read.
-    max_bytes: of leaves that are read ahead. One batch is read, however large its leaf.
+    max_bytes: how many bytes of leaves may be read and not yet consumed. One batch is read, however large its leaf.
 
-    Raises IntegrityError or StoreError at the first leaf that can't be read; those before it are intact.
+    Raises IntegrityError or StoreError at the first leaf that can't be read; those before it were verified.
     """
     manifest = checkpoint.manifest().select(names)
     saved = manifest.leaves()

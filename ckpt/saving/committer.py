@@ -68,20 +68,20 @@ class Committer:
         self._store = session.repo.store
         # Encoded now and not in the background: the call keeps the GIL for milliseconds, which would delay a training step.
         self._tree = encode_tree(flat.node)
-        # Set before the part is stored: even if the store reports an error, rank 0 may find the part and commit it.
         self._may_part_exist = False
+        """True from just before the part is stored: even if the store reports an error, rank 0 may find and commit it."""
         self.needs_failure_report = True
         """Whether a failure must be reported to the other ranks: they do not know the result, and the step is not committed."""
         self.replaced_files: set[str] = set()
         """The files of the earlier save of this step that was replaced."""
 
     def refuse_existing(self) -> None:
-        """Raise AlreadyExists if the step is committed, intact, and not abandoned by a roll-back.
+        """Raise AlreadyExists if the step is committed and complete, and not abandoned by a roll-back.
 
         Raises Fenced instead if a newer writer exists: this writer must stop, and not use another number. Raises SignatureError
         for a step that is not signed with the key of this writer, and StoreError if the store fails.
         """
-        if self._has_intact_step() and self._step not in self._session.repo.order().abandoned:
+        if self._has_complete_step() and self._step not in self._session.repo.order().abandoned:
             self._session.writer_lease.require_newest()
             raise AlreadyExists(
                 f"step {self._step} of {self._store.url} is committed already; use another number, or overwrite=True"
@@ -151,7 +151,7 @@ class Committer:
         checkpoint = self._publish_step(table, tree, merged.packs, totals, merged.algorithm, choices)
         self.needs_failure_report = False
         warn_of_large_buffers(self._step, self._store.url, merged.buffers.warning)
-        with suppress(CkptError, OSError):  # otherwise a sweep of the next generation deletes them
+        with suppress(CkptError, OSError):  # if this fails, a sweep of the next generation deletes them
             self._store.delete(merged.part_files)
         return checkpoint
 
@@ -228,7 +228,7 @@ class Committer:
                 raise Fenced(f"a newer job has saved step {self._step} of {self._store.url}; stop this job")
             self.replaced_files.update(existing.files())
 
-    def _has_intact_step(self) -> bool:
+    def _has_complete_step(self) -> bool:
         """Return whether the step is committed and its files are complete. A damaged step is logged."""
         try:
             commit = self._session.repo.commit(self._step)
@@ -238,14 +238,17 @@ class Committer:
             return False
         except SignatureError:  # a step that was saved without a key is not damaged, and must not be replaced by default
             raise
-        except IntegrityError as error:  # no other error: a step that can't be read now may be intact
+        except IntegrityError as error:  # no other error: a step that can't be read now may be complete
             log.warning("step %d is damaged and will be replaced: %s", self._step, error)
             return False
         sizes = {entry.name: entry.nbytes for entry in self._store.list("steps")}
         return has_all_files(commit, sizes)
 
     def discard(self, error: BaseException) -> None:
-        """Delete the files of a failed attempt; the next sweep deletes those that can't be deleted now."""
+        """Delete the files of a failed attempt, unless its step turns out to be committed, and set `needs_failure_report`.
+
+        The next sweep deletes the files that can't be deleted now.
+        """
         is_refused = isinstance(error, StepRefused) and error.is_certain
         if self._may_part_exist and self._group.rank and not is_refused:
             return  # rank 0 may have this rank's part, and may still commit it

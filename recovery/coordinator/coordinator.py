@@ -37,7 +37,7 @@ class Coordinator:
         self._entry: tuple[str, int] | None = None
         """Kind and attempt of the last entry that was read; `_entry_at` is when it was first read."""
         self._entry_at = time.monotonic()
-        self._began_at = time.monotonic()
+        self._attempt_began_at = time.monotonic()
         """When the last entry of the kind "start" was first read."""
         self._failure_seen_at: float | None = None
         self._coordinated_at = time.monotonic()
@@ -50,10 +50,10 @@ class Coordinator:
         now = time.monotonic()
         self._note_pause(now)
         self._note_entry_time(run_state, now)
-        view = self._decision_input(run_state, own_report, now)
+        decision_input = self._decision_input(run_state, own_report, now)
         if run_state.leader != own_report.name:
-            return self._try_to_lead(run_state, view, own_report)
-        drafts = draft_next_entries(view)
+            return self._try_to_lead(run_state, decision_input, own_report)
+        drafts = draft_next_entries(decision_input)
         if not drafts:
             self._run_log.compact(now)
             return False
@@ -74,18 +74,21 @@ class Coordinator:
         """Count at most UNOBSERVED_SECONDS since the last call: this process may have been stopped, and the ranks with it."""
         pause, self._coordinated_at = pause_seconds(now - self._coordinated_at), now
         self._entry_at += pause
-        self._began_at += pause
+        self._attempt_began_at += pause
         if self._failure_seen_at is not None:
             self._failure_seen_at += pause
 
     def _note_entry_time(self, run_state: RunState, now: float) -> None:
-        """Record when an entry was first read, by the clock of this host. Of several of one kind the first counts."""
+        """Record when the last entry was first read, by the clock of this host.
+
+        Further entries of the same kind and attempt, such as a second stop, do not restart this time.
+        """
         last = run_state.last
         entry = None if last is None else (last.kind, last.attempt)
         if entry != self._entry:
             self._entry, self._entry_at = entry, now
             if entry is not None and entry[0] == "start":
-                self._began_at = now
+                self._attempt_began_at = now
 
     def _decision_input(self, run_state: RunState, own_report: AgentReport, now: float) -> DecisionInput:
         leads = run_state.leader == own_report.name
@@ -103,7 +106,7 @@ class Coordinator:
             self._living,
             maybe_living,
             now - self._entry_at,
-            now - self._began_at,
+            now - self._attempt_began_at,
             self._liveness.silent(),
             self._silent_since_failure(run_state, maybe_living, now),
         )

@@ -19,7 +19,7 @@ class DecisionInput:
     maybe_living: Mapping[str, AgentReport]
     """These, and the reports of agents that were observed too briefly to know whether they are alive."""
     waited_seconds: float
-    """The time since the last entry was read."""
+    """The time since the last entry that changed the phase of the run was first read."""
     ran_seconds: float = 0.0
     """The time since the attempt began."""
     silent: Mapping[str, AgentReport] = field(default_factory=dict)

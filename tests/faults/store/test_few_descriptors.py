@@ -67,8 +67,10 @@ def test_processes_that_cannot_be_listed_now_are_not_taken_for_ended() -> None:
 import subprocess, threading
 from ckpt.recovery.ranks import process_kill, processes
 
-mark = "CKPT_TEST_MARK=1"
-escaped = subprocess.Popen(["sleep", "600"], start_new_session=True, env={**os.environ, "CKPT_TEST_MARK": "1"})
+name = f"CKPT_TEST_MARK_{os.getpid()}"
+mark = f"{name}=1"
+escaped = subprocess.Popen(["sleep", "600"], start_new_session=True, env={**os.environ, name: "1"}, stderr=subprocess.DEVNULL,
+                           stdout=subprocess.DEVNULL)
 assert processes.find_processes([], mark) == [escaped.pid]
 with few_descriptors() as limits:
     assert processes.process_state(escaped.pid) == "?"
