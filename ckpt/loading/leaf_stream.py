@@ -1,7 +1,8 @@
 """Streams leaves of a step one after the other, in the order of the packs, while threads read the next ones.
 
 The leaves are divided into batches. The next batch is begun only while it, the batches that are being read, and those that
-wait for the consumer fit into a limit of bytes together. Leaves that share a block are in one batch, so that each block is read once.
+wait for the consumer fit into a limit of bytes together. Leaves that share a block are in one batch, so that each block is
+read once.
 """
 
 from __future__ import annotations

@@ -131,10 +131,10 @@ class Coordinator:
             self._failure_seen_at = now
         return self._liveness.silent_since(self._failure_seen_at + _LEADER_READ_SECONDS)
 
-    def _try_to_lead(self, run_state: RunState, view: DecisionInput, own_report: AgentReport) -> bool:
-        if run_state.leader in view.maybe_living or own_report.leaving:
+    def _try_to_lead(self, run_state: RunState, decision_input: DecisionInput, own_report: AgentReport) -> bool:
+        if run_state.leader in decision_input.maybe_living or own_report.leaving:
             return False
-        candidates = [report for report in view.maybe_living.values() if not report.leaving]
+        candidates = [report for report in decision_input.maybe_living.values() if not report.leaving]
         if min(candidates, key=lambda r: (r.joined, r.name)).name != own_report.name:
             return False
         failpoint("coordinator.lead")

@@ -107,7 +107,9 @@ def test_the_oldest_versions_of_frameworks_are_those_of_the_tests() -> None:
     for package, version in re.findall(r"^([\w\[\]-]+)==([\d.]+)", text, re.MULTILINE):
         tested.setdefault(package, set()).add(tuple(map(int, version.split("."))))
     rows: dict[str, set[tuple[int, ...]]] = {}
-    for package, version in re.findall(r"^\| `([^`]+)` \| ([\d.]+) \|", (ROOT / "docs/howto/index.md").read_text(), re.MULTILINE):
+    for package, version in re.findall(
+        r"^\| `([^`]+)` \| ([\d.]+) \|", (ROOT / "docs/howto/index.md").read_text(), re.MULTILINE
+    ):
         rows.setdefault(package, set()).add(tuple(map(int, version.split("."))))
     assert len(rows) > 15
     assert {package: min(versions) for package, versions in rows.items()} == {package: min(tested[package]) for package in rows}
