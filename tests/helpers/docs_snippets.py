@@ -344,3 +344,7 @@ def main() -> None:
                     checkout(home / "ckpt")
                 for page in group:
                     rewrite(runner, page)
+
+
+if __name__ == "__main__":
+    main()
