@@ -71,7 +71,8 @@ name = f"CKPT_TEST_MARK_{os.getpid()}"
 mark = f"{name}=1"
 escaped = subprocess.Popen(["sleep", "600"], start_new_session=True, env={**os.environ, name: "1"}, stderr=subprocess.DEVNULL,
                            stdout=subprocess.DEVNULL)
-assert processes.find_processes([], mark) == [escaped.pid]
+while processes.find_processes([], mark) != [escaped.pid]:  # /proc has its environment a moment after exec has begun
+    pass
 with few_descriptors() as limits:
     assert processes.process_state(escaped.pid) == "?"
     timer = threading.Timer(0.5, resource.setrlimit, (resource.RLIMIT_NOFILE, limits))
