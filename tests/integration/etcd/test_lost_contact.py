@@ -188,7 +188,8 @@ def test_a_host_that_reads_the_log_as_it_is_back_reports_the_lost_contact(lab: C
     one.run.until(lambda log: len(starts(log)) == 2, "continued")
     log = one.ends_well(2 * len(starts(one.run.log())[1]))
     assert [(e.facts["cause"], e.facts["host"]) for e in failures(log)] == [("lost", "abc"[victim])]
-    assert one.lost() == ["abc"[victim]]
+    # On a busy machine the pauses of this agent may be so long that its orphan guard ends the ranks first.
+    assert one.lost() == ["abc"[victim]] or "this agent was stopped or hung" in one.run.messages("abc"[victim])
 
 
 # --- host names that cannot be resolved -------------------------------------------------------------------------------
