@@ -76,5 +76,5 @@ class MemberChoice:
             self._failed_members.setdefault(member, error)
         if is_first:
             # A read-only member refuses every file.
-            level = self._member_io.refusal_log_level(member) if isinstance(error, Refused) else logging.WARNING
+            level = self._member_io.warning_level(f"refusals of {member}") if isinstance(error, Refused) else logging.WARNING
             log.log(level, "%s of %s is written without %s: %s", self._path, self._member_io.url, member, error)

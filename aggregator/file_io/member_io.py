@@ -42,8 +42,8 @@ class MemberIO:
         self.fan_out = membership.fan_out
         self.read_fan_out = FanOut(self.fan_out.health)
         self.scratch = ScratchPool()
-        self._under_replication_warned_at = -math.inf
-        self._refusals_warned_at: dict[str, float] = {}
+        self._warned_at: dict[str, float] = {}
+        """The time of the last warning about each subject of `warning_level`."""
 
     @property
     def url(self) -> str:
@@ -74,12 +74,8 @@ class MemberIO:
 
     def warn_under_replicated(self, path: str, member_count: int, redundancy: Redundancy) -> None:
         """Log that a file is on fewer members than its redundancy needs: at most one warning per minute, else level INFO."""
-        now = time.monotonic()
-        level = logging.WARNING if now >= self._under_replication_warned_at + WARNING_INTERVAL_SECONDS else logging.INFO
-        if level == logging.WARNING:
-            self._under_replication_warned_at = now
         log.log(
-            level,
+            self.warning_level("redundancy"),
             "%s of %s is on %s, but %s needs %d: the other members accept no writes; run `ckpt-node admin repair` when they do",
             path,
             self.url,
@@ -88,12 +84,12 @@ class MemberIO:
             redundancy.total_fragments,
         )
 
-    def refusal_log_level(self, member: str) -> int:
-        """Return the level of a message that a member refuses a file: WARNING once in a minute for each member, else INFO."""
+    def warning_level(self, subject: str) -> int:
+        """Return the level of a message about a subject that concerns each file: at most one WARNING per minute, else INFO."""
         now = time.monotonic()
-        if now < self._refusals_warned_at.get(member, -math.inf) + WARNING_INTERVAL_SECONDS:
+        if now < self._warned_at.get(subject, -math.inf) + WARNING_INTERVAL_SECONDS:
             return logging.INFO
-        self._refusals_warned_at[member] = now
+        self._warned_at[subject] = now
         return logging.WARNING
 
     # --- objects that no record needs ------------------------------------------------------------------------------

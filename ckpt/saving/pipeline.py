@@ -22,7 +22,7 @@ from ckpt.saving.options import Options
 from ckpt.saving.replica_check import compute_digests
 from ckpt.saving.save_plan import flatten_state, plan_save
 from ckpt.saving.save_run import SaveRun
-from ckpt.saving.skipped_step import give_up_attempt, give_up_without_store
+from ckpt.saving.skipped_step import give_up_attempt
 from ckpt.saving.writer_session import Session
 from ckpt.state.tree import FlatState
 from ckpt.support.runtime import collector_paused
@@ -66,7 +66,7 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     try:
         session.add_save(handle, options.in_flight)
     except SaveFailed as error:
-        give_up_without_store(session, attempt, error)
+        give_up_attempt(session, attempt, error, calls_store=False)
         raise
     except BaseException as error:
         run.abandon(error)

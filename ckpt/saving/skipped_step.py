@@ -26,34 +26,28 @@ def require_same_step_as_rank_0(session: Session, step: int | None) -> None:
             raise error
 
 
-def skip_step(session: Session, step: int, error: BaseException) -> None:
-    """Publish that this rank does not save a step, so that the other ranks do not wait for it. error: the reason."""
+def skip_step(session: Session, step: int, error: BaseException, calls_store: bool = True) -> None:
+    """Publish that this rank does not save a step, so that the other ranks do not wait for it.
+
+    error: the reason.
+    calls_store: as for `give_up_attempt`.
+    """
     attempt = session.group_lease.begin_attempt(step)
     try:
         session.note_save_began(step)
     finally:
-        give_up_attempt(session, attempt, error)
+        give_up_attempt(session, attempt, error, calls_store)
 
 
-def skip_step_without_store(session: Session, step: int, error: BaseException) -> None:
-    """Report through the group alone that this rank does not save a step. error: why the store does not answer."""
-    attempt = session.group_lease.begin_attempt(step)
-    try:
-        session.note_save_began(step)
-    finally:
-        give_up_without_store(session, attempt, error)
+def give_up_attempt(session: Session, attempt: Attempt, error: BaseException, calls_store: bool = True) -> None:
+    """End an attempt that will not commit, and publish its error for the other ranks; no error of the store is raised.
 
-
-def give_up_attempt(session: Session, attempt: Attempt, error: BaseException) -> None:
-    """End an attempt that will not commit, and publish its error for the other ranks; no error of the store is raised."""
+    calls_store: whether to write the error to the store, too; False if the store does not answer, so that only the group gets
+        it.
+    """
     session.writer_lease.end_attempt(attempt)
-    if session.group.size > 1:
-        with suppress(CkptError, OSError):
-            failure_reports.publish_failure(session.repo.store, session.group_lease, session.group, attempt, error)
-
-
-def give_up_without_store(session: Session, attempt: Attempt, error: BaseException) -> None:
-    """End an attempt that will not commit, and report its error through the group alone: the store does not answer."""
-    session.writer_lease.end_attempt(attempt)
-    if session.group.size > 1:
-        failure_reports.note_failure(session.repo.store, session.group_lease, session.group, attempt, error)
+    if session.group.size == 1:
+        return
+    report = failure_reports.publish_failure if calls_store else failure_reports.note_failure
+    with suppress(CkptError, OSError):
+        report(session.repo.store, session.group_lease, session.group, attempt, error)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import RanksMissing, SaveFailed, StepRefused, StepSkipped
 from ckpt.saving.handle import SaveHandle
-from ckpt.saving.skipped_step import skip_step_without_store
+from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import NoSpace, StoreError
 from ckpt.tiers.background_copier import BackgroundCopier
@@ -90,7 +90,7 @@ def require_end_of(previous: SaveHandle, tiers: Sequence[OpenTier], step: int) -
     try:
         previous.require_end()
     except SaveFailed as error:
-        skip_step_without_store(tiers[next_tier(tiers)].session, step, error)
+        skip_step(tiers[next_tier(tiers)].session, step, error, calls_store=False)
         raise
 
 

@@ -24,6 +24,16 @@ def _failures(run: Job) -> list[str]:
     return [entry.text for entry in run.log() if entry.kind == "failure"]
 
 
+def _continue_and_refuse(run: Job, first: subprocess.Popen[str], message: str) -> None:
+    """Let the stopped first agent run again: it ends with this message, and the job of the others ends well."""
+    os.kill(first.pid, signal.SIGCONT)
+    first.wait(timeout=600)
+    assert first.returncode == 1
+    assert message in run.messages("first")
+    assert run.ends("a", "b") == {"a": 0, "b": 0}
+    assert_result(run, 4)
+
+
 @ETCD
 def test_of_two_agents_of_one_name_that_start_together_one_is_refused(job: Callable[..., Job]) -> None:
     """Neither has seen a report of the other. The names of two hosts are often the same by mistake."""
@@ -35,13 +45,8 @@ def test_of_two_agents_of_one_name_that_start_together_one_is_refused(job: Calla
     first = _start_another(run)
     try:
         run.until_step(12)
-        os.kill(first.pid, signal.SIGCONT)
-        first.wait(timeout=600)
-        assert first.returncode == 1
-        assert "an agent called a runs already (process" in run.messages("first")
-        assert run.ends("a", "b") == {"a": 0, "b": 0}
+        _continue_and_refuse(run, first, "an agent called a runs already (process")
         assert _failures(run) == []
-        assert_result(run, 4)
     finally:
         first.kill()
         first.wait()
@@ -57,13 +62,8 @@ def test_an_agent_that_was_stopped_as_it_began_the_run_removes_no_report_of_its_
     try:
         run.start("b")
         run.until_step(12)
-        os.kill(first.pid, signal.SIGCONT)
-        first.wait(timeout=600)
-        assert first.returncode == 1
-        assert "an agent called a runs already (process" in run.messages("first")
-        assert run.ends("a", "b") == {"a": 0, "b": 0}
+        _continue_and_refuse(run, first, "an agent called a runs already (process")
         assert _failures(run) == []
-        assert_result(run, 4)
     finally:
         first.kill()
         first.wait()
@@ -80,13 +80,8 @@ def test_a_stopped_agent_whose_name_was_taken_ends_when_it_continues(job: Callab
     first = _start_another(run)
     try:
         run.until_step(30, attempt=1)
-        os.kill(first.pid, signal.SIGCONT)
-        first.wait(timeout=600)
-        assert first.returncode == 1
-        assert "another agent took the name a while this one was silent (process" in run.messages("first")
-        assert run.ends("a", "b") == {"a": 0, "b": 0}
+        _continue_and_refuse(run, first, "another agent took the name a while this one was silent (process")
         assert len(_failures(run)) == 1
-        assert_result(run, 4)
     finally:
         first.kill()
         first.wait()
