@@ -70,9 +70,9 @@ class Namespace(NamespaceRecords):
                 if record.value is None:
                     continue
                 ballot, _, count = newest.get(name, (NO_BALLOT, b"", 0))
-                if ballot < record.accepted:
-                    newest[name] = record.accepted, record.value.head, 1
-                elif ballot == record.accepted:
+                if ballot < record.accepted_ballot:
+                    newest[name] = record.accepted_ballot, record.value.head, 1
+                elif ballot == record.accepted_ballot:
                     newest[name] = ballot, record.value.head, count + 1
         found = {name[1:]: file_record.decode_record_head(name[1:], head) for name, (_, head, _) in newest.items()}
         self._start_collection_if_needed(found)

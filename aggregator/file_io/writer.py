@@ -60,8 +60,8 @@ class FileWriter(Writer):
         self._choice = MemberChoice(member_io, path, self._version, self._redundancy)
         self._written_file = WrittenFile(member_io, publisher, path, self._version, condition, self._choice)
         self._lock = threading.Lock()
-        """Guards changes of the attributes below. But each element of `_stripes` is set without it, by the one thread whose
-        append has reserved it."""
+        """Guards the attributes below while threads append. Each element of `_stripes` is set without it, by the one thread
+        whose append has reserved it. `publish` takes no lock, because it is called after the last append."""
         self._stripes: list[Stripe | None] = []  # None for one that is being written, or whose append failed
         self._next_position = 0
         self._length = 0
@@ -71,6 +71,8 @@ class FileWriter(Writer):
         self._object_by_member: dict[str, int] = {}  # the index of the object that this writer has created on it
         self._opening_locks: dict[str, threading.Lock] = {}  # by member, so that its object is created once
         self._is_finished = False
+        self._append_error: StoreError | None = None
+        """The first error of a write."""
         if base is not None:
             self._next_position = self._length = base.head.nbytes
             self._inline_data = base.inline_data
@@ -85,7 +87,7 @@ class FileWriter(Writer):
         data = data.cast("B")
         with self._lock:
             if self._is_finished:
-                raise StoreError(f"{self._path} was committed or aborted already; create it again to write it")
+                raise self._ended_error()
             start = self._next_position
             self._next_position = -(-(start + len(data)) // self._alignment) * self._alignment
             self._length = start + len(data)
@@ -101,15 +103,15 @@ class FileWriter(Writer):
         data = data.cast("B")
         with self._lock:
             if self._is_finished:
-                raise StoreError(f"{self._path} was committed or aborted already; create it again to write it")
+                raise self._ended_error()
             self._next_position = self._length = max(self._length, start + len(data))
             stripes = self._reserve_stripes(start, data)
         self._write_stripes(stripes)
 
     def truncate(self, length: int) -> None:
-        """Set the length of the file in bytes; it may become longer or shorter. Added bytes are zeros. Raises StoreError.
+        """Set the length of the file in bytes, as the last call before `publish`. Added bytes are zeros. Raises StoreError.
 
-        The next `append` still follows the last byte that was appended before.
+        Stripes beyond a shorter length are cut when the file is published. A write before that makes their bytes visible again.
         """
         stripes: dict[int, tuple[int, memoryview]] = {}
         with self._lock:
@@ -134,8 +136,12 @@ class FileWriter(Writer):
         return stripes
 
     def _write_stripes(self, stripes: dict[int, tuple[int, memoryview]]) -> None:
-        for index, (start, data) in stripes.items():
-            self._write_stripe(index, start, data)
+        try:
+            for index, (start, data) in stripes.items():
+                self._write_stripe(index, start, data)
+        except StoreError as error:
+            self._append_error = self._append_error or error
+            raise
 
     def _write_stripe(self, index: int, start: int, data: memoryview) -> None:
         """Write the fragments of a stripe to as many members. A fragment whose member fails goes to another member."""
@@ -212,13 +218,18 @@ class FileWriter(Writer):
                     self._object_by_member[member] = len(self._objects) - 1
                     return self._object_by_member[member]
         writer.abort()
-        raise StoreError(f"{self._path} was committed or aborted meanwhile; create a new writer")
+        raise self._ended_error()
 
     def _object_size_hint(self) -> int:
         """Return the expected bytes of the object of one member."""
         stripes = max(1, -(-self._size_hint // _USUAL_STRIPE_BYTES))
         members = min(len(self._member_io.locations), stripes * self._redundancy.total_fragments)
         return int(self._size_hint * self._redundancy.overhead / members) // ALIGNMENT * ALIGNMENT
+
+    def _ended_error(self) -> StoreError:
+        return StoreError(
+            f"{self._path} of {self._member_io.url} was published or aborted already; create it again to write it"
+        )
 
     # --- commit ------------------------------------------------------------------------------------------------
 
@@ -234,7 +245,7 @@ class FileWriter(Writer):
         file may have been published. Raises StoreError if an append failed, or the file was published or aborted already.
         """
         if self._is_finished:
-            raise StoreError(f"{self._path} was committed or aborted already; create a new writer")
+            raise self._ended_error()
         now = time.time()
         head = RecordHead("file", self._length, now, now, self._version)
         if self._inline_data is not None:
@@ -242,7 +253,10 @@ class FileWriter(Writer):
         else:
             stripes = tuple(stripe for stripe in self._stripes if stripe is not None)
             if len(stripes) < len(self._stripes):
-                raise StoreError(f"{self._path}: an append failed, so the file can't be committed; write it again")
+                raise StoreError(
+                    f"{self._path} of {self._member_io.url}: a write failed, so the file can't be published; write it again: "
+                    f"{self._append_error}"
+                ) from self._append_error
             layout = FileLayout(self._redundancy, tuple(self._objects), file_record.truncate_stripes(stripes, self._length))
             failpoint("namespace.commit")
             lost = LostFragments(frozenset(self._commit_objects()))

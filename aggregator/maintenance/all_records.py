@@ -67,7 +67,7 @@ class _MemberRecords:
         for member, scanned in answers.items():
             changed: dict[str, Ballot | None] = {}
             for name, record in scanned:
-                ballot = record.accepted if isinstance(record, Record) else None
+                ballot = record.accepted_ballot if isinstance(record, Record) else None
                 if self.listed.get((member, name), ballot) != ballot or (member, name) not in self.listed:
                     changed[name] = ballot
                     is_settled = is_settled and not _is_tombstone(name, record)
@@ -81,7 +81,7 @@ class _MemberRecords:
         found: dict[str, Ballot | None] = {}
         for name, record in zip(ballots, namespace.open_members[member].registers.read([*ballots]), strict=True):
             # A listing does not show that a body is damaged.
-            found[name] = ballots[name] if isinstance(record, DamagedRecord) else record.accepted
+            found[name] = ballots[name] if isinstance(record, DamagedRecord) else record.accepted_ballot
             if isinstance(record, DamagedRecord):
                 self.is_complete = False
                 if member in namespace.ring.replica_set(name).members:

@@ -67,7 +67,7 @@ _FIRST_READ_SECONDS = 0.5
 _CHANGE_SECONDS = 2.0
 """How long a direct change waits for the first member before the other members agree without it; longer for many paths."""
 
-_MIN_ROUNDS = 5  # also after the deadline, because this client may have been stopped meanwhile
+_MIN_TRIES = 5  # also after the deadline, because this client may have been stopped meanwhile
 
 
 class ReplicatedRegisters:
@@ -143,9 +143,9 @@ class ReplicatedRegisters:
             if not replica_sets[path].can_read(records):
                 raise no_quorum_error(path, replica_sets[path], answers[path], errors, is_write=False)
             newest = replica_sets[path].newest(records)
-            same = {m for m, r in records.items() if r.accepted == newest.accepted}
-            # Where only one of two members answers, nothing can be settled. Its value may be half-done: a later read may miss
-            # it for a while, but it is never undone.
+            same = {m for m, r in records.items() if r.accepted_ballot == newest.accepted_ballot}
+            # Where one of two members answers, that is enough for a read, but not for a change, so nothing can be settled.
+            # If the value is half-done, a read from the other member misses it until both answer. It is never undone.
             replicas = replica_sets[path]
             agreed = replicas.can_write(same) or (replicas.can_read(same) and not replicas.can_write(records))
             if not agreed and newest.value is not None:
@@ -281,7 +281,7 @@ class ReplicatedRegisters:
             new = update.decide(path, record.value)
             # Where `decide` keeps the value, two phases confirm it: the first member may not have the newest one.
             if new is not None and can_propose_directly(record, fence_number):
-                changes[path] = DirectChange(path, record.accepted, new)
+                changes[path] = DirectChange(path, record.accepted_ballot, new)
         return changes
 
     def _run_two_phases(self, paths: Sequence[str], update: RegisterUpdate) -> dict[str, RegisterValue | None]:
@@ -291,16 +291,16 @@ class ReplicatedRegisters:
         while paths:
             # Never use a ballot twice: two proposals with one ballot could both be accepted somewhere.
             ballot = Ballot(highest.round + 1, f"{self._proposer_id}{next(self._proposals):x}")
-            paths, highest = self._run_round(paths, ballot, update)
+            paths, highest = self._try_two_phases(paths, ballot, update)
             tries += 1
-            if paths and tries >= _MIN_ROUNDS and time.monotonic() > until:
+            if paths and tries >= _MIN_TRIES and time.monotonic() > until:
                 raise not_accepted_error(paths, self._deadline_seconds, update.errors)
             if paths:
                 time.sleep(random.SystemRandom().uniform(0, pause))
                 pause = min(2 * pause, 0.5)
         return update.found
 
-    def _run_round(self, paths: Sequence[str], ballot: Ballot, update: RegisterUpdate) -> tuple[list[str], Ballot]:
+    def _try_two_phases(self, paths: Sequence[str], ballot: Ballot, update: RegisterUpdate) -> tuple[list[str], Ballot]:
         """Run both phases once. Return the paths to try again, and the highest ballot of any answer."""
         replica_sets, fence_number = self._require_replica_sets(paths, update)
         failpoint("register.prepare")

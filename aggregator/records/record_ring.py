@@ -199,7 +199,7 @@ def highest_fence_number(ring: RecordRing, registers: Mapping[str, Registers], f
 
 def _max_fence_number(absent: Iterable[RegisterAnswer]) -> int:
     """Return the highest fence number in members' answers for a register that does not exist; 0 if all are in era 0."""
-    return max((answer.promised.round for answer in absent if isinstance(answer, Record)), default=0)
+    return max((answer.promised_ballot.round for answer in absent if isinstance(answer, Record)), default=0)
 
 
 def _check_one_namespace(answers: Mapping[str, RingAnswers]) -> None:
@@ -280,7 +280,7 @@ def _list_rings(answers: Mapping[str, RingAnswers]) -> list[RecordRing]:
         for _, record in member_answers:
             if isinstance(record, Record) and record.value is not None:
                 ring = decode_ring(record.value)
-                candidate = is_final(record), record.accepted, ring
+                candidate = is_final(record), record.accepted_ballot, ring
                 newest = newest_by_epoch.get(ring.epoch, candidate)
                 newest_by_epoch[ring.epoch] = max(candidate, newest, key=lambda entry: entry[:2])
     return [newest_by_epoch[epoch][2] for epoch in sorted(newest_by_epoch, reverse=True)]

@@ -84,8 +84,8 @@ def choose_values(
         if (final := next((r for r in records.values() if is_final(r)), None)) is not None:
             update.found[path] = final.value
             continue
-        highest = max([highest, *(r.promised for r in records.values())])
-        promising = {m: r for m, r in records.items() if r.promised == ballot}
+        highest = max([highest, *(r.promised_ballot for r in records.values())])
+        promising = {m: r for m, r in records.items() if r.promised_ballot == ballot}
         if not replicas.can_write(promising):
             undecided.append(path)
             continue

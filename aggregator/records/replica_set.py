@@ -47,7 +47,7 @@ class ReplicaSet:
 
         The first group has everything that was agreed. Records that members of the second group have from before are outdated.
         """
-        return max((r for m, r in records.items() if m in self.groups[0].members), key=lambda r: r.accepted)
+        return max((r for m, r in records.items() if m in self.groups[0].members), key=lambda r: r.accepted_ballot)
 
 
 def preferred_members(replicas: ReplicaSet, is_down: Callable[[str], bool]) -> list[str]:
@@ -91,7 +91,7 @@ def not_accepted_error(paths: Sequence[str], seconds: float, errors: Mapping[str
 def is_unanimous(got: Mapping[str, RegisterAnswer], is_quorum: Callable[[Collection[str]], bool]) -> bool:
     """Return whether these answers to a read are a quorum and all the same."""
     records = undamaged_records(got)
-    return is_quorum(records) and len({r.accepted for r in records.values()}) == 1
+    return is_quorum(records) and len({r.accepted_ballot for r in records.values()}) == 1
 
 
 def ballots_by_name(scanned: Mapping[str, Iterable[tuple[str, RegisterAnswer]]]) -> dict[str, dict[str, Ballot | None]]:
@@ -99,7 +99,7 @@ def ballots_by_name(scanned: Mapping[str, Iterable[tuple[str, RegisterAnswer]]])
     found: dict[str, dict[str, Ballot | None]] = defaultdict(dict)
     for member, listed in scanned.items():
         for name, record in listed:
-            found[name][member] = record.accepted if isinstance(record, Record) else None
+            found[name][member] = record.accepted_ballot if isinstance(record, Record) else None
     return found
 
 
@@ -119,7 +119,7 @@ def undamaged_records(got: Mapping[str, RegisterAnswer]) -> dict[str, Record]:
 
 def promises_given(got: Mapping[str, RegisterAnswer], ballot: Ballot) -> dict[str, bool]:
     """Return whether each member with an undamaged record has promised this ballot."""
-    return {m: a.promised == ballot for m, a in got.items() if isinstance(a, Record)}
+    return {m: a.promised_ballot == ballot for m, a in got.items() if isinstance(a, Record)}
 
 
 def is_decided(votes: Mapping[str, bool], replica_set: ReplicaSet) -> bool:

@@ -60,11 +60,13 @@ def collect_tombstones(records: NamespaceRecords, age_seconds: float | None = No
     found = _list_tombstones(records, MIN_AGE_SECONDS if age_seconds is None else age_seconds)
     if not found:
         return 0
-    above = max((max(r.promised.round, r.accepted.round) for each in found.values() for r in each.values()), default=0)
+    above = max(
+        (max(r.promised_ballot.round, r.accepted_ballot.round) for each in found.values() for r in each.values()), default=0
+    )
     number = begin_era(records, above)
     if number is None or records.ring.fence_number != number:
         return 0
-    if names := [name for name, each in found.items() if any(r.accepted != NO_BALLOT for r in each.values())]:
+    if names := [name for name, each in found.items() if any(r.accepted_ballot != NO_BALLOT for r in each.values())]:
         record_collection(records, number, names)
     collected = 0
     for batch in _batches(sorted(found)):
@@ -106,7 +108,7 @@ def _is_deleted(name: str, answers: Mapping[str, RegisterAnswer], age_seconds: f
     records = [r for r in answers.values() if isinstance(r, Record)]
     if len(records) < len(answers):
         return False
-    newest = max(records, key=lambda r: r.accepted, default=Record()).value
+    newest = max(records, key=lambda r: r.accepted_ballot, default=Record()).value
     if newest is None:
         return True
     try:
@@ -118,7 +120,7 @@ def _is_deleted(name: str, answers: Mapping[str, RegisterAnswer], age_seconds: f
 
 def has_different_values(answers: Mapping[str, RegisterAnswer]) -> bool:
     """Return whether members have different values. A member without a value does not count: it can bring nothing back."""
-    return len({r.accepted for r in answers.values() if isinstance(r, Record) and r.accepted != NO_BALLOT}) > 1
+    return len({r.accepted_ballot for r in answers.values() if isinstance(r, Record) and r.accepted_ballot != NO_BALLOT}) > 1
 
 
 def _confirm_collectable(
@@ -135,11 +137,11 @@ def _confirm_collectable(
     _drop_strays(records, by_name, fence_number)
     collectable: dict[str, list[tuple[str, Ballot]]] = defaultdict(list)
     for name, each in by_name.items():
-        (ballot,) = {r.accepted for r in found[name].values() if r.accepted != NO_BALLOT} or {NO_BALLOT}
+        (ballot,) = {r.accepted_ballot for r in found[name].values() if r.accepted_ballot != NO_BALLOT} or {NO_BALLOT}
         replicas = ring.replica_set(name).members
         if is_collectable(each, ballot, replicas):
             for member in replicas:
-                collectable[member].append((name, each[member].accepted))  # type: ignore[union-attr]
+                collectable[member].append((name, each[member].accepted_ballot))  # type: ignore[union-attr]
     return collectable
 
 
@@ -150,7 +152,8 @@ def is_collectable(answers: Mapping[str, RegisterAnswer], ballot: Ballot, replic
     member may have a value.
     """
     return all(
-        isinstance(r, Record) and r.accepted in (NO_BALLOT, ballot if m in replicas else NO_BALLOT) for m, r in answers.items()
+        isinstance(r, Record) and r.accepted_ballot in (NO_BALLOT, ballot if m in replicas else NO_BALLOT)
+        for m, r in answers.items()
     )
 
 
@@ -161,7 +164,7 @@ def _drop_strays(records: NamespaceRecords, by_name: dict[str, dict[str, Registe
     for name, each in by_name.items():
         replicas = ring.replica_set(name).members
         for member, answer in each.items():
-            if member not in replicas and isinstance(answer, Record) and answer.accepted != NO_BALLOT:
+            if member not in replicas and isinstance(answer, Record) and answer.accepted_ballot != NO_BALLOT:
                 strays[member].append(name)
     calls = {m: partial(records.open_members[m].registers.drop, names, fence_number) for m, names in strays.items()}
     dropped, _ = records.fan_out.ask(calls, records.commit_timeout_seconds)

@@ -60,7 +60,7 @@ def read_blocks(store: Store, algorithm: str, read_plan: list[BlockRead], where:
 
     read_plan: in the order of packs and positions. where: the step, for messages.
     """
-    by_kind: dict[ReadKind | None, list[BlockRead]] = {"streamed": [], "buffered": [], None: []}
+    by_kind: dict[ReadKind | None, list[BlockRead]] = {"streamed": [], "whole": [], None: []}
     for block in read_plan:
         by_kind[read_kind(store, block)].append(block)
     for kind, blocks in by_kind.items():

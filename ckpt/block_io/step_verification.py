@@ -28,9 +28,9 @@ def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progre
         order = list(blocks.values())
 
         def work(job: Iterable[BlockRead]) -> None:
-            BlockReader(store, manifest.digest_algorithm, where, progress, "buffered").verify(job)
+            BlockReader(store, manifest.digest_algorithm, where, progress, "whole").verify(job)
 
-        run_reads(store, "buffered", order, work)
+        run_reads(store, "whole", order, work)
         done += sum(block.row.whole_read_bytes for block in order)
     return done
 
@@ -42,14 +42,14 @@ def find_bad_blocks(
     bad: list[tuple[Row, IntegrityError]] = []
 
     def work(job: Iterable[BlockRead]) -> None:
-        worker = BlockReader(store, algorithm, where, progress, "buffered")
+        worker = BlockReader(store, algorithm, where, progress, "whole")
         for block in job:
             try:
                 worker.verify([block])
             except IntegrityError as error:
                 bad.append((block.row, error))
 
-    run_reads(store, "buffered", [BlockRead(row, bypass_cache=True) for row in rows], work)
+    run_reads(store, "whole", [BlockRead(row, bypass_cache=True) for row in rows], work)
     return bad
 
 

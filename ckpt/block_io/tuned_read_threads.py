@@ -15,8 +15,8 @@ from ckpt.storage.tuning.device_kinds import DISK, NETWORK, of_whole_blocks
 from ckpt.storage.tuning.learned_choices import remember, shared_tuner
 from ckpt.storage.tuning.measured_reads import Tuner
 
-ReadKind = Literal["streamed", "buffered"]
-"""`streamed`: blocks that are copied to their targets in chunks. `buffered`: blocks that a thread has in memory as a whole."""
+ReadKind = Literal["streamed", "whole"]
+"""`streamed`: blocks that are copied to their targets in chunks. `whole`: blocks that a thread has in memory as a whole."""
 
 _MAX_BUFFERED_REQUESTS = 16
 """The most threads with memory for a whole block, as stored and as decoded: 256 MiB in all."""
@@ -53,7 +53,7 @@ def tuned_reads(store: Store, kind: ReadKind) -> TunedReads | None:
     if not device:
         return None
     space = NETWORK if store.is_remote else DISK
-    if kind == "buffered":
+    if kind == "whole":
         device, space = f"{device}, whole blocks", of_whole_blocks(space, BLOCK_BYTES, _MAX_BUFFERED_REQUESTS)
     return TunedReads(shared_tuner(device, space), device, store.is_remote, space.requests[-1])
 
@@ -63,7 +63,7 @@ def read_kind(store: Store, *blocks: BlockRead) -> ReadKind | None:
     nearest = copies_of(store)[0]
     if not (nearest.is_remote or (nearest.past_cache and all(block.bypass_cache for block in blocks))):
         return None
-    return "streamed" if all(block.can_stream() for block in blocks) else "buffered"
+    return "streamed" if all(block.can_stream() for block in blocks) else "whole"
 
 
 def most_threads(store: Store, kind: ReadKind | None) -> int:

@@ -121,7 +121,7 @@ class _Reader:
         self._checkpoint = checkpoint
         self._manifest = manifest
         self._make = make
-        self._kind: ReadKind | None = "buffered" if checkpoint.store.is_remote else None
+        self._kind: ReadKind | None = "whole" if checkpoint.store.is_remote else None
         self._threads = DaemonThreadPool(most_threads(checkpoint.store, self._kind) or _THREADS, "ckpt-read")
         self._of_thread = threading.local()
 

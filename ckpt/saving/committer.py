@@ -63,7 +63,7 @@ class Committer:
         self._options = options
         self._flat = flat
         self._digests = digests
-        self._segment = session.lineage.begin_save(step)
+        self._line_saves = session.lineage.begin_save(step)
         self._group = session.group
         self._store = session.repo.store
         # Encoded now and not in the background: the call keeps the GIL for milliseconds, which would delay a training step.
@@ -172,7 +172,7 @@ class Committer:
 
         The commit record makes the step exist. A crash before it leaves files that the next sweep deletes.
         """
-        line = self._segment.line()
+        line = self._line_saves.line()
         folder = f"{step_folder(self._step)}/manifest/{self._attempt.name}"
         for what, data, max_bytes in (
             ("manifest", table, MAX_MANIFEST_BYTES),

@@ -1,7 +1,7 @@
 """The class Lineage, which decides to which training line the saves of a session belong.
 
 When a save begins, the lineage decides from memory which earlier save it continues. The committing process reads the
-repository when the first save of a segment is committed.
+repository when the first of consecutive saves on a line is committed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class _SegmentStart:
-    """How a segment of saves begins."""
+class _SavesStart:
+    """How consecutive saves begin: the first of them, and what was before it."""
 
     first_step: int
     """The first step that is saved."""
     restored_step: int | None = None
-    """The step from which the segment continues, if this process has restored one."""
-    previous: LineSegment | None = None
-    """The earlier segment of this process, if the loop saves a lower number than in that segment, without a restore."""
+    """The step from which the saves continue, if this process has restored one."""
+    previous: LineSaves | None = None
+    """The earlier saves of this process, if the loop saves a lower number than they have, without a restore."""
     is_new_run: bool = False
     """Whether earlier saves of this process count as those of another run."""
 
 
-class LineSegment:
+class LineSaves:
     """Consecutive saves of a session, all on one training line."""
 
-    def __init__(self, repo: Repository, generation: int, damaged: Callable[[], Collection[int]], start: _SegmentStart) -> None:
+    def __init__(self, repo: Repository, generation: int, damaged: Callable[[], Collection[int]], start: _SavesStart) -> None:
         self._repo = repo
         self._generation = generation
         self._damaged = damaged
@@ -94,7 +94,7 @@ class LineSegment:
         return order.newest_line
 
     def _is_single_line(self) -> bool:
-        """Return whether all steps are on one line and the segment continues it, as is usual; reads no commit record."""
+        """Return whether all steps are on one line and the saves continue it, as is usual; reads no commit record."""
         last = self._first_step if self._restored_step is None else self._restored_step
         if (
             any(number > last for number in self._repo.step_numbers() if number != self._first_step)
@@ -146,11 +146,11 @@ class Lineage:
         self._generation = generation
         self._damaged = damaged
         self._lock = threading.Lock()
-        """Guards `_restored_step`, `_previous_segment`, `_segment` and `_is_new_run`. Guards changes of `base_step` and
+        """Guards `_restored_step`, `_previous_saves`, `_saves` and `_is_new_run`. Guards changes of `base_step` and
         `newest_step`."""
         self._restored_step: int | None = None
-        self._previous_segment: LineSegment | None = None
-        self._segment: LineSegment | None = None
+        self._previous_saves: LineSaves | None = None
+        self._saves: LineSaves | None = None
         self.newest_step = newest
         """The newest step of the saves since the last restore."""
         self._is_new_run = False
@@ -159,14 +159,14 @@ class Lineage:
         """Record that the next saves continue from this step; -1 for none."""
         with self._lock:
             self._restored_step = self.base_step = None if step < 0 else step
-            self._previous_segment = self._segment = None
+            self._previous_saves = self._saves = None
             self.newest_step, self._is_new_run = step, False
 
     def note_went_back(self) -> None:
         """Record that a loop saves a lower step than before, without a restore."""
         with self._lock:
-            if self._segment is not None:
-                self._previous_segment, self._segment = self._segment, None
+            if self._saves is not None:
+                self._previous_saves, self._saves = self._saves, None
 
     def note_joined(self, step: int) -> None:
         """Record that another loop of this process begins to save with this step, and has restored nothing.
@@ -175,7 +175,7 @@ class Lineage:
         """
         with self._lock:
             if step < self.newest_step:
-                self._restored_step = self.base_step = self._previous_segment = self._segment = None
+                self._restored_step = self.base_step = self._previous_saves = self._saves = None
                 self.newest_step, self._is_new_run = step, True
 
     def note_committed(self) -> None:
@@ -183,12 +183,12 @@ class Lineage:
         with self._lock:
             self.base_step = None
 
-    def begin_save(self, step: int) -> LineSegment:
-        """Record that a save of this step begins, and return its segment."""
+    def begin_save(self, step: int) -> LineSaves:
+        """Record that a save of this step begins, and return the consecutive saves to which it belongs."""
         with self._lock:
             self.newest_step = max(self.newest_step, step)
-            if self._segment is None:
-                restored = None if self._previous_segment else self._restored_step
-                start = _SegmentStart(step, restored, self._previous_segment, self._is_new_run)
-                self._segment = LineSegment(self.repo, self._generation, self._damaged, start)
-            return self._segment
+            if self._saves is None:
+                restored = None if self._previous_saves else self._restored_step
+                start = _SavesStart(step, restored, self._previous_saves, self._is_new_run)
+                self._saves = LineSaves(self.repo, self._generation, self._damaged, start)
+            return self._saves

@@ -101,9 +101,10 @@ class Joining:
 
     def _find_living(self, reports: Mapping[str, Mapping[str, object]], can_join: bool) -> dict[str, AgentReport]:
         """Return the reports of living agents if the decision depends on them, as it takes a while to find them."""
-        is_locked = self._request.spec.hosts == 1 and not self._log.run_log.is_remote
+        # The run log of a job on one host is in a folder that this agent has locked, so no other agent of the job is alive.
+        is_alone = self._request.spec.hosts == 1 and not self._log.run_log.is_remote
         is_name_in_use = holder_of(reports.get(self._request.name)) not in ("", self._request.make_report().incarnation)
-        must_observe = reports and not is_locked and (is_name_in_use or not can_join)
+        must_observe = reports and not is_alone and (is_name_in_use or not can_join)
         # Another agent takes over the name only after the time after which the hosts of the run take the first one for lost.
         seconds = LOST_SECONDS + REPORT_SECONDS if is_name_in_use else 3 * REPORT_SECONDS
         return find_living_agents(self._log.run_log, seconds) if must_observe else {}

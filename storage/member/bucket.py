@@ -153,7 +153,7 @@ class BucketRegisters(Registers):
 
         def take(name: str) -> Callable[[RegisterAnswer], tuple[Record | None, bool]]:
             def step(record: RegisterAnswer) -> tuple[Record | None, bool]:
-                if isinstance(record, Record) and record.accepted == ballot and record.value == values_by_name[name]:
+                if isinstance(record, Record) and record.accepted_ballot == ballot and record.value == values_by_name[name]:
                     return None, True  # an earlier put without an answer has succeeded
                 return (
                     (Record(ballot, ballot, values_by_name[name]), True)
@@ -173,7 +173,7 @@ class BucketRegisters(Registers):
             ballot = change.expected.next_step(writer)
 
             def step(record: RegisterAnswer) -> tuple[Record | None, bool]:
-                if isinstance(record, Record) and record.accepted == ballot and record.value == change.value:
+                if isinstance(record, Record) and record.accepted_ballot == ballot and record.value == change.value:
                     return None, True  # an earlier put without an answer has succeeded
                 return (Record(ballot, ballot, change.value), True) if can_change_directly(record, change) else (None, False)
 
@@ -317,7 +317,7 @@ class BucketRegisters(Registers):
         except IntegrityError:
             name, answer = "", DamagedRecord("it is too long")
         if isinstance(answer, Record) and answer.value is not None:
-            answer = Record(answer.promised, answer.accepted, RegisterValue(answer.value.head))
+            answer = Record(answer.promised_ballot, answer.accepted_ballot, RegisterValue(answer.value.head))
         if name == "" or object_key(name) != key:  # the bytes do not contain the name of the register
             return (register_name(key), DamagedRecord("it can't be read")) if register_name(key) else None
         return (name, answer) if answer != Record() else None  # an empty record is a dropped register

@@ -57,7 +57,7 @@ def encode_record(name: str, record: Record) -> bytes:
     """Return a register as bytes, with its name and a checksum."""
     value = record.value
     require_record_fits(name, value)
-    promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
+    promised, accepted = encode_ballot(record.promised_ballot), encode_ballot(record.accepted_ballot)
     packed: bytes = msgpack.packb(
         [name, promised, accepted, value and [value.head, value.body], record_checksum(name, promised, accepted, value)]
     )

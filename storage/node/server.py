@@ -60,7 +60,7 @@ class NodeOptions:
     buffer_wait_seconds: float = 20.0
     """How long an append waits for a buffer."""
     lease_seconds: float = wire.UPLOAD_LEASE_SECONDS
-    """How long the node keeps an upload without a call of its client."""
+    """How long the node keeps an upload whose client sends nothing, or a read whose client reads nothing."""
     pass_descriptors: bool = True
     """Whether clients on this host may read and write the files directly; see fd_passing_server.py."""
 
@@ -117,7 +117,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         return self._device.usage()
 
     def _unpromised_bytes(self, promised_bytes: int) -> int:
-        """Return the free bytes that are not reserved for uploads. An upload takes disk space, but is in no listing yet."""
+        """Return the free bytes less those that uploads have reserved; a size limit of the device does not count those yet."""
         return self.usage()[1] - (promised_bytes if self._device.is_limited else 0)
 
     def add_to_metric(self, metric: str, verb: str, by: float = 1) -> None:
@@ -126,7 +126,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             self.counters[metric, verb] = self.counters.get((metric, verb), 0) + by
 
     def drain(self, seconds: float) -> int:
-        """Refuse new objects and wait for running uploads; return how many were discarded after `seconds`."""
+        """Refuse new objects, wait up to `seconds` for uploads, and discard the rest; return how many were discarded."""
         self.is_draining = True
         aborted_uploads = self.uploads.drain(seconds)
         self._stop.set()
@@ -139,16 +139,20 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             try:
                 self._expire_leases()
             except Exception as error:  # also a lack of memory: without this thread, no upload of a lost client ends
-                log.warning("can't end the uploads of lost clients, and try again: %s", error)
+                log.warning("this node could not end the uploads of lost clients, and tries again: %s", error)
 
     def _expire_leases(self) -> None:
         for name in self.uploads.expire():
-            log.warning("the upload of %s was discarded: its client sent nothing for %g s", name, self._options.lease_seconds)
+            log.warning(
+                "this node has discarded the upload of %s: its client sent nothing for %g s", name, self._options.lease_seconds
+            )
         with self._count_lock:
             sending = list(self._outgoing)
         for each in sending:
             if each.expire(self._options.lease_seconds):
-                log.warning("%s was closed: its client read nothing for %g s", each.name, self._options.lease_seconds)
+                log.warning(
+                    "this node has ended a read of %s: its client read nothing for %g s", each.name, self._options.lease_seconds
+                )
 
     # --- Flight ------------------------------------------------------------------------------------------------
 

@@ -127,7 +127,9 @@ def decode_error(data: bytes) -> CkptError | None:
 def encode_answers(answers: Sequence[RegisterAnswer]) -> list[object]:
     """Return the answers of registers as lists: [reason] for a damaged record, else [promised, accepted, value]."""
     return [
-        [a.reason] if isinstance(a, DamagedRecord) else [list(a.promised), list(a.accepted), encode_value(a.value)]
+        [a.reason]
+        if isinstance(a, DamagedRecord)
+        else [list(a.promised_ballot), list(a.accepted_ballot), encode_value(a.value)]
         for a in answers
     ]
 

@@ -65,10 +65,10 @@ class RegisterValue:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A register of one member: the ballot that it promised, and the value that it accepted last with its ballot."""
+    """A register of one member: the ballot that it promised, and the value that it accepted last, with its ballot."""
 
-    promised: Ballot = NO_BALLOT
-    accepted: Ballot = NO_BALLOT
+    promised_ballot: Ballot = NO_BALLOT
+    accepted_ballot: Ballot = NO_BALLOT
     value: RegisterValue | None = None
 
 
@@ -114,7 +114,7 @@ class Registers(ABC):
     def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
         """Promise to accept nothing below `ballot`, unless a higher ballot is promised; return the records after that.
 
-        The promise was given where `promised` equals `ballot`.
+        The promise was given where `promised_ballot` equals `ballot`.
         """
 
     @abstractmethod
@@ -203,16 +203,16 @@ class Registers(ABC):
 
 def with_floor_promise(record: Record, fence_number: int) -> Record:
     """Return a record as a member with this fence number reports it: without a value, it has promised at least the floor."""
-    if record.value is not None or record.promised >= floor_ballot(fence_number):
+    if record.value is not None or record.promised_ballot >= floor_ballot(fence_number):
         return record
-    return Record(floor_ballot(fence_number), record.accepted, None)
+    return Record(floor_ballot(fence_number), record.accepted_ballot, None)
 
 
 def can_collect(record: RegisterAnswer, ballot: Ballot, fence_number: int) -> bool:
     """Return whether a member with this fence number may delete a register whose value was found with this ballot."""
     if not isinstance(record, Record) or is_final(record):
         return False
-    return record.accepted == ballot and record.promised <= floor_ballot(fence_number)
+    return record.accepted_ballot == ballot and record.promised_ballot <= floor_ballot(fence_number)
 
 
 def final_record(value: RegisterValue) -> Record:
@@ -222,7 +222,7 @@ def final_record(value: RegisterValue) -> Record:
 
 def is_final(answer: RegisterAnswer) -> bool:
     """Return whether a record can never change. Its promise does not show that: it may have promised a ballot that high."""
-    return isinstance(answer, Record) and answer.accepted == _FINAL_BALLOT
+    return isinstance(answer, Record) and answer.accepted_ballot == _FINAL_BALLOT
 
 
 def require_same_value(record: RegisterAnswer, name: str, value: RegisterValue) -> None:
@@ -235,14 +235,14 @@ def require_same_value(record: RegisterAnswer, name: str, value: RegisterValue) 
 
 def with_promise(record: RegisterAnswer, ballot: Ballot) -> Record | None:
     """Return the record after it has promised this ballot; None if it does not promise it."""
-    if isinstance(record, DamagedRecord) or is_final(record) or record.promised >= ballot:
+    if isinstance(record, DamagedRecord) or is_final(record) or record.promised_ballot >= ballot:
         return None
-    return Record(ballot, record.accepted, record.value)
+    return Record(ballot, record.accepted_ballot, record.value)
 
 
 def can_accept(record: RegisterAnswer, ballot: Ballot, repair_damaged: bool) -> bool:
     """Return whether a register accepts a value that is proposed with this ballot."""
-    return repair_damaged if isinstance(record, DamagedRecord) else record.promised <= ballot and not is_final(record)
+    return repair_damaged if isinstance(record, DamagedRecord) else record.promised_ballot <= ballot and not is_final(record)
 
 
 def can_propose_directly(record: Record, fence_number: int) -> bool:
@@ -251,7 +251,7 @@ def can_propose_directly(record: Record, fence_number: int) -> bool:
     A register without a value needs two phases in a later ring: a member may have a first value from an earlier ring, in which
     another member was the first.
     """
-    return record.accepted != NO_BALLOT or fence_number <= 1
+    return record.accepted_ballot != NO_BALLOT or fence_number <= 1
 
 
 def can_change_directly(record: RegisterAnswer, change: DirectChange) -> bool:
@@ -261,7 +261,7 @@ def can_change_directly(record: RegisterAnswer, change: DirectChange) -> bool:
     """
     if isinstance(record, DamagedRecord) or is_final(record):
         return False
-    return record.accepted == change.expected and record.promised <= change.expected
+    return record.accepted_ballot == change.expected and record.promised_ballot <= change.expected
 
 
 def require_record_fits(name: str, value: RegisterValue | None) -> None:

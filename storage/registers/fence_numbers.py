@@ -59,7 +59,10 @@ def number_for_ring(ring: int, member_number: int) -> int:
 
 def outdated_message(fence: int, number: int) -> str:
     """Return the message of a member with the number `fence` that refuses a call with `number`."""
-    return f"the members that keep records have changed (ring {_describe(fence)}, not {_describe(number)}); read the ring again"
+    return (
+        f"the members that keep records have changed: they have ring {_describe(fence)}, and the call has "
+        f"ring {_describe(number)}"
+    )
 
 
 def _describe(number: int) -> str:

@@ -375,7 +375,7 @@ def _decode_head(name: str, promised: bytes, accepted: bytes, total: int, head: 
 def _write_record(db: sqlite3.Connection, name: str, record: Record) -> None:
     value = record.value
     require_record_fits(name, value)
-    promised, accepted = encode_ballot(record.promised), encode_ballot(record.accepted)
+    promised, accepted = encode_ballot(record.promised_ballot), encode_ballot(record.accepted_ballot)
     total = record_checksum(name, promised, accepted, value)
     of_head = record_checksum(name, promised, accepted, value and RegisterValue(value.head))
     db.execute(_WRITE_SQL, (name, promised, accepted, total, of_head, value and value.head, value and value.body))

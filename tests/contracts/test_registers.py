@@ -76,12 +76,14 @@ def test_a_direct_change_needs_the_present_ballot(registers: SqliteRegisters) ->
     first = DirectChange("x", NO_BALLOT, RegisterValue(b"1"))
     assert registers.change([first, DirectChange("y", NO_BALLOT, RegisterValue(b"2"))], "w") == [True, True]
     assert registers.change([first], "v") == [False], "the register is not empty any more"
-    at = record(registers, "x").accepted
+    at = record(registers, "x").accepted_ballot
     assert at == NO_BALLOT.next_step("w")
     assert registers.change([DirectChange("x", at, RegisterValue(b"3"))], "v") == [True]
     registers.prepare(["x"], Ballot(1, "p"))
     now = record(registers, "x")
-    assert registers.change([DirectChange("x", now.accepted, RegisterValue(b"4"))], "v") == [False], "a promise was given"
+    assert registers.change([DirectChange("x", now.accepted_ballot, RegisterValue(b"4"))], "v") == [False], (
+        "a promise was given"
+    )
     assert now.value == RegisterValue(b"3")
 
 

@@ -206,8 +206,8 @@ class CollectionModel(Model[World]):
         client, new = _decide(client, record.value)
         if new is None or not can_propose_directly(record, client.fence):
             return self._prepare(state, at, client, floor_ballot(client.fence))
-        call = ("change", DirectChange(PATH, record.accepted, new), f"w{client.number}", client.fence)
-        client = client._replace(phase="change", proposed=new.head, ballot=record.accepted)
+        call = ("change", DirectChange(PATH, record.accepted_ballot, new), f"w{client.number}", client.fence)
+        client = client._replace(phase="change", proposed=new.head, ballot=record.accepted_ballot)
         return _send(state, at, client, MEMBERS[:1], call)
 
     def _after_change(self, state: World, at: int, client: Client, answers: dict[str, Any]) -> World:
@@ -279,13 +279,13 @@ class CollectionModel(Model[World]):
         if len(answers) < len(MEMBERS) or OUTDATED in answers.values():
             return failed
         if client.phase == "list":
-            newest = max(answers.values(), key=lambda r: r.accepted)
+            newest = max(answers.values(), key=lambda r: r.accepted_ballot)
             if has_different_values(answers) or not (newest.value is None or log_of(newest).endswith(DELETED)):
                 return failed
-            above = max(max(r.promised.round, r.accepted.round) for r in answers.values())
+            above = max(max(r.promised_ballot.round, r.accepted_ballot.round) for r in answers.values())
             number = next_era(client.fence, above)
             assert number is not None
-            client = client._replace(phase="fence", fence=number, ballot=newest.accepted, proposed=log_of(newest))
+            client = client._replace(phase="fence", fence=number, ballot=newest.accepted_ballot, proposed=log_of(newest))
             return _send(state, at, client, MEMBERS, ("fence", number))
         if client.phase == "fence":
             if client.ballot != NO_BALLOT:
@@ -299,7 +299,7 @@ class CollectionModel(Model[World]):
                 ends = {start + len(client.proposed) for start in _starts_in_history(state, client.proposed)}
                 state = state._replace(collected=state.collected | ends)
             client = client._replace(phase="collect", answers=())
-            sent = {Request(at, _stage(client), m, ("collect", answers[m].accepted, client.fence)) for m in MEMBERS}
+            sent = {Request(at, _stage(client), m, ("collect", answers[m].accepted_ballot, client.fence)) for m in MEMBERS}
             return _with_client(state, at, client)._replace(requests=state.requests | sent)
         return _with_client(state, at, client._replace(phase="done", answers=()))
 

@@ -80,11 +80,11 @@ def is_without_effect(member: MemberState, call: tuple[Any, ...]) -> bool:
     if not isinstance(record, Record):
         return False
     if call[0] in ("prepare", "accept"):
-        return record.promised > call[1 if call[0] == "prepare" else 2]
+        return record.promised_ballot > call[1 if call[0] == "prepare" else 2]
     if call[0] == "change":
-        return record.promised > call[1].expected
+        return record.promised_ballot > call[1].expected
     if call[0] == "collect":
-        return record.accepted != call[1] or member.record is None
+        return record.accepted_ballot != call[1] or member.record is None
     return False
 
 

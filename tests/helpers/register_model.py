@@ -214,8 +214,8 @@ class RegisterModel(Model[World]):
         new = self._decide(number, record.value) if isinstance(record, Record) else None
         if new is None or not can_propose_directly(record, replicas.fence_number):
             return self._prepare(state, number, client)
-        call = ("change", DirectChange(PATH, record.accepted, new), f"w{number}", replicas.fence_number)
-        changing = client._replace(phase="change", proposed=new.head, ballot=record.accepted)
+        call = ("change", DirectChange(PATH, record.accepted_ballot, new), f"w{number}", replicas.fence_number)
+        changing = client._replace(phase="change", proposed=new.head, ballot=record.accepted_ballot)
         return self._send(state, number, changing, replicas.members[:1], call)
 
     def _after_change(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:

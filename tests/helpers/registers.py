@@ -63,7 +63,7 @@ def check_final(registers: Registers) -> None:
     assert is_final(final)
     assert registers.prepare(["x"], high) == [final]
     assert registers.accept([("x", RegisterValue(b"other"))], high) == [False]
-    assert registers.change([DirectChange("x", final.accepted, RegisterValue(b"other"))], "w") == [False]
+    assert registers.change([DirectChange("x", final.accepted_ballot, RegisterValue(b"other"))], "w") == [False]
     assert record(registers, "x") == final
     registers.prepare(["y"], high)
     assert not is_final(record(registers, "y"))

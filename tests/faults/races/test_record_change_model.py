@@ -72,20 +72,22 @@ def test_a_member_that_lists_before_it_is_fenced_loses_a_change(monkeypatch: pyt
 
 def test_a_direct_change_in_spite_of_a_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def can_change(record: RegisterAnswer, change: DirectChange) -> bool:
-        return isinstance(record, Record) and record.accepted == change.expected
+        return isinstance(record, Record) and record.accepted_ballot == change.expected
 
     monkeypatch.setattr(register_members, "can_change_directly", can_change)
     assert explore(RegisterModel(2), MAX_STATES).error
 
 
 def test_a_promise_that_a_lower_ballot_replaces_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(register_members, "with_promise", lambda record, ballot: Record(ballot, record.accepted, record.value))
+    monkeypatch.setattr(
+        register_members, "with_promise", lambda record, ballot: Record(ballot, record.accepted_ballot, record.value)
+    )
     assert explore(RegisterModel(2, is_direct=False), MAX_STATES).error
 
 
 def test_a_proposer_that_takes_the_oldest_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def oldest(_: ReplicaSet, records: Mapping[str, Record]) -> Record:
-        return min(records.values(), key=lambda record: record.accepted)
+        return min(records.values(), key=lambda record: record.accepted_ballot)
 
     monkeypatch.setattr(ReplicaSet, "newest", oldest)
     assert explore(RegisterModel(1, is_direct=False), MAX_STATES).error

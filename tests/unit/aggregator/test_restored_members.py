@@ -65,7 +65,7 @@ def test_a_proposal_from_before_a_disk_was_replaced_is_refused(
     for member in (lost, other):
         (answer,) = namespace.open_members[member].registers.prepare(["/x"], ballot, number)
         assert isinstance(answer, Record)
-        assert answer.promised == ballot
+        assert answer.promised_ballot == ballot
     namespace.close()
     replace_disk(tmp_path, lost)
     again = repaired(tmp_path)

@@ -222,7 +222,7 @@ def test_a_ring_change_after_a_collection_keeps_the_floor(tmp_path: Path) -> Non
     assert not rebalance.rebalance_fragments(grown).failed
     assert grown.ring.epoch > 1
     assert {
-        floors.promised
+        floors.promised_ballot
         for opened_member in grown.open_members.values()
         for floors in opened_member.registers.read([ABSENT_NAME])
     } == {floor_ballot(grown.ring.fence_number)}

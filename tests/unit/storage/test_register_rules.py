@@ -56,22 +56,22 @@ def test_a_direct_change_has_the_next_ballot_of_its_value() -> None:
     ("record", "promise"),
     [
         (Record(), MIDDLE), (Record(LOW, LOW, VALUE), MIDDLE), (Record(MIDDLE, LOW, VALUE), None), (Record(HIGH), None),
-        (DAMAGED, None), (FINAL, None), (Record(LOW, FINAL.accepted, VALUE), None),
+        (DAMAGED, None), (FINAL, None), (Record(LOW, FINAL.accepted_ballot, VALUE), None),
     ],
 )  # fmt: skip
 def test_a_promise_is_given_only_above_the_last_one(record: RegisterAnswer, promise: Ballot | None) -> None:
     found = with_promise(record, MIDDLE)
-    assert (found.promised if found else None) == promise
+    assert (found.promised_ballot if found else None) == promise
     if found:
         assert isinstance(record, Record)
-        assert (found.accepted, found.value) == (record.accepted, record.value)
+        assert (found.accepted_ballot, found.value) == (record.accepted_ballot, record.value)
 
 
 @pytest.mark.parametrize(
     ("record", "plain", "repairing"),
     [
         (Record(), True, True), (Record(MIDDLE, LOW, VALUE), True, True), (Record(HIGH, LOW, VALUE), False, False),
-        (DAMAGED, False, True), (FINAL, False, False), (Record(LOW, FINAL.accepted, VALUE), False, False),
+        (DAMAGED, False, True), (FINAL, False, False), (Record(LOW, FINAL.accepted_ballot, VALUE), False, False),
     ],
 )  # fmt: skip
 def test_a_value_is_accepted_at_or_above_the_promise(record: RegisterAnswer, plain: bool, repairing: bool) -> None:
@@ -92,9 +92,9 @@ def test_a_direct_change_needs_the_expected_value_without_a_higher_promise(recor
 
 def test_a_final_record_never_changes() -> None:
     assert is_final(FINAL)
-    assert not is_final(Record(FINAL.promised, LOW, VALUE)), "a promise alone is not final"
+    assert not is_final(Record(FINAL.promised_ballot, LOW, VALUE)), "a promise alone is not final"
     assert not is_final(DAMAGED)
-    assert not can_change_directly(FINAL, DirectChange("n", FINAL.accepted, VALUE))
+    assert not can_change_directly(FINAL, DirectChange("n", FINAL.accepted_ballot, VALUE))
     require_same_value(FINAL, "n", VALUE)
     for other in (final_record(RegisterValue(b"x")), DAMAGED, Record()):
         with pytest.raises(Changed, match="^n was agreed on before with another value"):
@@ -119,8 +119,8 @@ def test_a_register_is_collected_only_with_the_ballot_that_was_found(record: Reg
 
 
 def test_a_final_register_is_not_collected() -> None:
-    assert not can_collect(FINAL, FINAL.accepted, LATER)
-    assert not can_collect(Record(LOW, FINAL.accepted, VALUE), FINAL.accepted, LATER)
+    assert not can_collect(FINAL, FINAL.accepted_ballot, LATER)
+    assert not can_collect(Record(LOW, FINAL.accepted_ballot, VALUE), FINAL.accepted_ballot, LATER)
     assert can_collect(Record(), NO_BALLOT, 1)
 
 
@@ -200,7 +200,7 @@ def test_a_client_uses_no_number_of_another_ring() -> None:
 
 def test_a_refusal_names_both_rings() -> None:
     assert fence_numbers.outdated_message(LATER, 2) == (
-        "the members that keep records have changed (ring 3 in era 2, not 2); read the ring again"
+        "the members that keep records have changed: they have ring 3 in era 2, and the call has ring 2"
     )
 
 
@@ -218,7 +218,7 @@ def test_a_long_listing_has_each_register_once(tmp_path: Path, count: int) -> No
         if names:
             assert all(registers.accept([(name, VALUE) for name in [*names, "g"]], LOW, fence_number=2))
         assert [name for name, _ in registers.scan_all("f", 2)] == names
-        with pytest.raises(StoreError, match="read the ring again"):
+        with pytest.raises(StoreError, match="they have ring 2, and the call has ring 1"):
             list(registers.scan_all("f", 1))
     finally:
         registers.close()
