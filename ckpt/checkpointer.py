@@ -435,7 +435,10 @@ class Checkpointer:
         if self._schedule is not None:
             due = self._schedule.is_due(step)
             if (missed := self._schedule.take_missed_step()) is not None:
-                self._skip_step(missed, "rank 0 chose this step after this rank had passed it; give every= a number of steps")
+                self._skip_step(
+                    missed,
+                    "this rank had passed the step before it learned that the step was due; give every= a number of steps",
+                )
             return due
         if isinstance(every, int):
             step_before, self._last_step = self._last_step, step

@@ -95,7 +95,6 @@ class SaveSchedule:
         if named is not None:
             self._due_step, self._gap_steps = named, max(1, named - self._last_step)
             return
-        # A failed save schedules no step. All ranks then use the last gap, so that they agree whenever each learns of the
-        # failure.
-        behind = max(0, self._current_step + LEAD_STEPS - self._last_step)
-        self._due_step = self._last_step + self._gap_steps * (behind // self._gap_steps + 1)
+        # A failed save schedules no step, so the last gap is used again. A rank that learns late of the failure reports each
+        # step that it has passed: so all ranks attempt the same steps, by a save or by a report.
+        self._due_step = self._last_step + self._gap_steps
