@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Iterator
+
+_EXEC_SECONDS = 1.0
+"""How long a search waits for the environment of a process that begins another program."""
+_KTHREADD = "2"
+"""The id of the parent of all threads of the kernel, which have no environment."""
 
 
 def process_state(pid: int) -> str:
@@ -38,19 +44,29 @@ def find_processes(sessions: Iterable[int], mark: str = "", spared_sessions: Ite
         fields = _stat_fields(int(name)) if name.isdigit() else []
         if not fields or fields[0] == "Z":
             continue
-        if fields[3] in session_ids or (fields[3] not in spared and _has_mark(int(name), encoded_mark)):
+        if fields[3] in session_ids or (
+            encoded_mark and fields[3] not in spared and fields[1] != _KTHREADD and encoded_mark in _environment(int(name))
+        ):
             found.append(int(name))
     return found
 
 
-def _has_mark(pid: int, mark: bytes) -> bool:
-    if not mark:
-        return False
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark in file.read().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is that of another user
-        return False
+def _environment(pid: int) -> list[bytes]:
+    """Return the environment of a process; empty if it has ended, or is that of another user."""
+    until, has_begun = time.monotonic() + _EXEC_SECONDS, False
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        while True:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if environment := file.read():
+                    return environment.split(b"\0")
+            if has_begun or process_state(pid) in ("", "Z") or time.monotonic() > until:
+                break
+            # Until an exec has ended, /proc shows neither the environment nor the arguments of the new program.
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                has_begun = bool(file.read())
+            if not has_begun:
+                time.sleep(0.001)
+    return []
 
 
 def oom_kill_count() -> int:
