@@ -87,7 +87,7 @@ def check_eras(registers: Registers) -> None:
     assert registers.fence(first_era)
     assert not registers.fence(first_era)
     assert not registers.fence(2 - 1)
-    with pytest.raises(Outdated, match="ring 1 in era 1, not 1"):
+    with pytest.raises(Outdated, match="ring 1 in era 1, and the call has ring 1"):
         registers.read(["/a"], 1)
     assert registers.collect([("/a", Ballot(9, "x")), ("/none", NO_BALLOT)], first_era) == 0
     assert registers.fence(second_era)

@@ -18,7 +18,7 @@ from helpers.processes import until
 from ckpt.storage.node.client import NodeStore
 from ckpt.storage.node.server import NodeOptions
 
-LEASE_SECONDS = 4.0
+LEASE_SECONDS = 8.0
 SEVERAL_RENEWALS = 8
 """A client renews a lease four times in its length, so these renewals take longer than the lease."""
 

@@ -142,7 +142,7 @@ def test_a_fenced_bucket_refuses_older_rings(registers: Registers) -> None:
         lambda e: registers.change([DirectChange("x", NO_BALLOT, RegisterValue(b""))], "w", e),
         lambda e: registers.scan("", fence_number=e),
     ):
-        with pytest.raises(Outdated, match="ring 5, not 4"):
+        with pytest.raises(Outdated, match="ring 5, and the call has ring 4"):
             call(4)
         call(5)
     registers.join_ring(6, "ring")

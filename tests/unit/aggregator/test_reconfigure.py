@@ -38,12 +38,12 @@ def test_a_register_refuses_calls_of_older_rings(tmp_path: Path) -> None:
         lambda e: registers.change([DirectChange("x", Ballot(0, ""), RegisterValue(b""))], "w", e),
         lambda e: registers.scan("", fence_number=e),
     ):
-        with pytest.raises(Outdated, match="ring 5, not 4"):
+        with pytest.raises(Outdated, match="ring 5, and the call has ring 4"):
             call(4)
         call(5)
         call(0)
     registers.change([DirectChange("y", Ballot(0, ""), RegisterValue(b""))], "w", 7)
-    with pytest.raises(Outdated, match="ring 7, not 6"):
+    with pytest.raises(Outdated, match="ring 7, and the call has ring 6"):
         registers.drop(["y"], 6)  # a late call of a ring change that is complete
 
 
