@@ -2,7 +2,8 @@
 
 The clock of each rank would choose another step. So rank 0 chooses the next step and writes it into the commit record of the
 previous save, for which every rank waits anyway. The step is far enough ahead that all ranks have read the record by then. The
-first step of a run is always saved: that measures the cost of a save, and shows that saving works.
+first step of a run is always saved: that measures the cost of a save, and shows that saving works. If it is committed before
+the second step has ended, nobody knows yet how long a step takes, and the next save follows soon.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ LEAD_SECONDS = 3.0
 """The least time from a commit to the step that it schedules: several times what a rank takes to see a commit."""
 
 LEAD_STEPS = 3
+
+FIRST_LEAD_STEPS = 20
+"""The lead before a step was measured. A step then takes longer than the whole save, so all ranks see the commit in time."""
 
 
 def next_step(now: int, step_seconds: float, interval_seconds: float) -> int:
@@ -41,6 +45,8 @@ class SaveSchedule:
     _started_at: float = 0.0
     _step_count: int = 0
     _stride: int = 0  # all numbers of steps that are reported differ by multiples of this
+    _measured_to: tuple[float, int] | None = None  # time and step count of the last measurement
+    _step_seconds: float | None = None  # what it has found
 
     def is_due(self, step: int) -> bool:
         """Return whether to save this step. The caller may leave out steps before `next_due_step`."""
@@ -81,12 +87,25 @@ class SaveSchedule:
         """Begin anew, because all ranks have restored a step: the step that was due may be far ahead."""
         self._due_step = self._last_step = self._pending_save = None
         self._step_count = self._stride = 0
+        self._measured_to = self._step_seconds = None
 
     def propose_next_step(self) -> int:
         """Return the step to save next. Rank 0 calls it when it commits."""
-        passed = max(1, self._step_count - 1)
-        named = next_step(self._current_step, (time.monotonic() - self._started_at) / passed, self.interval_seconds())
+        now, step_seconds = self._current_step, self._measure_step_seconds()
+        named = now + FIRST_LEAD_STEPS if step_seconds is None else next_step(now, step_seconds, self.interval_seconds())
         return named + (self._current_step - named) % max(1, self._stride)
+
+    def _measure_step_seconds(self) -> float | None:
+        """Return the seconds of a step since the last save or before it; None if no step has ended since the first one.
+
+        The smaller number counts: a pause, such as an evaluation or a stop of the process, makes no later step slower.
+        """
+        now, count, before = time.monotonic(), self._step_count, self._step_seconds
+        since, first = self._measured_to or (self._started_at, 1)
+        if count <= first:
+            return before
+        self._measured_to, self._step_seconds = (now, count), (now - since) / (count - first)
+        return self._step_seconds if before is None else min(before, self._step_seconds)
 
     def _update_from(self, handle: SaveHandle) -> None:
         self._pending_save = None

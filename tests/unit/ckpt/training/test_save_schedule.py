@@ -130,6 +130,31 @@ def test_schedule_of_a_group_names_a_step_that_is_reported():
     assert schedule.propose_next_step() % 3 == 0
 
 
+def test_ranks_whose_first_save_ends_before_their_second_step_save_again_soon(tmp_path):
+    """No step has been measured then: the time of the save is no guess for the time of a step, which may be much longer."""
+
+    def work(group):
+        with ckpt.Checkpointer(tmp_path / "r", every=timedelta(hours=1), group=group, timeout=60) as ck:
+            for step in range(30):
+                ck.step(step, shard_of(group.rank, 2, step))
+                ck.wait()
+
+    all_well(on_ranks(2, work))
+    assert ckpt.open(tmp_path / "r").steps() == [0, 20]
+
+
+def test_a_pause_does_not_make_a_group_save_more_often():
+    schedule = SaveSchedule(lambda: 2.0)
+    named, pauses = list[int](), [0.0, 2.0, 0.0]
+    for save, pause in enumerate(pauses):
+        for step in range(20 * save, 20 * save + 20):
+            schedule.is_due(step)
+            time.sleep(0.002)
+        time.sleep(pause)
+        named.append(schedule.propose_next_step() - step)
+    assert min(named[1:]) > named[0] / 4
+
+
 def test_a_save_is_due_by_time_by_default_or_never(tmp_path):
     state = {"x": np.zeros(1)}
     with ckpt.Checkpointer(tmp_path / "r", every=timedelta(seconds=0)) as ck:
