@@ -28,6 +28,7 @@ import time
 from types import FrameType
 from typing import Any
 
+from ckpt.storage.base.call_timeout import WaitTimer
 from ckpt.training.heartbeat_records import BadLoss, BadLossKind, RankHeartbeat, Trouble
 
 PAGE_VARIABLE = "CKPT_PULSE"
@@ -182,7 +183,7 @@ class HeartbeatPage:
     def _wait_for_stop_confirmation(self, step: int) -> bool:
         fields = self._fields
         next_beat = time.monotonic()
-        until = next_beat + _STOP_CONFIRM_SECONDS
+        timer = WaitTimer(_STOP_CONFIRM_SECONDS)
         while True:
             stop = fields[_STOP_STEP]
             if fields[_STOP_ACKNOWLEDGED] != stop:
@@ -191,7 +192,7 @@ class HeartbeatPage:
                 fields[_STOP_ACKNOWLEDGED] = stop
             if step < stop:
                 return False
-            if fields[_STOP_CONFIRMED] == stop or time.monotonic() > until:
+            if fields[_STOP_CONFIRMED] == stop or not timer.remaining_seconds():
                 return True
             if time.monotonic() >= next_beat:  # a waiting rank must not look hung
                 self.beat(_SAVE)

@@ -25,6 +25,7 @@ import ckpt
 from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes
 from ckpt.storage.node.security_options import NodeSecurity
 from ckpt.tiers import memory_folder
+from ckpt.training.heartbeat_page import HeartbeatPage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes as Linux has them, and looks at them in /proc")
 
@@ -74,6 +75,13 @@ print("ready", flush=True)
 assert call_in_thread(input, "a listing") == "answer"
 """
 
+WAITS_AT_A_STOP = """
+import sys
+from ckpt.training import heartbeat_page
+
+heartbeat_page._STOP_CONFIRM_SECONDS = float(sys.argv[2])
+print(heartbeat_page.HeartbeatPage(sys.argv[1]).should_stop(3))
+"""
 
 READS_MEMORY = """
 import logging, sys
@@ -210,6 +218,23 @@ def test_a_store_call_of_a_suspended_process_still_gets_its_answer() -> None:
         finish(process)
     finally:
         end([process])
+
+
+def test_a_suspended_rank_still_waits_until_the_stop_is_confirmed(tmp_path: Path) -> None:
+    """Another rank was past the step. If this rank had ended there, the two would save different steps."""
+    page = HeartbeatPage(tmp_path / "page", new=True)
+    page.request_stop(3)
+    rank = python(WAITS_AT_A_STOP, page.path, TIMEOUT_SECONDS)
+    try:
+        until(lambda: page.read().acknowledged_stop == 3 or rank.poll() is not None)
+        suspend([rank])
+        before = page.read().beats
+        until(lambda: page.read().beats > before + 1 or rank.poll() is not None)
+        page.request_stop(9)
+        assert finish(rank) == "False\n"
+    finally:
+        end([rank])
+    page.close()
 
 
 def test_a_restore_of_a_suspended_process_still_waits_for_the_memory_of_a_host(
