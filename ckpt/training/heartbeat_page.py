@@ -314,21 +314,26 @@ def reset_after_fork() -> None:
     _own_page, _is_looked_up = None, False
 
 
-_blocked_signal_mask: set[int] | None = None
+class _ForkingThread(threading.local):
+    """What one thread keeps while it forks. Several threads may fork at the same time."""
+
+    signal_mask: set[int] | None = None
+    """The signal mask before the fork; None if the fork does not change it."""
+
+
+_forking_thread = _ForkingThread()
 
 
 def _before_fork() -> None:
     """Block SIGTERM until the child has removed the handler of its parent."""
-    global _blocked_signal_mask
     if signal.getsignal(signal.SIGTERM) is _record_sigterm:
-        _blocked_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        _forking_thread.signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def _after_fork_in_parent() -> None:
-    global _blocked_signal_mask
-    if _blocked_signal_mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _blocked_signal_mask)
-        _blocked_signal_mask = None
+    if (mask := _forking_thread.signal_mask) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _forking_thread.signal_mask = None
 
 
 def _after_fork() -> None:

@@ -10,6 +10,8 @@ from helpers.folders import PROGRAMS
 from helpers.processes import finish, python
 from helpers.repositories import assert_all_load, assert_clean
 
+from ckpt.training.heartbeat_page import PAGE_VARIABLE, HeartbeatPage
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 
 IN_CHILD = """
@@ -227,3 +229,33 @@ finally:
 assert gc.isenabled()
 """
     finish(python(code, tmp_path))
+
+
+def test_children_that_threads_fork_at_once_end_on_sigterm(tmp_path: Path) -> None:
+    """Under ckpt-run, a fork blocks SIGTERM for a moment. Neither the children nor the threads of the rank keep it blocked."""
+    page = tmp_path / "page"
+    HeartbeatPage(page, new=True).close()
+    code = """
+import os, signal, threading
+from ckpt.training import heartbeat_page
+
+heartbeat_page.own_page().defer_sigterm()
+
+def is_blocked():
+    return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+def fork():
+    for _ in range(50):
+        if not (pid := os.fork()):
+            os._exit(is_blocked())
+        found.append(bool(os.waitpid(pid, 0)[1]) or is_blocked())
+
+found = []
+threads = [threading.Thread(target=fork) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(found) == 200 and not any(found), f"SIGTERM stays blocked after {sum(found)} of {len(found)} forks"
+"""
+    finish(python(code, env={PAGE_VARIABLE: str(page)}))
