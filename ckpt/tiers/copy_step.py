@@ -52,9 +52,23 @@ def promote(
     Raises StepNotFound if the source no longer has the step, IntegrityError if no tier of the source has undamaged bytes or a
     later save in the target lacks packs, Fenced if a newer writer has taken over the target, and StoreError if a store failed.
     """
-    began = time.monotonic()
-    commit = source.commit(step)
     files_to_sweep = set() if orphaned_files is None else orphaned_files
+    while True:
+        commit = source.commit(step)
+        try:
+            return _promote_save(source, commit, target, keep, files_to_sweep, progress)
+        except IntegrityError:
+            if source.commit(step) == commit:
+                raise
+            log.info("step %d was saved again while it was copied to %s; copying the later save", step, target.repo.url)
+
+
+def _promote_save(
+    source: Repository, commit: CommitRecord, target: Session, keep: Keep | None, files_to_sweep: set[str],
+    progress: Callable[[], None],
+) -> bool:  # fmt: skip
+    """Copy one save of a step; see `promote`. A later save of the step may remove its files meanwhile."""
+    began, step = time.monotonic(), commit.step
     missing: list[FileRecord] = []
     with suppress(NotFound, IntegrityError):
         existing = target.repo.record(step)

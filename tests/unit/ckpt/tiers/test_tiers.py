@@ -9,15 +9,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.messages import one_line
+from helpers.processes import until
 from helpers.repositories import assert_all_load, files, reachable
 from helpers.states import assert_same, state_of
-from helpers.tier_folders import TierFolders, close_as_if_failed, train, train_and_wait
+from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, train, train_and_wait
 from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
 from ckpt.repository.damage_registry import damaged_steps
+from ckpt.storage.local.directory import LocalStore
 from ckpt.tiers.tier_spec import memory_folder_name
 from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 
@@ -103,6 +106,25 @@ def test_the_later_save_of_a_step_wins_after_a_roll_back(tier_folders: TierFolde
     assert_same(ckpt.load(tier_folders.run), changed)
     with tier_folders.open() as ck:
         assert_same(ck.restore(state_of(0))[0], changed)
+
+
+def test_a_step_that_is_saved_again_while_it_is_copied_does_not_count_as_damaged(
+    tier_folders: TierFolders, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The later save removes the files of the earlier one. The copy then continues with the later one."""
+    store = FullStore(LocalStore(tier_folders.run))
+    first, later = ({"w": np.full(50_000, value)} for value in (1.0, 2.0))
+    store.full = False
+    store.gate.clear()
+    with tier_folders.open(store, every=None, tiers=[ckpt.Tier("memory")]) as ck:
+        ck.save(5, first).result()
+        until(lambda: store.began, "the copy has begun")
+        ck.save(5, later).result()
+        store.gate.set()
+        ck.wait()
+        assert not damaged_steps(ck._tiers.nearest.repo)
+    assert "could not be promoted" not in caplog.text
+    assert_same(ckpt.load(tier_folders.run), later)
 
 
 def test_steps_of_another_repository_are_refused(tier_folders: TierFolders) -> None:
