@@ -55,11 +55,13 @@ class BackgroundCopier:
         self._keep = keep
         self._on_copied = on_copied
         self._condition = threading.Condition()
-        """Guards `_expected_steps` and `_waiting_step`. Guards changes of `_current_step`, `_attempt_count`, `_error`,
-        `_retry_at`, `_closing`, `_progress_callback` and `_thread`. Notified when one of these changes. `_source` is
-        replaced as a whole. Only the thread changes the other attributes."""
+        """Guards `_expected_steps`, `_waiting_step` and `_offered_line`. Guards changes of `_current_step`, `_attempt_count`,
+        `_error`, `_retry_at`, `_closing`, `_progress_callback` and `_thread`. Notified when one of these changes. `_source`
+        is replaced as a whole. Only the thread changes the other attributes."""
         self._expected_steps: set[int] = set()
         self._waiting_step: int | None = None
+        self._offered_line = 0
+        """The training line of the step that was offered last."""
         self._current_step: int | None = None
         self._attempt_count = 0
         self._error: Exception | None = None
@@ -87,15 +89,15 @@ class BackgroundCopier:
         with self._condition:
             self._expected_steps.discard(step)
 
-    def offer(self, step: int) -> None:
-        """Queue a step that a nearer tier has committed. It replaces a step that waits."""
+    def offer(self, step: int, line: int = 0) -> None:
+        """Queue a step that a nearer tier has committed on this training line. It replaces a step that waits."""
         with self._condition:
             self._expected_steps.discard(step)
             if self._closing:
                 return
             if self._waiting_step is not None and self._waiting_step != step:
                 log.info("step %d is not promoted to %s: step %d is newer", self._waiting_step, self._target.repo.url, step)
-            self._waiting_step = step
+            self._waiting_step, self._offered_line = step, line
             self._start_thread_if_needed()
             self._condition.notify_all()
 
@@ -207,36 +209,39 @@ class BackgroundCopier:
                 self._condition.notify_all()
 
     def _copy_all(self) -> None:
-        while (step := self._next_step()) is not None:
+        while (offered := self._next_step()) is not None:
+            step, line = offered
             began = time.monotonic()
             error: Exception | None = None
             try:
-                promote(self._source, step, self._target, self._keep, self._orphaned_files, self._record_progress)
+                promote(self._source, step, self._target, self._keep, self._orphaned_files, self._record_progress, line)
                 self.last_copy_seconds = time.monotonic() - began
                 self._on_copied(step)
             except StepNotFound as absent:
-                error = self._explain_absence(step, absent)
+                error = self._explain_absence(step, line, absent)
             except Exception as failed:
                 error = failed
             self._copy_ended(step, error)
 
-    def _explain_absence(self, step: int, absent: StepNotFound) -> Exception | None:
+    def _explain_absence(self, step: int, line: int, absent: StepNotFound) -> Exception | None:
         """Return the error for a step that no nearer tier has; None if the target has it, for example by a direct save."""
         try:
-            self._target.repo.record(step)
+            if self._target.repo.record(step).line >= line:
+                return None
         except NotFound:
-            return StepNotFound(f"step {step} is in no nearer tier any more: {absent}")
+            pass
         except Exception as failed:
             return failed
-        return None
+        return StepNotFound(f"step {step} is in no nearer tier any more: {absent}")
 
-    def _next_step(self) -> int | None:
+    def _next_step(self) -> tuple[int, int] | None:
+        """Wait for the next step to copy; return it and its training line, or None at the end."""
         with self._condition:
             while not self._closing:
                 wait_seconds = self._retry_at - time.monotonic()
                 if self._waiting_step is not None and wait_seconds <= 0:
                     self._current_step, self._waiting_step = self._waiting_step, None
-                    return self._current_step
+                    return self._current_step, self._offered_line
                 self._condition.wait(None if self._waiting_step is None else wait_seconds)
             return None
 

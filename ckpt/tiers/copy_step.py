@@ -39,22 +39,29 @@ _ONE_WRITER_ADVICE = "check that no other program writes there, and save again"
 
 def promote(
     source: Repository, step: int, target: Session, keep: Keep | None = None, orphaned_files: set[str] | None = None,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None, line: int = 0,
 ) -> bool:  # fmt: skip
     """Copy `step` from `source` to `target`, and return whether it was copied. It may be called again after any failure.
 
     keep: which steps the sweep of the target keeps; None deletes none.
     orphaned_files: files that were copied for steps whose copy failed. The caller passes the same set to the next call.
     progress: called for each range that was copied.
+    line: the training line of the step. After a roll-back, tiers may also have a save of this number on an earlier line.
 
     Returns False if the target already has this save of the step, or a later one, with all its packs.
 
     Raises StepNotFound if the source no longer has the step, IntegrityError if no tier of the source has undamaged bytes or a
-    later save in the target lacks packs, Fenced if a newer writer has taken over the target, and StoreError if a store failed.
+    later save in the target lacks packs, Fenced if a newer writer has taken over the target, and StoreError if a store failed
+    or the save on this line can't be read now.
     """
     files_to_sweep = set() if orphaned_files is None else orphaned_files
     while True:
         commit = source.commit(step)
+        if commit.line < line:  # the tier that has the later save could not be read, as the log says
+            raise StoreError(
+                f"no tier in front of {target.repo.url} can read step {step} of training line {line} now, and an earlier save "
+                "of this number does not replace it; look in the log for the reason"
+            )
         try:
             return _promote_save(source, commit, target, keep, files_to_sweep, progress)
         except IntegrityError:

@@ -26,25 +26,31 @@ def offer_earlier_steps(tiers: Sequence[OpenTier], read_only: Sequence[Repositor
         if tier.copier is None:
             continue
         try:
-            step = _find_earlier_step(tier, [*(other.session.repo for other in tiers[:number]), *read_only], restored)
+            newest = _find_earlier_step(tier, [*(other.session.repo for other in tiers[:number]), *read_only], restored)
         except CkptError as error:
             log.warning("what earlier jobs have left is not copied to %s yet: %s", tier.url, error)
             are_all_read = False
             continue
-        if step is not None:
-            tier.copier.offer(step)
+        if newest is not None:
+            line, step = newest
+            tier.copier.offer(step, line)
     return are_all_read
 
 
-def _find_earlier_step(tier: OpenTier, nearer: Iterable[Repository], restored: tuple[int, int] | None) -> int | None:
-    """Return the newest step of nearer repositories that is due in a tier and newer than its steps; None if there is none."""
+def _find_earlier_step(
+    tier: OpenTier, nearer: Iterable[Repository], restored: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Return line and number of the newest step of nearer repositories that is due in a tier and newer than its steps.
+
+    Returns None if there is none.
+    """
     newest_in_tier = tier.session.repo.newest()
     publish_durable(tier, newest_in_tier[1])
     # Only for an interval in steps does the number say whether a step is due. Otherwise the newest step is copied.
     has_due_number = tier.spec.counts if isinstance(tier.spec.every, int) else lambda _: True
     # `nearer` is empty once the memories of earlier attempts are released and no tier is open.
     newest = max((repo.newest(has_due_number) for repo in nearer), default=newest_in_tier)
-    return newest[1] if newest > newest_in_tier and (restored is None or newest <= restored) else None
+    return newest if newest > newest_in_tier and (restored is None or newest <= restored) else None
 
 
 def warn_of_unpromoted_step(main_repo: Repository, newest: tuple[int, int]) -> None:

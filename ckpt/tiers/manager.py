@@ -259,7 +259,7 @@ class TierManager:
         for other in further_tiers:
             if other.copier is not None:
                 other.last_promotion_at = time.monotonic()
-                other.copier.offer(handle.step)
+                other.copier.offer(handle.step, commit.line)
         if self._previous_memories and not any(copier.needed_steps() - {handle.step} for copier in self._copiers):
             self._release_previous_memories()
 
@@ -388,7 +388,7 @@ class TierManager:
             newest = max(found)
         step = newest[1]
         if step >= 0 and not self._is_newest_in_main_repo:
-            last_tier.copier.offer(step)
+            last_tier.copier.offer(step, newest[0])
         return step
 
     def _free_memory(self, step: int) -> None:

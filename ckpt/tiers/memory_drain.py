@@ -119,8 +119,8 @@ def _drain_repository(repo: Repository) -> tuple[str, bool]:
                 opened.append(session_registry.enter(near, SingleProcessGroup(), series))
             except StoreError as error:  # e.g. a host is lost; the lease of the repository of record is enough
                 log.info("%s can't be written, and is only read: %s", near.url, error)
-        step = _newest(source)[1]  # again, because a job that still runs may have saved one until it lost its lease just now
-        done = promote(source, step, opened[0])
+        line, step = _newest(source)  # again, because a job that still runs may have saved one until it lost its lease just now
+        done = promote(source, step, opened[0], line=line)
     finally:
         for session in opened:
             session_registry.leave(session)

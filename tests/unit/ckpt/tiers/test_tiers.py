@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.failing_store import FailingStore
 from helpers.messages import one_line
 from helpers.processes import until
 from helpers.repositories import assert_all_load, files, reachable
@@ -20,6 +21,7 @@ from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
 from ckpt.repository.damage_registry import damaged_steps
+from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.local.directory import LocalStore
 from ckpt.tiers.tier_spec import memory_folder_name
 from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
@@ -106,6 +108,34 @@ def test_the_later_save_of_a_step_wins_after_a_roll_back(tier_folders: TierFolde
     assert_same(ckpt.load(tier_folders.run), changed)
     with tier_folders.open() as ck:
         assert_same(ck.restore(state_of(0))[0], changed)
+
+
+def test_an_earlier_save_is_not_copied_instead_of_one_that_cannot_be_read_for_a_moment(tier_folders: TierFolders) -> None:
+    """After a roll-back, a tier behind the nearest one still has the earlier save of this number."""
+    near, later = _UnreadRecord(LocalStore(tier_folders.base / "near")), {**state_of(5), "name": "after the roll-back"}
+    ck = tier_folders.open(every=None, tiers=[ckpt.Tier(near), ckpt.Tier(tier_folders.nvme, every=1)])
+    train_and_wait(ck, range(6))
+    close_as_if_failed(ck)
+    with tier_folders.open(every=None, tiers=[ckpt.Tier(near), ckpt.Tier(tier_folders.nvme, every=None)]) as ck:
+        ck.restore(state_of(0), step=4)
+        ck.step(5, later).result()
+        near.failures_left = 1
+        ck._tiers._promote_newest()
+        with pytest.raises(ckpt.SaveFailed, match="an earlier save of this number does not replace it"):
+            ck.wait()
+    assert_same(ckpt.load(tier_folders.run), later)
+
+
+class _UnreadRecord(FailingStore):
+    """The next reads of a commit record fail."""
+
+    failures_left = 0
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        if self.failures_left and name.endswith("/commit.json"):
+            self.failures_left -= 1
+            raise Unavailable("the network is down")
+        return super().get_up_to(name, limit)
 
 
 def test_a_step_that_is_saved_again_while_it_is_copied_does_not_count_as_damaged(
