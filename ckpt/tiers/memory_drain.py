@@ -101,7 +101,8 @@ def _drain_repository(repo: Repository) -> tuple[str, bool]:
     if main_repo.identity() != note.id:
         raise InvalidArgument(f"{main_repo.url} is another repository now; {_EXPORT_ADVICE}")
     has_steps = repo.newest()[1] >= 0
-    source = TieredRepository([r for r in repos if r is not main_repo])
+    # The note of a folder that was moved or copied does not name it.
+    source = TieredRepository([repo, *(r for r in repos if r is not repo and r is not main_repo)])
     newest, there = _newest(source), main_repo.newest()
     step = newest[1]
     if step < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,13 @@ def test_a_step_that_is_saved_after_the_look_does_not_replace_an_older_memory(
     assert report in (f"step 1 was brought from {tier_folders.memory.as_uri()} to {run}", f"{run} has step 1 already")
     assert_same(ckpt.load(tier_folders.run), state_of(1))
     close_as_if_failed(ck)
+
+
+def test_memory_that_was_moved_is_copied(tier_folders: TierFolders, tmp_path: Path) -> None:
+    """Its note names the place where the job used it."""
+    ck = open_with_memory(tier_folders)
+    train(ck, range(2))
+    close_as_if_failed(ck)
+    moved = shutil.move(tier_folders.memory.parent, tmp_path / "moved")
+    assert "step 1 was brought" in memory_drain.drain(moved)
+    assert_same(ckpt.load(tier_folders.run), state_of(1))
