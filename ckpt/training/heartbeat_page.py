@@ -136,6 +136,8 @@ class HeartbeatPage:
         again: whether this Checkpointer has already restored or saved a step.
         """
         self._fields[_RESTORED] = step if again else max(step, self._fields[_RESTORED])
+        # After a roll-back, the durable steps above are abandoned, and say nothing about the new steps of these numbers.
+        self._fields[_DURABLE] = min(self._fields[_DURABLE], self._fields[_RESTORED])
         self._fields[_TROUBLE] = _TROUBLES.index("")  # an earlier error did not prevent the restore
         self.publish_committed(step)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import ckpt
+from ckpt.tiers.memory_folder import MEMORY_VARIABLE
 from ckpt.training import heartbeat_page
 from ckpt.training.heartbeat_page import HeartbeatPage
 
@@ -72,6 +73,21 @@ def test_a_second_checkpointer_does_not_hide_the_restored_step(tmp_path: Path, p
         assert main.restore({"x": np.ones(3)})[1] == 8
         assert other.restore({"x": np.ones(3)})[1] == 0
     assert (page.read().restored, page.read().committed) == (7, 7)
+
+
+def test_abandoned_steps_do_not_count_as_durable(tmp_path: Path, page: HeartbeatPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a roll-back, the new steps are only in memory, and the repository of record has abandoned ones of their numbers."""
+    monkeypatch.setenv(MEMORY_VARIABLE, str(tmp_path))
+    state = {"x": np.zeros(3)}
+    with ckpt.Checkpointer(tmp_path / "repo", every=None, tiers=[ckpt.Tier("memory", keep=None)], group=None) as ck:
+        for step in range(6):
+            ck.save(step, state)
+            ck.wait()
+        assert (page.read().durable, page.read().committed) == (5, 5)
+        assert ck.restore(state, step=2)[1] == 3
+        ck.step(3, state)
+        ck.wait()
+        assert (page.read().durable, page.read().committed) == (2, 3)
 
 
 def test_each_step_publishes_a_heartbeat_whether_or_not_a_save_is_due(tmp_path: Path, page: HeartbeatPage) -> None:
