@@ -86,8 +86,7 @@ def repair_namespace(
     if not found.missing_members:
         _admit_restored_members(namespace)
         collected = collect_tombstones(namespace)
-    for open_member in namespace.open_members.values():
-        open_member.sweep(found.grace_seconds)
+    _sweep(namespace, found.grace_seconds)
     return count.report(records=settled, orphans=orphans, collected=collected)
 
 
@@ -122,6 +121,15 @@ def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:
         namespace.member_io.discard({member: confirmed_orphans}, wait_for_slow_nodes=True)
         count += len(confirmed_orphans)
     return count
+
+
+def _sweep(namespace: Namespace, grace_seconds: float) -> None:
+    """Remove the unfinished objects of killed writers from the directories; a slow one continues in the background."""
+    folders = {name: each for name, each in namespace.open_members.items() if each.member.folder is not None}
+    calls = {name: partial(each.sweep, grace_seconds) for name, each in folders.items()}
+    _, errors = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds, skip_failed=True, mark_late=False)
+    for member, error in errors.items():
+        log.warning("unfinished objects of killed writers stay on %s: %s", member, error)
 
 
 def _admit_restored_members(namespace: Namespace) -> None:

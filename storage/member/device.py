@@ -21,7 +21,7 @@ from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error
 from ckpt.storage.base.fsync import make_durable_root, sync_folder, sync_nearest_folder
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
-from ckpt.storage.local.durable_writer import LocalWriter, is_temporary
+from ckpt.storage.local.durable_writer import LocalWriter, walk_temporaries
 from ckpt.storage.registers.sqlite import SqliteRegisters
 
 OBJECTS = "objects"
@@ -286,10 +286,12 @@ class Device:
         """Delete temporary files older than this of killed writers, for a folder without a node, which does it at its start.
 
         A writer has a lock of its file, which the system releases when the process ends.
+
+        Raises StoreError if a folder can't be listed now, see `walk_temporaries`.
         """
         limit = time.time() - older_seconds
-        for base, _, names in os.walk(self.store.root):
-            for name in filter(is_temporary, names):
+        for base, names in walk_temporaries(self.store.root, folders=True):
+            for name in names:
                 path = os.path.join(base, name)
                 with suppress(OSError):
                     if os.stat(path).st_mtime < limit and not _is_locked(path):

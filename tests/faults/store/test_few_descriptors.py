@@ -156,3 +156,29 @@ store.sweep_temporaries("steps")
 assert os.listdir(folder) == ["a"]
 """, str(tmp_path)
     )  # fmt: skip
+
+
+def test_a_sweep_of_a_member_that_can_not_list_a_folder_fails(tmp_path: Path) -> None:
+    """Otherwise nothing says that the temporary files of killed writers stay."""
+    _run_without_descriptors(
+        """
+import time
+from ckpt.storage.base.errors import StoreError
+from ckpt.storage.member.device import Device
+
+device = Device(sys.argv[1])
+device.store.create("a/b").append(memoryview(b"b"))  # closed, and not locked, once it is garbage
+folder = os.path.join(device.store.root, "a")
+(left,) = os.listdir(folder)
+os.utime(os.path.join(folder, left), (time.time() - 7200,) * 2)
+with few_descriptors():
+    try:
+        device.sweep(3600)
+    except StoreError as error:
+        assert "listing" in str(error), error
+    else:
+        raise AssertionError("it did nothing")
+device.sweep(3600)
+assert os.listdir(folder) == []
+""", str(tmp_path)
+    )  # fmt: skip

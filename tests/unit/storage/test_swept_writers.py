@@ -8,10 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair, scrub
+from ckpt.storage.base.errors import StoreError
 from ckpt.storage.member.device import Device
 from ckpt.storage.testing import random_bytes
 
@@ -55,3 +57,23 @@ def test_the_file_of_a_killed_writer_is_swept(tmp_path: Path) -> None:
     assert left.exists()
     Device(tmp_path).sweep(3600)
     assert not left.exists()
+
+
+def test_a_member_that_can_not_be_swept_stops_neither_the_repair_nor_other_sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    namespace = Namespace(directories(tmp_path, 3, redundancy="2x"))
+    namespace.put("a", DATA)
+    for i in range(3):
+        subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / f"disk{i}")], timeout=600, check=False)
+    left = [path for path in make_old(tmp_path) if path.name.startswith(".")]
+    assert len(left) == 3
+
+    def failing(_: float) -> None:
+        raise StoreError("listing failed: too many open files")
+
+    monkeypatch.setattr(namespace.open_members["disk0"]._device, "sweep", failing)
+    assert not repair.repair_namespace(namespace, scrub.scrub_namespace(namespace)).failed
+    assert [path for path in left if path.exists()] == [path for path in left if "disk0" in path.parts]
+    assert "unfinished objects of killed writers stay on disk0: listing failed: too many open files" in caplog.text
+    namespace.close()
