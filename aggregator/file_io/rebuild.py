@@ -18,7 +18,7 @@ from ckpt.aggregator.placement import erasure
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
 from ckpt.aggregator.records.file_record import FileLayout, Fragment, MemberObject, Stripe, drop_unused_objects, fragment_bytes
 from ckpt.storage.base.checksums import cell_checksums, find_bad_cells
-from ckpt.storage.base.errors import IntegrityError, Refused, StoreError, Unavailable
+from ckpt.storage.base.errors import IntegrityError, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import ALIGNMENT, Reader, Writer
 
@@ -222,7 +222,7 @@ class _NewObjects:
 
     def _mark_failed(self, member: str, index: int, error: StoreError) -> None:
         log.warning("%s: %s takes no more rebuilt fragments: %s", self._path, member, error)
-        if not isinstance(error, Refused):  # a read-only member still answers reads
+        if isinstance(error, Unavailable):  # a member that is full or read-only still answers reads
             self._member_io.fan_out.health.record_failure(member, error)
         self.failed.add(self.objects[index].name)
 

@@ -129,3 +129,23 @@ def test_a_repair_reads_nothing_for_a_full_member(tmp_path: Path, monkeypatch: p
     assert list(done.failed) == ["a"]
     assert done.nbytes == 0
     namespace.close()
+
+
+def test_a_repair_does_not_count_a_full_member_as_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It still answers reads, and the lost fragments go to the other members."""
+    nodes = [LocalNode(tmp_path / f"n{i}", capacity=1 << 30) for i in range(4)]
+    namespace = Namespace(nodes_config(nodes, redundancy="2x", deadline_seconds=60.0))
+    files = {f"f{i}": random_bytes(100_000, i) for i in range(12)}
+    for path, data in files.items():
+        namespace.put(path, data)
+    full, emptied = nodes[0], namespace.open_members[nodes[1].address]
+    full.device._capacity_bytes = 0
+    emptied.store.delete(list(emptied.inventory()))
+    done = repair.repair_namespace(namespace, scrub.scrub_namespace(namespace))
+    assert f"{full.address} takes no more rebuilt fragments" in caplog.text
+    assert not namespace.fan_out.health.is_down(full.address)
+    assert "gets no calls" not in caplog.text
+    assert done.files
+    assert {path: namespace.get(path) for path in files} == files
+    for each in (namespace, *nodes):
+        each.close()
