@@ -26,7 +26,7 @@ from ckpt.aggregator.records.eras import begin_era
 from ckpt.aggregator.records.file_record import FileLayout, MemberObject, drop_unused_objects, min_fragments
 from ckpt.aggregator.records.ring_change import complete_ring_change, ensure_record_redundancy
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
-from ckpt.storage.base.errors import CkptError, Unavailable
+from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
 from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord
 
 log = logging.getLogger("ckpt")
@@ -209,7 +209,12 @@ def _quarantine(namespace: Namespace, damaged_objects: Iterable[tuple[str, str]]
 
     def quarantine(member: str) -> None:
         for name in names[member]:
-            namespace.open_members[member].quarantine(name)
+            try:
+                namespace.open_members[member].quarantine(name)
+            except Unavailable:
+                raise  # the next calls would not be answered either
+            except StoreError as error:
+                log.info("the damaged object %s on %s can't be quarantined: %s", name, member, error)
 
     calls = {member: partial(quarantine, member) for member in names}
     _, errors = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds, skip_failed=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 from helpers.damaged_namespaces import assert_whole, content, damage_fragment, filled_namespace, large_file
+from helpers.namespace_files import member_objects
 from helpers.nodes import LocalNode, directories, nodes_config, quick
 from helpers.whole_namespaces import require_whole
 
@@ -149,3 +151,19 @@ def test_a_repair_does_not_count_a_full_member_as_down(tmp_path: Path, caplog: p
     assert {path: namespace.get(path) for path in files} == files
     for each in (namespace, *nodes):
         each.close()
+
+
+def test_an_object_that_can_not_be_quarantined_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckpt")
+    namespace = Namespace(directories(tmp_path, 1, redundancy="1x"))
+    for path in ("a", "b"):
+        namespace.put(path, random_bytes(100_000, 1))
+    (linked,), (damaged,) = (member_objects(namespace, path) for path in ("a", "b"))
+    objects = tmp_path / "disk0" / "objects"
+    (objects / linked[1]).rename(tmp_path / "elsewhere")
+    (objects / linked[1]).symlink_to(tmp_path / "elsewhere")  # as an operator does who frees space
+    repair._quarantine(namespace, [linked, damaged])
+    assert f"the damaged object {linked[1]} on disk0 can't be quarantined: " in caplog.text
+    assert not (objects / damaged[1]).exists()
+    assert len(list((tmp_path / "disk0" / "quarantine").iterdir())) == 1
+    namespace.close()
