@@ -94,8 +94,8 @@ class MemberIO:
 
     # --- objects that no record needs ------------------------------------------------------------------------------
 
-    def discard(self, names: Mapping[str, Sequence[str]], wait_for_slow_nodes: bool = False) -> None:
-        """Delete objects, given by member. Objects that can't be deleted now are found by a scrub.
+    def discard(self, names: Mapping[str, Sequence[str]], wait_for_slow_nodes: bool = False) -> Collection[str]:
+        """Delete objects, given by member, and return the members that have not confirmed it. A scrub finds what stays there.
 
         wait_for_slow_nodes: wait for nodes as long as for a commit; by default a slow node continues in the background after
         three seconds. Directories and buckets are always waited for.
@@ -107,6 +107,7 @@ class MemberIO:
             errors |= self.fan_out.ask(batch, seconds, skip_failed=True, mark_late=False)[1]
         for member, error in errors.items():
             log.info("%d objects stay on %s until the next repair: %s", len(names[member]), member, error)
+        return errors.keys()
 
     def _discard_batches(
         self, by_member: Mapping[str, T], wait_for_slow_nodes: bool = False

@@ -118,8 +118,8 @@ def _delete_orphans(namespace: Namespace, grace_seconds: float) -> int:
     second_report, count = scrub_namespace(namespace, grace_seconds=grace_seconds), 0
     for member, names in first_report.orphans.items():
         confirmed_orphans = sorted(set(names) & set(second_report.orphans.get(member, ())))
-        namespace.member_io.discard({member: confirmed_orphans}, wait_for_slow_nodes=True)
-        count += len(confirmed_orphans)
+        if member not in namespace.member_io.discard({member: confirmed_orphans}, wait_for_slow_nodes=True):
+            count += len(confirmed_orphans)
     return count
 
 

@@ -14,7 +14,7 @@ from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair, scrub
-from ckpt.storage.base.errors import NoSpace
+from ckpt.storage.base.errors import NoSpace, StoreError
 from ckpt.storage.testing import random_bytes
 
 
@@ -166,4 +166,22 @@ def test_an_object_that_can_not_be_quarantined_stops_no_other(tmp_path: Path, ca
     assert f"the damaged object {linked[1]} on disk0 can't be quarantined: " in caplog.text
     assert not (objects / damaged[1]).exists()
     assert len(list((tmp_path / "disk0" / "quarantine").iterdir())) == 1
+    namespace.close()
+
+
+def test_a_repair_counts_no_object_that_it_could_not_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace = Namespace(directories(tmp_path, 3, redundancy="2x"))
+    namespace.put("a", random_bytes(100_000, 1))
+    for i in range(3):
+        with namespace.open_members[f"disk{i}"].store.create("left-by-a-dead-client") as writer:
+            writer.commit()
+
+    def failing(_: object) -> None:
+        raise StoreError("the file system is read-only")
+
+    monkeypatch.setattr(namespace.open_members["disk1"].store, "delete", failing)
+    done = repair.repair_namespace(namespace, scrub.scrub_namespace(namespace, grace_seconds=0.0))
+    assert done.orphans == 2
+    (left,) = tmp_path.glob("disk*/objects/left-by-a-dead-client")
+    assert left.is_relative_to(tmp_path / "disk1")
     namespace.close()
