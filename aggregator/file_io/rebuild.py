@@ -280,11 +280,25 @@ class _SourceObjects:
         """Guards changes of `_readers`. It is held while an object is opened, so that each is opened once."""
         self._readers: dict[MemberObject, Reader] = {}
 
+    def is_down(self, member_object: MemberObject) -> bool:
+        """Return whether the member of an object is down, so that a read of it may wait for the deadline."""
+        return self._member_io.fan_out.health.is_down(member_object.member)
+
     def read(self, member_object: MemberObject, fragment: Fragment, data: np.ndarray) -> None:
-        """Fill `data` with a fragment, and verify it. Raises StoreError, and IntegrityError if it is damaged."""
+        """Fill `data` with a fragment, and verify it. Raises StoreError, and IntegrityError if it is damaged.
+
+        A member that does not answer counts as down.
+        """
+        try:
+            self._read(member_object, fragment, data)
+        except Unavailable as error:
+            self._member_io.fan_out.health.record_failure(member_object.member, error)
+            raise
+
+    def _read(self, member_object: MemberObject, fragment: Fragment, data: np.ndarray) -> None:
         open_member = self._member_io.open_members.get(member_object.member)
         if open_member is None:
-            raise Unavailable("it is not a member any more")
+            raise StoreError("it is not a member any more")
         with self._lock:
             reader = self._readers.get(member_object)
             if reader is None:
@@ -311,15 +325,20 @@ def _make_missing_fragments(
 ) -> dict[int, np.ndarray]:
     """Return the missing fragments by number: read from where they were if they can be, else made from the others.
 
+    Members that are down are read only where the others do not have enough fragments.
+
     previous: the layout before fragments were lost. memory: arrays for the missing fragments and for as many as a stripe needs.
     Raises Unavailable if too few fragments can be read.
     """
     redundancy = layout.redundancy
     length = fragment_bytes(stripe.nbytes, redundancy)
+    objects = layout.objects
+    answering = [i for i, f in enumerate(stripe.fragments) if f and not sources.is_down(objects[f.object_index])]
+    are_enough = len(answering) >= redundancy.data_fragments
     moved: dict[int, np.ndarray] = {}
     for i in missing:
         old = previous.stripes[index].fragments[i]
-        if old is not None:
+        if old is not None and not (are_enough and sources.is_down(previous.objects[old.object_index])):
             with suppress(StoreError, IntegrityError):
                 sources.read(previous.objects[old.object_index], old, memory[-1][:length])
                 moved[i] = memory.pop()[:length]
@@ -328,7 +347,7 @@ def _make_missing_fragments(
         return moved
     usable = dict(list(moved.items())[: redundancy.data_fragments])
     reasons = []
-    for i, fragment in enumerate(stripe.fragments):
+    for i, fragment in sorted(enumerate(stripe.fragments), key=lambda each: each[0] not in answering):
         if fragment is None or i in usable or len(usable) == redundancy.data_fragments:
             continue
         member_object = layout.objects[fragment.object_index]

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.damaged_namespaces import assert_whole, content, damage_fragment, filled_namespace, large_file
 from helpers.namespace_files import member_objects
-from helpers.nodes import LocalNode, directories, nodes_config, quick
+from helpers.nodes import LocalNode, NodeProcess, directories, nodes_config, quick
 from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair, scrub
-from ckpt.storage.base.errors import NoSpace, StoreError
+from ckpt.storage.base.errors import NoSpace, StoreError, Unavailable
+from ckpt.storage.node.client import NodeStore
 from ckpt.storage.testing import random_bytes
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[list[NodeProcess]]:
+    """Four nodes in processes of their own."""
+    made = [NodeProcess(tmp_path / f"n{i}") for i in range(4)]
+    yield made
+    for process in made:
+        process.close()
 
 
 @pytest.mark.slow
@@ -184,4 +196,36 @@ def test_a_repair_counts_no_object_that_it_could_not_delete(tmp_path: Path, monk
     assert done.orphans == 2
     (left,) = tmp_path.glob("disk*/objects/left-by-a-dead-client")
     assert left.is_relative_to(tmp_path / "disk1")
+    namespace.close()
+
+
+def test_a_repair_reads_no_fragment_of_a_silent_member_that_others_can_replace(
+    processes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read would wait for the deadline: for a file of many stripes, that is hours."""
+    namespace = Namespace(nodes_config(processes, redundancy="2x"))
+    data = random_bytes(40 * 40_960, 1)
+    with namespace.create("a") as writer:
+        for start in range(0, len(data), 40_960):
+            writer.append(memoryview(data)[start : start + 40_960])
+        writer.commit()
+    silent = processes[0]
+    reads: list[str] = []
+    descriptor = NodeStore.descriptor
+
+    def noted(store: NodeStore, name: str) -> int | None:
+        reads.append(store.address)
+        if store.address == silent.address:
+            raise Unavailable("no answer")  # at once, and not after the deadline
+        return descriptor(store, name)
+
+    monkeypatch.setattr(NodeStore, "descriptor", noted)
+    silent.signal(signal.SIGSTOP)
+    found = scrub.scrub_namespace(namespace)
+    assert [health.path for health in found.damaged_files] == ["a"]
+    done = repair.repair_namespace(namespace, found)
+    assert silent.stopped()
+    assert reads.count(silent.address) == 0
+    assert done.files == 1
+    assert namespace.get("a") == data
     namespace.close()
