@@ -208,7 +208,7 @@ class BucketRegisters(Registers):
 
         if is_earlier(self._read_facts()):
             found = self._map_in_threads(lambda entry: self._read_listed(entry.name), list(self._store.list(REGISTERS_FOLDER)))
-            names = [each[0] for each in found if each is not None and not each[0].startswith(kept_prefix)]
+            names = [each[0] for each in found if each is not None and each[0] and not each[0].startswith(kept_prefix)]
             self._map_in_threads(lambda name: self._forget_record(name, lambda _, facts: is_earlier(facts)), names)
             self._change_facts(
                 lambda facts: (
@@ -242,9 +242,14 @@ class BucketRegisters(Registers):
         number = self._require_current_fence(fence_number).fence_number
         folders = [f"{REGISTERS_FOLDER}/{part}" for part in key_folders(prefix)]
         keys = [entry.name for folder in folders for entry in self._store.list(folder)]
-        found = [
-            each for each in self._map_in_threads(self._read_listed, keys) if each is not None and each[0].startswith(prefix)
-        ]
+        read = self._map_in_threads(self._read_listed, keys)
+        for key, each in zip(keys, read, strict=True):
+            if each is not None and not each[0]:  # a caller may delete what a file needs that is not listed
+                raise StoreError(
+                    f"{self._store.url}/{key} can't be read, and only its content names its path; restore an earlier version "
+                    "of it, or write the file again if other members have its record"
+                )
+        found = [each for each in read if each is not None and each[0].startswith(prefix)]
         self._require_current_fence(fence_number)
         for name, answer in sorted(found, key=lambda each: each[0]):
             yield name, with_floor_promise(answer, number) if isinstance(answer, Record) else answer
@@ -310,6 +315,10 @@ class BucketRegisters(Registers):
         return (answer if stored_name == name else DamagedRecord(f"it is that of {stored_name!r}")), tag
 
     def _read_listed(self, key: str) -> tuple[str, RegisterAnswer] | None:
+        """Return the name and the answer of a register of a listing; None if it was deleted or dropped since.
+
+        The name is "" if neither the object nor its content shows it.
+        """
         try:
             name, answer = decode_record(self._store.get_up_to(key, _RECORD_BYTES))
         except NotFound:  # deleted since the listing
@@ -319,7 +328,7 @@ class BucketRegisters(Registers):
         if isinstance(answer, Record) and answer.value is not None:
             answer = Record(answer.promised_ballot, answer.accepted_ballot, RegisterValue(answer.value.head))
         if name == "" or object_key(name) != key:  # the bytes do not contain the name of the register
-            return (register_name(key), DamagedRecord("it can't be read")) if register_name(key) else None
+            return register_name(key), DamagedRecord("it can't be read")
         return (name, answer) if answer != Record() else None  # an empty record is a dropped register
 
     def _require_current_fence(self, fence_number: int) -> _RegisterFacts:

@@ -119,6 +119,30 @@ def test_a_damaged_register_in_a_bucket_does_not_vote(registers: Registers, buck
     assert registers.read(["/x"]) == [Record(Ballot(9, ""), Ballot(9, ""), RegisterValue(b"1"))]
 
 
+@pytest.mark.parametrize("size", [100, 34 << 20])
+def test_nothing_is_deleted_while_a_register_with_a_long_name_can_not_be_read(bucket: str, s3_client: Any, size: int) -> None:
+    """The name of its object is only a hash, so nothing shows which file it is of. 34 MiB are more than any register has."""
+    table = {"members": [{"url": f"{bucket}/member", "name": "bucket"}], "redundancy": "1x"}
+    namespace = Namespace(config_from_table("test", table, "the test"))
+    long_path = "/".join(["雪" * 80] * 2)
+    for path in ("a", long_path):
+        namespace.put(path, random_bytes(100_000, 1))
+    objects = set(namespace.open_members["bucket"].inventory())
+    key = object_key(f"/{long_path}")
+    assert key.startswith("registers/long/")
+    position = {"Bucket": bucket.removeprefix("s3://"), "Key": f"member/{key}"}
+    before = s3_client.get_object(**position)["Body"].read()
+    s3_client.put_object(**position, Body=b"\xc1" * size)
+    with pytest.raises(StoreError, match=f"{key} can't be read"):
+        namespace.list()
+    with pytest.raises(StoreError, match=f"{key} can't be read"):
+        repair.repair_namespace(namespace, scrub.scrub_namespace(namespace, grace_seconds=-60.0))
+    assert set(namespace.open_members["bucket"].inventory()) == objects
+    s3_client.put_object(**position, Body=before)
+    assert [*namespace.list()] == ["a", long_path]
+    namespace.close()
+
+
 def test_an_oversized_register_does_not_vote_and_is_repaired(registers: Registers, bucket: str, s3_client: Any) -> None:
     """It is longer than any record, and is not read."""
     ballot = Ballot(5, "x")
