@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.records import file_record
@@ -56,6 +57,8 @@ class _MemberRecords:
     is_complete: bool = True
     listed: dict[tuple[str, str], Ballot | None] = field(default_factory=dict)
     """By member and name, the ballot of each register when it was read last; None for one whose head is damaged."""
+    missing_members: dict[str, StoreError] = field(default_factory=dict)
+    """The members that listed their registers last time, and then did not answer, with the error of each."""
 
     def read_changed(self, namespace: Namespace, answers: ScannedRecords) -> bool:
         """Read the registers that a listing shows with another ballot, and return whether no object can have been missed.
@@ -64,6 +67,8 @@ class _MemberRecords:
         After the listing, it may move a file before its record is read: then that has another ballot.
         """
         is_settled = True
+        rows: dict[str, list[tuple[str, Ballot | None]]] = {}
+        self.missing_members = {}
         for member, scanned in answers.items():
             changed: dict[str, Ballot | None] = {}
             for name, record in scanned:
@@ -71,15 +76,32 @@ class _MemberRecords:
                 if self.listed.get((member, name), ballot) != ballot or (member, name) not in self.listed:
                     changed[name] = ballot
                     is_settled = is_settled and not _is_tombstone(name, record)
-            rows = list(changed.items())
-            for start in range(0, len(rows), BATCH_PATHS):
-                is_settled = self._read(namespace, member, dict(rows[start : start + BATCH_PATHS])) and is_settled
+            rows[member] = list(changed.items())
+        for start in range(0, max(map(len, rows.values()), default=0), BATCH_PATHS):
+            batches = {member: dict(each[start : start + BATCH_PATHS]) for member, each in rows.items()}
+            is_settled = self._read(namespace, batches) and is_settled
         return is_settled
 
-    def _read(self, namespace: Namespace, member: str, ballots: Mapping[str, Ballot | None]) -> bool:
-        """Read registers of a member, and return whether all of them still have these ballots."""
+    def _read(self, namespace: Namespace, ballots: Mapping[str, Mapping[str, Ballot | None]]) -> bool:
+        """Read registers of all members at once, and return whether those that were read still have these ballots."""
+        calls = {
+            member: partial(namespace.open_members[member].registers.read, [*each])
+            for member, each in ballots.items()
+            if each and member not in self.missing_members
+        }
+        answers, errors = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+        self.missing_members |= errors
+        is_unchanged = True
+        for member, records in answers.items():
+            is_unchanged = self._add_records(namespace, member, ballots[member], records) and is_unchanged
+        return is_unchanged
+
+    def _add_records(
+        self, namespace: Namespace, member: str, ballots: Mapping[str, Ballot | None], records: Sequence[RegisterAnswer]
+    ) -> bool:
+        """Note what the registers of a member say, and return whether all of them still have these ballots."""
         found: dict[str, Ballot | None] = {}
-        for name, record in zip(ballots, namespace.open_members[member].registers.read([*ballots]), strict=True):
+        for name, record in zip(ballots, records, strict=True):
             # A listing does not show that a body is damaged.
             found[name] = ballots[name] if isinstance(record, DamagedRecord) else record.accepted_ballot
             if isinstance(record, DamagedRecord):
@@ -133,8 +155,10 @@ def read_all_records(namespace: Namespace) -> AllRecords:
             read.add_objects(file)
             if file.exists and file.head.kind == "file":
                 files[name[1:]] = file
+    unreadable = sorted(set(read.unreadable))
     lagging = sorted(name[1:] for name in read.damaged.union(_still_differing(namespace, differing)))
-    return AllRecords(files, read.named, read.is_complete and is_settled, lagging, sorted(set(read.unreadable)), errors)
+    missing_members = {**errors, **read.missing_members}
+    return AllRecords(files, read.named, read.is_complete and is_settled, lagging, unreadable, missing_members)
 
 
 def _is_tombstone(name: str, record: RegisterAnswer) -> bool:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.nodes import NodeProcess, nodes_config
+from helpers.nodes import NodeProcess, directories, nodes_config
 from helpers.processes import until
 from helpers.registers import new_registers, replicated_registers
 
 from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.maintenance import all_records, scrub
 from ckpt.aggregator.records import damaged_records
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.node.client import NodeStore
@@ -137,4 +138,45 @@ def test_an_abort_does_not_show_that_a_member_answers(processes: list[NodeProces
     (abort,) = aborts
     abort.result(300)
     assert namespace.fan_out.health.is_down(lost.address)
+    namespace.close()
+
+
+def test_a_member_that_becomes_silent_during_a_scrub_is_reported_as_missing(
+    processes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has listed its records, and does not answer when they are read."""
+    namespace = Namespace(nodes_config(processes, redundancy="2x", deadline_seconds=10.0))
+    namespace.put("a", b"1")
+    silent = processes[0]
+    scan = namespace.scan
+
+    def scan_and_stop(*arguments: Any, **options: Any) -> Any:
+        found = scan(*arguments, **options)
+        silent.signal(signal.SIGSTOP)
+        return found
+
+    monkeypatch.setattr(namespace, "scan", scan_and_stop)
+    found = scrub.scrub_namespace(namespace)
+    assert silent.stopped()
+    assert [*found.missing_members] == [silent.address]
+    assert found.files == 1
+    assert not found.orphans
+    namespace.close()
+
+
+def test_the_records_of_all_members_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scrub waits for the slowest member, not for one after the other."""
+    namespace = Namespace(directories(tmp_path, 3))
+    namespace.put("a", b"1")
+    namespace.settle(["/a"])
+    answers, _ = namespace.scan("/")
+    all_read = threading.Barrier(3)
+    read = SqliteRegisters.read
+
+    def read_together(registers: SqliteRegisters, *arguments: Any) -> Any:
+        all_read.wait(300)
+        return read(registers, *arguments)
+
+    monkeypatch.setattr(SqliteRegisters, "read", read_together)
+    assert all_records._MemberRecords().read_changed(namespace, answers)
     namespace.close()
