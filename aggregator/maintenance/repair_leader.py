@@ -13,7 +13,6 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance.repair import repair_namespace
 from ckpt.aggregator.maintenance.scrub import scrub_namespace
 from ckpt.aggregator.records.leader_election import REPAIR_LEADER_REGISTER, Election
-from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.base.threads import WorkerThread
 
 log = logging.getLogger("ckpt.node")
@@ -59,11 +58,11 @@ class RepairLeader:
     def repair_once(self, verify: bool) -> None:
         """Scrub the namespace once, and repair what is found. verify: also let the members read and verify all data."""
         found = scrub_namespace(self._namespace, verify)
+        # Also where it is whole: tombstones, replaced disks and files of killed writers are no findings of a scrub.
+        done = repair_namespace(self._namespace, found, self._bytes_per_second)
         if found.is_whole:
             log.info("%s is whole: %d files", self._namespace.url, found.files)
-            collect_tombstones(self._namespace)
             return
-        done = repair_namespace(self._namespace, found, self._bytes_per_second)
         log.info(
             "%s: repaired %d files and %d records, deleted %d objects; %d files could not be repaired, %d members are missing",
             self._namespace.url, done.files, done.records, done.orphans, len(done.failed), len(found.missing_members),

@@ -9,6 +9,7 @@ from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair, scrub
+from ckpt.aggregator.maintenance.repair_leader import RepairLeader
 from ckpt.aggregator.records.collected_tombstones import COLLECTED_REGISTER, is_collected_since
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.base.errors import Outdated
@@ -93,4 +94,19 @@ def test_a_replaced_disk_gets_the_log_of_collected_tombstones(tmp_path: Path, na
     assert isinstance(log, Record)
     assert log.value is not None
     assert is_collected_since(again, "a", number)
+    again.close()
+
+
+def test_the_repair_leader_admits_a_replaced_disk_of_a_namespace_that_is_whole(tmp_path: Path, namespace: Namespace) -> None:
+    """Clients have given it all records again, so that a scrub finds nothing."""
+    namespace.close()
+    replace_disk(tmp_path, "disk2")
+    again = Namespace(directories(tmp_path, len(MEMBERS), redundancy="2x"))
+    again.settle(["/a"])
+    assert scrub.scrub_namespace(again).is_whole
+    assert not votes(again, "disk2")
+    leader = RepairLeader(again, "me", 1e6)
+    leader.repair_once(verify=False)
+    leader.close(600)
+    assert votes(again, "disk2")
     again.close()
