@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from ckpt.recovery.run_log.agent_name import holder_of
 from ckpt.storage.base.checked_decode import Malformed, read_json
 from ckpt.storage.base.errors import Unavailable
 
@@ -47,8 +48,11 @@ class ReportFiles:
 
     def read_one(self, name: str) -> dict[str, object] | None:
         """Return the newest report of an agent; None if there is none, or a power cut has damaged it."""
+        return self._read_file(f"{name}.json")
+
+    def _read_file(self, file_name: str) -> dict[str, object] | None:
         try:
-            facts = read_json(_read_report(self._folder / f"{name}.json"))
+            facts = read_json(_read_report(self._folder / file_name))
         except (FileNotFoundError, Malformed):
             return None
         except OSError as error:
@@ -69,10 +73,21 @@ class ReportFiles:
                 temporary.unlink()
             raise self._unavailable("written", error) from error
 
-    def remove(self, name: str) -> None:
-        """Remove the report of an agent that has ended."""
+    def remove(self, name: str, incarnation: str = "") -> None:
+        """Remove the report of an agent that has ended, if it is of this agent; "": of any."""
+        if incarnation and holder_of(self.read_one(name)) != incarnation:
+            return
+        path = self._folder / f"{name}.json"
+        taken = f".{name}.{os.getpid()}.removed"
         try:
-            (self._folder / f"{name}.json").unlink(missing_ok=True)
+            with self._lock:
+                path.rename(self._folder / taken)  # a replacement of the agent may have written another one by now
+                if incarnation and holder_of(self._read_file(taken)) != incarnation:
+                    with contextlib.suppress(FileExistsError):  # the replacement has written its next one
+                        os.link(self._folder / taken, path)
+                (self._folder / taken).unlink()
+        except FileNotFoundError:
+            return
         except OSError as error:
             raise self._unavailable("removed", error) from error
 

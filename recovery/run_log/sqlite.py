@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt.recovery.run_log.agent_name import holder_of, require_holder
+from ckpt.recovery.run_log.agent_name import require_holder
 from ckpt.recovery.run_log.base import Draft, LogEntry, RunLog
 from ckpt.recovery.run_log.entry_schema import read_row
 from ckpt.recovery.run_log.report_files import ReportFiles
@@ -111,8 +111,7 @@ class SqliteRunLog(RunLog):
         self._reports.write(name, facts)
 
     def remove_report(self, name: str, incarnation: str = "") -> None:
-        if not incarnation or holder_of(self._reports.read_one(name)) == incarnation:
-            self._reports.remove(name)
+        self._reports.remove(name, incarnation)
 
     def close(self) -> None:
         self._db.close()

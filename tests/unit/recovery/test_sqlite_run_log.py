@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.recovery.run_log import report_files
 from ckpt.recovery.run_log.base import Draft
 from ckpt.recovery.run_log.sqlite import SqliteRunLog
 from ckpt.storage.base.errors import Unavailable
@@ -69,4 +70,26 @@ def test_reports_that_cannot_be_read_do_not_count_as_missing() -> None:
             os.seteuid(user)
             os.chmod(f"{folder}/agents", 0o700)
         assert run_log.reports() == {"a": {"beat": 1}}
+        run_log.close()
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_report_replaced_during_its_removal_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+    """It is replaced after the agent that ends has looked at it for the first or the second time."""
+    first, second = (SqliteRunLog(tmp_path) for _ in range(2))
+    first.publish_report("a", {"incarnation": "one"})
+    seen: list[bytes] = []
+    read_report = report_files._read_report
+
+    def read_and_wait(path: Path) -> bytes:
+        seen.append(data := read_report(path))
+        if len(seen) == looks:
+            second.publish_report("a", {"incarnation": "two"}, replaces="one")
+        return data
+
+    monkeypatch.setattr(report_files, "_read_report", read_and_wait)
+    first.remove_report("a", "one")
+    assert second.reports() == {"a": {"incarnation": "two"}}
+    assert [path.name for path in (tmp_path / "agents").iterdir()] == ["a.json"]
+    for run_log in (first, second):
         run_log.close()
