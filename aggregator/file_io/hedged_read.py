@@ -31,36 +31,38 @@ def read_any_copy(fragments: FragmentReader, stripe: Stripe, first: int, last: i
     running: dict[Future[None], tuple[int, memoryview]] = {}
     first_view: memoryview | None = None
     until = time.monotonic() + fragments.member_io.read_timeout_seconds
-    while True:
-        if copies:
-            copy = copies.pop(0)
-            view = memoryview(bytearray(last - first)) if running else out[:]
-            if not running:
-                first_view = view
-            call = functools.partial(fragments.read, stripe, copy, first, last, view, stripe.nbytes)
-            running[fragments.member_io.read_fan_out.submit(fragments.member_of(stripe, copy), call)] = copy, view
-        timeout_seconds: float | None = max(0.0, until - time.monotonic())
-        if any(view is first_view and fragments.is_on_this_host(stripe, c) for c, view in running.values()):
-            timeout_seconds = None  # a system call that writes into the caller's memory can't be cancelled
-        elif copies:
-            timeout_seconds = min(timeout_seconds or 0.0, fragments.member_io.hedge_after_seconds)
-        done, _ = wait(running, timeout_seconds, FIRST_COMPLETED)
-        for future in done:
-            copy, got = running.pop(future)
-            try:
-                future.result()
-            except StoreError as error:
-                failed[copy] = error
-                continue
-            if got is not first_view:
-                assert first_view is not None
-                _revoke_view(first_view, running)
-                out[:] = got
-            return
-        if not copies and (not running or not done):
-            if first_view is not None:
-                _revoke_view(first_view, running)
-            raise fragments.unreadable_error(stripe, failed)
+    try:
+        while True:
+            if copies:
+                copy = copies.pop(0)
+                view = memoryview(bytearray(last - first)) if running else out[:]
+                if not running:
+                    first_view = view
+                call = functools.partial(fragments.read, stripe, copy, first, last, view, stripe.nbytes)
+                running[fragments.member_io.read_fan_out.submit(fragments.member_of(stripe, copy), call)] = copy, view
+            timeout_seconds: float | None = max(0.0, until - time.monotonic())
+            if any(view is first_view and fragments.is_on_this_host(stripe, c) for c, view in running.values()):
+                timeout_seconds = None  # a system call that writes into the caller's memory can't be cancelled
+            elif copies:
+                timeout_seconds = min(timeout_seconds or 0.0, fragments.member_io.hedge_after_seconds)
+            done, _ = wait(running, timeout_seconds, FIRST_COMPLETED)
+            for future in done:
+                copy, got = running.pop(future)
+                try:
+                    future.result()
+                except StoreError as error:
+                    failed[copy] = error
+                    continue
+                if got is not first_view:
+                    assert first_view is not None
+                    _revoke_view(first_view, running)
+                    out[:] = got
+                return
+            if not copies and (not running or not done):
+                raise fragments.unreadable_error(stripe, failed)
+    finally:  # also after an interrupt: the caller may use the memory for something else then
+        if first_view is not None:
+            _revoke_view(first_view, running)
 
 
 def _revoke_view(view: memoryview, running: Mapping[Future[None], tuple[int, memoryview]]) -> None:

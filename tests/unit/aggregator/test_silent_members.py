@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import all_records, scrub
 from ckpt.aggregator.records import damaged_records
 from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.base.fd_io import DescriptorReader
 from ckpt.storage.node.client import NodeStore
 from ckpt.storage.registers.base import Record, Registers, RegisterValue
 from ckpt.storage.registers.sqlite import SqliteRegisters
@@ -179,4 +181,32 @@ def test_the_records_of_all_members_are_read_at_once(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(SqliteRegisters, "read", read_together)
     assert all_records._MemberRecords().read_changed(namespace, answers)
+    namespace.close()
+
+
+def test_an_interrupted_read_writes_nothing_more_into_the_memory_of_its_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The member answers when the caller already uses the memory for something else."""
+    namespace = Namespace(directories(tmp_path, 2, redundancy="2x"))
+    namespace.put("a", random_bytes(100_000, 1))
+    resumed, ended = threading.Event(), threading.Event()
+    read_into = DescriptorReader.read_into
+
+    def silent(reader: DescriptorReader, position: int, buffer: memoryview) -> int:
+        os.kill(os.getpid(), signal.SIGINT)  # the main thread waits for this read
+        resumed.wait(300)
+        try:
+            return read_into(reader, position, buffer)
+        finally:
+            ended.set()
+
+    memory = bytearray(100_000)
+    with namespace.open("a") as file:
+        monkeypatch.setattr(DescriptorReader, "read_into", silent)
+        with pytest.raises(KeyboardInterrupt):
+            file.read_into(0, memoryview(memory))
+        resumed.set()
+        assert ended.wait(300)
+    assert memory == bytes(100_000)
     namespace.close()
