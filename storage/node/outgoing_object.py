@@ -33,7 +33,9 @@ class OutgoingObject:
             return got
 
     def expire(self, seconds: float) -> bool:
-        """Close the file if nothing was read for this long; return whether it was closed."""
+        """Close the file if nothing was read for this long, and is not being read now; return whether it was closed."""
+        if self._lock.locked():  # a read of a slow disk must not delay the caller
+            return False
         with self._lock:
             if self._reader is None or time.monotonic() - self._last_read_at < seconds:
                 return False
