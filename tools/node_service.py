@@ -44,7 +44,7 @@ class RepairSpec:
         from ckpt.aggregator.file_io.namespace import open_namespace
         from ckpt.aggregator.maintenance.repair_leader import RepairLeader
 
-        return RepairLeader(open_namespace(self.url)[0], identity, self.every_seconds, self.bytes_per_second)
+        return RepairLeader(lambda: open_namespace(self.url)[0], identity, self.every_seconds, self.bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)

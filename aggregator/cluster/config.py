@@ -255,13 +255,13 @@ def is_address(name: str) -> bool:
 
 
 def check_config(config: NamespaceConfig) -> NamespaceConfig:
-    """Return the configuration unchanged. Raises InvalidArgument if it contradicts itself."""
+    """Return the configuration unchanged. Raises InvalidArgument; Unavailable if etcd has too few members yet."""
     names = [member.name for member in config.members]
     if len(set(names)) < len(names):
         duplicate = next(n for n in names if names.count(n) > 1)
         raise InvalidArgument(f"ckpt://{config.name}: the member {duplicate} is listed twice; list it once")
     if config.redundancy.total_fragments > len(names):
-        raise InvalidArgument(
+        raise (Unavailable if config.etcd_url else InvalidArgument)(
             f"ckpt://{config.name}: redundancy {config.redundancy} needs {config.redundancy.total_fragments} members, "
             f"there are {len(names)}; add members or use less redundancy"
         )

@@ -6,8 +6,10 @@ changes a record only if it still is the record that was read.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+from collections.abc import Callable
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance.repair import repair_namespace
@@ -23,21 +25,22 @@ __all__ = ["REPAIR_LEADER_REGISTER", "Election", "RepairLeader"]
 class RepairLeader:
     """A thread that scrubs and repairs a namespace while this process is the leader, until `close`.
 
-    process_id: the name of this process in the election. interval_seconds: the pause between two rounds. bytes_per_second: the
-    limit for rebuilt bytes. rounds_per_scrub: one in this many rounds reads and verifies all data.
+    open_namespace: returns the namespace. The thread calls it until it succeeds, because its members may not be known yet.
+    process_id: the name of this process in the election. interval_seconds: the pause between two rounds.
+    bytes_per_second: the limit for rebuilt bytes. rounds_per_scrub: one in this many rounds reads and verifies all data.
     """
 
     def __init__(
         self,
-        namespace: Namespace,
+        open_namespace: Callable[[], Namespace],
         process_id: str,
         interval_seconds: float,
         bytes_per_second: float | None = None,
         rounds_per_scrub: int = 24,
     ) -> None:
-        self._namespace = namespace
+        self._open_namespace = functools.cache(open_namespace)
         self._interval_seconds = interval_seconds
-        self._election = Election(namespace, process_id, 3 * interval_seconds)
+        self._election = functools.cache(lambda: Election(self._open_namespace(), process_id, 3 * interval_seconds))
         self._bytes_per_second = bytes_per_second
         self._rounds_per_scrub = rounds_per_scrub
         self._rounds = 0
@@ -48,24 +51,25 @@ class RepairLeader:
     def _run(self) -> None:
         while not self._stop.wait(self._interval_seconds):
             try:
-                if self._namespace.exists() and self._election.try_lead():
-                    with self._election.renewed_term():
+                if self._open_namespace().exists() and self._election().try_lead():
+                    with self._election().renewed_term():
                         self.repair_once(verify=self._rounds % self._rounds_per_scrub == 0)
                     self._rounds += 1
             except Exception as error:  # also a lack of memory or threads: without this thread, nothing is repaired any more
-                log.warning("the background repair of %s failed, and is tried again: %s", self._namespace.url, error)
+                log.warning("the background repair failed, and is tried again: %s", error)
 
     def repair_once(self, verify: bool) -> None:
         """Scrub the namespace once, and repair what is found. verify: also let the members read and verify all data."""
-        found = scrub_namespace(self._namespace, verify)
+        namespace = self._open_namespace()
+        found = scrub_namespace(namespace, verify)
         # Also where it is whole: tombstones, replaced disks and files of killed writers are no findings of a scrub.
-        done = repair_namespace(self._namespace, found, self._bytes_per_second)
+        done = repair_namespace(namespace, found, self._bytes_per_second)
         if found.is_whole:
-            log.info("%s is whole: %d files", self._namespace.url, found.files)
+            log.info("%s is whole: %d files", namespace.url, found.files)
             return
         log.info(
             "%s: repaired %d files and %d records, deleted %d objects; %d files could not be repaired, %d members are missing",
-            self._namespace.url, done.files, done.records, done.orphans, len(done.failed), len(found.missing_members),
+            namespace.url, done.files, done.records, done.orphans, len(done.failed), len(found.missing_members),
         )  # fmt: skip
 
     def close(self, seconds: float) -> None:

@@ -59,7 +59,7 @@ def test_the_repair_leader_repairs_later(tmp_path: Path, monkeypatch: pytest.Mon
         shutil.rmtree(next(tmp_path.glob("disk*/objects")))
         repair = Failing(RepairLeader.repair_once, error)
         monkeypatch.setattr(RepairLeader, "repair_once", lambda *args, **kwargs: repair(*args, **kwargs))
-        leader = RepairLeader(namespace, "me", 0.05)
+        leader = RepairLeader(lambda: namespace, "me", 0.05)
         try:
             until(lambda: scrub.scrub_namespace(namespace).is_whole, "the namespace is whole again")
         finally:

@@ -8,9 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from helpers.etcd_server import EtcdProcess, needs_etcd
 from helpers.nodes import LocalNode, NodeProcess
+from helpers.processes import until
 from helpers.whole_namespaces import require_whole
 
+from ckpt.aggregator.cluster.etcd import list_members
 from ckpt.aggregator.file_io.namespace import open_namespace
 from ckpt.aggregator.maintenance import scrub
 from ckpt.storage.testing import random_bytes
@@ -122,3 +126,29 @@ def test_one_node_at_a_time_repairs_the_namespace(tmp_path: Path) -> None:
     finally:
         for node in (*nodes, *repair_nodes):
             node.close()
+
+
+@needs_etcd
+def test_the_first_nodes_of_a_cluster_repair_it_if_etcd_starts_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a power cut. At first no node is announced, and then fewer than the redundancy needs."""
+    etcd = EtcdProcess(tmp_path / "etcd")
+    url = f"{etcd.endpoint.replace('http', 'etcd')}/lab"
+    (tmp_path / "config.toml").write_text(f'[namespaces.lab]\nmembers = "{url}"\n')
+    monkeypatch.setenv("CKPT_CONFIG", str(tmp_path / "config.toml"))
+    options = ["--repair", "ckpt://lab", "--repair-every", "0.5", "--etcd", etcd.endpoint, "--cluster", "lab"]
+    nodes: list[NodeProcess] = []
+    try:
+        nodes.append(NodeProcess(tmp_path / "n0", *options))
+        until(lambda: "the background repair failed, and is tried again: etcd does not answer" in "".join(nodes[0].log))
+        etcd.start()
+        until(lambda: "needs 2 members, there are 1" in "".join(nodes[0].log))
+        nodes += [NodeProcess(tmp_path / f"n{i}", *options) for i in (1, 2)]
+        until(lambda: len(list_members(etcd.endpoints, "lab")) == 3)
+        namespace, _ = open_namespace("ckpt://lab")
+        namespace.put("a", random_bytes(100_000, 1))
+        until(lambda: any("ckpt://lab is whole: 1 files" in line for node in nodes for line in node.log), "a repair")
+        assert [node.process.poll() for node in nodes] == [None] * 3
+    finally:
+        for node in nodes:
+            node.close()
+        etcd.kill()

@@ -67,7 +67,7 @@ def test_the_repair_leader_repairs_within_its_rate(namespace: Namespace, tmp_pat
     lost = sum(f.file.head.nbytes for f in scrub.scrub_namespace(namespace).damaged_files)
     assert lost
     began = time.monotonic()
-    leader = RepairLeader(namespace, "me", 0.05, bytes_per_second=lost)
+    leader = RepairLeader(lambda: namespace, "me", 0.05, bytes_per_second=lost)
     try:
         while not scrub.scrub_namespace(namespace).is_whole:
             assert time.monotonic() - began < 60
@@ -104,7 +104,7 @@ def test_one_process_repairs_while_a_round_takes_several_terms(namespace: Namesp
         ended.wait(300)
 
     monkeypatch.setattr(RepairLeader, "repair_once", repair_slowly)
-    leaders = [RepairLeader(namespace, name, interval_seconds) for name in ("first", "second")]
+    leaders = [RepairLeader(lambda: namespace, name, interval_seconds) for name in ("first", "second")]
     try:
         until(lambda: bool(repairing))
         time.sleep(8 * interval_seconds)
@@ -119,9 +119,9 @@ def test_the_next_process_repairs_once_the_leader_is_gone(namespace: Namespace, 
     """A leader that ended renews its term no more."""
     monkeypatch.setattr(RepairLeader, "repair_once", lambda leader, verify: rounds.append(leader))
     rounds: list[RepairLeader] = []
-    first = RepairLeader(namespace, "first", 0.1)
+    first = RepairLeader(lambda: namespace, "first", 0.1)
     until(lambda: bool(rounds))
-    second = RepairLeader(namespace, "second", 0.1)
+    second = RepairLeader(lambda: namespace, "second", 0.1)
     first.close(60)
     try:
         until(lambda: second in rounds)

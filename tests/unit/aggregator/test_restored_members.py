@@ -105,7 +105,7 @@ def test_the_repair_leader_admits_a_replaced_disk_of_a_namespace_that_is_whole(t
     again.settle(["/a"])
     assert scrub.scrub_namespace(again).is_whole
     assert not votes(again, "disk2")
-    leader = RepairLeader(again, "me", 1e6)
+    leader = RepairLeader(lambda: again, "me", 1e6)
     leader.repair_once(verify=False)
     leader.close(600)
     assert votes(again, "disk2")
