@@ -97,7 +97,9 @@ class _Targets:
         It prefers members that are up and not avoided. With `allow_partial` it may return fewer. Raises Unavailable if there
         are too few.
         """
-        every = [m for m in self.member_io.locations if m.name not in self.excluded]
+        # The members in `used` are not chosen again, but no other member of their failure domains should be either.
+        taken = [m for m in self.member_io.locations if m.name in used]
+        every = [m for m in self.member_io.locations if m.name not in used and m.name not in self.excluded]
         responsive = [m for m in every if not self.member_io.fan_out.health.is_down(m.name)]
         found: list[str] = []
         for candidates in (
@@ -106,7 +108,7 @@ class _Targets:
             responsive,
             every,
         ):
-            found = choose_members(key, candidates, count, (), used)
+            found = choose_members(key, [*taken, *candidates], count, (), used)
             if len(found) == count:
                 return found
             if self.allow_partial and candidates is responsive:  # members that are down would not take a fragment

@@ -14,6 +14,8 @@ from helpers.namespace_files import member_objects
 from helpers.nodes import LocalNode, NodeProcess, directories, nodes_config, quick
 from helpers.whole_namespaces import require_whole
 
+from ckpt.aggregator.cluster.config import config_from_table
+from ckpt.aggregator.file_io import rebuild
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.storage.base.errors import NoSpace, StoreError, Unavailable
@@ -228,4 +230,15 @@ def test_a_repair_reads_no_fragment_of_a_silent_member_that_others_can_replace(
     assert reads.count(silent.address) == 0
     assert done.files == 1
     assert namespace.get("a") == data
+    namespace.close()
+
+
+def test_a_rebuilt_fragment_is_in_another_domain_than_that_of_a_member_that_is_down(tmp_path: Path) -> None:
+    """Otherwise both copies would be lost with one rack."""
+    racks = {"disk0": "a", "disk1": "b", "disk2": "b", "disk3": "c"}
+    members = [{"url": str(tmp_path / name), "name": name, "domain": rack} for name, rack in racks.items()]
+    namespace = Namespace(config_from_table("test", {"members": members, "redundancy": "2x"}, "the test"))
+    namespace.fan_out.health.record_failure("disk1", "no answer")
+    targets = rebuild._Targets(namespace.member_io, frozenset(), frozenset(["disk0"]), allow_partial=False)
+    assert {tuple(targets.choose(f"{key}", 1, ["disk1"])) for key in range(20)} == {("disk3",)}
     namespace.close()
