@@ -42,12 +42,13 @@ class MemberChoice:
         """
         host_domain, key = self._member_io.host_domain, f"{self._version}/{index}"
         min_members = self._redundancy.min_write_fragments - len(excluded)
-        found = choose_members(key, self.responsive_candidates(), count, host_domain, excluded)
-        if len(found) < min_members:
-            found = choose_members(key, self._candidates(), count, host_domain, excluded)
-        if len(found) < min_members:
-            raise self.too_few_error()
-        return found
+        # Also if one of the excluded members is down or has failed now, no other member of its failure domain should be chosen.
+        taken = [m for m in self._member_io.locations if m.name in excluded]
+        for candidates in (self.responsive_candidates(), self._candidates()):
+            found = choose_members(key, [*{*taken, *candidates}], count, host_domain, excluded)
+            if len(found) >= min_members:
+                return found
+        raise self.too_few_error()
 
     def _candidates(self) -> list[MemberLocation]:
         """Return the members that accept new fragments and have not failed for this file."""

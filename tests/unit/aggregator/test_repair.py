@@ -16,6 +16,7 @@ from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io import rebuild
+from ckpt.aggregator.file_io.member_choice import MemberChoice
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.storage.base.errors import NoSpace, StoreError, Unavailable
@@ -233,7 +234,7 @@ def test_a_repair_reads_no_fragment_of_a_silent_member_that_others_can_replace(
     namespace.close()
 
 
-def test_a_rebuilt_fragment_is_in_another_domain_than_that_of_a_member_that_is_down(tmp_path: Path) -> None:
+def test_a_fragment_is_in_another_domain_than_that_of_a_member_that_is_down(tmp_path: Path) -> None:
     """Otherwise both copies would be lost with one rack."""
     racks = {"disk0": "a", "disk1": "b", "disk2": "b", "disk3": "c"}
     members = [{"url": str(tmp_path / name), "name": name, "domain": rack} for name, rack in racks.items()]
@@ -241,4 +242,7 @@ def test_a_rebuilt_fragment_is_in_another_domain_than_that_of_a_member_that_is_d
     namespace.fan_out.health.record_failure("disk1", "no answer")
     targets = rebuild._Targets(namespace.member_io, frozenset(), frozenset(["disk0"]), allow_partial=False)
     assert {tuple(targets.choose(f"{key}", 1, ["disk1"])) for key in range(20)} == {("disk3",)}
+    choice = MemberChoice(namespace.member_io, "a", "version", namespace.config.redundancy)  # of a file that is being written
+    choice.mark_failed("disk0", Unavailable("no answer"))
+    assert {tuple(choice.choose(index, 1, ["disk1"])) for index in range(20)} == {("disk3",)}
     namespace.close()
