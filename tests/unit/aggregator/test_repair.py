@@ -152,7 +152,7 @@ def test_a_repair_does_not_count_a_full_member_as_down(tmp_path: Path, caplog: p
     """It still answers reads, and the lost fragments go to the other members."""
     nodes = [LocalNode(tmp_path / f"n{i}", capacity=1 << 30) for i in range(4)]
     namespace = Namespace(nodes_config(nodes, redundancy="2x", deadline_seconds=60.0))
-    files = {f"f{i}": random_bytes(100_000, i) for i in range(12)}
+    files = {f"f{i}": random_bytes(100_000, i) for i in range(60)}
     for path, data in files.items():
         namespace.put(path, data)
     full, emptied = nodes[0], namespace.open_members[nodes[1].address]
