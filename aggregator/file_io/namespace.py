@@ -336,7 +336,7 @@ def open_namespace(url: str) -> tuple[Namespace, str]:
 
 
 def _clear_after_fork() -> None:
-    """In a forked child: forget the namespaces of the parent, so that the child opens its own connections."""
+    """In a forked child: forget the namespaces of the parent, whose threads do not exist there."""
     _open_namespaces.clear()
 
 

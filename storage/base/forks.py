@@ -1,4 +1,4 @@
-"""What a forked child does with the state of its parent: it frees the locks of threads that do not exist in the child."""
+"""What a forked child does with the state of its parent, whose threads do not exist in the child."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+
+from ckpt.storage.base.errors import StoreError
 
 
 def call_in_forked_child(call: Callable[[], object]) -> None:
@@ -26,6 +28,31 @@ def fork_safe_rlock() -> AbstractContextManager[bool]:
     lock = threading.RLock()
     _free_in_forked_child(lock)
     return lock
+
+
+class ThreadedLibrary:
+    """A native library with threads of its own. In a forked child they do not exist, so that its calls never return there.
+
+    name: of the library, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._user: int | None = None
+
+    def require_usable(self, url: str) -> None:
+        """Note that this process uses the library. Raises StoreError if it was forked from a process that has used it.
+
+        url: what is read or written, for the message.
+        """
+        process = os.getpid()
+        if self._user is None:
+            self._user = process
+        if self._user != process:
+            raise StoreError(
+                f"{url} can't be used in process {process}: it was forked from process {self._user}, which has used "
+                f"{self._name} before; start it by spawn or forkserver (DataLoader: multiprocessing_context=)"
+            )
 
 
 def _free_in_forked_child(lock: object) -> None:

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from ckpt.storage.base.errors import StoreError
+from ckpt.storage.base.forks import call_in_forked_child
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -127,12 +128,17 @@ class DaemonThreadPool(Executor):
     def __init__(self, max_threads: int, name: str) -> None:
         self._max_threads = max_threads
         self._name = name
+        self._is_closed = False
+        self._start_anew()
+        _pools.add(self)
+
+    def _start_anew(self) -> None:
+        """Begin without tasks and threads. A forked child does so too, because it does not have the threads of its parent."""
         self._tasks: _TaskQueue = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         """Guards `_is_closed`. Guards changes of `_threads`."""
         self._threads: list[threading.Thread] = []
-        self._is_closed = False
         weakref.finalize(self, self._tasks.put, None).atexit = False  # saves may run until the very end
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -166,6 +172,17 @@ class DaemonThreadPool(Executor):
         if wait:
             for thread in self._threads:
                 thread.join()
+
+
+_pools: weakref.WeakSet[DaemonThreadPool] = weakref.WeakSet()
+
+
+def _start_all_anew() -> None:
+    for pool in list(_pools):
+        pool._start_anew()
+
+
+call_in_forked_child(_start_all_anew)
 
 
 def _cancel_all(tasks: _TaskQueue) -> None:

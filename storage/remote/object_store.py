@@ -16,6 +16,7 @@ import numpy as np
 
 from ckpt.storage.base.conditional_store import RESERVATION_BYTES, ConditionalStore
 from ckpt.storage.base.errors import AlreadyExists, NotFound, Refused, StoreError, UnknownScheme
+from ckpt.storage.base.forks import ThreadedLibrary
 from ckpt.storage.base.store import Buffer, Entry, Reader, Version, Writer, check_name, is_name, require_length
 from ckpt.storage.remote.multipart_writer import CONCURRENCY, PART_BYTES, MultipartWriter
 
@@ -48,6 +49,8 @@ _AWS_CREDENTIALS = (
 )
 
 _METADATA_SERVICE = "169.254.169.254"  # the last source of credentials: a failure there means that none were found
+
+_OBSTORE = ThreadedLibrary("obstore")
 
 _NO_BUCKET_MESSAGES = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 
@@ -220,6 +223,7 @@ class ObjectStore(ConditionalStore):
         from obstore import exceptions
 
         where = f"{action} {self.url}/{name}"
+        _OBSTORE.require_usable(self.url)
         try:
             yield
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:

@@ -1,0 +1,44 @@
+"""Keeps the connections of a parent in its forked children, where gRPC can neither use nor free them.
+
+gRPC has threads of its own, which a forked child does not have. A call there never returns, and the end of a connection aborts
+the process or waits for ever. So a child never frees a connection of its parent, and `GRPC` refuses calls in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+
+import pyarrow.flight as flight
+
+from ckpt.storage.base.forks import ThreadedLibrary
+
+GRPC = ThreadedLibrary("gRPC")
+
+_connections: weakref.WeakSet[flight.FlightClient] = weakref.WeakSet()
+_kept: list[list[flight.FlightClient]] = []
+
+
+def add_connection(client: flight.FlightClient) -> None:
+    """Add a connection of this process."""
+    _connections.add(client)
+
+
+def _keep() -> None:
+    """Before a fork: a garbage collection in the child, at any moment, must find that each connection is in use."""
+    _kept.append(list(_connections))
+
+
+def _keep_no_longer() -> None:
+    _kept.pop()
+
+
+def _keep_until_the_end() -> None:
+    """In the child: the end of the interpreter must not free them either."""
+    for client in _kept[-1]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_keep, after_in_parent=_keep_no_longer, after_in_child=_keep_until_the_end)

@@ -1,0 +1,140 @@
+"""A forked child of a process that has used nodes or a bucket, without the threads of gRPC and obstore."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.nodes import NodeProcess
+from helpers.processes import finish, python
+
+pytest_plugins = ["helpers.moto_server"]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
+
+_CODE = """
+import gc, os, signal, sys
+import numpy as np
+import ckpt
+from ckpt.storage import urls
+
+url = sys.argv[1]
+
+def status_of(work):
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        signal.alarm(300)  # a call that never returns in native code can't be interrupted otherwise
+        try:
+            work()
+        except ckpt.StoreError as error:
+            assert f"it was forked from process {os.getppid()}, which has used" in str(error), error
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.fixture(params=["nodes", "bucket"])
+def url(tmp_path: Path, request: pytest.FixtureRequest):
+    if request.param == "bucket":
+        yield f"{request.getfixturevalue('bucket')}/run"
+        return
+    nodes = [NodeProcess(tmp_path / f"node{i}") for i in range(2)]
+    yield f"ckpt://{','.join(node.address for node in nodes)}/run"
+    for node in nodes:
+        node.close()
+
+
+def test_a_load_in_the_child_is_refused(url: str) -> None:
+    """Otherwise it would never return."""
+    code = f"""{_CODE}
+ckpt.save({{"x": np.arange(1000)}}, url, step=0)
+opened = ckpt.open(url)
+assert status_of(lambda: ckpt.load(url)) == 7
+assert status_of(lambda: opened[0].load()) == 7
+assert ckpt.load(url)["x"].sum() == 499500
+"""
+    finish(python(code, url))
+
+
+def test_a_child_frees_nothing_of_its_parent(url: str) -> None:
+    """At its end, and in a garbage collection: the library would abort the process, or wait for its threads."""
+    code = f"""{_CODE}
+gc.disable()
+store = urls.open_store(url)
+store.put("a", b"1")
+cycle = [store]
+cycle.append(cycle)
+
+def collect():
+    gc.collect()
+    os._exit(0)
+
+assert status_of(lambda: sys.exit(5)) == 5
+del store, cycle
+assert status_of(collect) == 0
+"""
+    finish(python(code, url))
+
+
+def test_a_worker_of_a_data_loader_raises_the_error(url: str) -> None:
+    pytest.importorskip("torch")
+    code = f"""{_CODE}
+import torch
+ckpt.save({{"x": np.arange(1000)}}, url, step=0)
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, number):
+        return int(ckpt.load(url)["x"][number])
+
+def samples(how):
+    return [int(x) for x in torch.utils.data.DataLoader(Samples(), num_workers=1, multiprocessing_context=how)]
+
+try:
+    samples("fork")
+except ckpt.StoreError as error:
+    assert "multiprocessing_context=" in str(error)
+else:
+    sys.exit("no error")
+"""
+    finish(python(code, url))
+
+
+def test_a_child_uses_the_namespace_of_its_parent_where_that_needs_no_such_library(tmp_path: Path) -> None:
+    """A member that is a directory is called on threads, which the child starts for itself."""
+    code = f"""{_CODE}
+from pathlib import Path
+from helpers.nodes import directories
+from ckpt.aggregator.file_io.namespace import Namespace
+namespace = Namespace(directories(Path(url), 3))
+for number in range(20):
+    namespace.put(f"a{{number}}", bytes(100_000))
+
+def use():
+    assert namespace.get("a3") == bytes(100_000)
+    namespace.put("b", b"child")
+    os._exit(0)
+
+assert status_of(use) == 0
+assert namespace.get("b") == b"child"
+"""
+    finish(python(code, tmp_path))
+
+
+def test_a_child_starts_threads_for_the_pools_of_its_parent(tmp_path: Path) -> None:
+    """Otherwise its calls would wait for idle threads of the parent."""
+    code = f"""{_CODE}
+from ckpt.storage.base.threads import DaemonThreadPool
+pool = DaemonThreadPool(2, "pool")
+assert [pool.submit(lambda: 3).result() for _ in range(10)] == [3] * 10
+
+def use():
+    assert pool.submit(os.getpid).result() == os.getpid()
+    os._exit(0)
+
+assert status_of(use) == 0
+assert pool.submit(os.getpid).result() == os.getpid()
+"""
+    finish(python(code, tmp_path))
