@@ -33,7 +33,7 @@ def offer_earlier_steps(tiers: Sequence[OpenTier], read_only: Sequence[Repositor
             continue
         if newest is not None:
             line, step = newest
-            tier.copier.offer(step, line)
+            tier.offer(step, line)
     return are_all_read
 
 

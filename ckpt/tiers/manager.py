@@ -257,9 +257,8 @@ class TierManager:
         with suppress(StoreError):
             tier.measure_stored_bytes()
         for other in further_tiers:
-            if other.copier is not None:
-                other.last_promotion_at = time.monotonic()
-                other.copier.offer(handle.step, commit.line)
+            other.last_promotion_at = time.monotonic()
+            other.offer(handle.step, commit.line, commit.raw_bytes)
         if self._previous_memories and not any(copier.needed_steps() - {handle.step} for copier in self._copiers):
             self._release_previous_memories()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckpt.errors import RanksMissing, SaveFailed, StepRefused, StepSkipped
@@ -16,6 +18,8 @@ from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.tier_spec import MEMORY, Tier, stored_step_bytes
 from ckpt.training import heartbeat_page
 from ckpt.training.save_interval import interval_seconds
+
+log = logging.getLogger("ckpt")
 
 _MAX_SKIP_EXPONENT = 6  # a tier that failed is skipped for 1, 2, 4 … 64 saves
 
@@ -57,6 +61,24 @@ class OpenTier:
                 f"{self.url} has {self.stored_bytes / 1e9:.3f} GB of at most {self.capacity_bytes / 1e9:.3f} GB, and a step "
                 f"has {step_bytes / 1e9:.3f} GB: give its Tier a higher limit= or a lower keep="
             )
+
+    def offer(self, step: int, line: int, step_bytes: int = 0) -> None:
+        """Let the copier copy a step that a nearer tier has committed on this training line. Skip a step that does not fit.
+
+        step_bytes: the size of the step; 0 if it is unknown.
+        """
+        if self.copier is None:
+            return
+        with suppress(StoreError):
+            self.measure_stored_bytes()
+        if self.capacity_bytes is not None:
+            try:
+                self.require_room(step_bytes)
+            except NoSpace as error:
+                self.copier.drop(step)
+                log.warning("step %d is not copied: %s", step, error)
+                return
+        self.copier.offer(step, line)
 
     def skip_next_saves(self) -> None:
         """Skip this tier after a failure, for longer after each further one."""

@@ -153,6 +153,19 @@ def test_a_tier_keeps_to_its_limit(tier_folders: TierFolders, caplog: pytest.Log
     assert_all_load(tier_folders.run, 8)
 
 
+def test_copies_keep_to_the_limit_of_their_tier(tier_folders: TierFolders, caplog: pytest.LogCaptureFixture) -> None:
+    tiers = [ckpt.Tier("memory", keep=2), ckpt.Tier(tier_folders.nvme, every=1, keep=None, limit=300_000)]
+    with ckpt.Checkpointer(tier_folders.run, every=None, tiers=tiers, group=None) as ck:
+        for step in range(9):
+            ck.step(step, state_of(step))
+            ck.wait()
+            assert sum(path.stat().st_size for path in tier_folders.nvme.glob("steps/**/*.*")) <= 300_000
+        assert 0 < len(tier_folders.steps()[1]) < 8
+        assert ck.repository.steps()[-1] == 8
+    assert "is not copied: " in caplog.text
+    assert_all_load(tier_folders.run, 8)
+
+
 def test_an_unusable_tier_is_not_used(tier_folders: TierFolders) -> None:
     """A broken disk must not stop the training."""
     tier_folders.nvme.write_text("no folder")
