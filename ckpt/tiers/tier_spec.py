@@ -38,8 +38,8 @@ class Tier:
     url: a directory or any URL. "memory" is shared memory, which outlives the process but not the machine.
     every: which steps the tier gets: every so many steps, one after a timedelta, "auto", or None for those of `save` alone.
     keep: how many of the newest steps to keep, or a `ckpt.Keep`; None keeps all.
-    limit: the most bytes of steps in this tier. A step that does not fit goes to the next tier. None means no limit; for
-        memory, half of the memory that is free at the start.
+    limit: the most bytes of steps in this tier. A step that does not fit goes to the next tier, and a copy that does
+        not fit is left out. None means no limit; for memory, half of the memory that is free at the start.
 
     Raises:
         InvalidArgument: An argument has a value that makes no sense.
