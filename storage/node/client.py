@@ -21,7 +21,7 @@ from ckpt.storage.node import message_digests, wire
 from ckpt.storage.node.client_credentials import NodeCredentials, require_encryption
 from ckpt.storage.node.client_registers import CallCancelled, NodeRegisters
 from ckpt.storage.node.fd_passing_client import FdPassingClient
-from ckpt.storage.node.forked_connections import GRPC, add_connection
+from ckpt.storage.node.forked_connections import GRPC, connect
 from ckpt.storage.node.upload_renewal import UploadRenewal, UploadWriter
 
 _BATCH_BYTES = 2 << 20
@@ -245,9 +245,7 @@ class NodeStore(Store):
         GRPC.require_usable(self.url)
         with self._lock:
             self._last_connection = number = (self._last_connection + 1) % _CONNECTIONS
-            client = self._clients[number]
-            if client is None:
-                client = self._clients[number] = self._open_connection(number)
+            client = self._clients[number] = self._clients[number] or self._open_connection(number)
             return client
 
     def _open_connection(self, number: int) -> flight.FlightClient:
@@ -268,9 +266,7 @@ class NodeStore(Store):
         if access.ca is None:  # gRPC uses http_proxy even for loopback, and a proxy would see token and data unencrypted
             options.append(("grpc.enable_http_proxy", 0))
         scheme = "grpc+tls" if access.ca is not None else "grpc+tcp"
-        client = flight.FlightClient(f"{scheme}://{self.address}", generic_options=options, **tls)
-        add_connection(client)
-        return client
+        return connect(f"{scheme}://{self.address}", generic_options=options, **tls)
 
     def call_options(self, seconds: float | None = None, *headers: tuple[bytes, bytes]) -> flight.FlightCallOptions:
         """Return the Flight options of one call: its deadline, the token, and further headers."""

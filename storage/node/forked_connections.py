@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from typing import Any
 
 import pyarrow.flight as flight
 
@@ -20,9 +21,11 @@ _connections: weakref.WeakSet[flight.FlightClient] = weakref.WeakSet()
 _kept: list[list[flight.FlightClient]] = []
 
 
-def add_connection(client: flight.FlightClient) -> None:
-    """Add a connection of this process."""
+def connect(location: str, **options: Any) -> flight.FlightClient:
+    """Return a new connection, which a forked child will not free. options: of `FlightClient`."""
+    client = flight.FlightClient(location, **options)
     _connections.add(client)
+    return client
 
 
 def _keep() -> None:
