@@ -48,6 +48,7 @@ FRAMEWORK_FILES = {
     "ckpt/adapters/jax.py": "jax",
     "storage/node/wire.py": "pyarrow",
     "storage/node/client.py": "pyarrow",
+    "storage/node/forked_connections.py": "pyarrow",
     "storage/node/server.py": "pyarrow",
     "storage/node/token_check.py": "pyarrow",
     "storage/node/message_digests.py": "pyarrow",
