@@ -138,7 +138,8 @@ class DaemonThreadPool(Executor):
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         """Guards `_is_closed`. Guards changes of `_threads`."""
-        self._threads: list[threading.Thread] = []
+        with self._lock:
+            self._threads: list[threading.Thread] = []
         weakref.finalize(self, self._tasks.put, None).atexit = False  # saves may run until the very end
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:

@@ -1,7 +1,7 @@
 """Keeps the connections of a parent in its forked children, where gRPC can neither use nor free them.
 
 gRPC has threads of its own, which a forked child does not have. A call there never returns, and the end of a connection aborts
-the process or waits for ever. So a child never frees a connection of its parent, and `GRPC` refuses calls in it.
+the process or waits endlessly. So a child never frees a connection of its parent, and `GRPC` refuses calls in it.
 """
 
 from __future__ import annotations
