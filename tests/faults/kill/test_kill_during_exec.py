@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,9 @@ def test_a_descendant_in_the_middle_of_exec_is_killed(tmp_path: Path, monkeypatc
     bash = shutil.which("bash")
     assert bash is not None
     shutil.copy(bash, below / "bash")
-    server = subprocess.Popen([sys.executable, str(PROGRAMS / "slow_end_mount.py"), str(below), str(folder), "1"])
+    server = subprocess.Popen(
+        [sys.executable, str(PROGRAMS / "slow_end_mount.py"), str(below), str(folder), str(tmp_path / "go")]
+    )
     try:
         wait_until_mounted(folder, server)
         value = f"{_MARK}={tmp_path}"
@@ -37,10 +41,13 @@ def test_a_descendant_in_the_middle_of_exec_is_killed(tmp_path: Path, monkeypatc
         ) as descendant:
             try:
                 assert not Path(f"/proc/{descendant.pid}/cmdline").read_bytes(), "exec has ended already"
+                threading.Timer(0.5, (tmp_path / "go").touch).start()
                 process_kill.kill_sessions([], value)
                 assert processes.process_state(descendant.pid) in ("", "Z")
             finally:
-                os.killpg(descendant.pid, 9)
+                (tmp_path / "go").touch()
+                with suppress(ProcessLookupError):  # it was reaped with the other orphans
+                    os.killpg(descendant.pid, 9)
     finally:
         server.kill()
         server.wait()
