@@ -49,7 +49,7 @@ def serving(*options: str) -> Iterator[str]:
         try:
             yield endpoint
         finally:
-            server.stdin.close()
+            server.kill()  # a forked child of the test may have a copy of the pipe, which then is not closed
 
 
 @pytest.fixture(scope="session")

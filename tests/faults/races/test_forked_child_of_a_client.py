@@ -138,3 +138,21 @@ assert status_of(use) == 0
 assert pool.submit(os.getpid).result() == os.getpid()
 """
     finish(python(code, tmp_path))
+
+
+def test_a_child_uses_a_store_in_its_memory(bucket: str) -> None:
+    """obstore needs no threads for it, also if the parent has used a bucket."""
+    code = f"""{_CODE}
+ckpt.save({{"x": np.arange(10)}}, url + "/run", step=0)
+store = urls.open_store("memory://here")
+store.put("a", b"1")
+
+def use():
+    assert store.get("a") == b"1"
+    store.put("b", b"2")
+    assert [entry.name for entry in store.list()] == ["a", "b"]
+    os._exit(0)
+
+assert status_of(use) == 0
+"""
+    finish(python(code, bucket))
