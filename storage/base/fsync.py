@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from contextlib import suppress
 
 from ckpt.storage.base.errors import NotFound
@@ -88,12 +89,13 @@ def _is_same_file_system(folder: str, parent: str) -> bool:
 
 def make_directory(folder: str) -> None:
     """Create a folder as os.mkdir does; raise PermissionError if the file system has no directories."""
-    for is_last in (False, False, True):
+    for pause_seconds in (0.001, 0.01, 0.1, None):
         try:
             os.mkdir(folder)
             return
         except FileNotFoundError as error:
             if not os.path.isdir(os.path.dirname(folder)):
                 raise
-            if is_last:  # the first two failures may come from another process that removes the parent and makes it again
+            if pause_seconds is None:
                 raise PermissionError(errno.EPERM, "this file system has no directories", folder) from error
+            time.sleep(pause_seconds)  # another process may be removing the parent, or may just have made it again
