@@ -18,7 +18,7 @@ from ckpt.storage.tuning.measured_reads import Tuner
 ReadKind = Literal["streamed", "whole"]
 """`streamed`: blocks that are copied to their targets in chunks. `whole`: blocks that a thread has in memory as a whole."""
 
-_MAX_BUFFERED_REQUESTS = 16
+_MAX_WHOLE_BLOCK_REQUESTS = 16
 """The most threads with memory for a whole block, as stored and as decoded: 256 MiB in all."""
 
 
@@ -54,7 +54,7 @@ def tuned_reads(store: Store, kind: ReadKind) -> TunedReads | None:
         return None
     space = NETWORK if store.is_remote else DISK
     if kind == "whole":
-        device, space = f"{device}, whole blocks", of_whole_blocks(space, BLOCK_BYTES, _MAX_BUFFERED_REQUESTS)
+        device, space = f"{device}, whole blocks", of_whole_blocks(space, BLOCK_BYTES, _MAX_WHOLE_BLOCK_REQUESTS)
     return TunedReads(shared_tuner(device, space), device, store.is_remote, space.requests[-1])
 
 
