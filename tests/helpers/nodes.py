@@ -107,6 +107,17 @@ class NodeProcess:
         self.process.wait()
 
 
+@contextmanager
+def node_processes(folder: Path, count: int) -> Iterator[list[NodeProcess]]:
+    """Start nodes in processes of their own, and yield them."""
+    made = [NodeProcess(folder / f"n{i}") for i in range(count)]
+    try:
+        yield made
+    finally:
+        for process in made:
+            process.close()
+
+
 def directories(folder: Path, count: int, **table: Any) -> NamespaceConfig:
     """Return the configuration of a namespace on this number of directories."""
     members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in range(count)]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.nodes import NodeProcess
+from helpers.nodes import node_processes
 from helpers.processes import finish, python
 
 pytest_plugins = ["helpers.moto_server"]
@@ -39,10 +39,8 @@ def url(tmp_path: Path, request: pytest.FixtureRequest):
     if request.param == "bucket":
         yield f"{request.getfixturevalue('bucket')}/run"
         return
-    nodes = [NodeProcess(tmp_path / f"node{i}") for i in range(2)]
-    yield f"ckpt://{','.join(node.address for node in nodes)}/run"
-    for node in nodes:
-        node.close()
+    with node_processes(tmp_path, 2) as nodes:
+        yield f"ckpt://{','.join(node.address for node in nodes)}/run"
 
 
 def test_a_load_in_the_child_is_refused(url: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.nodes import NodeProcess, nodes_config, quick
+from helpers.nodes import NodeProcess, node_processes, nodes_config, quick
 
 import ckpt
 from ckpt.storage.base.errors import (
@@ -24,10 +24,8 @@ from ckpt.storage.testing import random_bytes
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[list[NodeProcess]]:
-    made = [NodeProcess(tmp_path / f"n{i}") for i in range(4)]
-    yield made
-    for process in made:
-        process.close()
+    with node_processes(tmp_path, 4) as made:
+        yield made
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

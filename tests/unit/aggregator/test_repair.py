@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.damaged_namespaces import assert_whole, content, damage_fragment, filled_namespace, large_file
 from helpers.namespace_files import member_objects
-from helpers.nodes import LocalNode, NodeProcess, directories, nodes_config, quick
+from helpers.nodes import LocalNode, NodeProcess, directories, node_processes, nodes_config, quick
 from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.cluster.config import config_from_table
@@ -27,10 +27,8 @@ from ckpt.storage.testing import random_bytes
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[list[NodeProcess]]:
     """Four nodes in processes of their own."""
-    made = [NodeProcess(tmp_path / f"n{i}") for i in range(4)]
-    yield made
-    for process in made:
-        process.close()
+    with node_processes(tmp_path, 4) as made:
+        yield made
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.nodes import NodeProcess, directories, nodes_config
+from helpers.nodes import NodeProcess, directories, node_processes, nodes_config
 from helpers.processes import until
 from helpers.registers import new_registers, replicated_registers
 
@@ -86,10 +86,8 @@ def test_nothing_waits_for_a_new_disk_that_is_silent(
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[list[NodeProcess]]:
-    made = [NodeProcess(tmp_path / f"n{i}") for i in range(3)]
-    yield made
-    for process in made:
-        process.close()
+    with node_processes(tmp_path, 3) as made:
+        yield made
 
 
 def test_a_writer_is_aborted_while_a_node_is_silent(processes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch) -> None:
