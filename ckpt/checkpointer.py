@@ -41,6 +41,7 @@ from ckpt.support.fork_check import CreatorProcess
 from ckpt.support.validation import check_switch, checked_bytes, checked_every, checked_positive
 from ckpt.tiers.manager import TierManager
 from ckpt.tiers.tier_spec import Tier, checked_tiers
+from ckpt.tiers.unlisted_tiers import wait_until_listed
 from ckpt.training import heartbeat_marks, heartbeat_page, import_report
 from ckpt.training.cuda_timer import is_recording_graph
 from ckpt.training.idle_window import IdleWindow, idle_window_after
@@ -205,6 +206,8 @@ class Checkpointer:
                 start, loaded = number + 1, load_step(repo, number, request)
             else:
                 restore_step_limit = restore_step_limit_from_env()
+                if self._tiers is not None and session.group.rank == 0:  # it lists the steps for all ranks
+                    wait_until_listed(self._tiers.repository)
                 # Unless `strict`, an IntegrityError means that all steps are damaged, so a restart would not help.
                 with heartbeat_marks.publish_trouble_on("damaged", *([] if strict else [IntegrityError])):
                     found = load_newest(repo, strict, request, restore_step_limit)

@@ -27,6 +27,10 @@ class ReplicatedStore(Store):
     def __init__(self, stores: Sequence[Store]) -> None:
         self.stores = tuple(stores)
         self.url = self.stores[-1].url
+        self._lock = fork_safe_lock()
+        """Guards changes of `_listing_failures`."""
+        self._listing_failures: dict[str, StoreError] = {}
+        """Why stores could not be listed, by URL, since the last call of `take_listing_failures`."""
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -97,6 +101,14 @@ class ReplicatedStore(Store):
                 if store is self.stores[-1]:
                     raise
                 log.warning("%s; trying the next tier", error)
+                with self._lock:
+                    self._listing_failures[store.url] = error
+
+    def take_listing_failures(self) -> dict[str, StoreError]:
+        """Return why stores could not be listed since the last call, by URL. What such a store has is missing in a listing."""
+        with self._lock:
+            failures, self._listing_failures = self._listing_failures, {}
+        return failures
 
     # --- writing -----------------------------------------------------------------------------------------------
 

@@ -18,12 +18,17 @@ class TieredRepository(Repository):
 
     def __init__(self, repositories: Sequence[Repository]) -> None:
         """repositories: the nearest first; the last is the repository of record."""
-        super().__init__(ReplicatedStore([tier.store for tier in repositories]))
+        self._replicated_store = ReplicatedStore([tier.store for tier in repositories])
+        super().__init__(self._replicated_store)
         self._repositories = tuple(repositories)
 
     @property
     def tiers(self) -> tuple[Repository, ...]:
         return self._repositories
+
+    def take_listing_failures(self) -> dict[str, StoreError]:
+        """Return why tiers could not be listed since the last call, by URL; their steps are missing in a listing."""
+        return self._replicated_store.take_listing_failures()
 
     def check(self) -> None:
         self._repositories[-1].check()

@@ -46,6 +46,7 @@ from ckpt.tiers.previous_memory import previous_memories
 from ckpt.tiers.tier_note import bind_to_repository, can_read_steps_of, repair_marker
 from ckpt.tiers.tier_repositories import open_repositories, require_shared_memory
 from ckpt.tiers.tier_spec import MEMORY, Tier, capacity_bytes
+from ckpt.tiers.unlisted_tiers import may_have_later_step, spare_unlisted
 from ckpt.training.save_interval import Every
 
 log = logging.getLogger("ckpt")
@@ -75,6 +76,7 @@ class TierManager:
         """Training line and number of the step that this job restored or saved last."""
         self._is_newest_in_main_repo = False
         """Whether this job saved that step to the repository of record directly."""
+        self._unlisted_tiers = set[str]()  # URLs of those whose steps could not be listed at the last restore
         self._has_caught_up = False
         self._next_catch_up = 0.0
         """The time of the monotonic clock from which a save tries to catch up again."""
@@ -260,7 +262,7 @@ class TierManager:
             other.last_promotion_at = time.monotonic()
             other.offer(handle.step, commit.line, commit.raw_bytes)
         if self._previous_memories and not any(copier.needed_steps() - {handle.step} for copier in self._copiers):
-            self._release_previous_memories()
+            self._release_previous_memories(handle.step)
 
     def _skip_after_failure(self, number: int, step: int, error: BaseException) -> None:
         tier = self._open_tiers[number]
@@ -277,8 +279,10 @@ class TierManager:
         self._last_save = handle
         return handle
 
-    def _release_previous_memories(self) -> None:
-        """Stop reading the memory of earlier attempts, so that `ckpt-run` may free it: a newer step exists."""
+    def _release_previous_memories(self, step: int) -> None:
+        """Stop reading the memory of earlier attempts, so that `ckpt-run` may free it: this newer step exists."""
+        if may_have_later_step(self._previous_memories, self._unlisted_tiers, step):
+            return
         released, self._previous_memories = self._previous_memories, []
         self.repository = TieredRepository([r for r in self.repository.tiers if r not in released])
         self.nearest.lineage.repo = self.repository
@@ -293,6 +297,7 @@ class TierManager:
 
         step: the loaded step; -1 if there was none.
         """
+        self._unlisted_tiers = spare_unlisted(self.repository, self._open_tiers, lambda: self._line_and_step, self._at_end)
         self._line_and_step = self.repository.training_line_of(step), step
         self._is_newest_in_main_repo = False
         remove_damaged_copies(self.repository)
