@@ -36,11 +36,13 @@ class TieredRepository(Repository):
     def record(self, step: int) -> CommitRecord:
         """Return the commit record of the last save of this step; after a roll-back a tier may still have an earlier save.
 
-        Raises NotFound or IntegrityError only if no tier failed: a tier that could not be read may have the step.
+        Raises NotFound or IntegrityError only if no tier failed: a tier that could not be read may have the step. Raises the
+        error of such a tier, too, if it has a step of this number, which after a roll-back may be the later one.
         """
         found: CommitRecord | None = None
         damage: IntegrityError | None = None
         store_failure: StoreError | None = None
+        unread: list[Repository] = []
         for tier in self._repositories:
             try:
                 record = tier.record(step)
@@ -53,12 +55,15 @@ class TieredRepository(Repository):
                 if tier is self._repositories[-1]:
                     raise
                 store_failure = error
+                unread.append(tier)
                 log.warning("%s; reading the next tier", error)
             else:
                 if found is None or record.save_order > found.save_order:
                     found = record
         if found is None:
             raise store_failure or damage or NotFound(f"{self.url}/{commit_name(step)} is in no tier")
+        if store_failure is not None and self.line_numbers() and any(_is_listed(step, tier) for tier in unread):
+            raise store_failure
         return found
 
     def training_line_of(self, step: int) -> int:
@@ -68,3 +73,11 @@ class TieredRepository(Repository):
         except CkptError as error:
             log.warning("the training line of step %d is unknown: %s", step, error)
             return 0
+
+
+def _is_listed(step: int, tier: Repository) -> bool:
+    """Return whether a tier has a folder for a step; False if it can't be listed: then it may be lost with its host."""
+    try:
+        return step in tier.step_numbers()
+    except StoreError:
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
 from ckpt.repository.damage_registry import damaged_steps
-from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.base.errors import StoreError, Unavailable
 from ckpt.storage.local.directory import LocalStore
 from ckpt.tiers.tier_spec import memory_folder_name
 from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
@@ -119,23 +120,51 @@ def test_an_earlier_save_is_not_copied_instead_of_one_that_cannot_be_read_for_a_
     with tier_folders.open(every=None, tiers=[ckpt.Tier(near), ckpt.Tier(tier_folders.nvme, every=None)]) as ck:
         ck.restore(state_of(0), step=4)
         ck.step(5, later).result()
-        near.failures_left = 1
+        near.failures_left = near.unlisted_left = 1
         ck._tiers._promote_newest()
         with pytest.raises(ckpt.SaveFailed, match="an earlier save of this number does not replace it"):
             ck.wait()
     assert_same(ckpt.load(tier_folders.run), later)
 
 
+def test_an_earlier_save_is_not_restored_instead_of_one_that_cannot_be_read_for_a_moment(tier_folders: TierFolders) -> None:
+    """A tier that can be listed has the later save, so the earlier one of another tier is not the newest step."""
+    near, later = _UnreadRecord(LocalStore(tier_folders.base / "near")), {**state_of(5), "name": "after the roll-back"}
+    tiers = [ckpt.Tier(near), ckpt.Tier(tier_folders.nvme, every=1)]
+    ck = tier_folders.open(every=None, tiers=tiers)
+    train_and_wait(ck, range(6))
+    close_as_if_failed(ck)
+    with tier_folders.open(every=None, tiers=[ckpt.Tier(near), ckpt.Tier(tier_folders.nvme, every=None)]) as ck:
+        ck.restore(state_of(0), step=4)
+        ck.step(5, later).result()
+        close_as_if_failed(ck)
+    with tier_folders.open(every=None, tiers=tiers) as ck:
+        near.failures_left = 1_000
+        for step in (None, 5):
+            with pytest.raises(StoreError, match="the network is down"):
+                ck.restore(state_of(0), step=step)
+        near.failures_left = 0
+        assert_same(ck.restore(state_of(0))[0], later)
+        ck.wait()
+
+
 class _UnreadRecord(FailingStore):
-    """The next reads of a commit record fail."""
+    """The next reads of a commit record fail, and the next listings after such a read."""
 
     failures_left = 0
+    unlisted_left = 0
 
     def get_up_to(self, name: str, limit: int) -> bytes:
         if self.failures_left and name.endswith("/commit.json"):
             self.failures_left -= 1
             raise Unavailable("the network is down")
         return super().get_up_to(name, limit)
+
+    def list_folders(self, prefix: str = "") -> Iterator[str]:
+        if self.unlisted_left and not self.failures_left:
+            self.unlisted_left -= 1
+            raise Unavailable("the network is down")
+        return super().list_folders(prefix)
 
 
 def test_a_step_that_is_saved_again_while_it_is_copied_does_not_count_as_damaged(
