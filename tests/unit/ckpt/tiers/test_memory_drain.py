@@ -73,3 +73,28 @@ def test_memory_that_was_moved_is_copied(tier_folders: TierFolders, tmp_path: Pa
     moved = shutil.move(tier_folders.memory.parent, tmp_path / "moved")
     assert "step 1 was brought" in memory_drain.drain(moved)
     assert_same(ckpt.load(tier_folders.run), state_of(1))
+
+
+def test_an_older_memory_that_cannot_be_read_may_have_another_repository(
+    tier_folders: TierFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer memory has steps of one repository. So the report says that the older one was not drained."""
+    older = Path(os.environ["CKPT_MEMORY"])
+    other = tier_folders.base / "other"
+    for run in (tier_folders.run, other):
+        with ckpt.Checkpointer(run, every=None, tiers=[ckpt.Tier("memory")], group=None) as ck:
+            train(ck, range(2))
+            close_as_if_failed(ck)
+    newer = switch_memory_folder(tier_folders, monkeypatch)
+    ck = open_with_memory(tier_folders)
+    train(ck, range(2, 3))
+    close_as_if_failed(ck)
+    hidden = older.rename(older.with_name("hidden"))
+    older.symlink_to(older)  # a read fails with ELOOP
+    report = memory_drain.drain(newer.parent, older)
+    assert "step 2 was brought" in report
+    assert f"{older.as_uri()} {memory_drain.NOT_DRAINED}" in report
+    older.unlink()
+    hidden.rename(older)
+    assert "step 1 was brought" in memory_drain.drain(newer.parent, older)
+    assert_same(ckpt.load(other), state_of(1))
