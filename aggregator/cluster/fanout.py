@@ -189,8 +189,9 @@ class FanOut:
                 until = min(until, now + max(_GRACE_SECONDS, now - began))
             done, _ = wait(waiting, max(0.0, until - time.monotonic()), FIRST_COMPLETED)
             if not done:
-                for name in waiting.values() if mark_late else ():
-                    self.health.record_failure(name, f"no answer within {until - began:.3g} s")
+                for future, name in waiting.items() if mark_late else ():
+                    if future.running():  # otherwise it waits for a thread, and the member was not asked yet
+                        self.health.record_failure(name, f"no answer within {until - began:.3g} s")
                 return
             for future in done:
                 name = waiting.pop(future)
@@ -208,10 +209,11 @@ class FanOut:
         except Unavailable as error:
             self.health.record_failure(name, error)
             raise
-        except CkptError as error:
+        except (CkptError, OSError) as error:
             if isinstance(error, StoreError):
                 raise
-            raise StoreError(str(error)) from error  # any error of one member: the others may still answer
+            # Any error of one member: the others may still answer.
+            raise StoreError(str(error) if isinstance(error, CkptError) else f"{name}: {error}") from error
         finally:
             with self._lock:
                 del self._running_calls[name][call_id]
