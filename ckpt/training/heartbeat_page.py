@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 from ckpt.storage.base.call_timeout import WaitTimer
+from ckpt.storage.base.forks import fork_safe_rlock
 from ckpt.training.heartbeat_records import BadLoss, BadLossKind, RankHeartbeat, Trouble
 
 PAGE_VARIABLE = "CKPT_PULSE"
@@ -284,6 +285,8 @@ def _reserve(file: int, path: str | os.PathLike[str]) -> None:
 
 _own_page: HeartbeatPage | None = None
 _is_looked_up = False
+_look_up_lock = fork_safe_rlock()
+"""Guards the look-up of the page. It is reentrant, because a signal handler may save in the middle of the look-up."""
 
 
 def _record_sigterm(number: int, frame: FrameType | None) -> None:
@@ -293,21 +296,28 @@ def _record_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def own_page() -> HeartbeatPage | None:
-    """Return the heartbeat page of this process, or None if no agent monitors it."""
-    global _own_page, _is_looked_up
+    """Return the heartbeat page of this process, or None if no agent monitors it. Safe to call from many threads."""
     if not _is_looked_up:
-        _is_looked_up = True
-        if path := os.environ.get(PAGE_VARIABLE):
-            try:
-                found = HeartbeatPage(path)
-                if found.read().pid in (0, os.getpid()):  # otherwise this is a helper process that a rank has started
-                    _own_page = found
-                    _own_page.attach_process()
-            except (FileNotFoundError, ValueError):  # the page belonged to a job that has ended
-                pass
-            except OSError:  # e.g. too many open files now: the next call tries again
-                _is_looked_up = False
+        with _look_up_lock:
+            if not _is_looked_up:
+                _look_up()
     return _own_page
+
+
+def _look_up() -> None:
+    """Find the page of this process. Needs `_look_up_lock`."""
+    global _own_page, _is_looked_up
+    if path := os.environ.get(PAGE_VARIABLE):
+        try:
+            found = HeartbeatPage(path)
+            if found.read().pid in (0, os.getpid()):  # otherwise this is a helper process that a rank has started
+                _own_page = found
+                _own_page.attach_process()
+        except (FileNotFoundError, ValueError):  # the page belonged to a job that has ended
+            pass
+        except OSError:  # e.g. too many open files now: the next call tries again
+            return
+    _is_looked_up = True
 
 
 def reset_after_fork() -> None:

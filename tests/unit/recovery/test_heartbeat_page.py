@@ -56,3 +56,33 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 print([*found, heartbeat_page.own_page() is not None])
 """
     assert finish(python(code, env={PAGE_VARIABLE: str(tmp_path / "page")})) == "[False, True]\n"
+
+
+def test_threads_that_look_up_the_page_at_once_all_find_it(tmp_path: Path) -> None:
+    """Otherwise the Checkpointer that one of them opens takes part in no coordinated stop."""
+    HeartbeatPage(tmp_path / "page", new=True).close()
+    code = """
+import threading
+from ckpt.training import heartbeat_page
+
+begun, go_on, found = threading.Event(), threading.Event(), []
+read = heartbeat_page.HeartbeatPage.read
+
+def read_slowly(page):
+    begun.set()
+    go_on.wait(300)
+    return read(page)
+
+heartbeat_page.HeartbeatPage.read = read_slowly
+look_up = lambda: found.append(heartbeat_page.own_page() is not None)
+threads = [threading.Thread(target=look_up) for _ in range(2)]
+threads[0].start()
+begun.wait(300)
+threads[1].start()
+threads[1].join(0.5)
+go_on.set()
+for thread in threads:
+    thread.join()
+print(found)
+"""
+    assert finish(python(code, env={PAGE_VARIABLE: str(tmp_path / "page")})) == "[True, True]\n"
