@@ -90,10 +90,10 @@ class BackgroundCopier:
             self._expected_steps.discard(step)
 
     def offer(self, step: int, line: int = 0) -> None:
-        """Queue a step that a nearer tier has committed on this training line. It replaces a step that waits."""
+        """Queue a step that a nearer tier has committed on this training line. It replaces an older step that waits."""
         with self._condition:
             self._expected_steps.discard(step)
-            if self._closing:
+            if self._closing or (self._waiting_step is not None and (self._offered_line, self._waiting_step) > (line, step)):
                 return
             if self._waiting_step is not None and self._waiting_step != step:
                 log.info("step %d is not promoted to %s: step %d is newer", self._waiting_step, self._target.repo.url, step)

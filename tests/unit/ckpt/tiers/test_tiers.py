@@ -186,6 +186,23 @@ def test_a_step_that_is_saved_again_while_it_is_copied_does_not_count_as_damaged
     assert_same(ckpt.load(tier_folders.run), later)
 
 
+def test_a_step_of_an_earlier_job_does_not_replace_a_later_explicit_save_that_waits(tier_folders: TierFolders) -> None:
+    """A tier that could not be read at the restore is read again during the training."""
+    store = FullStore(LocalStore(tier_folders.run))
+    store.full = False
+    store.gate.clear()
+    with tier_folders.open(store, every=10, tiers=[ckpt.Tier("memory", every=1, keep=20)]) as ck:
+        train(ck, range(10))
+        until(lambda: store.began, "the copy of step 9 has begun")
+        ck.save(13, state_of(13)).result()
+        ck._tiers._has_caught_up, ck._tiers._next_catch_up = False, 0.0
+        ck.step(14, state_of(14)).result()
+        store.gate.set()
+        ck.wait()
+        assert ckpt.open(tier_folders.run).steps() == [9, 13]
+        close_as_if_failed(ck)
+
+
 def test_steps_of_another_repository_are_refused(tier_folders: TierFolders) -> None:
     ck = tier_folders.open()
     train(ck, range(1))
