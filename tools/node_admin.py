@@ -88,7 +88,7 @@ def _silent_state(error: BaseException) -> str:
 def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
     """Let all members read and check their objects, and report missing, damaged and left-over ones. Changes nothing.
 
-    Exit status: 0 all files are complete, 1 some are not.
+    Exit status: 0 there is nothing to repair, 1 there is, or a member does not answer.
     """
     from ckpt.aggregator.file_io.namespace import open_namespace
 
@@ -122,7 +122,7 @@ def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
 def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
     """Repair what a scrub finds, the most endangered files first. It can be interrupted and run again.
 
-    Exit status: 0 all files are complete, 1 some could not be repaired.
+    Exit status: 0 nothing is left to repair, 1 something is, or a member does not answer.
     """
     from ckpt.aggregator.file_io.namespace import open_namespace
     from ckpt.aggregator.maintenance.repair import repair_namespace
