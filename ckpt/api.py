@@ -75,8 +75,8 @@ def save(
 
         checkpoint = ckpt.save({"model": model, "optimizer": optimizer}, "/data/run", step=10, keep=3)
 
-    state: any nesting of dict, list, tuple, namedtuple and dataclass over numpy, torch and jax arrays, plain values,
-        and objects with state_dict() and load_state_dict().
+    state: any nesting of dict, list, tuple, namedtuple and dataclass over arrays of numpy, torch, jax, TensorFlow,
+        PaddlePaddle and MindSpore, plain values, and objects with state_dict() and load_state_dict().
     url: a path, a URL or a `Store`. None, in every function of this library, means the URL in the environment variable
         CKPT_DIR, which `ckpt-run --dir` sets.
     step: the number of the step, 0 or more. None means the number after the newest step.
@@ -103,7 +103,8 @@ def save(
         line; the first key signs, and all keys are accepted. None means the key file in CKPT_KEY_FILE, if it is set. A step
         without a valid signature then counts as damaged. All ranks need the same key. See docs/reference/integrity.md.
     nan: "warn" logs one warning with the name of a leaf that has a NaN. "refuse" raises NotFinite and saves nothing. "allow"
-        does not check. A block of up to 64 KiB is checked as a whole, a larger one in samples: see docs/reference/saving.md.
+        does not check. A piece of an array of up to 64 KiB is checked as a whole, a larger one in samples: see
+        docs/reference/saving.md.
     full_every: store changed blocks as differences to the last full ones where that is smaller. The first save in each range of
         `full_every` step numbers stores them in full. "auto" does so with `codec="auto"` where differences halve the time of a
         save, as predicted from measured speeds. None stores no differences. See docs/reference/saving.md.
