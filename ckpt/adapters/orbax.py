@@ -10,9 +10,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import ckpt
+from ckpt.api import load_step
 from ckpt.errors import StepNotFound
+from ckpt.groups import as_group
+from ckpt.loading.rank_agreement import LoadRequest
 from ckpt.repository.repository import Url
 from ckpt.saving.handle import SaveHandle
+from ckpt.state.name_patterns import children
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 
 _DEFAULT_ITEM = "default"
@@ -54,6 +58,7 @@ class CheckpointManager:
         self._options = options
         self.directory = directory
         self._checkpointer = ckpt.Checkpointer(directory, every=None, keep=_keep(options), **further)
+        self._group = further.get("group", "auto")
         self._handle: SaveHandle | None = None
         self._restored: int | None = None
 
@@ -99,7 +104,7 @@ class CheckpointManager:
             raise FileNotFoundError(f"no step in {self.directory}: check the directory, or save a step first")
         self.wait_until_finished()
         if args is None:
-            found = ckpt.load(self.directory, step=number)
+            found = self._load(number)
             found.pop(_METRICS, None)
         else:
             found = self._restore_items(number, _items_of(args, _REFUSED_RESTORE_ARGS))
@@ -111,10 +116,16 @@ class CheckpointManager:
 
     def _restore_items(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
         like = {name: item for name, item in items.items() if item is not None}
-        found: dict[str, Any] = ckpt.load(self.directory, like, step=step) if like else {}
+        found: dict[str, Any] = self._load(step, like) if like else {}
         if new := [name for name in items if name not in like]:
-            found = {**found, **ckpt.load(self.directory, step=step, only=new)}
+            found = {**found, **self._load(step, only=new)}
         return {name: found[name] for name in items}
+
+    def _load(self, step: int, like: dict[str, Any] | None = None, only: list[str] | None = None) -> dict[str, Any]:
+        """Load a step from the tier that has it, by the ranks that save together."""
+        request = LoadRequest(like, only, group=as_group(self._group), bypass_cache=True)
+        found: dict[str, Any] = load_step(self._checkpointer.repository, step, request)
+        return found
 
     def should_save(self, step: int) -> bool:
         """Return whether a step is due: it is larger than the newest one, and the options select it, or it is the first."""
@@ -142,7 +153,12 @@ class CheckpointManager:
 
     def metrics(self, step: int) -> Any:
         """Return the metrics that were saved with a step, None if there were none."""
-        return ckpt.load(self.directory, step=step).get(_METRICS) if step in self.all_steps() else None
+        repository = self._checkpointer.repository
+        try:
+            entries = dict(children(repository[step].tree(), ""))
+        except StepNotFound:
+            return None
+        return load_step(repository, step, LoadRequest(only=_METRICS))[_METRICS] if _METRICS in entries else None
 
     def reload(self) -> None:
         """Do nothing: the list of steps is read at each call."""
