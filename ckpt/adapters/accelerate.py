@@ -20,13 +20,13 @@ from ckpt.adapters.accelerate_state import PreparedObjects
 from ckpt.api import load_step
 from ckpt.checkpointer import Checkpointer
 from ckpt.groups import as_group
-from ckpt.loading.rank_agreement import LoadRequest
+from ckpt.loading.rank_agreement import LoadRequest, broadcast_from_rank_0
 from ckpt.repository.repository import Url
 from ckpt.repository.retention import Keep
 from ckpt.saving.handle import SaveHandle
 from ckpt.state.leaves.base import Bytes
 from ckpt.state.name_patterns import children
-from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.errors import InvalidArgument, first_line
 from ckpt.support.path_kinds import is_folder
 from ckpt.tiers.tier_spec import Tier
 
@@ -77,10 +77,15 @@ class AttachedAccelerator:
         if keep is None:
             keep = accelerator.project_configuration.total_limit
         self._saver = Checkpointer(url, every=None, keep=keep, **options)
-        self._next_step = max(self._saver.repository.step_numbers(), default=-1) + 1
+        group = as_group(options.get("group", "auto"))
+        # Of rank 0 alone: a rank that looks later may find the folder of the first save, which the other ranks have begun.
+        self._next_step = int(broadcast_from_rank_0(group, self._first_number))
         self._load_state, self._end_training = accelerator.load_state, accelerator.end_training
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         accelerator.end_training = self.end_training
+
+    def _first_number(self) -> str:
+        return str(max(self._saver.repository.step_numbers(), default=-1) + 1)
 
     # --- what the Accelerator calls ----------------------------------------------------------------------------
 
@@ -96,11 +101,17 @@ class AttachedAccelerator:
                 "where accelerator.sync_gradients is True",
                 step,
             )
-        files = call_save_hooks(accelerator, _folder_name(output_dir, step))
-        handle = self._saver.save(step, {**self._prepared.entries(), **files})
-        self._next_step = step + 1
-        accelerator.project_configuration.iteration += 1
-        return handle
+        self._next_step = step + 1  # whatever follows: the other ranks count a save that fails on this rank
+        try:
+            try:
+                files = call_save_hooks(accelerator, _folder_name(output_dir, step))
+                state = {**self._prepared.entries(), **files}
+            except BaseException as error:  # otherwise the other ranks would wait for this one
+                self._saver._skip_step(step, f"{type(error).__name__}: {first_line(error)}")
+                raise
+            return self._saver.save(step, state)
+        finally:
+            accelerator.project_configuration.iteration += 1
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> int | None:
         """Load a step into the objects of the Accelerator, and return its number; None if there is none.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.refusal import refused
+from helpers.torchrun import check_on_torch_ranks
 
 import ckpt
 
@@ -56,3 +57,10 @@ def test_a_data_loader_without_state_is_refused_by_name(tmp_path: Path, prepared
 def test_attaching_an_object_that_is_no_optimizer_is_refused(tmp_path: Path, prepared: dict[str, Any]) -> None:
     with ckpt.Checkpointer(tmp_path) as saver, refused(ckpt.CkptError, "register_step_pre_hook"):
         saver.attach(prepared["model"])
+
+
+@pytest.mark.parametrize(
+    "check", ["the_state_of_one_rank_is_refused", "the_hook_of_one_rank_fails", "another_rank_has_begun_the_first_save"]
+)
+def test_all_ranks_give_a_save_without_a_number_the_same_one(tmp_path: Path, check: str) -> None:
+    check_on_torch_ranks("accelerate_checks.py", 2, tmp_path, check)
