@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.adapters.deepspeed_state import EngineState, only_step_changes_weights
-from ckpt.api import load
+from ckpt.api import load_step
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import LeafNotFound, StepNotFound
-from ckpt.repository.repository import Url
+from ckpt.groups import Group, as_group
+from ckpt.groups.base import SingleProcessGroup
+from ckpt.loading.rank_agreement import LoadRequest, broadcast_from_rank_0
+from ckpt.repository.repository import Repository, Url
 from ckpt.repository.retention import Keep
 from ckpt.saving.handle import SaveHandle
 from ckpt.storage.base.errors import CkptError, InvalidArgument
@@ -135,7 +138,7 @@ class AttachedEngine:
         if start == 0:
             log.warning("%s has no step yet, so nothing is loaded", saver.repository.url)
             return None, None
-        client_state = self._read(saver, start - 1, "client_state.*").get("client_state", {})
+        client_state = _read(saver.repository, start - 1, "client_state.*", self._group()).get("client_state", {})
         return f"{saver.repository.url}/global_step{start - 1}", client_state
 
     def close(self) -> None:
@@ -155,28 +158,40 @@ class AttachedEngine:
                     saver.attach(self._engine.optimizer)
         return self._savers[key]
 
-    def _read(self, saver: Checkpointer, step: int, pattern: str) -> dict[str, Any]:
-        """Return the part of the state of a step whose names match. All ranks call this together."""
-        options = {name: self._options[name] for name in ("group", "key") if name in self._options}
-        try:
-            found: dict[str, Any] = load(saver.repository.url, step=step, only=pattern, **options)
-        except LeafNotFound:
-            return {}
-        return found
+    def _group(self) -> Group:
+        return as_group(self._options.get("group", "auto"))
 
     def _step_of_tag(self, saver: Checkpointer, tag: str) -> int:
-        """Return the newest step that was saved with this tag. A tag `global_step7` is that of step 7 by default."""
-        steps = sorted(saver.repository.step_numbers(), reverse=True)
-        default = _DEFAULT_TAG.fullmatch(tag)
-        if default is not None and int(default[1]) in steps:
-            return int(default[1])
-        for step in steps:
-            if self._read(saver, step, "engine.tag").get("engine", {}).get("tag") == tag:
+        """Return the newest step that was saved with this tag. A tag `global_step7` is that of step 7 by default.
+
+        Rank 0 looks for it. All ranks call this together.
+        """
+        saver._wait_ignoring_errors()  # a running save may be the one with this tag
+        return int(broadcast_from_rank_0(self._group(), lambda: str(_find_tag(saver.repository, tag))))
+
+
+def _find_tag(repository: Repository, tag: str) -> int:
+    steps = repository.order().newest_first()
+    default = _DEFAULT_TAG.fullmatch(tag)
+    if default is not None and int(default[1]) in steps:
+        return int(default[1])
+    for step in steps:
+        with suppress(StepNotFound):  # it has been deleted meanwhile
+            if _read(repository, step, "engine.tag").get("engine", {}).get("tag") == tag:
                 return step
-        raise StepNotFound(
-            f"no step of {saver.repository.url} has the tag {tag!r}; give the tag of one of the steps {steps}, or tag=None "
-            "for the newest"
-        )
+    raise StepNotFound(
+        f"no step of {repository.url} has the tag {tag!r}; give the tag of one of the steps {steps}, or tag=None for the newest"
+    )
+
+
+def _read(repository: Repository, step: int, pattern: str, group: Group | None = None) -> dict[str, Any]:
+    """Return the part of the state of a step whose names match. group: the ranks that call this together; None for one rank."""
+    request = LoadRequest(only=pattern, group=group or SingleProcessGroup())
+    try:
+        found: dict[str, Any] = load_step(repository, step, request)
+    except LeafNotFound:
+        return {}
+    return found
 
 
 def _is_deepspeed_folder(folder: str | os.PathLike[str], tag: object) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.torchrun import check_on_torch_ranks
+from helpers.folders import PROGRAMS
+from helpers.torchrun import check_on_torch_ranks, torchrun
+
+import ckpt
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +35,13 @@ def test_another_number_of_ranks(saved: Path, ranks: int) -> None:
 
 def test_the_next_step_waits_for_a_save(tmp_path: Path) -> None:
     check(2, tmp_path, "train_during_saves", "copy_at_once_with_muon")
+
+
+def test_a_tag_is_that_of_the_newest_save_which_still_runs(tmp_path: Path) -> None:
+    check(2, tmp_path, "load_tag_of_running_save")
+
+
+def test_a_step_that_only_a_near_tier_has_is_loaded(tmp_path: Path) -> None:
+    assert torchrun(1, PROGRAMS / "deepspeed_checks.py", str(tmp_path), "save_to_tiers_and_die").returncode
+    assert [ckpt.open(tmp_path / "tiers" / tier).steps() for tier in ("far", "near")] == [[1], [1, 2]]
+    check(1, tmp_path, "load_from_the_near_tier")
