@@ -6,6 +6,7 @@ by new ones if something in them changes. The state is also returned, so that an
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import math
@@ -178,6 +179,10 @@ class TargetMatcher:
             finish = self.match(value, saved[key], name)
             if finish is not None:
                 changed.append((key, finish))
+        if isinstance(like, (collections.Counter, collections.defaultdict)):  # its keys are data, and the program adds them
+            for key, child in saved.items():
+                if key not in like and (self._selector is None or self._has_selected_in_node(child, join_path(path, key))):
+                    changed.append((key, self.rebuild(child)))
 
         def finish_dict() -> object:
             for key, finish in changed:

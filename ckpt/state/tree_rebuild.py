@@ -19,6 +19,7 @@ import numpy as np
 
 from ckpt.errors import DAMAGE_ADVICE, FormatError
 from ckpt.state.dtype_names import numpy_dtype
+from ckpt.state.leaves.numpy import scalar_of
 from ckpt.state.tree import FACTORIES, Node
 
 namedtuple_type: Callable[..., Any] = collections.namedtuple  # the field names come from a file, so no static type fits
@@ -168,7 +169,7 @@ def scalar_bytes(node: Node) -> bytes:
 
 def _rebuild_scalar(node: Node, _: MakeArray) -> Callable[[], Any]:
     dtype, data = numpy_dtype(node["dtype"]), scalar_bytes(node)
-    return lambda: np.ndarray((), dtype, bytearray(data))[()]
+    return lambda: scalar_of(np.ndarray((), dtype, bytearray(data)))
 
 
 _BUILDERS: dict[str, Callable[[Node, MakeArray], Callable[[], Any]]] = {

@@ -110,13 +110,23 @@ class NumpyScalarLeaf(NumpyLeaf):
     __slots__ = ()
 
     def finish(self) -> Any:
-        return np.asarray(self.value)[()]
+        return scalar_of(np.asarray(self.value))
 
     def target(self) -> ArrayLeaf:
         return NumpyScalarLeaf(np.empty_like(np.asarray(self.value)))
 
     def attributes(self) -> Mapping[str, str | bool]:
         return {}
+
+
+def scalar_of(array: np.ndarray[Any, Any]) -> Any:
+    """Return the element of an array without axes. Of text, numpy itself would drop NUL characters at the end."""
+    element = array[()]
+    if array.dtype.kind not in "SU" or not any(array.tobytes()):  # numpy stores the empty text as one NUL
+        return element
+    if array.dtype.kind == "S":
+        return np.bytes_(array.tobytes())
+    return np.str_("".join(map(chr, array.reshape(1).view(f"{array.dtype.byteorder}u4").tolist())))
 
 
 class BytesLeaf(NumpyLeaf):

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from helpers.rank_threads import all_well, on_ranks
 from helpers.values import ML_TYPES, NUMPY_TYPES, TORCH_TYPES, Frozen, Point, Progress, assert_identical, random_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -311,6 +312,34 @@ def test_scalars_are_updated_in_place(tmp_path):
     assert ckpt.load(tmp_path / "r", like) is like
     assert like == {"step": 7, "sub": {"lr": 0.5}, "l": [1, (2, 3)]}
     assert like["sub"] is sub
+
+
+def test_a_counter_and_a_default_dict_get_the_saved_keys_that_like_lacks(tmp_path):
+    state = {"seen": collections.Counter("aab"), "losses": collections.defaultdict(list, {"a": [1.5], "b": [np.ones(2)]})}
+    ckpt.save(state, tmp_path / "r")
+    like = {"seen": collections.Counter(), "losses": collections.defaultdict(list, {"a": [0.0]})}
+    seen = like["seen"]
+    assert_identical(ckpt.load(tmp_path / "r", like), state)
+    assert like["seen"] is seen
+    like = {"seen": collections.Counter(), "losses": collections.defaultdict(list)}
+    ckpt.load(tmp_path / "r", like, only=["seen.b", "losses.a"])
+    assert like == {"seen": {"b": 1}, "losses": {"a": [1.5]}}
+
+
+@pytest.mark.parametrize(
+    "value", [np.bytes_(b"\0a\0\0"), np.str_("\0é\0"), np.str_("\ufeff\U0001f600\0"), np.bytes_(b""), np.str_("")]
+)
+def test_text_of_numpy_that_ends_with_nul_is_restored(tmp_path, value):
+    state = {"x": value, "list": [value], "array": np.array([value, value])}
+    ckpt.save(state, tmp_path / "r")
+    for loaded in (ckpt.load(tmp_path / "r"), ckpt.load(tmp_path / "r", state)):
+        assert_identical(loaded, state)
+        assert str(loaded["x"]) == str(value)
+        assert len(loaded["list"][0]) == len(value)
+    all_well(
+        on_ranks(2, lambda g: ckpt.save({"x": value, value if type(value) is np.str_ else "y": 1}, tmp_path / "g", group=g))
+    )
+    assert str(ckpt.load(tmp_path / "g")["x"]) == str(value)
 
 
 leaves = st.one_of(
