@@ -356,7 +356,8 @@ def encode_key(key: object, path: str) -> Node:
     if type(key) is str:
         return key
     if type(key) is np.str_:
-        return [{"scalar": base64.b64encode(np.asarray(key).tobytes()).decode(), "dtype": dtype_name(key.dtype)}]
+        array = np.asarray(key)  # of an empty text, it has one character, and `key.dtype` none
+        return [{"scalar": base64.b64encode(array.tobytes()).decode(), "dtype": dtype_name(array.dtype)}]
     if key is None or type(key) in (bool, int, float, bytes, tuple):
         _require_repr(key, path)  # the key becomes part of leaf names
         flat = _Flattener()
