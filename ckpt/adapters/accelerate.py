@@ -77,9 +77,9 @@ class AttachedAccelerator:
         if keep is None:
             keep = accelerator.project_configuration.total_limit
         self._saver = Checkpointer(url, every=None, keep=keep, **options)
-        group = as_group(options.get("group", "auto"))
+        self._group = as_group(options.get("group", "auto"))
         # Of rank 0 alone: a rank that looks later may find the folder of the first save, which the other ranks have begun.
-        self._next_step = int(broadcast_from_rank_0(group, self._first_number))
+        self._next_step = int(broadcast_from_rank_0(self._group, self._first_number))
         self._load_state, self._end_training = accelerator.load_state, accelerator.end_training
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
         accelerator.end_training = self.end_training
@@ -122,7 +122,7 @@ class AttachedAccelerator:
             InvalidArgument: There is no such folder, and the name does not end with the number of a step.
         """
         step = None if input_dir is None else _step_of_name(input_dir)
-        if input_dir is not None and (_is_folder_of_accelerate(input_dir) or (step is None and is_folder(input_dir))):
+        if input_dir is not None and self._is_loaded_by_accelerate(input_dir, step):
             self._load_state(input_dir, *args, **kwargs)
             return None
         if input_dir is not None and step is None:
@@ -133,6 +133,13 @@ class AttachedAccelerator:
         if self._accelerator._load_model_state_pre_hook:
             return self._load_with_hooks(input_dir, step)
         return self._load_step(step)
+
+    def _is_loaded_by_accelerate(self, name: str, step: int | None) -> bool:
+        """Return whether a folder is one that accelerate has saved, as rank 0 sees it: another host may lack the folder."""
+        found = broadcast_from_rank_0(
+            self._group, lambda: str(int(_is_folder_of_accelerate(name) or (step is None and is_folder(name))))
+        )
+        return found == "1"
 
     def _load_step(self, step: int | None) -> int | None:
         state, start = self._saver.restore(self._prepared.entries(), step=step)

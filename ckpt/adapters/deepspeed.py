@@ -122,7 +122,8 @@ class AttachedEngine:
             raise InvalidArgument("custom_load_fn gets a file of DeepSpeed, which ckpt does not have: remove it")
         if self.last_save is not None:
             self.last_save.require_staged()  # it may still read what the load writes
-        if _is_deepspeed_folder(load_dir, tag):
+        # As rank 0 sees it: another host may lack the folder.
+        if broadcast_from_rank_0(self._group(), lambda: str(int(_is_deepspeed_folder(load_dir, tag)))) == "1":
             found: tuple[str | None, dict[str, Any] | None] = self._load_checkpoint(
                 load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
             )

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint, has_length
+from transformers.trainer_utils import has_length
 
 from ckpt.adapters.epoch_random import PERSISTENT_WORKERS
 from ckpt.adapters.torch import ModelState
@@ -25,6 +25,7 @@ from ckpt.adapters.transformers_best import BestModel
 from ckpt.adapters.transformers_data import DataPosition
 from ckpt.adapters.transformers_deepspeed import only_step_changes_weights, skipped_engine_loads
 from ckpt.adapters.transformers_end import reason_of_end
+from ckpt.adapters.transformers_folder import newest_folder_of_trainer
 from ckpt.adapters.transformers_model import model_state
 from ckpt.adapters.trl_samples import GeneratedSamples
 from ckpt.api import load_newest
@@ -35,7 +36,7 @@ from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, resolve_url
 from ckpt.state.name_patterns import children
 from ckpt.storage.base.errors import IntegrityError, InvalidArgument
-from ckpt.support.path_kinds import is_file, is_folder
+from ckpt.support.path_kinds import is_file
 from ckpt.support.user_warning import warn_user
 from ckpt.training.save_interval import Every
 
@@ -146,8 +147,7 @@ class TrainerRun:
         if start:
             self._may_fall_back = newest
             return self._make_folder(start - 1, target)
-        output = self._trainer.args.output_dir
-        found: str | None = get_last_checkpoint(output) if is_folder(output) else None
+        found = newest_folder_of_trainer(self._trainer.args.output_dir)
         log.warning("%s has no step yet: training starts from %s", self._saver.repository.url, found or "the beginning")
         return found
 

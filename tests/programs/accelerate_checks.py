@@ -85,5 +85,19 @@ def another_rank_has_begun_the_first_save() -> None:
     saver.close()
 
 
+def a_host_lacks_the_folder_of_accelerate() -> None:
+    """Rank 0 has a folder that accelerate has saved. Rank 1 lacks it, and loads nothing from the repository instead."""
+    accelerator, _, saver = attached("own")
+    accelerator.save_state(str(ROOT / "step_0")).result()
+    if dist.get_rank() == 0:
+        folder = ROOT / "host-0" / "step_0"  # without the weights, so that accelerate itself raises, too
+        folder.mkdir(parents=True)
+        (folder / "random_states_0.pkl").touch()
+    dist.barrier()
+    with pytest.raises((OSError, ValueError), match="host-"):
+        accelerator.load_state(str(ROOT / f"host-{dist.get_rank()}" / "step_0"))
+    saver.close()
+
+
 if __name__ == "__main__":
     run_checks(globals())

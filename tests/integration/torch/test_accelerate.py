@@ -64,3 +64,7 @@ def test_attaching_an_object_that_is_no_optimizer_is_refused(tmp_path: Path, pre
 )
 def test_all_ranks_give_a_save_without_a_number_the_same_one(tmp_path: Path, check: str) -> None:
     check_on_torch_ranks("accelerate_checks.py", 2, tmp_path, check)
+
+
+def test_a_host_without_the_folder_of_accelerate_loads_nothing_else(tmp_path: Path) -> None:
+    check_on_torch_ranks("accelerate_checks.py", 2, tmp_path, "a_host_lacks_the_folder_of_accelerate")
