@@ -10,6 +10,8 @@ from helpers.torchrun import check_on_torch_ranks, torchrun
 
 import ckpt
 
+LOADS = "deepspeed_load_checks.py"
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,10 +40,10 @@ def test_the_next_step_waits_for_a_save(tmp_path: Path) -> None:
 
 
 def test_a_tag_is_that_of_the_newest_save_which_still_runs(tmp_path: Path) -> None:
-    check(2, tmp_path, "load_tag_of_running_save")
+    check_on_torch_ranks(LOADS, 2, tmp_path, "load_tag_of_running_save")
 
 
 def test_a_step_that_only_a_near_tier_has_is_loaded(tmp_path: Path) -> None:
-    assert torchrun(1, PROGRAMS / "deepspeed_checks.py", str(tmp_path), "save_to_tiers_and_die").returncode
+    assert torchrun(1, PROGRAMS / LOADS, str(tmp_path), "save_to_tiers_and_die").returncode
     assert [ckpt.open(tmp_path / "tiers" / tier).steps() for tier in ("far", "near")] == [[1], [1, 2]]
-    check(1, tmp_path, "load_from_the_near_tier")
+    check_on_torch_ranks(LOADS, 1, tmp_path, "load_from_the_near_tier")
