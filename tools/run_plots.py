@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import FailureSummary, StartFacts, facts_of
 from ckpt.recovery.run_log.run_state import is_failure
 from ckpt.storage.base.plural import format_count
+from ckpt.tools.common import printable
 
 COLOURS: Mapping[TimeCategory, str] = {
     "useful": "#0b7285", "redo": "#f08c00", "stall": "#ffd43b", "restore": "#4dabf7", "spawn": "#9775fa",
@@ -34,6 +34,9 @@ _SHARES_LEFT = 0.26
 _MAX_ROWS = 12
 """Up to this number, each attempt has a row of its own; more attempts share one row."""
 
+_AFTER_FAILURE: frozenset[TimeCategory] = frozenset({"detect", "stop", "decide", "wait"})
+"""How an attempt spends its time after it has failed."""
+
 
 @dataclass(frozen=True, slots=True)
 class _FailureMark:
@@ -50,6 +53,13 @@ def draw_run(spans: Sequence[LedgerSpan], entries: Sequence[LogEntry], file: Pat
     spans: those of the goodput ledger. entries: those of the run log.
     """
     plt = _pyplot()
+    fig = figure_of_run(plt, spans, entries)
+    fig.savefig(file, dpi=150, format="png")
+    plt.close(fig)
+
+
+def figure_of_run(plt: Any, spans: Sequence[LedgerSpan], entries: Sequence[LogEntry]) -> Any:
+    """Return the figure that `draw_run` draws. plt: matplotlib.pyplot."""
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
         seconds[span.name] += span.seconds
@@ -63,7 +73,7 @@ def draw_run(spans: Sequence[LedgerSpan], entries: Sequence[LogEntry], file: Pat
         len(heights), 1, figsize=(12, sum(heights) + 1.1), height_ratios=heights, layout="constrained", squeeze=False
     )
     above, *middle, below = axes[:, 0]
-    _draw_shares(above, seconds, len(marks))
+    _draw_shares(above, seconds, sum(map(is_failure, entries)))
     unit, scale = _time_unit(sum(seconds.values()))
     if middle:
         middle[0].sharex(below)
@@ -71,9 +81,8 @@ def draw_run(spans: Sequence[LedgerSpan], entries: Sequence[LogEntry], file: Pat
     _draw_attempts(below, spans, starts, marks, attempts, scale, one_row)
     below.set_xlim(0, max(sum(seconds.values()) / scale, 1e-9))
     below.set_xlabel(unit, fontsize=9, color=FAINT_COLOUR, loc="right")
-    fig.suptitle(_title(entries), fontsize=11, color=TEXT_COLOUR, x=0.01, ha="left", family="monospace")
-    fig.savefig(file, dpi=150, format="png")
-    plt.close(fig)
+    fig.suptitle(_title(entries), fontsize=11, color=TEXT_COLOUR, x=0.01, ha="left", family="monospace", parse_math=False)
+    return fig
 
 
 def draw_intervals(points: Sequence[IntervalOutcome], title: str, file: Path) -> None:
@@ -230,6 +239,7 @@ def _draw_attempts(
             ha="left" if fits_right else "right",
             fontsize=8.5,
             color=FAILURE_COLOUR,
+            parse_math=False,  # the message of an error may have any characters, also `$`
         )
     ax.set_ylim(max(row.values(), default=0) + 0.6, -0.6)
     ax.set_yticks([] if one_row else list(row.values()), [] if one_row else [f"attempt {a}" for a in row])
@@ -254,18 +264,24 @@ def _span_starts(spans: Sequence[LedgerSpan]) -> list[float]:
 
 
 def _failure_marks(spans: Sequence[LedgerSpan], starts: Sequence[float], entries: Sequence[LogEntry]) -> list[_FailureMark]:
-    """Return the marks of the failures. A failure is logged while its attempt is stopped, so it is moved to before that."""
-    begins = [span.began for span in spans]
+    """Return the marks of the failures. A failure is logged while its attempt is stopped, so it is moved to before that.
+
+    Its attempt shows where it belongs, as the clock of the entries may have been set meanwhile. The time only decides between
+    the attempts of two jobs that have the same number.
+    """
+    last_spans: dict[int, list[int]] = defaultdict(list)
+    for number, span in enumerate(spans):
+        if number + 1 == len(spans) or spans[number + 1].attempt != span.attempt:
+            last_spans[span.attempt].append(number)
     found = []
-    for entry in entries:
-        if not is_failure(entry) or not spans:
+    for entry in filter(is_failure, entries):
+        if entry.attempt not in last_spans:
             continue
-        at = max(0, bisect_right(begins, entry.at) - 1)
-        while at > 0 and spans[at].name in ("stop", "decide", "detect") and spans[at - 1].attempt == entry.attempt:
+        at = min((abs(spans[number].at - entry.at), number) for number in last_spans[entry.attempt])[1]
+        while at > 0 and spans[at].name in _AFTER_FAILURE and spans[at - 1].attempt == entry.attempt:
             at -= 1
-        exact = starts[at] + (spans[at].seconds if spans[at].name not in ("stop", "decide", "detect") else 0.0)
-        if spans[at].attempt == entry.attempt:
-            found.append(_FailureMark(exact, entry.attempt, _describe_cause(entry)))
+        exact = starts[at] + (spans[at].seconds if spans[at].name not in _AFTER_FAILURE else 0.0)
+        found.append(_FailureMark(exact, entry.attempt, _describe_cause(entry)))
     return found
 
 
@@ -273,7 +289,7 @@ def _describe_cause(entry: LogEntry) -> str:
     failure = facts_of(entry, FailureSummary)
     ranks = failure.ranks
     who = f"rank {ranks[0]}" if len(ranks) == 1 else format_count(len(ranks), "rank") if ranks else f"host {failure.host}"
-    text = entry.text.partition(";")[0]
+    text = printable(entry.text.partition(";")[0])
     return f"{who} {text if len(text) <= 60 else text[:59] + '…'}"
 
 
@@ -281,7 +297,7 @@ def _title(entries: Sequence[LogEntry]) -> str:
     start = next((facts_of(entry, StartFacts) for entry in entries if entry.kind == "start"), None)
     command, ranks = ((), 0) if start is None else (start.command, start.ranks)
     words = [PurePath(word).name if word.startswith("/") else word for word in command]
-    text = f"{format_count(ranks, 'rank')}: {' '.join(words)}"
+    text = f"{format_count(ranks, 'rank')}: {printable(' '.join(words))}"
     return text if len(text) <= 120 else text[:119] + "…"
 
 
