@@ -135,6 +135,13 @@ def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:
 
 def _check_hosts(job: JobOptions, launcher: str, hosts: int, state: str | None) -> None:
     """Raise UsageError for numbers of hosts that don't fit together, or don't fit the launcher."""
+    from ckpt.groups.launchers import MAX_RANKS
+
+    if max(job.ranks * max(1, hosts), job.spares) > MAX_RANKS:
+        raise click.UsageError(
+            f"-n {job.ranks} on {format_count(hosts, 'host')} with --spares {job.spares}: a job has at most {MAX_RANKS:,} "
+            "ranks and spares; give smaller numbers"
+        )
     if launcher == "k8s" and job.nnodes is None:
         raise click.UsageError(
             "--launcher k8s: a pod knows its name, but not the number of pods, so each would run a job of its own; give "

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ckpt.recovery.run_log.run_spec import RunSpec
 
 _FILE_TYPE = click.Path(exists=True, dir_okay=False, resolve_path=True)
+_MAX_RESTARTS = 10**9
+"""The run log has numbers of 64 bits. Nobody waits for the end of so many restarts."""
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("-n", "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes on each host."),
@@ -56,7 +58,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option(
         "--restarts",
-        type=click.IntRange(0),
+        type=click.IntRange(0, _MAX_RESTARTS),
         default=10,
         show_default=True,
         help="The most restarts in a row without a newer step.",

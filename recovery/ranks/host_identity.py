@@ -14,6 +14,9 @@ from ckpt.storage.base.errors import CkptError, InvalidArgument
 LAUNCHERS = ("local", "mpiexec", "slurm", "torchrun", "k8s")
 """mpiexec starts the ranks of one host. The launchers after it have started this agent on each host."""
 
+NO_HOST_NAME = "it is not the name of a host"
+"""The reason where a name can't be looked up because a part of it is empty or has more than 63 characters."""
+
 
 def host_name(launcher: str, environ: Mapping[str, str]) -> str:
     """Return the name by which a launcher knows this host. Raises InvalidArgument if its variable is not a number."""
@@ -85,7 +88,13 @@ def host_address(state: str | None) -> str:
             probe.connect(target)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise CkptError(f"{host} can't be reached: {error.strerror}; check --state, or give --address") from error
+        raise _unreachable_error(host, error.strerror) from error
+    except UnicodeError as error:
+        raise _unreachable_error(host, NO_HOST_NAME) from error
+
+
+def _unreachable_error(host: str, reason: str | None) -> CkptError:
+    return CkptError(f"{host} can't be reached: {reason}; check --state, or give --address")
 
 
 def lock_run(folder: Path) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckpt.recovery.ranks import mpi, process_kill
 from ckpt.recovery.ranks.fork_client import ForkedRank, ForkServers, NotForkable, ScriptNotFound, split_python_command
+from ckpt.recovery.ranks.host_identity import NO_HOST_NAME
 from ckpt.recovery.ranks.rank_environment import LaunchSpec, build_rank_environment
 from ckpt.recovery.ranks.rank_process import NO_DESCRIPTOR, RankProcess
 from ckpt.recovery.ranks.stop_ranks import stop_ranks
@@ -155,7 +156,13 @@ def _try_bind(address: str, port: int) -> int:
         if error.errno == errno.EADDRINUSE and port:
             return 0
         _own_address.cache_clear()  # the address of this host may have changed
-        raise CkptError(f"{address} can't be listened on: {error.strerror}; give one of this host as --address") from error
+        raise _listen_error(address, error.strerror) from error
+    except UnicodeError as error:
+        raise _listen_error(address, NO_HOST_NAME) from error
+
+
+def _listen_error(address: str, reason: str | None) -> CkptError:
+    return CkptError(f"{address} can't be listened on: {reason}; give one of this host as --address")
 
 
 @functools.lru_cache(maxsize=8)

@@ -55,6 +55,17 @@ def test_a_metrics_port_in_use_does_not_end_a_run(start: Starter) -> None:
         (["--nnodes", "3", "--give-up", "0.5"], 1, "1 of 3 hosts joined within 0.5 s; start ckpt-run on more, or lower --min"),
         (["--nnodes", "2", "--min", "3"], 2, "--min 3 is more than the 2 hosts of --nnodes"),
         (["--nnodes", "2", "--state", "etcd://127.0.0.1:1/lab"], 1, "127.0.0.1:1"),
+        (["-n", "100000000"], 2, "a job has at most 16,777,216 ranks and spares; give smaller numbers"),
+        (["-n", "9000000", "--nnodes", "2", "--min", "1"], 2, "-n 9000000 on 2 hosts"),
+        (["--nnodes", "2", "--spares", f"{1 << 70}"], 2, "at most 16,777,216 ranks and spares"),
+        (["--restarts", f"{1 << 63}"], 2, "--restarts"),
+        (["--address", "host..lab"], 1, "host..lab can't be listened on: it is not the name of a host; give one of"),
+        (["--address", "x" * 64], 1, "it is not the name of a host"),
+        (
+            ["--nnodes", "2", "--state", "etcd://etcd..lab:2379/lab"],
+            1,
+            "etcd..lab can't be reached: it is not the name of a host",
+        ),
         (["--nnodes", "2", "--state", "nosuch://127.0.0.1:1/lab"], 2, "write etcd://HOST:PORT,…/NAME"),
     ],
 )
