@@ -76,14 +76,25 @@ def read_entry(number: int, value: bytes) -> LogEntry:
 
 
 def read_row(number: int, at: object, attempt: object, kind: object, text: object, facts: object) -> LogEntry:
-    """Return the entry in a row of a table, whose facts are JSON; a note if it can't be read. Never raises."""
+    """Return the entry in a row of a table; a note if it can't be read. Never raises.
+
+    kind, text, facts: str, or bytes in UTF-8; facts are JSON.
+    """
     try:
         if not isinstance(facts, str | bytes):
             raise Malformed(f"its facts are a {type(facts).__name__}, not JSON")
-        fields = {"at": at, "attempt": attempt, "kind": kind, "text": text, "facts": read_json(facts)}
+        fields = {"at": at, "attempt": attempt, "kind": _as_text(kind), "text": _as_text(text), "facts": read_json(facts)}
         return _check_entry(number, decode(_EntryFields, fields))
     except Malformed as error:
         return placeholder_entry(number, f"it can't be read: {error}")
+
+
+def _as_text(value: object) -> object:
+    """Return a value of a table as text if it is bytes. Raises Malformed if they are not UTF-8."""
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        raise Malformed(f"{value!r:.60} is not UTF-8") from None
 
 
 def _check_entry(number: int, fields: _EntryFields) -> LogEntry:

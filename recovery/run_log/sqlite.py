@@ -45,6 +45,7 @@ class SqliteRunLog(RunLog):
         try:
             if read_only:
                 self._db = self._connect_read_only()
+                self._db.text_factory = bytes
                 return
             require_local_file_system(
                 self.path.parent, "the log of a run", "give --run-dir on a disk of this host, or --state etcd://HOST:PORT/NAME"
@@ -52,6 +53,7 @@ class SqliteRunLog(RunLog):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             make_durable_root(os.path.abspath(folder))  # SQLite makes its files durable, but not their folder
             self._db = open_wal_database(self.path, _SCHEMA)
+            self._db.text_factory = bytes  # a text that is damaged so that it is not UTF-8 would fail the whole query
         except sqlite3.Error as error:
             raise CkptError(f"{self.path} can't be used: {error}; {self._remedy(error)}, or give another --run-dir") from error
 

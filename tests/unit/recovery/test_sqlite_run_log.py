@@ -93,3 +93,22 @@ def test_a_report_replaced_during_its_removal_stays(tmp_path: Path, monkeypatch:
     assert [path.name for path in (tmp_path / "agents").iterdir()] == ["a.json"]
     for run_log in (first, second):
         run_log.close()
+
+
+@pytest.mark.parametrize("column", ["kind", "text", "facts"])
+@pytest.mark.parametrize("read_only", [False, True])
+def test_an_entry_that_is_damaged_so_that_it_is_not_utf_8_is_replaced_by_a_note(
+    tmp_path: Path, column: str, read_only: bool
+) -> None:
+    """One flipped bit in a letter is enough. The entries before and after it count."""
+    run_log = SqliteRunLog(tmp_path)
+    assert run_log.append(0, [Draft(0, "request", text) for text in ("one", "twö", "three")])
+    run_log._db.execute(f"UPDATE entries SET {column} = CAST(x'efff' AS TEXT) WHERE number = 2")
+    run_log.close()
+    run_log = SqliteRunLog(tmp_path, read_only)
+    one, two, three = run_log.entries()
+    assert (one.text, three.text, three.number) == ("one", "three", 3)
+    assert two.kind == "note"
+    assert "entry 2 of the log of the run is skipped: it can't be read" in two.text
+    assert read_only or run_log.append(3, [Draft(0, "request", "four")])
+    run_log.close()
