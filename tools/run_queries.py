@@ -97,8 +97,6 @@ def status(run_dir: Path, state: str | None) -> int:
         emit(common.printable(reason))
         return 1
     spec, last, first = run_state.spec, run_state.last, {member.name: member.first for member in run_state.members}
-    assert spec is not None
-    assert last is not None
     if len(reports) > 1:
         rows = [
             (r.name, _host_activity(r, run_state), str(first.get(r.name, "")), _format_step(r.step), _format_step(r.committed),
@@ -108,7 +106,7 @@ def status(run_dir: Path, state: str | None) -> int:
         common.show_table(("host", "does", ">first rank", ">step", ">committed", ""), rows)
     at_work = [report for report in reports.values() if _host_activity(report, run_state) in ("running", "over")]
     if not at_work:
-        emit(f"no rank runs now; {last.kind}: {common.printable(last.text)}")
+        emit("no rank runs now" + (f"; {last.kind}: {common.printable(last.text)}" if last is not None else ""))
     for report in at_work:
         ranks = list(_rank_rows(report))
         if _is_access_denied(report):
@@ -123,9 +121,9 @@ def status(run_dir: Path, state: str | None) -> int:
     for report in reports.values():
         if report.memory_used_bytes:
             emit(f"steps take {report.memory_used_bytes / 1e9:.3f} GB of the memory of {common.printable(report.name)}")
-    if spec.directory:
+    if spec is not None and spec.directory:  # it is None if the entry that begins the run can't be read
         emit(f"checkpoints in {spec.directory}, where the program names no other place")
-    if spec.spares:
+    if spec is not None and spec.spares:
         emit(f"{sum(name not in first for name in reports)} of {spec.spares} spare hosts wait")
     for text in run_state.stragglers.values():
         emit(common.printable(text))
@@ -231,6 +229,8 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
     entries, reports = _read_entries(run_dir, state), _living_agents(run_dir, state)
     run_state = RunState().apply_entries(entries)
     _require_running(run_state, reports, run_dir, state)
+    if run_state.spec is None:
+        raise CkptError(f"the entry that begins the run can't be read: see `ckpt-run why {_run_options(run_dir, state)}`")
     ranks = sum(member.count for member in run_state.members)
     if fail is not None and fail >= ranks:
         raise CkptError(f"there is no rank {fail}: the run has {format_count(ranks, 'rank')}, numbered from 0")
